@@ -1,0 +1,1 @@
+"""What Millrace's services share, and nothing else."""

@@ -1,0 +1,165 @@
+"""Errors that carry their status: the one table of INTERFACE's error section.
+
+A service raises these; the server interceptor turns them into a gRPC status with `x-failed-hop` and
+`x-http-status` in the trailing metadata, and the client interceptor turns such a status back into
+the same class, so that an error keeps its meaning and its origin across any number of hops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+import grpc
+from grpc import StatusCode
+
+FAILED_HOP = "x-failed-hop"
+HTTP_STATUS = "x-http-status"
+RETRY_AFTER_MS = "retry-after-ms"
+
+
+class StartupError(Exception):
+    """The process cannot start; the message is one line that says what to do."""
+
+
+class MillraceError(Exception):
+    """A request's failure with the status that every protocol reports.
+
+    `hop` names the hop that failed; None means the process that raises it.
+    """
+
+    status: ClassVar[StatusCode] = StatusCode.INTERNAL
+    http_status: ClassVar[int] = 500
+
+    def __init__(self, message: str, *, hop: str | None = None, retry_after_ms: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hop = hop
+        self.retry_after_ms = retry_after_ms
+
+    def trailing_metadata(self, this_hop: str) -> tuple[tuple[str, str], ...]:
+        """Metadata that lets the next hop rebuild this error."""
+        metadata = [(FAILED_HOP, self.hop or this_hop), (HTTP_STATUS, str(self.http_status))]
+        if self.retry_after_ms is not None:
+            metadata.append((RETRY_AFTER_MS, str(self.retry_after_ms)))
+        return tuple(metadata)
+
+
+class InvalidRequestError(MillraceError):
+    """Bad parameter, dtype, shape or token id, prompt too long, endpoint the model does not support."""
+
+    status = StatusCode.INVALID_ARGUMENT
+    http_status = 400
+
+
+class UnauthenticatedError(MillraceError):
+    """No key, or a wrong one."""
+
+    status = StatusCode.UNAUTHENTICATED
+    http_status = 401
+
+
+class ForbiddenError(MillraceError):
+    """The caller is known but not allowed."""
+
+    status = StatusCode.PERMISSION_DENIED
+    http_status = 403
+
+
+class NotFoundError(MillraceError):
+    """No such model, version or record."""
+
+    status = StatusCode.NOT_FOUND
+    http_status = 404
+
+
+class NotImplementedMethodError(MillraceError):
+    """The protocol has the method; this server does not offer it."""
+
+    status = StatusCode.UNIMPLEMENTED
+    http_status = 501
+
+
+class TooLargeError(MillraceError):
+    """A body or message beyond the limit."""
+
+    status = StatusCode.RESOURCE_EXHAUSTED
+    http_status = 413
+
+
+class OverloadedError(MillraceError):
+    """A queue is full or a rate limit reached: try again after `retry_after_ms`."""
+
+    status = StatusCode.RESOURCE_EXHAUSTED
+    http_status = 429
+
+
+class RequestFailedError(MillraceError):
+    """This request failed inside; its neighbours did not."""
+
+    status = StatusCode.INTERNAL
+    http_status = 500
+
+
+class HopBrokenError(MillraceError):
+    """A hop died or broke the protocol."""
+
+    status = StatusCode.UNAVAILABLE
+    http_status = 502
+
+
+class NotReadyError(MillraceError):
+    """Draining, still loading, or no replica."""
+
+    status = StatusCode.UNAVAILABLE
+    http_status = 503
+
+
+class DeadlineError(MillraceError):
+    """The request's deadline passed."""
+
+    status = StatusCode.DEADLINE_EXCEEDED
+    http_status = 504
+
+
+_CLASSES: tuple[type[MillraceError], ...] = (
+    InvalidRequestError,
+    UnauthenticatedError,
+    ForbiddenError,
+    NotFoundError,
+    NotImplementedMethodError,
+    TooLargeError,
+    OverloadedError,
+    RequestFailedError,
+    HopBrokenError,
+    NotReadyError,
+    DeadlineError,
+)
+_BY_BOTH = {(error.status, error.http_status): error for error in _CLASSES}
+# Where only the gRPC status is known, the commoner of two meanings.
+_BY_STATUS = {error.status: error for error in reversed(_CLASSES)} | {StatusCode.RESOURCE_EXHAUSTED: OverloadedError}
+
+# Envoy's own answers when a cluster has no host to offer.
+_NO_REPLICA = ("no healthy upstream", "no_healthy_upstream")
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError, hop: str) -> MillraceError:
+    """The error that `hop` or a hop behind it reported, or what its breaking off means."""
+    metadata = _as_dict(error.trailing_metadata())
+    code, message = error.code(), error.details() or error.code().name
+    failed_hop = metadata.get(FAILED_HOP)
+    if failed_hop is None:
+        # Nobody behind `hop` signed this: a proxy or the transport speaks.
+        if any(text in message for text in _NO_REPLICA):
+            return NotReadyError(f"no {hop} is ready", hop=hop)
+        if code in (StatusCode.UNAVAILABLE, StatusCode.INTERNAL, StatusCode.UNKNOWN, StatusCode.CANCELLED):
+            return HopBrokenError(f"the connection to the {hop} broke", hop=hop)
+    http_status = metadata.get(HTTP_STATUS, "")
+    cls = _BY_BOTH.get((code, int(http_status))) if http_status.isdigit() else None
+    cls = cls or _BY_STATUS.get(code, RequestFailedError)
+    retry_after = metadata.get(RETRY_AFTER_MS, "")
+    return cls(message, hop=failed_hop or hop, retry_after_ms=int(retry_after) if retry_after.isdigit() else None)
+
+
+def _as_dict(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[str, str]:
+    return {key: value for key, value in metadata or () if isinstance(value, str)}

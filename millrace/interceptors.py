@@ -1,0 +1,134 @@
+"""gRPC interceptors that map errors, one for each side.
+
+The server's turns a `MillraceError` into its gRPC status; anything else that escapes a handler is
+logged with its traceback and becomes INTERNAL with a text that says nothing of the inside. The
+client's turn a failed call back into the `MillraceError` it was. grpc.aio takes a client interceptor
+for one kind of call only, hence one class a kind.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from typing import Any
+
+import grpc
+from grpc import StatusCode
+
+from millrace.errors import MillraceError, RequestFailedError, from_rpc_error
+
+logger = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Handler = grpc.RpcMethodHandler[Any, Any]
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]
+Guard = Callable[[Context], AbstractAsyncContextManager[None]]
+
+
+def guard_handler(handler: Handler, guard: Guard) -> Handler:
+    """The same handler with each of its calls run inside `guard(context)`."""
+    behaviour: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+
+    if inspect.isasyncgenfunction(behaviour):
+
+        async def generate(request: Any, context: Any) -> AsyncIterator[Any]:
+            async with guard(context), aclosing(behaviour(request, context)) as responses:
+                async for response in responses:
+                    yield response
+
+        guarded: Any = generate
+    else:
+
+        async def call(request: Any, context: Any) -> Any:
+            async with guard(context):
+                return await behaviour(request, context)
+
+        guarded = call
+
+    factory = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[handler.request_streaming, handler.response_streaming]
+    return factory(guarded, handler.request_deserializer, handler.response_serializer)
+
+
+class ErrorServerInterceptor(grpc.aio.ServerInterceptor):
+    """Reports what a handler raises as a gRPC status, signed with the hop that failed."""
+
+    def __init__(self, hop: str) -> None:
+        self._hop = hop
+
+    async def intercept_service(
+        self,
+        continuation: Continuation,
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None  # grpc answers UNIMPLEMENTED by itself
+
+        @asynccontextmanager
+        async def guard(context: Context) -> AsyncIterator[None]:
+            try:
+                yield
+            except MillraceError as error:
+                await self._abort(context, error)
+            except grpc.aio.AbortError:
+                raise
+            except Exception:
+                logger.exception("%s failed", handler_call_details.method)
+                await self._abort(context, RequestFailedError("internal error"))
+
+        return guard_handler(handler, guard)
+
+    async def _abort(self, context: Context, error: MillraceError) -> None:
+        earlier = tuple(context.trailing_metadata() or ())
+        await context.abort(error.status, error.message, earlier + error.trailing_metadata(self._hop))
+
+
+async def _translated(call: Any, hop: str) -> AsyncIterator[Any]:
+    try:
+        async for response in call:
+            yield response
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error, hop) from None
+
+
+class _UnaryUnary(grpc.aio.UnaryUnaryClientInterceptor):
+    def __init__(self, hop: str) -> None:
+        self._hop = hop
+
+    async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        call = await continuation(client_call_details, request)
+        # The call is handed back as it is when it went well: its response can be awaited again.
+        if await call.code() is not StatusCode.OK:
+            try:
+                await call
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error, self._hop) from None
+        return call
+
+
+class _UnaryStream(grpc.aio.UnaryStreamClientInterceptor):
+    def __init__(self, hop: str) -> None:
+        self._hop = hop
+
+    async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return _translated(await continuation(client_call_details, request), self._hop)
+
+
+class _StreamStream(grpc.aio.StreamStreamClientInterceptor):
+    def __init__(self, hop: str) -> None:
+        self._hop = hop
+
+    async def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+        return _translated(await continuation(client_call_details, request_iterator), self._hop)
+
+
+def error_client_interceptors(hop: str) -> Sequence[grpc.aio.ClientInterceptor]:
+    """Interceptors for a channel to `hop`: its calls raise `MillraceError`."""
+    return (_UnaryUnary(hop), _UnaryStream(hop), _StreamStream(hop))

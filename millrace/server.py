@@ -1,0 +1,132 @@
+"""The gRPC server that every service runs: start, health, reflection, orderly stop.
+
+Life of a service: `Server(...)`, register servicers, `await run()`. `run` returns after SIGTERM or
+SIGINT, when health has said NOT_SERVING, calls in flight have ended or used up the drain time, and
+every background task has been cancelled and awaited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection as reflection_v1alpha
+from grpc_reflection.v1alpha import reflection_pb2 as reflection_v1alpha_pb2
+from grpc_reflection.v1alpha import reflection_pb2_grpc as reflection_v1alpha_grpc
+
+from millrace.errors import StartupError
+from millrace.interceptors import ErrorServerInterceptor
+from millrace.protos import reflection_v1_pb2
+from millrace.telemetry.interceptors import TracingServerInterceptor
+
+logger = logging.getLogger(__name__)
+
+READY = "ready"  # Health name: a generation would work now. "" says only that the process serves.
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # Above Envoy's 60 MiB, so that the gateway answers first.
+
+_STREAM_WINDOW_BYTES = 8 * 1024 * 1024
+MESSAGE_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+)
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *MESSAGE_OPTIONS,
+    ("grpc.so_reuseport", 0),  # A port that is taken must be an error, not a silent share.
+    ("grpc.http2.lookahead_bytes", _STREAM_WINDOW_BYTES),
+    # Envoy's pings on idle connections must not be taken for abuse.
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+
+
+class Server:
+    """A grpc.aio server with health, reflection, error mapping and tracing.
+
+    `hop` signs the errors; `public_services` are what reflection lists beside health and itself.
+    """
+
+    def __init__(self, hop: str, host: str, port: int, drain_s: float, public_services: Iterable[str] = ()) -> None:
+        self._address = f"{host}:{port}"
+        self._drain_s = drain_s
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+        self._stop = asyncio.Event()
+        self._at_stop: list[Callable[[], Awaitable[None]]] = []
+        self.grpc = grpc.aio.server(
+            interceptors=(TracingServerInterceptor(), ErrorServerInterceptor(hop)), options=SERVER_OPTIONS
+        )
+        self.health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
+        _add_reflection(self.grpc, public_services)
+
+    async def set_serving(self, name: str, serving: bool) -> None:
+        """What the health service says of `name`; ignored once the stop has begun."""
+        status = health_pb2.HealthCheckResponse
+        await self.health.set(name, status.SERVING if serving else status.NOT_SERVING)
+
+    def own(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        """Runs a background task until the stop; if it fails, the process ends non-zero."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+
+    def at_stop(self, close: Callable[[], Awaitable[None]]) -> None:
+        """Registers what is closed after the last call, in reverse order."""
+        self._at_stop.append(close)
+
+    async def run(self) -> None:
+        """Serves until SIGTERM or SIGINT; raises what ended a background task."""
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._stop.set)
+        try:
+            port = self.grpc.add_insecure_port(self._address)
+        except RuntimeError:
+            raise StartupError(f"{self._address} cannot be listened on: is the port taken?") from None
+        await self.grpc.start()
+        logger.info("listening on %s", self._address.rsplit(":", 1)[0] + f":{port}")
+        await self._stop.wait()
+        await self._shut_down()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _shut_down(self) -> None:
+        logger.info("stopping: calls in flight have %.0f s", self._drain_s)
+        await self.health.enter_graceful_shutdown()
+        await self.grpc.stop(self._drain_s)
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for close in reversed(self._at_stop):
+            await close()
+        logger.info("stopped")
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.critical("task %s failed", task.get_name(), exc_info=task.exception())
+            self._failure = task.exception()
+            self._stop.set()
+
+
+def _add_reflection(server: grpc.aio.Server, public_services: Iterable[str]) -> None:
+    """Serves reflection v1alpha and v1, whose messages are the same under two package names."""
+    v1 = reflection_v1_pb2.DESCRIPTOR.services_by_name["ServerReflection"].full_name
+    names = (*public_services, health.SERVICE_NAME, reflection_v1alpha.SERVICE_NAME, v1)
+    servicer = reflection_v1alpha.aio.ReflectionServicer(names)
+    reflection_v1alpha_grpc.add_ServerReflectionServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    method = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_v1alpha_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_v1alpha_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(v1, {"ServerReflectionInfo": method}),))

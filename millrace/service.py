@@ -1,0 +1,40 @@
+"""How a service's `__main__` starts: logging, uvloop, telemetry, one-line start-up errors."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import uvloop
+
+from millrace.errors import StartupError
+from millrace.settings import ServiceSettings, load
+from millrace.telemetry.tracing import set_up_tracing
+
+SettingsT = TypeVar("SettingsT", bound=ServiceSettings)
+
+
+def run_service(
+    name: str, settings_class: type[SettingsT], serve: Callable[[SettingsT], Coroutine[Any, Any, None]]
+) -> None:
+    """Runs `serve(settings)` on uvloop; exits with EX_CONFIG where the start cannot succeed by trying again."""
+    try:
+        settings = load(settings_class, f"services.{name}")
+        logging.basicConfig(
+            level=settings.log_level,
+            stream=sys.stderr,
+            format=f"%(asctime)s %(levelname)-7s {name} %(name)s: %(message)s",
+        )
+        shut_down_tracing = set_up_tracing(f"millrace-{name}")
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(serve(settings))
+        finally:
+            shut_down_tracing()
+    except StartupError as error:
+        sys.stderr.write(f"{name}: {error}\n")
+        raise SystemExit(os.EX_CONFIG) from None

@@ -1,0 +1,84 @@
+"""Settings from environment variables, refused when unknown or malformed.
+
+Each service declares a subclass of `ServiceSettings` with its prefix; a field's description is its
+documentation and what `--help` prints. Nothing else reads the environment but OpenTelemetry's own
+`OTEL_*` and the hub client's `HF_*`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from millrace.errors import StartupError
+from millrace.model_sources import DEFAULT_MODELS, ModelSource, parse_models
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+Models = Annotated[
+    tuple[ModelSource, ...], NoDecode, BeforeValidator(lambda v: parse_models(v) if isinstance(v, str) else v)
+]
+
+
+class ServiceSettings(BaseSettings):
+    """What every service can be told."""
+
+    model_config = SettingsConfigDict(frozen=True, env_ignore_empty=True)
+
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: Port = Field(0, description="gRPC port.")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least severe log level kept.")
+    drain_s: float = Field(5.0, ge=0, le=3600, description="Seconds that calls in flight are given at SIGTERM.")
+
+
+def models_field() -> Any:
+    """The setting `MODELS`, which is without a prefix because two services share it."""
+    return Field(
+        parse_models(DEFAULT_MODELS),
+        validation_alias="MODELS",
+        description="Comma list of name=folder-or-hub-id[@revision].",
+    )
+
+
+SettingsT = TypeVar("SettingsT", bound=ServiceSettings)
+
+
+def load(cls: type[SettingsT], program: str) -> SettingsT:
+    """The settings of the environment; handles `--help`; raises StartupError with one line."""
+    _parse_command_line(cls, program)
+    prefix = cls.model_config.get("env_prefix", "")
+    known = set(_environment_names(cls))
+    unknown = sorted(name for name in os.environ if name.startswith(prefix) and name not in known)
+    if unknown:
+        raise StartupError(f"{unknown[0]}: unknown setting; `python -m {program} --help` lists the known ones")
+    try:
+        return cls()
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = str(first["loc"][0]) if first["loc"] else ""
+        name = field if field in known else f"{prefix}{field}".upper()
+        raise StartupError(f"{name}={first['input']}: {first['msg'].removeprefix('Value error, ')}") from None
+
+
+def _environment_names(cls: type[ServiceSettings]) -> dict[str, str]:
+    """Environment variable → field."""
+    prefix = cls.model_config.get("env_prefix", "")
+    return {str(field.validation_alias or f"{prefix}{name}".upper()): name for name, field in cls.model_fields.items()}
+
+
+def _parse_command_line(cls: type[ServiceSettings], program: str) -> None:
+    names = _environment_names(cls)
+    width = max(map(len, names))
+    lines = []
+    for variable, name in names.items():
+        field = cls.model_fields[name]
+        default = DEFAULT_MODELS if variable == "MODELS" else field.default
+        lines.append(f"  {variable:<{width}}  {field.description} Default: {default}")
+    argparse.ArgumentParser(
+        prog=f"python -m {program}",
+        description="Settings are environment variables:\n\n" + "\n".join(lines),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args()

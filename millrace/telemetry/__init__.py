@@ -1,0 +1,1 @@
+"""Tracing: set-up and the gRPC interceptors of both sides."""

@@ -1,0 +1,219 @@
+"""Tensors of the Open Inference Protocol to numpy arrays and back.
+
+Datatypes: BOOL, (U)INT8 to 64, FP16, FP32, FP64, BF16, BYTES. Raw contents are little-endian, row by
+row; a BYTES element is a 4-byte length and its bytes. Typed contents exist for all but FP16 and
+BF16. Fixed-size raw tensors are decoded without a copy, as read-only views of the message's bytes;
+BF16 has no numpy type and is kept as its bits in uint16; BYTES becomes an object array of `bytes`.
+
+Every mismatch of name, datatype, shape and size raises `InvalidRequestError`.
+Source: the protocol's "Tensor Data" section and Triton's binary tensor data extension.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.errors import InvalidRequestError
+from millrace.protos import inference_pb2
+
+Array = NDArray[Any]
+
+BYTES = "BYTES"
+BF16 = "BF16"
+
+_NUMPY: Mapping[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    "INT8": np.dtype(np.int8),
+    "INT16": np.dtype("<i2"),
+    "INT32": np.dtype("<i4"),
+    "INT64": np.dtype("<i8"),
+    "UINT8": np.dtype(np.uint8),
+    "UINT16": np.dtype("<u2"),
+    "UINT32": np.dtype("<u4"),
+    "UINT64": np.dtype("<u8"),
+    "FP16": np.dtype("<f2"),
+    "FP32": np.dtype("<f4"),
+    "FP64": np.dtype("<f8"),
+    BF16: np.dtype("<u2"),
+    BYTES: np.dtype(object),
+}
+_CONTENTS_FIELD: Mapping[str, str] = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    BYTES: "bytes_contents",
+}
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A named array with its protocol datatype; the datatype tells BF16 from UINT16."""
+
+    name: str
+    datatype: str
+    array: Array
+
+
+def decode_inputs(request: inference_pb2.ModelInferRequest) -> dict[str, Tensor]:
+    """The request's inputs by name."""
+    return _decode(request.inputs, request.raw_input_contents, "input")
+
+
+def decode_outputs(response: inference_pb2.ModelInferResponse) -> dict[str, Tensor]:
+    """The response's outputs by name."""
+    return _decode(response.outputs, response.raw_output_contents, "output")
+
+
+def add_input(request: inference_pb2.ModelInferRequest, tensor: Tensor) -> None:
+    """Appends a tensor to a request, raw."""
+    request.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.array.shape)
+    request.raw_input_contents.append(encode_raw(tensor))
+
+
+def add_output(response: inference_pb2.ModelInferResponse, tensor: Tensor) -> None:
+    """Appends a tensor to a response, raw."""
+    response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.array.shape)
+    response.raw_output_contents.append(encode_raw(tensor))
+
+
+def encode_raw(tensor: Tensor) -> bytes:
+    """The tensor's raw contents."""
+    if tensor.datatype == BYTES:
+        return b"".join(_LENGTH.pack(len(item)) + item for item in map(_as_bytes, tensor.array.ravel()))
+    expected = _dtype(tensor.name, tensor.datatype)
+    if tensor.array.dtype != expected:
+        raise InvalidRequestError(f"tensor {tensor.name!r}: {tensor.array.dtype} is not {tensor.datatype}")
+    return tensor.array.tobytes()
+
+
+def bytes_tensor(name: str, values: Iterable[bytes]) -> Tensor:
+    """A BYTES tensor of one dimension."""
+    items = list(values)
+    array = np.empty(len(items), dtype=object)
+    array[:] = items
+    return Tensor(name, BYTES, array)
+
+
+def _decode(described: Sequence[Any], raw: Sequence[bytes], kind: str) -> dict[str, Tensor]:
+    if raw and len(raw) != len(described):
+        raise InvalidRequestError(f"{len(described)} {kind}s but {len(raw)} raw contents: raw must hold every {kind}")
+    tensors: dict[str, Tensor] = {}
+    for index, description in enumerate(described):
+        name = description.name
+        if not name:
+            raise InvalidRequestError(f"{kind} {index} has no name")
+        if name in tensors:
+            raise InvalidRequestError(f"{kind} {name!r} is given twice")
+        typed = description.HasField("contents")
+        if raw and typed:
+            raise InvalidRequestError(f"{kind} {name!r} has both raw and typed contents")
+        dtype = _dtype(name, description.datatype)
+        shape = _shape(name, description.shape)
+        if raw:
+            array = _from_raw(name, description.datatype, dtype, shape, raw[index])
+        else:
+            array = _from_typed(name, description.datatype, dtype, shape, description.contents)
+        tensors[name] = Tensor(name, description.datatype, array)
+    return tensors
+
+
+def _dtype(name: str, datatype: str) -> np.dtype[Any]:
+    try:
+        return _NUMPY[datatype]
+    except KeyError:
+        raise InvalidRequestError(f"tensor {name!r}: unknown datatype {datatype!r}") from None
+
+
+def _shape(name: str, dimensions: Sequence[int]) -> tuple[int, ...]:
+    shape = tuple(dimensions)
+    if any(size < 0 for size in shape):
+        raise InvalidRequestError(f"tensor {name!r}: negative size in shape {list(shape)}")
+    if len(shape) > 32:
+        raise InvalidRequestError(f"tensor {name!r}: {len(shape)} dimensions, at most 32 are allowed")
+    return shape
+
+
+def _from_raw(name: str, datatype: str, dtype: np.dtype[Any], shape: tuple[int, ...], raw: bytes) -> Array:
+    count = math.prod(shape)
+    if datatype == BYTES:
+        items = _split_bytes(name, raw)
+        _check_count(name, shape, count, len(items))
+        return _object_array(items, shape)
+    if len(raw) != count * dtype.itemsize:
+        raise InvalidRequestError(
+            f"tensor {name!r}: {datatype} of shape {list(shape)} is {count * dtype.itemsize} bytes, got {len(raw)}"
+        )
+    if datatype == "BOOL":
+        bits = np.frombuffer(raw, dtype=np.uint8)
+        if bits.size and bits.max() > 1:
+            raise InvalidRequestError(f"tensor {name!r}: BOOL bytes must be 0 or 1")
+    return np.frombuffer(raw, dtype=dtype).reshape(shape)
+
+
+def _split_bytes(name: str, raw: bytes) -> list[bytes]:
+    items, at = [], 0
+    while at < len(raw):
+        end = at + _LENGTH.size
+        if end > len(raw):
+            raise InvalidRequestError(f"tensor {name!r}: BYTES contents end inside a length")
+        (length,) = _LENGTH.unpack_from(raw, at)
+        at = end + length
+        if at > len(raw):
+            raise InvalidRequestError(f"tensor {name!r}: BYTES element of {length} bytes ends beyond the contents")
+        items.append(raw[end:at])
+    return items
+
+
+def _from_typed(
+    name: str,
+    datatype: str,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    contents: inference_pb2.InferTensorContents,
+) -> Array:
+    field = _CONTENTS_FIELD.get(datatype)
+    if field is None:
+        raise InvalidRequestError(f"tensor {name!r}: {datatype} can only be sent in raw contents")
+    for other, _ in contents.ListFields():
+        if other.name != field:
+            raise InvalidRequestError(f"tensor {name!r}: {datatype} belongs in {field}, not in {other.name}")
+    values = getattr(contents, field)
+    _check_count(name, shape, math.prod(shape), len(values))
+    if datatype == BYTES:
+        return _object_array(values, shape)
+    if dtype.kind in "iu" and dtype.itemsize < 4 and len(values):
+        limits = np.iinfo(dtype)
+        if min(values) < limits.min or max(values) > limits.max:
+            raise InvalidRequestError(f"tensor {name!r}: a value does not fit {datatype}")
+    return np.fromiter(values, dtype=dtype, count=len(values)).reshape(shape)
+
+
+def _check_count(name: str, shape: tuple[int, ...], expected: int, actual: int) -> None:
+    if expected != actual:
+        raise InvalidRequestError(f"tensor {name!r}: shape {list(shape)} holds {expected} elements, got {actual}")
+
+
+def _object_array(items: Sequence[bytes], shape: tuple[int, ...]) -> Array:
+    array = np.empty(len(items), dtype=object)
+    array[:] = items
+    return array.reshape(shape)
+
+
+def _as_bytes(item: object) -> bytes:
+    return item.encode() if isinstance(item, str) else bytes(item)  # type: ignore[call-overload]
