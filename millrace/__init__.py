@@ -1,1 +1,3 @@
 """What Millrace's services share, and nothing else."""
+
+__version__ = "0.1.0"

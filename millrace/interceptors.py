@@ -12,19 +12,20 @@ import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 from grpc import StatusCode
 
-from millrace.errors import MillraceError, RequestFailedError, from_rpc_error
+from millrace.errors import MillraceError, NotImplementedMethodError, RequestFailedError, from_rpc_error
 
 logger = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext[Any, Any]
-Handler = grpc.RpcMethodHandler[Any, Any]
-Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]
-Guard = Callable[[Context], AbstractAsyncContextManager[None]]
+# Text, because grpc's classes are generic to the type checker only.
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
+Guard: TypeAlias = "Callable[[Context], AbstractAsyncContextManager[None]]"
 
 
 def guard_handler(handler: Handler, guard: Guard) -> Handler:
@@ -43,7 +44,8 @@ def guard_handler(handler: Handler, guard: Guard) -> Handler:
 
         async def call(request: Any, context: Any) -> Any:
             async with guard(context):
-                return await behaviour(request, context)
+                result = behaviour(request, context)
+                return await result if inspect.isawaitable(result) else result
 
         guarded = call
 
@@ -79,6 +81,11 @@ class ErrorServerInterceptor(grpc.aio.ServerInterceptor):
                 await self._abort(context, error)
             except grpc.aio.AbortError:
                 raise
+            except NotImplementedError:
+                # What the generated base class raises for a method that a servicer does not override.
+                await self._abort(
+                    context, NotImplementedMethodError(f"{handler_call_details.method} is not implemented")
+                )
             except Exception:
                 logger.exception("%s failed", handler_call_details.method)
                 await self._abort(context, RequestFailedError("internal error"))

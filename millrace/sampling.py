@@ -1,0 +1,115 @@
+"""How tokens are chosen: the one table of sampling parameters, their limits and their defaults.
+
+Every front end (gRPC, OIP, OpenAI) and the predictor read requests through `SamplingParameters`, so
+a parameter means the same and is refused with the same words everywhere.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from millrace.errors import InvalidRequestError
+from millrace.protos import inference_pb2
+
+DEFAULT_MAX_TOKENS = 256
+
+
+class SamplingParameters(BaseModel):
+    """What a request says of sampling; numbers may be given as text, since some clients send only that."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    max_tokens: int | None = Field(None, ge=1, description="Tokens at most; 256, or what the context has left if less.")
+    min_tokens: int = Field(0, ge=0, description="No end before so many tokens.")
+    temperature: float = Field(1.0, ge=0, le=100, description="0 is greedy; 0 by default for encoder-decoder models.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Smallest set of tokens with this probability.")
+    top_k: int = Field(0, ge=-1, description="The k likeliest tokens; 0 and -1 are off.")
+    min_p: float = Field(0.0, ge=0, le=1, description="Tokens at least this likely, relative to the likeliest.")
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="Random where absent.")
+    repetition_penalty: float = Field(1.0, gt=0, le=100, description="Of tokens in prompt or output; 1 is off.")
+    presence_penalty: float = Field(0.0, ge=-100, le=100, description="Of tokens in the output; 0 is off.")
+    frequency_penalty: float = Field(0.0, ge=-100, le=100, description="Of tokens in the output, times their count.")
+    ignore_eos: bool = Field(False, description="Goes on after the end-of-sequence token.")
+    logprobs: bool = Field(False, description="Reports each token's log probability.")
+    chunk_tokens: int = Field(1, ge=1, le=4096, description="Tokens a message at least, but for the last.")
+    chunk_ms: int = Field(0, ge=0, le=600_000, description="Milliseconds held back for chunk_tokens; 0: no limit.")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_truth_as_number(cls, value: Any, info: Any) -> Any:
+        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
+            raise ValueError("a number is needed")
+        return value
+
+    def changed(self, given: Mapping[str, Any]) -> SamplingParameters:
+        """These parameters with those that a request gives; raises InvalidRequestError."""
+        try:
+            return SamplingParameters.model_validate({**self.model_dump(exclude_unset=True), **given})
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = str(first["loc"][0]) if first["loc"] else "parameters"
+            if first["type"] == "extra_forbidden":
+                raise InvalidRequestError(f"unknown parameter {name!r}") from None
+            raise InvalidRequestError(
+                f"{name}={first['input']!r}: {first['msg'].removeprefix('Value error, ')}"
+            ) from None
+
+    def resolved(self, room: int) -> SamplingParameters:
+        """With a seed, and with `max_tokens` within the `room` that the context has left for output."""
+        if self.max_tokens is not None and self.max_tokens > room:
+            raise InvalidRequestError(
+                f"max_tokens={self.max_tokens}: the context has room for {max(room, 0)} after the prompt"
+            )
+        max_tokens = self.max_tokens or min(DEFAULT_MAX_TOKENS, room)
+        if self.min_tokens > max_tokens:
+            raise InvalidRequestError(f"min_tokens={self.min_tokens} is more than max_tokens={max_tokens}")
+        seed = secrets.randbits(63) if self.seed is None else self.seed
+        return self.model_copy(update={"max_tokens": max_tokens, "seed": seed})
+
+
+def defaults_of(generation_config: Mapping[str, Any], is_encoder_decoder: bool) -> SamplingParameters:
+    """A model's defaults: what its generation_config.json says where it samples, else the table's."""
+    if generation_config.get("do_sample"):
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        given = {name: generation_config[name] for name in names if generation_config.get(name) is not None}
+        return SamplingParameters().changed(given)
+    if is_encoder_decoder or generation_config.get("do_sample") is False:
+        return SamplingParameters(temperature=0.0)
+    return SamplingParameters()
+
+
+# Names that clients of Triton send along and that say nothing of sampling.
+_TRANSPORT = ("priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "binary_data_output")
+
+
+def parameters_of(given: Mapping[str, inference_pb2.InferParameter]) -> dict[str, Any]:
+    """An OIP parameter map as plain values, without what belongs to the transport."""
+    values: dict[str, Any] = {}
+    for name, parameter in given.items():
+        choice = parameter.WhichOneof("parameter_choice")
+        if name.startswith("triton_") or name in _TRANSPORT:
+            continue
+        if choice is None:
+            raise InvalidRequestError(f"parameter {name!r} has no value")
+        values[name] = getattr(parameter, choice)
+    return values
+
+
+def set_parameters(target: Any, values: Mapping[str, Any]) -> None:
+    """Writes plain values to an OIP parameter map; None is left out."""
+    for name, value in values.items():
+        if isinstance(value, bool):
+            target[name].bool_param = value
+        elif isinstance(value, int):
+            if value < 2**63:
+                target[name].int64_param = value
+            else:
+                target[name].uint64_param = value
+        elif isinstance(value, float):
+            target[name].double_param = value
+        elif value is not None:
+            target[name].string_param = str(value)

@@ -1,0 +1,98 @@
+"""`ModelStreamInfer` for any servicer: many requests multiplexed on one call, answered as they come.
+
+Each request runs in a task of its own, so that a slow one holds up no other. A request that fails
+gives a response with `error_message` and its id, and the stream goes on; with the metadata
+`triton_grpc_error: true` (Triton's own switch) the first error ends the call with its real status
+instead. Half-close ends the call after the last answer; cancelling it cancels every request.
+
+`triton_final_response` is true on the last response of a request, which `answer` marks. A request
+with the parameter `triton_enable_empty_final_response` gets an empty response as its last one instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any
+
+from millrace.errors import MillraceError, RequestFailedError
+from millrace.interceptors import Context
+from millrace.protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
+
+logger = logging.getLogger(__name__)
+
+MAX_IN_FLIGHT = 1024  # Requests on one call; reading stops there, and HTTP/2 holds the client back.
+_UNREAD_RESPONSES = 16  # Beyond these, requests wait for the reader, and their own slots merge.
+
+FINAL = "triton_final_response"
+EMPTY_FINAL = "triton_enable_empty_final_response"
+
+Answer = Callable[[ModelInferRequest], AsyncGenerator[ModelInferResponse, None]]
+
+
+def errors_as_status(context: Context) -> bool:
+    """Whether the caller wants an error as the call's status."""
+    return ("triton_grpc_error", "true") in tuple(context.invocation_metadata() or ())
+
+
+async def multiplex(
+    requests: AsyncIterator[ModelInferRequest], answer: Answer, as_status: bool
+) -> AsyncIterator[ModelStreamInferResponse]:
+    """Answers every request of a stream with what `answer` yields for it."""
+    responses: asyncio.Queue[ModelStreamInferResponse | MillraceError | None] = asyncio.Queue(_UNREAD_RESPONSES)
+    room = asyncio.Semaphore(MAX_IN_FLIGHT)
+
+    async def run(request: ModelInferRequest) -> None:
+        try:
+            await _answer_one(request, answer, responses)
+        except MillraceError as error:
+            await responses.put(error if as_status else _error_response(request, error.message))
+        except Exception:
+            logger.exception("request %s on a stream failed", request.id)
+            failure = RequestFailedError("internal error")
+            await responses.put(failure if as_status else _error_response(request, failure.message))
+        finally:
+            room.release()
+
+    async def read() -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                async for request in requests:
+                    await room.acquire()
+                    group.create_task(run(request))
+        except Exception:
+            logger.exception("a stream's requests could not be read")
+            await responses.put(RequestFailedError("internal error"))
+        else:
+            await responses.put(None)
+
+    reader = asyncio.create_task(read(), name="stream-infer")
+    try:
+        while (response := await responses.get()) is not None:
+            if isinstance(response, MillraceError):
+                raise response
+            yield response
+    finally:
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+
+
+async def _answer_one(request: ModelInferRequest, answer: Answer, responses: asyncio.Queue[Any]) -> None:
+    empty_final = EMPTY_FINAL in request.parameters and request.parameters[EMPTY_FINAL].bool_param
+    async with aclosing(answer(request)) as answers:
+        async for response in answers:
+            final = response.parameters[FINAL].bool_param and not empty_final
+            response.parameters[FINAL].bool_param = final
+            await responses.put(ModelStreamInferResponse(infer_response=response))
+    if empty_final:
+        last = ModelInferResponse(model_name=request.model_name, model_version=request.model_version, id=request.id)
+        last.parameters[FINAL].bool_param = True
+        await responses.put(ModelStreamInferResponse(infer_response=last))
+
+
+def _error_response(request: ModelInferRequest, message: str) -> ModelStreamInferResponse:
+    """Carries the id, by which a client with many requests on the stream knows which one failed."""
+    about = ModelInferResponse(model_name=request.model_name, model_version=request.model_version, id=request.id)
+    return ModelStreamInferResponse(error_message=message, infer_response=about)

@@ -1,0 +1,109 @@
+"""What an engine takes and gives; nothing above it may know which engine runs.
+
+`Engine.submit` takes a `GenerationRequest` and returns at once with an `OutputSlot`, from which one
+reader takes `Chunk`s until one has a `finish_reason`, or which it cancels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from millrace.sampling import SamplingParameters
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One sequence to generate.
+
+    Generation continues after `output_ids`, tokens that were produced before: `max_tokens`,
+    `min_tokens`, penalties and positions count them. `sampling` is resolved (seed, max_tokens).
+    `deadline` is on the clock of time.monotonic().
+    """
+
+    id: str
+    input_ids: list[int]
+    sampling: SamplingParameters
+    output_ids: list[int] = field(default_factory=list)
+    deadline: float | None = None
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of the prompt, how many of them needed no computation, and tokens of the output."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """New tokens of a sequence; the last chunk has `finish_reason` ("stop" or "length") and `usage`."""
+
+    output_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str | None = None
+    usage: Usage | None = None
+
+
+class OutputSlot(Protocol):
+    """Where one reader takes what an engine makes; tokens merge while the reader is away."""
+
+    async def read(self) -> Chunk:
+        """The next chunk, as large as `chunk_tokens` and `chunk_ms` ask; raises the request's MillraceError."""
+
+    def cancel(self) -> None:
+        """Ends a request whose output nobody wants; may be called at any time, and more than once."""
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """What a request is held against before it is submitted."""
+
+    vocabulary_size: int
+    context_length: int
+    is_encoder_decoder: bool
+
+    def room(self, prompt_tokens: int) -> int:
+        """Tokens that the context has left for output after a prompt."""
+        # An encoder-decoder model counts its prompt and its output apart.
+        return self.context_length if self.is_encoder_decoder else self.context_length - prompt_tokens
+
+
+@dataclass
+class EngineStatistics:
+    """Counters since the engine started; durations in nanoseconds."""
+
+    steps: int = 0
+    tokens: int = 0
+    succeeded: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    queue_ns: int = 0
+    compute_ns: int = 0
+    request_ns: int = 0
+    last_inference_ms: int = 0
+
+
+class Engine(Protocol):
+    """Generates many sequences at once."""
+
+    @property
+    def limits(self) -> EngineLimits: ...
+
+    @property
+    def statistics(self) -> EngineStatistics: ...
+
+    def submit(self, request: GenerationRequest) -> OutputSlot:
+        """Queues a request; raises OverloadedError, or InvalidRequestError for what can never fit."""
+
+    async def died(self) -> None:
+        """Waits until the engine cannot continue, then raises EngineDeadError."""
+
+    def close(self) -> None:
+        """Stops the engine; what is in flight ends with NotReadyError."""
+
+
+class EngineDeadError(Exception):
+    """The engine cannot continue; the process must be restarted."""

@@ -1,0 +1,98 @@
+"""OIP tensors to generation requests and back.
+
+Inputs: `input_ids` INT64 or INT32, [N] or [1, N]; optional `output_ids` of the same kinds, tokens
+that were produced before. Sampling in `parameters`. Outputs of each response: `output_ids` INT32
+[k], and `logprobs` FP32 [k] where asked for; the last response's parameters carry `finish_reason`,
+`prompt_tokens`, `cached_tokens` and `completion_tokens`.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+
+import numpy as np
+
+from millrace.errors import InvalidRequestError
+from millrace.protos import inference_pb2
+from millrace.sampling import parameters_of, set_parameters
+from millrace.tensors import Tensor, add_output, decode_inputs
+from services.predictor.engine.interface import Chunk, EngineLimits, GenerationRequest
+from services.predictor.loading import LoadedModel
+from services.predictor.repository import VERSION
+
+INPUT_IDS = "input_ids"
+OUTPUT_IDS = "output_ids"
+LOGPROBS = "logprobs"
+OUTPUTS = (OUTPUT_IDS, LOGPROBS)
+
+
+def read_request(
+    model: LoadedModel, request: inference_pb2.ModelInferRequest, time_remaining_s: float | None
+) -> GenerationRequest:
+    """Everything that can be refused is refused here, before the engine sees it."""
+    tensors = decode_inputs(request)
+    for name in tensors:
+        if name not in (INPUT_IDS, OUTPUT_IDS):
+            raise InvalidRequestError(f"unknown input {name!r}; model {model.name!r} takes input_ids and output_ids")
+    for output in request.outputs:
+        if output.name not in OUTPUTS:
+            raise InvalidRequestError(
+                f"unknown output {output.name!r}; model {model.name!r} gives {', '.join(OUTPUTS)}"
+            )
+    limits = model.engine.limits
+    if INPUT_IDS not in tensors:
+        raise InvalidRequestError("input 'input_ids' is missing")
+    input_ids = _ids(tensors[INPUT_IDS], limits)
+    if not input_ids:
+        raise InvalidRequestError("the prompt is empty")
+    if len(input_ids) > limits.context_length:
+        raise InvalidRequestError(f"the prompt has {len(input_ids)} tokens, the context is {limits.context_length}")
+    output_ids = _ids(tensors[OUTPUT_IDS], limits) if OUTPUT_IDS in tensors else []
+    sampling = model.defaults.changed(parameters_of(request.parameters)).resolved(limits.room(len(input_ids)))
+    if output_ids and len(output_ids) >= (sampling.max_tokens or 0):
+        raise InvalidRequestError(f"output_ids has {len(output_ids)} tokens, max_tokens is {sampling.max_tokens}")
+    deadline = None if time_remaining_s is None else time.monotonic() + time_remaining_s
+    return GenerationRequest(request.id or str(uuid.uuid4()), input_ids, sampling, output_ids, deadline)
+
+
+def write_response(request: inference_pb2.ModelInferRequest, chunk: Chunk) -> inference_pb2.ModelInferResponse:
+    """A chunk as a response to `request`."""
+    response = inference_pb2.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
+    wanted = {output.name for output in request.outputs} or set(OUTPUTS)
+    if OUTPUT_IDS in wanted:
+        add_output(response, Tensor(OUTPUT_IDS, "INT32", np.array(chunk.output_ids, dtype=np.int32)))
+    if LOGPROBS in wanted and chunk.logprobs:
+        add_output(response, Tensor(LOGPROBS, "FP32", np.array(chunk.logprobs, dtype=np.float32)))
+    if chunk.finish_reason is not None:
+        set_parameters(response.parameters, {"finish_reason": chunk.finish_reason})
+    if chunk.usage is not None:
+        set_parameters(response.parameters, vars(chunk.usage))
+    return response
+
+
+def merged(chunks: Sequence[Chunk]) -> Chunk:
+    """Chunks of one request as one."""
+    return Chunk(
+        [token for chunk in chunks for token in chunk.output_ids],
+        [logprob for chunk in chunks for logprob in chunk.logprobs],
+        chunks[-1].finish_reason,
+        chunks[-1].usage,
+    )
+
+
+def _ids(tensor: Tensor, limits: EngineLimits) -> list[int]:
+    if tensor.datatype not in ("INT64", "INT32"):
+        raise InvalidRequestError(f"{tensor.name} must be INT64 or INT32, not {tensor.datatype}")
+    shape = tensor.array.shape
+    if len(shape) not in (1, 2) or (len(shape) == 2 and shape[0] != 1):
+        raise InvalidRequestError(f"{tensor.name} must have shape [N] or [1, N], not {list(shape)}")
+    ids = tensor.array.ravel()
+    outside = ids[(ids < 0) | (ids >= limits.vocabulary_size)]
+    if outside.size:
+        raise InvalidRequestError(
+            f"{tensor.name}: token id {outside[0]} is outside of 0 to {limits.vocabulary_size - 1}"
+        )
+    result: list[int] = ids.tolist()
+    return result

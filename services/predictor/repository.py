@@ -1,0 +1,95 @@
+"""The models that are served, and the state of each: loading, ready, or gone with its engine."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from millrace.errors import NotFoundError, NotReadyError
+from millrace.model_sources import ModelSource
+from services.predictor.engine.interface import GenerationRequest
+from services.predictor.loading import LoadedModel, choose_device, load
+from services.predictor.settings import PredictorSettings
+
+VERSION = "1"  # The one version that each model has.
+
+T = TypeVar("T")
+
+
+class ModelRepository:
+    """Owned by the event loop; loading runs on a thread of its own."""
+
+    def __init__(self, settings: PredictorSettings) -> None:
+        self._settings = settings
+        self._models: dict[str, LoadedModel] = {}
+        self.sources: Sequence[ModelSource] = settings.models
+
+    async def load_all(self) -> None:
+        """Loads every model and lets each generate once; raises StartupError."""
+        torch.set_num_threads(self._settings.threads or max(1, torch.get_num_threads() - 1))
+        device = choose_device(self._settings.device)
+        for source in self.sources:
+            model = await _in_daemon_thread(f"load-{source.name}", partial(load, source, self._settings, device))
+            await _warm_up(model)
+            self._models[source.name] = model
+
+    async def engine_death(self) -> None:
+        """Waits until one of the engines dies, then raises EngineDeadError."""
+        async with asyncio.TaskGroup() as group:
+            for model in self._models.values():
+                group.create_task(model.engine.died())
+
+    @property
+    def ready(self) -> bool:
+        return len(self._models) == len(self.sources)
+
+    def is_ready(self, name: str) -> bool:
+        return name in self._models
+
+    def get(self, name: str, version: str = "") -> LoadedModel:
+        """The model; raises NotFoundError, or NotReadyError while it loads."""
+        if not any(source.name == name for source in self.sources):
+            raise NotFoundError(f"no model {name!r}")
+        if version not in ("", VERSION):
+            raise NotFoundError(f"model {name!r} has no version {version!r}, only {VERSION}")
+        if name not in self._models:
+            raise NotReadyError(f"model {name!r} is loading")
+        return self._models[name]
+
+    async def close(self) -> None:
+        for model in self._models.values():
+            await asyncio.to_thread(model.engine.close)
+
+
+async def _warm_up(model: LoadedModel) -> None:
+    """One real token through the engine, so that ready means that a generation works."""
+    sampling = model.defaults.changed({"max_tokens": 1}).resolved(1)
+    slot = model.engine.submit(GenerationRequest("warm-up", [0], sampling))
+    await slot.read()
+
+
+async def _in_daemon_thread(name: str, work: Callable[[], T]) -> T:
+    """Runs `work` on a thread that does not hold up the process's end: a download can take minutes."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def report(outcome: Callable[[], None]) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(lambda: None if done.done() else outcome())
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            failure = error
+            report(lambda: done.set_exception(failure))
+        else:
+            report(lambda: done.set_result(result))
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await done
