@@ -67,6 +67,11 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
         _add_reflection(self.grpc, public_services)
 
+    @property
+    def stopping(self) -> asyncio.Event:
+        """Set when the stop begins; a call that has no end of its own ends on it, or it would use up the drain."""
+        return self._stop
+
     async def set_serving(self, name: str, serving: bool) -> None:
         """What the health service says of `name`; ignored once the stop has begun."""
         status = health_pb2.HealthCheckResponse

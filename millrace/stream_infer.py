@@ -39,7 +39,7 @@ def errors_as_status(context: Context) -> bool:
 
 async def multiplex(
     requests: AsyncIterator[ModelInferRequest], answer: Answer, as_status: bool
-) -> AsyncIterator[ModelStreamInferResponse]:
+) -> AsyncGenerator[ModelStreamInferResponse, None]:
     """Answers every request of a stream with what `answer` yields for it."""
     responses: asyncio.Queue[ModelStreamInferResponse | MillraceError | None] = asyncio.Queue(_UNREAD_RESPONSES)
     room = asyncio.Semaphore(MAX_IN_FLIGHT)

@@ -103,7 +103,7 @@ def _load_weights(name: str, folder: Path, dtype: str, device: torch.device) -> 
         raise StartupError(f"model {name}: {config.model_type} is not an architecture that generates text")
     if not any(folder.glob("*.safetensors")):
         raise StartupError(f"model {name}: {folder} has no *.safetensors; other formats are not loaded")
-    disable_progress_bar()  # Of the weights' reading, which takes seconds; a download's is shown.
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # Of the weights' reading, which takes seconds; a download's is shown.
     own = "auto" if device.type == "cuda" else torch.float32
     try:
         model = auto.from_pretrained(

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TypeVar
 
 import torch
 
 from millrace.errors import NotFoundError, NotReadyError
 from millrace.model_sources import ModelSource
+from millrace.threads import run_in_daemon_thread
 from services.predictor.engine.interface import GenerationRequest
 from services.predictor.loading import LoadedModel, choose_device, load
 from services.predictor.settings import PredictorSettings
 
 VERSION = "1"  # The one version that each model has.
-
-T = TypeVar("T")
 
 
 class ModelRepository:
@@ -34,7 +31,7 @@ class ModelRepository:
         torch.set_num_threads(self._settings.threads or max(1, torch.get_num_threads() - 1))
         device = choose_device(self._settings.device)
         for source in self.sources:
-            model = await _in_daemon_thread(f"load-{source.name}", partial(load, source, self._settings, device))
+            model = await run_in_daemon_thread(f"load-{source.name}", partial(load, source, self._settings, device))
             await _warm_up(model)
             self._models[source.name] = model
 
@@ -71,25 +68,3 @@ async def _warm_up(model: LoadedModel) -> None:
     sampling = model.defaults.changed({"max_tokens": 1}).resolved(1)
     slot = model.engine.submit(GenerationRequest("warm-up", [0], sampling))
     await slot.read()
-
-
-async def _in_daemon_thread(name: str, work: Callable[[], T]) -> T:
-    """Runs `work` on a thread that does not hold up the process's end: a download can take minutes."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def report(outcome: Callable[[], None]) -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(lambda: None if done.done() else outcome())
-
-    def run() -> None:
-        try:
-            result = work()
-        except BaseException as error:
-            failure = error
-            report(lambda: done.set_exception(failure))
-        else:
-            report(lambda: done.set_result(result))
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return await done

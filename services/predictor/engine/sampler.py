@@ -113,9 +113,8 @@ def _filter(scores: Tensor, parameters: Rows[SamplingParameters]) -> Tensor:
     if any(s.top_k > 0 or s.top_p < 1 for s in parameters):
         ordered = scores.sort(-1, descending=True).values
         size = scores.shape[1]
-        kth = torch.tensor(
-            [(min(s.top_k, size) if s.top_k > 0 else size) - 1 for s in parameters], device=scores.device
-        )[:, None]
+        ranks = [(min(s.top_k, size) if s.top_k > 0 else size) - 1 for s in parameters]
+        kth = torch.tensor(ranks, device=scores.device)[:, None]
         # A value and not a rank is the limit: tokens that tie with the last one kept are kept.
         limit = ordered.gather(1, kth)
         ordered = ordered.masked_fill(ordered < limit, -torch.inf)

@@ -1,0 +1,1 @@
+"""The services: transformer, predictor, logger. None imports another."""

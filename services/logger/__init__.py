@@ -1,0 +1,1 @@
+"""The payload logger: takes records of requests and answers and lets them be looked up."""

@@ -1,0 +1,49 @@
+"""Starts the logger: the store, its two gRPC services, and health that says whether the store answers."""
+
+from __future__ import annotations
+
+import asyncio
+
+from millrace.errors import NotReadyError
+from millrace.protos import millrace_pb2, millrace_pb2_grpc
+from millrace.server import Server
+from millrace.service import run_service
+from services.logger.servicer import PayloadIngestServicer, PayloadLogServicer
+from services.logger.settings import LoggerSettings
+from services.logger.store import SqliteStore, Store
+
+PAYLOAD_LOG = millrace_pb2.DESCRIPTOR.services_by_name["PayloadLog"].full_name
+
+_PROBE_S = 5.0
+
+
+async def serve(settings: LoggerSettings) -> None:
+    """Serves the payload log until SIGTERM."""
+    server = Server("logger", settings.host, settings.port, settings.drain_s, [PAYLOAD_LOG])
+    store = SqliteStore(settings.database)
+    server.at_stop(store.close)
+    millrace_pb2_grpc.add_PayloadLogServicer_to_server(PayloadLogServicer(store), server.grpc)
+    millrace_pb2_grpc.add_PayloadIngestServicer_to_server(PayloadIngestServicer(store, server.stopping), server.grpc)
+    await _report_health(server, store)
+    server.own("store probe", _probe(server, store))
+    await server.run()
+
+
+async def _report_health(server: Server, store: Store) -> None:
+    try:
+        await store.check()
+        answers = True
+    except NotReadyError:
+        answers = False
+    for name in ("", PAYLOAD_LOG):
+        await server.set_serving(name, answers)
+
+
+async def _probe(server: Server, store: Store) -> None:
+    while True:
+        await asyncio.sleep(_PROBE_S)
+        await _report_health(server, store)
+
+
+if __name__ == "__main__":
+    run_service("logger", LoggerSettings, serve)

@@ -1,0 +1,152 @@
+"""The logger's gRPC services over a `Store`: PayloadLog reads, PayloadIngest takes records in."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+from millrace.errors import InvalidRequestError, NotFoundError
+from millrace.interceptors import Context
+from millrace.protos import millrace_pb2_grpc
+from millrace.protos.millrace_pb2 import (
+    AppendRequest,
+    AppendResponse,
+    GetPayloadRequest,
+    PayloadRecord,
+    QueryPayloadsRequest,
+)
+from services.logger.store import Store
+
+DEFAULT_PAGE_SIZE = 100
+MAX_PAGE_SIZE = 1000
+
+_MAX_ARRIVED_BYTES = 8 * 1024 * 1024
+_MAX_SEQUENCE = 2**63 - 1
+
+
+class PayloadLogServicer(millrace_pb2_grpc.PayloadLogServicer):
+    """Reads records by key and by filter."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def Get(self, request: GetPayloadRequest, context: Context) -> PayloadRecord:
+        match request.WhichOneof("key"):
+            case "record_id":
+                record = await self._store.get(request.record_id)
+                key = f"record_id {request.record_id!r}"
+            case "request_id":
+                newest = self._store.query(QueryPayloadsRequest(request_id=request.request_id), None, limit=1)
+                record = await anext(newest, None)
+                key = f"request_id {request.request_id!r}"
+            case _:
+                raise InvalidRequestError("give a record_id or a request_id")
+        if record is None:
+            raise NotFoundError(f"no record has the {key}")
+        return record
+
+    async def Query(self, request: QueryPayloadsRequest, context: Context) -> AsyncIterator[PayloadRecord]:
+        limit = request.page_size or DEFAULT_PAGE_SIZE
+        if limit > MAX_PAGE_SIZE:
+            raise InvalidRequestError(f"page_size {limit} is above {MAX_PAGE_SIZE}")
+        before = _record_id(request.page_token) if request.page_token else None
+        async for record in self._store.query(request, before, limit):
+            record.page_token = _page_token(record.record_id)
+            yield record
+
+
+class PayloadIngestServicer(millrace_pb2_grpc.PayloadIngestServicer):
+    """Commits what taps send, batch by batch.
+
+    A call has no end of its own, so it ends when `stopping` is set: with what had arrived committed
+    and acknowledged. The tap sends the rest to the next process.
+    """
+
+    def __init__(self, store: Store, stopping: asyncio.Event) -> None:
+        self._store = store
+        self._stopping = stopping
+
+    async def Append(
+        self, request_iterator: AsyncIterator[AppendRequest], context: Context
+    ) -> AsyncIterator[AppendResponse]:
+        arrivals = _Arrivals()
+        collector = asyncio.create_task(arrivals.collect(request_iterator, self._stopping), name="append collector")
+        try:
+            while batch := await arrivals.take():
+                await self._store.append(batch)
+                yield AppendResponse(sequence=max(request.sequence for request in batch))
+            await collector
+        finally:
+            collector.cancel()
+            with suppress(asyncio.CancelledError):
+                await collector
+
+
+class _Arrivals:
+    """Requests that have arrived and wait for the commit before theirs; a bounded number of bytes."""
+
+    def __init__(self) -> None:
+        self._waiting: list[AppendRequest] = []
+        self._bytes = 0
+        self._ended = False
+        self._changed = asyncio.Condition()
+
+    async def take(self) -> list[AppendRequest]:
+        """All that has arrived, at least one; empty after the last."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._waiting or self._ended)
+            batch, self._waiting, self._bytes = self._waiting, [], 0
+            self._changed.notify_all()
+            return batch
+
+    async def collect(self, requests: AsyncIterator[AppendRequest], stopping: asyncio.Event) -> None:
+        """Fills up until the requests end or `stopping` is set; raises what was wrong with a request."""
+        reader = asyncio.create_task(self._read(requests), name="append reader")
+        stop = asyncio.create_task(stopping.wait(), name="append stop")
+        try:
+            await asyncio.wait((reader, stop), return_when=asyncio.FIRST_COMPLETED)
+            if reader.done():
+                reader.result()
+        finally:
+            reader.cancel()
+            stop.cancel()
+            async with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    async def _read(self, requests: AsyncIterator[AppendRequest]) -> None:
+        async for request in requests:
+            _check(request)
+            async with self._changed:
+                self._waiting.append(request)
+                self._bytes += request.ByteSize()
+                self._changed.notify_all()
+                await self._changed.wait_for(lambda: self._bytes < _MAX_ARRIVED_BYTES)
+
+
+def _check(request: AppendRequest) -> None:
+    if not request.source:
+        raise InvalidRequestError("an append without a source")
+    if not 0 < request.sequence <= _MAX_SEQUENCE:
+        raise InvalidRequestError(f"sequence {request.sequence} is not between 1 and {_MAX_SEQUENCE}")
+    record_id = request.record.record_id
+    try:
+        canonical = str(uuid.UUID(record_id)) == record_id
+    except ValueError:
+        canonical = False
+    if not canonical:
+        raise InvalidRequestError(f"record_id {record_id!r} is not a UUID")
+
+
+def _page_token(record_id: str) -> str:
+    return base64.urlsafe_b64encode(uuid.UUID(record_id).bytes).rstrip(b"=").decode()
+
+
+def _record_id(page_token: str) -> str:
+    try:
+        return str(uuid.UUID(bytes=base64.urlsafe_b64decode(page_token + "==")))
+    except ValueError:
+        raise InvalidRequestError("page_token is not one of ours") from None

@@ -1,0 +1,1 @@
+"""The transformer: text to token ids and back, for every front end."""

@@ -1,0 +1,65 @@
+"""Starts the transformer."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from millrace.payload_tap import PayloadTap
+from millrace.protos.inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
+from millrace.protos.millrace_pb2_grpc import add_TextGenerationServicer_to_server
+from millrace.protos.rest_pb2_grpc import add_OpenAIServicer_to_server, add_OpenInferenceServicer_to_server
+from millrace.server import READY, Server
+from millrace.service import run_service
+from millrace.threads import run_in_daemon_thread
+from services.transformer.catalogue import Catalogue
+from services.transformer.inference_servicer import InferenceServicer
+from services.transformer.open_inference_servicer import OpenInferenceServicer
+from services.transformer.openai_servicer import OpenAIServicer
+from services.transformer.pipeline import Pipeline
+from services.transformer.predictor_client import PredictorClient
+from services.transformer.settings import TransformerSettings
+from services.transformer.text_generation_servicer import TextGenerationServicer
+
+# The public face: what reflection lists. The payload log is the logger's, behind the same address.
+_PUBLIC = ("inference.GRPCInferenceService", "millrace.v1.TextGeneration", "millrace.v1.PayloadLog")
+_TAP_DRAIN_S = 3.0
+
+
+async def serve(settings: TransformerSettings) -> None:
+    predictor = PredictorClient(settings.predictor)
+    tap = PayloadTap(settings.logger, settings.payload_queue_memory)
+    pool = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="tokenizer")
+    catalogue = Catalogue(settings.models, predictor, pool)
+    pipeline = Pipeline(catalogue, predictor, tap)
+    server = Server("transformer", settings.host, settings.port, settings.drain_s, _PUBLIC)
+
+    # Methods that a servicer does not override answer UNIMPLEMENTED.
+    inference = InferenceServicer(pipeline, catalogue)  # type: ignore[abstract]
+    add_GRPCInferenceServiceServicer_to_server(inference, server.grpc)
+    add_TextGenerationServicer_to_server(TextGenerationServicer(pipeline), server.grpc)
+    add_OpenAIServicer_to_server(OpenAIServicer(pipeline), server.grpc)
+    add_OpenInferenceServicer_to_server(OpenInferenceServicer(catalogue), server.grpc)
+
+    async def tell(ready: bool) -> None:
+        await server.set_serving(READY, ready)
+
+    async def load_and_watch() -> None:
+        await run_in_daemon_thread("load-tokenizers", catalogue.load_all)
+        await server.set_serving("", True)
+        await catalogue.watch(tell)
+
+    async def drain_tap() -> None:
+        await tap.drain(_TAP_DRAIN_S)
+
+    for name in ("", READY):
+        await server.set_serving(name, False)
+    server.own("load-and-watch", load_and_watch())
+    server.own("payload-shipper", tap.ship())
+    server.at_stop(predictor.close)
+    server.at_stop(drain_tap)
+    await server.run()
+    pool.shutdown(wait=False, cancel_futures=True)
+
+
+if __name__ == "__main__":
+    run_service("transformer", TransformerSettings, serve)

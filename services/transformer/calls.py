@@ -1,0 +1,29 @@
+"""What every front end reads from a gRPC call."""
+
+from __future__ import annotations
+
+import uuid
+
+from millrace.errors import InvalidRequestError
+from millrace.interceptors import Context
+
+REQUEST_ID = "x-request-id"
+TTFT_MS = "x-ttft-ms"
+_MAX_REQUEST_ID = 256
+
+
+def request_id_of(context: Context, given: str = "") -> str:
+    """The caller's own id, else the gateway's, else a new one."""
+    if len(given) > _MAX_REQUEST_ID:
+        raise InvalidRequestError(f"the request id has {len(given)} characters, at most {_MAX_REQUEST_ID} are allowed")
+    if given:
+        return given
+    for key, value in context.invocation_metadata() or ():
+        if key == REQUEST_ID and isinstance(value, str) and value:
+            return value[:_MAX_REQUEST_ID]
+    return str(uuid.uuid4())
+
+
+def as_metadata(value: str) -> str:
+    """Text as gRPC metadata allows it: printable ASCII."""
+    return "".join(c if " " <= c <= "~" else "?" for c in value)

@@ -1,0 +1,171 @@
+"""One generation, from text to text: what every front end calls.
+
+Refuses what can be refused, renders the chat, tokenises, generates at a predictor, detokenises, and
+records all of it through the tap, which never delays a chunk.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from millrace.errors import InvalidRequestError, MillraceError
+from millrace.payload_tap import PayloadTap
+from millrace.protos.millrace_pb2 import Usage
+from millrace.sampling import SamplingParameters
+from millrace.telemetry.tracing import current_trace_id
+from services.transformer.catalogue import Catalogue, TextModel
+from services.transformer.detokenizer import Detokenizer
+from services.transformer.predictor_client import PredictorClient, TokenChunk
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """What a front end asks for: one of `prompt` and `messages`, and the sampling parameters given.
+
+    `timeout_s` is what the caller's deadline has left; None is no deadline.
+    """
+
+    model: str
+    request_id: str
+    protocol: str
+    prompt: str | None = None
+    messages: Sequence[tuple[str, str]] = ()
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    stop: Sequence[str] = ()
+    version: str = ""
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True)
+class TextChunk:
+    """New text and the token ids behind it; the last one has `finish_reason` and `usage`."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str | None = None
+    usage: Usage | None = None
+    elapsed_s: float = 0.0  # Since the request arrived.
+
+
+class Pipeline:
+    """Owned by the event loop; one for all requests."""
+
+    def __init__(self, catalogue: Catalogue, predictor: PredictorClient, tap: PayloadTap) -> None:
+        self._catalogue = catalogue
+        self._predictor = predictor
+        self._tap = tap
+
+    async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
+        """The chunks of one answer; raises MillraceError; closing the generator cancels the request."""
+        with self._tap.begin(
+            request_id=request.request_id,
+            model=request.model,
+            protocol=request.protocol,
+            prompt=_recorded_prompt(request),
+            parameters=_recorded_parameters(request),
+            trace_id=current_trace_id(),
+        ) as recording:
+            try:
+                async with aclosing(self._generate(request)) as chunks:
+                    async for chunk in chunks:
+                        recording.chunk(chunk.text, chunk.token_ids)
+                        if chunk.finish_reason is not None:
+                            recording.end("OK", finish_reason=chunk.finish_reason, usage=chunk.usage)
+                        yield chunk
+            except MillraceError as error:
+                recording.end(error.status.name, error.message, error.hop or "transformer")
+                raise
+
+    async def _generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
+        arrived = time.monotonic()
+        model = self._catalogue.get(request.model, request.version)
+        sampling = model.defaults.changed(request.sampling)
+        _check_stop(request.stop)
+        limits = await self._catalogue.limits(model.name)
+        prompt_ids = await self._prompt_ids(request, model, limits.context_length)
+        sampling = sampling.resolved(limits.room(len(prompt_ids)))
+
+        follows = [] if limits.is_encoder_decoder else prompt_ids
+        assembler = _Assembler(Detokenizer(model.tokenizer.backend, follows, request.stop), len(prompt_ids))
+        timeout_s = None if request.timeout_s is None else request.timeout_s - (time.monotonic() - arrived)
+        tokens = self._predictor.generate(model.name, request.request_id, prompt_ids, sampling, timeout_s)
+        async with aclosing(tokens):
+            async for token_chunk in tokens:
+                chunk = assembler.take(token_chunk, time.monotonic() - arrived)
+                yield chunk
+                if chunk.finish_reason is not None:
+                    return
+
+    async def _prompt_ids(self, request: TextRequest, model: TextModel, context_length: int) -> list[int]:
+        if (request.prompt is None) == (not request.messages):
+            raise InvalidRequestError("give either a prompt or messages")
+        if request.prompt is not None:
+            if not request.prompt:
+                raise InvalidRequestError("the prompt is empty")
+            return await model.tokenizer.encode(request.prompt, context_length)
+        text = model.tokenizer.render_chat(request.messages)
+        # The template has written the special tokens already.
+        return await model.tokenizer.encode(text, context_length, add_special_tokens=False)
+
+
+class _Assembler:
+    """Turns a predictor's chunks into text chunks; a stop string ends the answer before the predictor does."""
+
+    def __init__(self, detokenizer: Detokenizer, prompt_tokens: int) -> None:
+        self._detokenizer = detokenizer
+        self._prompt_tokens = prompt_tokens
+        self._produced = 0
+
+    def take(self, chunk: TokenChunk, elapsed_s: float) -> TextChunk:
+        text, used = "", 0
+        for token_id in chunk.token_ids:
+            text += self._detokenizer.push(token_id)
+            used += 1
+            if self._detokenizer.stopped:
+                break
+        self._produced += used
+        reason, usage = chunk.finish_reason, chunk.usage
+        if reason is not None and not self._detokenizer.stopped:
+            text += self._detokenizer.flush()
+        if self._detokenizer.stopped:
+            reason = "stop"
+            cached = usage.cached_tokens if usage else 0
+            usage = Usage(prompt_tokens=self._prompt_tokens, cached_tokens=cached, completion_tokens=self._produced)
+        return TextChunk(text, chunk.token_ids[:used], chunk.logprobs[:used], reason, usage, elapsed_s)
+
+
+def _check_stop(stop: Sequence[str]) -> None:
+    if len(stop) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(f"{len(stop)} stop strings, at most {MAX_STOP_STRINGS} are allowed")
+    for text in stop:
+        if not text or len(text) > MAX_STOP_LENGTH:
+            raise InvalidRequestError(f"a stop string must have 1 to {MAX_STOP_LENGTH} characters")
+
+
+def _recorded_prompt(request: TextRequest) -> str:
+    if request.prompt is not None:
+        return request.prompt
+    return json.dumps([{"role": role, "content": content} for role, content in request.messages], ensure_ascii=False)
+
+
+def _recorded_parameters(request: TextRequest) -> str:
+    given = dict(request.sampling) | ({"stop": list(request.stop)} if request.stop else {})
+    return json.dumps(given, ensure_ascii=False, default=str) if given else ""
+
+
+def defaults_table() -> str:
+    """The parameters, their defaults and their meaning, as the README prints them."""
+    rows = ["| parameter | default | meaning |", "|---|---|---|"]
+    for name, info in SamplingParameters.model_fields.items():
+        default = "" if info.default is None else info.default
+        rows.append(f"| `{name}` | {default} | {info.description} |")
+    return "\n".join(rows)

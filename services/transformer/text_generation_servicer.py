@@ -1,0 +1,59 @@
+"""`millrace.v1.TextGeneration`: text in, a stream of text out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from millrace.interceptors import Context
+from millrace.protos import millrace_pb2 as pb
+from millrace.protos import millrace_pb2_grpc
+from services.transformer.calls import REQUEST_ID, TTFT_MS, as_metadata, request_id_of
+from services.transformer.pipeline import Pipeline, TextChunk, TextRequest
+
+_PROTOCOL = "millrace.v1.TextGeneration/Generate"
+_NOT_SAMPLING = {"model", "prompt", "messages", "stop", "request_id"}
+
+
+class TextGenerationServicer(millrace_pb2_grpc.TextGenerationServicer):
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        request_id = request_id_of(context, request.request_id)
+        context.set_trailing_metadata(((REQUEST_ID, as_metadata(request_id)),))
+        asked = TextRequest(
+            model=request.model,
+            request_id=request_id,
+            protocol=_PROTOCOL,
+            prompt=request.prompt if request.HasField("prompt") else None,
+            messages=[(message.role, message.content) for message in request.messages],
+            sampling=_sampling(request),
+            stop=tuple(request.stop),
+            timeout_s=context.time_remaining(),
+        )
+        first = True
+        async with aclosing(self._pipeline.generate(asked)) as chunks:
+            async for chunk in chunks:
+                if first:
+                    first = False
+                    ttft = (TTFT_MS, f"{chunk.elapsed_s * 1000:.1f}")
+                    context.set_trailing_metadata(((REQUEST_ID, as_metadata(request_id)), ttft))
+                yield _response(chunk)
+
+
+def _sampling(request: pb.GenerateRequest) -> dict[str, Any]:
+    """The sampling parameters that the request sets: every scalar is optional."""
+    return {field.name: value for field, value in request.ListFields() if field.name not in _NOT_SAMPLING}
+
+
+def _response(chunk: TextChunk) -> pb.GenerateResponse:
+    response = pb.GenerateResponse(text=chunk.text, token_ids=chunk.token_ids, logprobs=chunk.logprobs)
+    if chunk.finish_reason is not None:
+        response.finish_reason = chunk.finish_reason
+    if chunk.usage is not None:
+        response.usage.CopyFrom(chunk.usage)
+    return response
