@@ -141,6 +141,8 @@ _BY_STATUS = {error.status: error for error in reversed(_CLASSES)} | {StatusCode
 
 # Envoy's own answers when a cluster has no host to offer.
 _NO_REPLICA = ("no healthy upstream", "no_healthy_upstream")
+# gRPC's own answer to a message beyond the limit, at either end.
+_TOO_LARGE = "message larger than max"
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, hop: str) -> MillraceError:
@@ -152,6 +154,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError, hop: str) -> MillraceError:
         # Nobody behind `hop` signed this: a proxy or the transport speaks.
         if any(text in message for text in _NO_REPLICA):
             return NotReadyError(f"no {hop} is ready", hop=hop)
+        if code is StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in message:
+            return TooLargeError(message, hop=hop)
         if code in (StatusCode.UNAVAILABLE, StatusCode.INTERNAL, StatusCode.UNKNOWN, StatusCode.CANCELLED):
             return HopBrokenError(f"the connection to the {hop} broke", hop=hop)
     http_status = metadata.get(HTTP_STATUS, "")

@@ -15,7 +15,6 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 from typing import Any, TypeAlias
 
 import grpc
-from grpc import StatusCode
 
 from millrace.errors import MillraceError, NotImplementedMethodError, RequestFailedError, from_rpc_error
 
@@ -103,6 +102,9 @@ async def _translated(call: Any, hop: str) -> AsyncIterator[Any]:
             yield response
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error, hop) from None
+    finally:
+        # grpc.aio does not cancel a call whose reader is cancelled before its first response.
+        call.cancel()
 
 
 class _UnaryUnary(grpc.aio.UnaryUnaryClientInterceptor):
@@ -111,13 +113,12 @@ class _UnaryUnary(grpc.aio.UnaryUnaryClientInterceptor):
 
     async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
         call = await continuation(client_call_details, request)
-        # The call is handed back as it is when it went well: its response can be awaited again.
-        if await call.code() is not StatusCode.OK:
-            try:
-                await call
-            except grpc.aio.AioRpcError as error:
-                raise from_rpc_error(error, self._hop) from None
-        return call
+        try:
+            # Not `call.code()`: a caller that is cancelled while it waits must cancel the call as well.
+            await call
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, self._hop) from None
+        return call  # Its response can be awaited again.
 
 
 class _UnaryStream(grpc.aio.UnaryStreamClientInterceptor):

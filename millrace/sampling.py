@@ -60,10 +60,10 @@ class SamplingParameters(BaseModel):
 
     def resolved(self, room: int) -> SamplingParameters:
         """With a seed, and with `max_tokens` within the `room` that the context has left for output."""
+        if room < 1:
+            raise InvalidRequestError("the prompt fills the context: no room is left for output")
         if self.max_tokens is not None and self.max_tokens > room:
-            raise InvalidRequestError(
-                f"max_tokens={self.max_tokens}: the context has room for {max(room, 0)} after the prompt"
-            )
+            raise InvalidRequestError(f"max_tokens={self.max_tokens}: the context has room for {room} after the prompt")
         max_tokens = self.max_tokens or min(DEFAULT_MAX_TOKENS, room)
         if self.min_tokens > max_tokens:
             raise InvalidRequestError(f"min_tokens={self.min_tokens} is more than max_tokens={max_tokens}")

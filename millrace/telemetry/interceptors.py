@@ -20,7 +20,6 @@ from opentelemetry import propagate, trace
 from opentelemetry.trace import Span, SpanKind, Status
 from opentelemetry.trace import StatusCode as SpanStatus
 
-from millrace.errors import MillraceError
 from millrace.interceptors import Context, Continuation, Handler, guard_handler
 
 _UNTRACED = ("/grpc.health.", "/grpc.reflection.", "/millrace.v1.PayloadIngest/")
@@ -101,7 +100,7 @@ def _status(code: Any, default: StatusCode = StatusCode.OK) -> StatusCode:
 
 @contextmanager
 def _client_span(details: Any) -> Iterator[tuple[Any, Span]]:
-    """A client span and the call details that carry it; the caller ends the span."""
+    """A client span and the call details that carry it; ended here only where the block fails."""
     method = details.method.decode() if isinstance(details.method, bytes) else details.method
     span = _start(method, SpanKind.CLIENT, None)
     carrier: dict[str, str] = {}
@@ -110,55 +109,53 @@ def _client_span(details: Any) -> Iterator[tuple[Any, Span]]:
     try:
         yield details._replace(metadata=metadata), span
     except BaseException as error:
-        _end_client(span, _code_of(error))
+        _end_client(span, StatusCode.CANCELLED if isinstance(error, asyncio.CancelledError) else StatusCode.UNKNOWN)
         raise
+
+
+def _end_when_done(call: Any, span: Span) -> None:
+    """Ends the span with its call, whether that is read to the end, cancelled or dropped."""
+    call.add_done_callback(lambda call: _end_client(span, _code_of_done(call)))
 
 
 def _end_client(span: Span, code: StatusCode) -> None:
     _end(span, code, in_error=code is not StatusCode.OK)
 
 
-def _code_of(error: BaseException) -> StatusCode:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return error.code()
-    if isinstance(error, MillraceError):
-        return error.status
-    if isinstance(error, asyncio.CancelledError | GeneratorExit):
-        return StatusCode.CANCELLED
-    return StatusCode.UNKNOWN
-
-
-async def _traced(call: Any, span: Span) -> AsyncIterator[Any]:
-    code = StatusCode.CANCELLED
+def _code_of_done(call: Any) -> StatusCode:
+    # The code of a call that is done is at hand, but only behind a coroutine, and a callback cannot wait.
+    coroutine = call.code()
     try:
-        async for response in call:
-            yield response
-        code = StatusCode.OK
-    except BaseException as error:
-        code = _code_of(error)
-        raise
-    finally:
-        _end_client(span, code)
+        coroutine.send(None)
+    except StopIteration as stop:
+        code: StatusCode = stop.value
+        return code
+    coroutine.close()
+    return StatusCode.UNKNOWN
 
 
 class _UnaryUnary(grpc.aio.UnaryUnaryClientInterceptor):
     async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
         with _client_span(client_call_details) as (details, span):
             call = await continuation(details, request)
-            _end_client(span, await call.code())
+            _end_when_done(call, span)
             return call
 
 
 class _UnaryStream(grpc.aio.UnaryStreamClientInterceptor):
     async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
         with _client_span(client_call_details) as (details, span):
-            return _traced(await continuation(details, request), span)
+            call = await continuation(details, request)
+            _end_when_done(call, span)
+            return call
 
 
 class _StreamStream(grpc.aio.StreamStreamClientInterceptor):
     async def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
         with _client_span(client_call_details) as (details, span):
-            return _traced(await continuation(details, request_iterator), span)
+            call = await continuation(details, request_iterator)
+            _end_when_done(call, span)
+            return call
 
 
 def tracing_client_interceptors() -> Sequence[grpc.aio.ClientInterceptor]:

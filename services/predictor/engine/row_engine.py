@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable
+from typing import Literal
 
 import torch
 
@@ -77,7 +78,7 @@ class RowEngine:
         finally:
             self._dead.set()
             for sequence in self._sequences():
-                self._end(sequence, NotReadyError("the engine stopped"))
+                self._fail(sequence, NotReadyError("the engine stopped"))
 
     def _wait_for_work(self) -> bool:
         with self._changed:
@@ -92,7 +93,7 @@ class RowEngine:
                 sampled = sample(logits[None], [sequence.row])
             except Exception:
                 logger.exception("request %s failed in the model", sequence.request.id)
-                self._end(sequence, RequestFailedError("the model failed on this request"))
+                self._fail(sequence, RequestFailedError("the model failed on this request"))
             else:
                 self._publish(sequence, sampled.token_ids[0], sampled.logprobs[0])
 
@@ -101,9 +102,9 @@ class RowEngine:
         now = time.monotonic()
         for sequence in self._sequences():
             if sequence.slot.cancelled:
-                self._end(sequence, None)
+                self._cancel(sequence)
             elif sequence.expired(now):
-                self._end(sequence, DeadlineError("the deadline passed during generation"))
+                self._fail(sequence, DeadlineError("the deadline passed during generation"))
         with self._changed:
             for sequence in self._scheduler.admit():
                 sequence.started_at = now
@@ -114,35 +115,34 @@ class RowEngine:
     def _publish(self, sequence: Sequence, token_id: int, logprob: float | None) -> None:
         reason = sequence.append(token_id)
         self.statistics.tokens += 1
-        sequence.slot.publish(token_id, logprob)
-        if reason is not None:
-            self._end(sequence, None, reason)
+        if reason is None:
+            sequence.slot.publish(token_id, logprob)
+        else:
+            self._release(sequence, "succeeded")
+            sequence.slot.publish(token_id, logprob, (reason, sequence.usage))
 
-    def _end(self, sequence: Sequence, error: MillraceError | None, reason: str | None = None) -> None:
-        """Frees what a sequence held, counts it, and tells its reader: a reason, an error, or neither for a cancel."""
+    def _fail(self, sequence: Sequence, error: MillraceError) -> None:
+        self._release(sequence, "failed")
+        sequence.slot.fail(error)
+
+    def _cancel(self, sequence: Sequence) -> None:
+        self._release(sequence, "cancelled")
+        sequence.slot.fail(RequestFailedError("the request was cancelled"))
+
+    def _release(self, sequence: Sequence, outcome: Literal["succeeded", "failed", "cancelled"]) -> None:
+        """Frees what a sequence held and counts it, before its reader learns that it ended."""
         with self._changed:
             self._scheduler.remove(sequence)
         sequence.cache = None
-        self._count(sequence, error, reason)
-        if reason is not None:
-            sequence.slot.finish(reason, sequence.usage)
-        else:
-            sequence.slot.fail(error or RequestFailedError("the request was cancelled"))
-
-    def _count(self, sequence: Sequence, error: MillraceError | None, reason: str | None) -> None:
         statistics, now = self.statistics, time.monotonic()
         started = sequence.started_at or now
         statistics.queue_ns += int((started - sequence.submitted_at) * 1e9)
         statistics.compute_ns += int((now - started) * 1e9)
         statistics.request_ns += int((now - sequence.submitted_at) * 1e9)
         statistics.last_inference_ms = int(time.time() * 1000)
-        if reason is not None:
-            statistics.succeeded += 1
+        setattr(statistics, outcome, getattr(statistics, outcome) + 1)
+        if outcome == "succeeded":
             self._mean_request_s += 0.1 * (now - started - self._mean_request_s)
-        elif error is not None:
-            statistics.failed += 1
-        else:
-            statistics.cancelled += 1
 
     def _sequences(self) -> list[Sequence]:
         with self._changed:

@@ -119,7 +119,8 @@ def _filter(scores: Tensor, parameters: Rows[SamplingParameters]) -> Tensor:
         limit = ordered.gather(1, kth)
         ordered = ordered.masked_fill(ordered < limit, -torch.inf)
         probabilities = ordered.softmax(-1)
-        inside = probabilities.cumsum(-1) - probabilities < column([s.top_p for s in parameters])
+        before = probabilities.cumsum(-1) - probabilities
+        inside = (before < column([s.top_p for s in parameters])) & (ordered >= limit)
         last = inside.sum(-1, keepdim=True).clamp(min=1) - 1
         scores = scores.masked_fill(scores < ordered.gather(1, last), -torch.inf)
     probabilities = scores.softmax(-1)
@@ -132,7 +133,7 @@ def _filter(scores: Tensor, parameters: Rows[SamplingParameters]) -> Tensor:
 def _invert(probabilities: Tensor, rows: Rows[SamplingRow]) -> Tensor:
     """The ids at which the cumulative distributions reach each row's uniform number."""
     cumulative = probabilities.cumsum(-1)
-    total = cumulative[:, -1:]
+    total = cumulative[:, -1:].contiguous()
     numbers = [uniform(row.sampling.seed or 0, len(row.output_ids)) for row in rows]
     target = torch.tensor(numbers, dtype=torch.float64, device=probabilities.device)[:, None] * total
     chosen = torch.searchsorted(cumulative, target, right=True)

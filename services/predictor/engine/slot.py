@@ -14,7 +14,7 @@ from services.predictor.engine.interface import Chunk, Usage
 
 
 class MergingSlot:
-    """One request's output. `publish`, `finish` and `fail` may be called by any thread, `read` by one task."""
+    """One request's output. `publish` and `fail` may be called by any thread, `read` by one task."""
 
     def __init__(self, sampling: SamplingParameters) -> None:
         self._chunk_tokens = sampling.chunk_tokens
@@ -33,19 +33,14 @@ class MergingSlot:
         """Tells the engine to stop; any thread may."""
         self.cancelled = True
 
-    def publish(self, token_id: int, logprob: float | None) -> None:
-        """Adds a token."""
-        with self._lock:
-            self._ids.append(token_id)
-            if logprob is not None:
-                self._logprobs.append(logprob)
-            self._notify()
-
-    def finish(self, reason: str, usage: Usage) -> None:
-        """Ends the output; what was published before is still read."""
+    def publish(self, token_id: int, logprob: float | None, finish: tuple[str, Usage] | None = None) -> None:
+        """Adds a token; the last one comes with the reason to finish and the usage."""
         with self._lock:
             if not self._ended():
-                self._finish = (reason, usage)
+                self._ids.append(token_id)
+                if logprob is not None:
+                    self._logprobs.append(logprob)
+                self._finish = finish
                 self._notify()
 
     def fail(self, error: MillraceError) -> None:

@@ -1,0 +1,81 @@
+# Every command of the project; `make` alone lists them.
+.DEFAULT_GOAL := help
+SHELL := bash
+PYTHON ?= python3.11
+TORCH_INDEX ?= $(shell sed -n 's/^TORCH_INDEX=//p' .env)
+TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
+
+VENV := .venv
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+RUN_DEPENDENCIES := $(VENV)/.installed-run
+DEV_DEPENDENCIES := $(VENV)/.installed-dev
+CLIENTS := .venv-clients/.installed
+NODE_TOOLS := .tools/.installed
+BUF := @bufbuild/buf@1.75.0
+
+.PHONY: help
+help: ## list the commands
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+.PHONY: up
+up: $(RUN_DEPENDENCIES) ## start the whole stack as local processes (MODELS=, PREDICTORS=, DEVICE=)
+	@exec $(VENV)/bin/python -m runner up
+
+.PHONY: down
+down: $(RUN_DEPENDENCIES) ## stop a running stack
+	@exec $(VENV)/bin/python -m runner down
+
+.PHONY: load
+load: $(DEV_DEPENDENCIES) ## Locust's browser UI against a running stack
+	@port=$${LOCUST_PORT:-$$(sed -n 's/^LOCUST_PORT=//p' .env)}; gateway=$${GATEWAY_PORT:-$$(sed -n 's/^GATEWAY_PORT=//p' .env)}; \
+	exec $(VENV)/bin/locust -f loadtest/locustfile.py --web-host 127.0.0.1 --web-port $$port --host http://127.0.0.1:$$gateway
+
+.PHONY: test
+test: $(DEV_DEPENDENCIES) $(CLIENTS) $(NODE_TOOLS) ## all tests
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile $(PYTEST)
+
+.PHONY: check
+check: $(DEV_DEPENDENCIES) ## format, lint, types, stub drift, Envoy's configuration
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+	@drift=$$(mktemp -d) && trap 'rm -rf $$drift' EXIT && protos/generate.sh $$drift \
+	  && diff -r --exclude=__init__.py --exclude=__pycache__ $$drift/millrace/protos millrace/protos \
+	  && cmp $$drift/envoy/descriptors.pb envoy/descriptors.pb && echo "stubs: as generated"
+	$(VENV)/bin/python -m runner validate
+
+.PHONY: protos
+protos: $(DEV_DEPENDENCIES) ## regenerate stubs and Envoy's descriptor set
+	protos/generate.sh
+
+.PHONY: models
+models: $(RUN_DEPENDENCIES) ## retrain the bundled models (about half an hour of one core)
+	$(VENV)/bin/python -m models.train_storyteller
+	$(VENV)/bin/python -m models.train_normalizer
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null \
+	  || { echo "Python 3.11 is needed; name one with PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch comes first and alone: a wheel that pip finds on disk, else the index that TORCH_INDEX names.
+# Left to the general install, a plain `torch` would bring gigabytes of CUDA to a machine without one.
+$(RUN_DEPENDENCIES): pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) --no-index --no-deps '$(TORCH)' 2>/dev/null \
+	  || $(PIP) --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	$(PIP) -c constraints.txt -e '.[transformer,predictor,logger,runner]'
+	@touch $@
+
+$(DEV_DEPENDENCIES): $(RUN_DEPENDENCIES)
+	$(PIP) -c constraints.txt -e '.[transformer,predictor,logger,runner,loadtest,dev]'
+	@touch $@
+
+# Clients of other projects bring their own protobuf, and their own stubs of the same packages.
+$(CLIENTS): tests/clients/requirements.txt
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+$(NODE_TOOLS):
+	@mkdir -p .tools && if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix .tools $(BUF); fi
+	@touch $@

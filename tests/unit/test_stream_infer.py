@@ -1,0 +1,106 @@
+"""Many requests on one ModelStreamInfer call: matched by id, none holding up another, errors in band."""
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from millrace.errors import InvalidRequestError
+from millrace.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from millrace.stream_infer import EMPTY_FINAL, FINAL, multiplex
+from tests.waiting import until
+
+
+def request(name, empty_final=False):
+    message = ModelInferRequest(model_name="m", id=name)
+    if empty_final:
+        message.parameters[EMPTY_FINAL].bool_param = True
+    return message
+
+
+async def sent(*requests):
+    for message in requests:
+        yield message
+
+
+async def two_parts(message):
+    if message.id == "bad":
+        raise InvalidRequestError("no such thing")
+    if message.id == "broken":
+        raise RuntimeError("secret")
+    for last in (False, True):
+        response = ModelInferResponse(model_name=message.model_name, id=message.id)
+        response.parameters[FINAL].bool_param = last
+        yield response
+
+
+async def collect(stream):
+    return [response async for response in stream]
+
+
+async def test_a_slow_request_does_not_hold_up_another():
+    release = asyncio.Event()
+
+    async def answer(message):
+        if message.id == "slow":
+            await release.wait()
+        async for response in two_parts(message):
+            yield response
+
+    order = []
+    async with aclosing(multiplex(sent(request("slow"), request("fast")), answer, False)) as responses:
+        async for response in responses:
+            order.append(response.infer_response.id)
+            if len(order) == 2:
+                release.set()
+    assert order == ["fast", "fast", "slow", "slow"]
+
+
+async def test_the_last_response_is_marked():
+    responses = await collect(multiplex(sent(request("a")), two_parts, False))
+    assert [r.infer_response.parameters[FINAL].bool_param for r in responses] == [False, True]
+
+
+async def test_the_empty_final_response_comes_where_it_is_asked_for():
+    responses = await collect(multiplex(sent(request("a", empty_final=True)), two_parts, False))
+    assert [r.infer_response.parameters[FINAL].bool_param for r in responses] == [False, False, True]
+    assert not responses[-1].infer_response.outputs
+
+
+@pytest.mark.parametrize(("name", "text"), [("bad", "no such thing"), ("broken", "internal error")])
+async def test_a_failing_request_leaves_the_stream_usable(name, text, caplog):
+    responses = await collect(multiplex(sent(request(name), request("good")), two_parts, False))
+    errors = [r for r in responses if r.error_message]
+    assert [(r.error_message, r.infer_response.id) for r in errors] == [(text, name)]
+    assert [r.infer_response.id for r in responses if not r.error_message] == ["good", "good"]
+
+
+async def test_an_error_ends_the_call_where_the_caller_wants_its_status():
+    with pytest.raises(InvalidRequestError):
+        await collect(multiplex(sent(request("bad")), two_parts, True))
+
+
+async def test_closing_the_call_cancels_its_requests():
+    begun, ended = [], []
+
+    async def endless(message):
+        begun.append(message.id)
+        try:
+            yield ModelInferResponse(id=message.id)
+            await asyncio.Event().wait()
+        finally:
+            ended.append(message.id)
+
+    async with aclosing(multiplex(sent(request("a"), request("b")), endless, False)) as responses:
+        await anext(responses)
+        await until(lambda: len(begun) == 2)
+    assert sorted(ended) == ["a", "b"]
+
+
+async def test_requests_that_cannot_be_read_end_the_call(caplog):
+    async def broken():
+        yield request("a")
+        raise RuntimeError("the connection broke")
+
+    with pytest.raises(Exception, match="internal error"):
+        await asyncio.wait_for(collect(multiplex(broken(), two_parts, False)), 5)
