@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
-    """Returns once `condition()` holds; fails the test where it does not in time."""
+async def until(condition: Callable[[], object | Awaitable[object]], timeout_s: float = 20.0) -> None:
+    """Returns once `condition()`, which may be a coroutine, holds; fails the test where it does not in time."""
     deadline = time.monotonic() + timeout_s
-    while not condition():
+    while True:
+        holds = condition()
+        if await holds if inspect.isawaitable(holds) else holds:
+            return
         assert time.monotonic() < deadline, "the condition did not come true in time"
         await asyncio.sleep(0.005)

@@ -1,0 +1,117 @@
+"""Calls through the gateway, as a client without any of our helpers would make them."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from millrace.protos import inference_pb2, millrace_pb2, millrace_pb2_grpc
+from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace.tensors import Tensor, add_input, bytes_tensor, decode_outputs
+
+
+def channel(gateway: str, authority: str | None = None) -> grpc.aio.Channel:
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    if authority is not None:
+        options.append(("grpc.default_authority", authority))
+    return grpc.aio.insecure_channel(gateway, options=options)
+
+
+async def generate(gateway: str, **fields: Any) -> list[millrace_pb2.GenerateResponse]:
+    """All responses of one `Generate`."""
+    async with channel(gateway) as open_channel:
+        stub = millrace_pb2_grpc.TextGenerationStub(open_channel)
+        return [response async for response in stub.Generate(millrace_pb2.GenerateRequest(**fields), timeout=60)]
+
+
+def text_of(responses: list[millrace_pb2.GenerateResponse]) -> str:
+    return "".join(response.text for response in responses)
+
+
+def text_request(model: str, prompt: str, **parameters: int) -> inference_pb2.ModelInferRequest:
+    """An OIP request to a text model."""
+    request = inference_pb2.ModelInferRequest(model_name=model, id="r")
+    add_input(request, bytes_tensor("text_input", [prompt.encode()]))
+    for name, value in parameters.items():
+        request.parameters[name].int64_param = value
+    return request
+
+
+def ids_request(model: str, tensor: Tensor, **parameters: int) -> inference_pb2.ModelInferRequest:
+    """An OIP request to a predictor."""
+    request = inference_pb2.ModelInferRequest(model_name=model, id="r")
+    add_input(request, tensor)
+    for name, value in parameters.items():
+        request.parameters[name].int64_param = value
+    return request
+
+
+async def infer(gateway: str, request: inference_pb2.ModelInferRequest, authority: str | None = None) -> Any:
+    """The outputs of one `ModelInfer`, by name."""
+    async with channel(gateway, authority) as open_channel:
+        return decode_outputs(await GRPCInferenceServiceStub(open_channel).ModelInfer(request, timeout=60))
+
+
+async def statistics(address: str, model: str) -> inference_pb2.ModelStatistics:
+    """What a predictor has counted."""
+    async with channel(address) as open_channel:
+        request = inference_pb2.ModelStatisticsRequest(name=model)
+        return (await GRPCInferenceServiceStub(open_channel).ModelStatistics(request)).model_stats[0]
+
+
+async def each(item: Any) -> AsyncIterator[Any]:
+    yield item
+
+
+class Answer:
+    """One HTTP answer: status, headers, body, and when each of its pieces came (seconds since the request)."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.pieces: list[tuple[float, bytes]] = []
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(piece for _, piece in self.pieces)
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def events(self) -> list[str]:
+        """Data of the server-sent events."""
+        return [line.removeprefix("data: ") for line in self.body.decode().split("\n\n") if line]
+
+
+def http_request(
+    gateway: str, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+) -> Answer:
+    """A request over HTTP/1.1; blocks; `body` is sent as JSON unless it is bytes."""
+    host, _, port = gateway.rpartition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=60)
+    data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+    answer, begun = Answer(), time.monotonic()
+    try:
+        connection.request(method, path, data, {"content-type": "application/json", **(headers or {})})
+        response = connection.getresponse()
+        answer.status = response.status
+        answer.headers = {name.lower(): value for name, value in response.getheaders()}
+        while piece := response.read1(65536):
+            answer.pieces.append((time.monotonic() - begun, piece))
+    finally:
+        connection.close()
+    return answer
+
+
+async def rest(gateway: str, method: str, path: str, body: Any = None, **headers: str) -> Answer:
+    """`http_request` beside the event loop; underscores in header names become dashes."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return await asyncio.to_thread(http_request, gateway, method, path, body, named)

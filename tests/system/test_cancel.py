@@ -1,0 +1,78 @@
+"""A client that goes away stops the engine: no step more for its sequence, through two Envoy hops."""
+
+import asyncio
+import http.client
+import json
+
+import pytest
+
+from millrace.protos import millrace_pb2, millrace_pb2_grpc
+from tests.system.calls import channel, generate, statistics
+from tests.waiting import until
+
+LONG = {"model": "storyteller", "prompt": "Once", "max_tokens": 1000, "ignore_eos": True}
+
+
+async def ended(stack):
+    """How many requests the engine is done with, however they ended."""
+    return (await statistics(stack.addresses["predictor-0"], "storyteller")).inference_stats.queue.count
+
+
+async def steps(stack):
+    return (await statistics(stack.addresses["predictor-0"], "storyteller")).execution_count
+
+
+async def by_grpc(gateway):
+    async with channel(gateway) as open_channel:
+        call = millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(millrace_pb2.GenerateRequest(**LONG))
+        for _ in range(3):
+            await call.read()
+        call.cancel()
+
+
+async def by_http(gateway):
+    def disconnect():
+        host, _, port = gateway.rpartition(":")
+        connection = http.client.HTTPConnection(host, int(port), timeout=30)
+        body = json.dumps({**LONG, "stream": True})
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        response = connection.getresponse()
+        response.read1(64)
+        response.close()
+        connection.close()
+
+    await asyncio.to_thread(disconnect)
+
+
+@pytest.mark.parametrize("go_away", [by_grpc, by_http])
+async def test_a_cancelled_stream_makes_no_further_step(stack, go_away):
+    ended_before, steps_before = await ended(stack), await steps(stack)
+    await go_away(stack.gateway)
+
+    async def has_ended():
+        return await ended(stack) > ended_before
+
+    await until(has_ended)
+    steps_at_end = await steps(stack)
+    assert 3 <= steps_at_end - steps_before < 500
+
+    # The engine steps for the next request alone.
+    await generate(stack.gateway, model="storyteller", prompt="Once", max_tokens=5, ignore_eos=True)
+    assert await steps(stack) == steps_at_end + 5
+
+
+async def test_a_hundred_streams_cancelled_at_once_leave_nothing_behind(stack):
+    ended_before = await ended(stack)
+
+    async def begin_and_cancel(open_channel):
+        call = millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(millrace_pb2.GenerateRequest(**LONG))
+        await call.read()
+        call.cancel()
+
+    async with channel(stack.gateway) as open_channel:
+        await asyncio.gather(*(begin_and_cancel(open_channel) for _ in range(100)))
+
+    async def all_have_ended():
+        return await ended(stack) == ended_before + 100
+
+    await until(all_have_ended)

@@ -1,0 +1,72 @@
+"""Every request leaves one record, whatever became of it; and the stream never notices."""
+
+import asyncio
+import stat
+
+import grpc
+import pytest
+
+from millrace.protos import millrace_pb2, millrace_pb2_grpc
+from tests.system.calls import channel, generate, rest, text_of
+
+
+async def records(stack, count=1, **filters):
+    """The records that pass the filters, once there are that many."""
+    async with channel(stack.gateway) as open_channel, asyncio.timeout(10):
+        stub = millrace_pb2_grpc.PayloadLogStub(open_channel)
+        while True:
+            found = [record async for record in stub.Query(millrace_pb2.QueryPayloadsRequest(**filters))]
+            if len(found) >= count:
+                return found
+            await asyncio.sleep(0.05)
+
+
+async def test_an_answer_is_recorded_as_it_was_given(stack):
+    responses = await generate(stack.gateway, model="storyteller", prompt="Once", max_tokens=12, request_id="kept")
+    (record,) = await records(stack, request_id="kept")
+    assert (record.model, record.prompt, record.status) == ("storyteller", "Once", "OK")
+    assert record.text == text_of(responses)
+    assert [chunk.text for chunk in record.chunks] == [response.text for response in responses]
+    assert record.usage == responses[-1].usage
+    assert record.finish_reason == responses[-1].finish_reason
+    assert 0 < record.ttft_ms <= record.duration_ms
+    assert len(record.trace_id) == 32
+    assert record.protocol == "millrace.v1.TextGeneration/Generate"
+    async with channel(stack.gateway) as open_channel:
+        stub = millrace_pb2_grpc.PayloadLogStub(open_channel)
+        assert (await stub.Get(millrace_pb2.GetPayloadRequest(record_id=record.record_id))).text == record.text
+
+
+async def test_a_refused_and_a_cancelled_request_are_recorded_as_what_they_are(stack):
+    with pytest.raises(grpc.aio.AioRpcError):
+        await generate(stack.gateway, model="storyteller", prompt="Once", temperature=-1, request_id="refused")
+    (record,) = await records(stack, request_id="refused")
+    assert (record.status, record.failed_hop) == ("INVALID_ARGUMENT", "transformer")
+    assert "temperature" in record.message
+
+    async with channel(stack.gateway) as open_channel:
+        request = millrace_pb2.GenerateRequest(
+            model="storyteller", prompt="Once", max_tokens=1000, ignore_eos=True, request_id="cancelled"
+        )
+        call = millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request)
+        await call.read()
+        call.cancel()
+    (record,) = await records(stack, request_id="cancelled")
+    assert record.status == "CANCELLED"
+    assert record.text
+
+
+async def test_the_database_is_its_owners_alone(stack):
+    files = list(stack.settings.run_folder.glob("payloads.sqlite3*"))
+    assert files
+    assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
+
+
+async def test_streams_do_not_need_the_logger_and_it_gets_every_record_later(new_stack):
+    stack = await new_stack(models="storyteller=models/storyteller")
+    await stack.kill("logger")
+    body = {"model": "storyteller", "prompt": "Once", "max_tokens": 30, "ignore_eos": True, "stream": True}
+    answers = await asyncio.gather(*(rest(stack.gateway, "POST", "/v1/completions", body) for _ in range(4)))
+    assert all(answer.status == 200 and answer.events[-1] == "[DONE]" for answer in answers)
+    await stack.wait_ready(timeout_s=30)
+    assert len(await records(stack, 4, model="storyteller")) == 4

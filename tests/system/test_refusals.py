@@ -1,0 +1,148 @@
+"""What cannot be served is refused at once, with its own status and the hop that says so; the next call works."""
+
+import grpc
+import numpy as np
+import pytest
+
+from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace.tensors import Tensor
+from tests.system.calls import channel, each, generate, ids_request, infer, rest, text_of, text_request
+
+INVALID, NOT_FOUND = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
+IDS = np.array([5, 6, 7], dtype=np.int64)
+
+
+@pytest.fixture(autouse=True)
+async def next_call_works(stack):
+    yield
+    assert text_of(await generate(stack.gateway, model="storyteller", prompt="Once upon a time", max_tokens=3))
+
+
+GENERATE = {
+    "unknown model": ({"model": "nobody"}, NOT_FOUND, "no model 'nobody'"),
+    "empty prompt": ({"prompt": ""}, INVALID, "the prompt is empty"),
+    "neither prompt nor messages": ({"prompt": None}, INVALID, "give either a prompt or messages"),
+    "prompt too long": ({"prompt": "once " * 1500}, INVALID, "the context is 1024"),
+    "prompt of megabytes": ({"prompt": "x" * 3_000_000}, INVALID, "the prompt has 3000000 bytes"),
+    "temperature": ({"temperature": -1}, INVALID, "temperature=-1"),
+    "top_p": ({"top_p": 1.5}, INVALID, "top_p=1.5"),
+    "max_tokens": ({"max_tokens": 5000}, INVALID, "max_tokens=5000"),
+    "stop": ({"stop": [""]}, INVALID, "stop string"),
+}
+
+
+@pytest.mark.parametrize("case", GENERATE)
+async def test_generate_refuses(stack, case):
+    change, status, text = GENERATE[case]
+    fields = {"model": "storyteller", "prompt": "Once", **change}
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await generate(stack.gateway, **{name: value for name, value in fields.items() if value is not None})
+    assert raised.value.code() is status
+    assert text in raised.value.details()
+    assert dict(raised.value.trailing_metadata())["x-failed-hop"] == "transformer"
+
+
+PREDICTOR = {
+    "unknown model": ("nobody", Tensor("input_ids", "INT64", IDS), {}, NOT_FOUND, "no model 'nobody'"),
+    "dtype": ("storyteller", Tensor("input_ids", "FP32", IDS.astype(np.float32)), {}, INVALID, "must be INT64"),
+    "shape": ("storyteller", Tensor("input_ids", "INT64", IDS.reshape(3, 1)), {}, INVALID, "shape [N] or [1, N]"),
+    "token id": ("storyteller", Tensor("input_ids", "INT64", IDS + 10**6), {}, INVALID, "token id 1000005"),
+    "empty": ("storyteller", Tensor("input_ids", "INT64", IDS[:0]), {}, INVALID, "the prompt is empty"),
+    "too long": ("storyteller", Tensor("input_ids", "INT64", np.repeat(IDS, 400)), {}, INVALID, "1200 tokens"),
+    "unknown input": ("storyteller", Tensor("inputs", "INT64", IDS), {}, INVALID, "unknown input 'inputs'"),
+    "parameter": ("storyteller", Tensor("input_ids", "INT64", IDS), {"max_tokens": 0}, INVALID, "max_tokens=0"),
+}
+
+
+@pytest.mark.parametrize("case", PREDICTOR)
+async def test_the_predictor_refuses(stack, case):
+    model, tensor, parameters, status, text = PREDICTOR[case]
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await infer(stack.gateway, ids_request(model, tensor, **parameters), authority="predictor")
+    assert raised.value.code() is status
+    assert text in raised.value.details()
+    assert dict(raised.value.trailing_metadata())["x-failed-hop"] == "predictor"
+
+
+async def test_a_tensor_whose_size_is_wrong_is_refused(stack):
+    request = ids_request("storyteller", Tensor("input_ids", "INT64", IDS))
+    request.raw_input_contents[0] = b"123"
+    with pytest.raises(grpc.aio.AioRpcError, match="24 bytes, got 3") as raised:
+        await infer(stack.gateway, request, authority="predictor")
+    assert raised.value.code() is INVALID
+
+
+async def test_a_method_that_is_not_offered_is_unimplemented(stack):
+    async with channel(stack.gateway) as open_channel:
+        method = open_channel.unary_unary("/inference.GRPCInferenceService/Nothing")
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await method(b"", timeout=10)
+    assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_an_error_on_a_stream_leaves_the_stream_usable(stack):
+    async def requests():
+        yield text_request("nobody", "Once")
+        yield text_request("storyteller", "Once", max_tokens=2)
+
+    async with channel(stack.gateway) as open_channel:
+        stub = GRPCInferenceServiceStub(open_channel)
+        responses = [response async for response in stub.ModelStreamInfer(requests())]
+    assert [response.error_message for response in responses if response.error_message] == ["no model 'nobody'"]
+    assert any(response.infer_response.outputs for response in responses)
+
+
+async def test_an_error_becomes_the_status_where_the_client_asks_for_it(stack):
+    async with channel(stack.gateway) as open_channel:
+        stub = GRPCInferenceServiceStub(open_channel)
+        call = stub.ModelStreamInfer(each(text_request("nobody", "Once")), metadata=(("triton_grpc_error", "true"),))
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            async for _ in call:
+                pass
+    assert raised.value.code() is NOT_FOUND
+
+
+COMPLETION = {"model": "storyteller", "prompt": "Once"}
+CHAT = {"model": "storyteller", "messages": [{"role": "user", "content": "Hello"}]}
+REST = {
+    "unknown model": ("/v1/completions", {**COMPLETION, "model": "nobody"}, 404, "no model"),
+    "no chat template": ("/v1/chat/completions", {**CHAT, "model": "normalizer"}, 400, "no chat template"),
+    "empty prompt": ("/v1/completions", {**COMPLETION, "prompt": ""}, 400, "the prompt is empty"),
+    "prompt missing": ("/v1/completions", {"model": "storyteller"}, 400, "prompt: Field required"),
+    "prompt too long": ("/v1/completions", {**COMPLETION, "prompt": "once " * 1500}, 400, "the context is 1024"),
+    "temperature": ("/v1/completions", {**COMPLETION, "temperature": "hot"}, 400, "temperature='hot'"),
+    "not supported": ("/v1/completions", {**COMPLETION, "n": 2}, 400, "n=2 is not supported"),
+    "no messages": ("/v1/chat/completions", {**CHAT, "messages": []}, 400, "messages"),
+    "unknown role": (
+        "/v1/chat/completions",
+        {**CHAT, "messages": [{"role": "x", "content": "y"}]},
+        400,
+        "chat template",
+    ),
+    "not JSON": ("/v1/completions", b"{", 400, "JSON"),
+    "unknown path": ("/v1/nothing", COMPLETION, 404, "unknown path"),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("case", REST)
+async def test_rest_refuses(stack, case, stream):
+    path, body, status, text = REST[case]
+    answer = await rest(stack.gateway, "POST", path, body | {"stream": stream} if isinstance(body, dict) else body)
+    assert answer.status == status
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-failed-hop"] == ("gateway" if case == "unknown path" else "transformer")
+    assert text in answer.json["error"]["message"]
+    assert not any(name.startswith("grpc-") or name == "x-http-status" for name in answer.headers)
+
+
+async def test_a_deadline_is_kept_on_every_protocol(stack):
+    long = {"model": "storyteller", "prompt": "Once", "max_tokens": 1000, "ignore_eos": True}
+    answer = await rest(stack.gateway, "POST", "/v1/completions", long, x_timeout_ms="60")
+    assert answer.status == 504
+    request = text_request("storyteller", "Once", max_tokens=1000)
+    request.parameters["ignore_eos"].bool_param = True
+    async with channel(stack.gateway) as open_channel:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await GRPCInferenceServiceStub(open_channel).ModelInfer(request, timeout=0.06)
+    assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -1,0 +1,55 @@
+"""Several predictors share the work; one that is killed is missed by nobody for long, and comes back."""
+
+import asyncio
+
+import grpc
+
+from tests.system.calls import generate, rest, statistics
+from tests.waiting import until
+
+MODELS = "storyteller=models/storyteller"
+
+
+async def test_work_is_shared_and_a_killed_predictor_comes_back(new_stack):
+    stack = await new_stack(predictors=2, models=MODELS)
+
+    async def tell():
+        return await generate(stack.gateway, model="storyteller", prompt="Once", max_tokens=20, ignore_eos=True)
+
+    await asyncio.gather(*(tell() for _ in range(16)))
+    for name in ("predictor-0", "predictor-1"):
+        assert (await statistics(stack.addresses[name], "storyteller")).inference_count > 0
+
+    killed = stack.pid("predictor-0")
+    streams = [asyncio.create_task(tell()) for _ in range(8)]
+    await stack.kill("predictor-0")
+    for outcome in await asyncio.gather(*streams, return_exceptions=True):
+        # A stream on the dead predictor ends with the truth; none hangs.
+        if isinstance(outcome, BaseException):
+            assert isinstance(outcome, grpc.aio.AioRpcError)
+            assert outcome.code() is grpc.StatusCode.UNAVAILABLE
+            assert dict(outcome.trailing_metadata())["x-failed-hop"] == "predictor"
+
+    # The other one serves while the first is away.
+    assert await tell()
+    await stack.wait_ready(timeout_s=30)
+    assert stack.pid("predictor-0") != killed
+    assert await tell()
+
+
+async def test_without_a_predictor_the_answer_is_503_at_once(new_stack):
+    stack = await new_stack(models=MODELS)
+    await stack.kill("predictor-0")
+    answer = await rest(stack.gateway, "POST", "/v1/completions", {"model": "storyteller", "prompt": "Once"})
+    assert answer.status in (502, 503)
+    assert answer.headers["x-failed-hop"] == "predictor"
+    assert answer.pieces[-1][0] < 5
+    ready = await rest(stack.gateway, "GET", "/v2/health/ready")
+    assert (ready.status, ready.json) in ((503, {"ready": False}), (200, {"ready": True}))
+
+    async def ready_again():
+        return (await rest(stack.gateway, "GET", "/v2/health/ready")).status == 200
+
+    await stack.wait_ready(timeout_s=30)
+    await until(ready_again)
+    assert await generate(stack.gateway, model="storyteller", prompt="Once", max_tokens=3)
