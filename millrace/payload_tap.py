@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import secrets
 import time
 import uuid
 from collections import Counter, deque
@@ -32,6 +31,7 @@ import grpc
 from millrace.errors import MillraceError
 from millrace.protos.millrace_pb2 import AppendRequest, AppendResponse, PayloadRecord, Usage
 from millrace.server import MAX_MESSAGE_BYTES, MESSAGE_OPTIONS
+from millrace.uuid7 import as_uuid7, next_id
 
 logger = logging.getLogger(__name__)
 
@@ -281,17 +281,6 @@ class Recording:
         self._tap._drop(FAILED, exc_info=True)
 
 
-def next_id(now_ms: int, previous: int) -> int:
-    """A number of 48 bits of Unix milliseconds and 74 random ones, above `previous` whatever the clock does."""
-    return max(now_ms << 74 | secrets.randbits(74), previous + 1)
-
-
-def as_uuid7(value: int) -> uuid.UUID:
-    """The 122 bits as a UUID of version 7: RFC 9562, section 5.7. Keeps their order."""
-    time_ms, random_a, random_b = value >> 74, value >> 62 & 0xFFF, value & (1 << 62) - 1
-    return uuid.UUID(int=time_ms << 80 | 7 << 76 | random_a << 64 | 0b10 << 62 | random_b)
-
-
 def _storable(text: str) -> str:
     """The text as protobuf takes it: JSON can smuggle in halves of surrogate pairs, which UTF-8 has no bytes for."""
     try:
@@ -303,5 +292,7 @@ def _storable(text: str) -> str:
 
 async def _end(task: asyncio.Task[None]) -> None:
     task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
+    # Not `await task`: its CancelledError and one that is meant for the caller could not be told apart.
+    await asyncio.wait((task,))
+    if not task.cancelled():
+        task.result()

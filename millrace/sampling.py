@@ -82,6 +82,15 @@ def defaults_of(generation_config: Mapping[str, Any], is_encoder_decoder: bool) 
     return SamplingParameters()
 
 
+def markdown_table() -> str:
+    """The parameters with their defaults and meanings, as README prints them."""
+    rows = ["| parameter | default | meaning |", "|---|---|---|"]
+    for name, field in SamplingParameters.model_fields.items():
+        default = "" if field.default is None else str(field.default).lower()
+        rows.append(f"| `{name}` | {default} | {field.description} |")
+    return "\n".join(rows)
+
+
 # Names that clients of Triton send along and that say nothing of sampling.
 _TRANSPORT = ("priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "binary_data_output")
 

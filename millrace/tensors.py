@@ -59,6 +59,7 @@ _CONTENTS_FIELD: Mapping[str, str] = {
     BYTES: "bytes_contents",
 }
 _LENGTH = struct.Struct("<I")
+_MAX_ELEMENTS = 2**59  # Bytes of any datatype stay within 63 bits.
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,9 @@ def _shape(name: str, dimensions: Sequence[int]) -> tuple[int, ...]:
         raise InvalidRequestError(f"tensor {name!r}: negative size in shape {list(shape)}")
     if len(shape) > 32:
         raise InvalidRequestError(f"tensor {name!r}: {len(shape)} dimensions, at most 32 are allowed")
+    # numpy checks this of empty tensors too, whose other sizes nothing else bounds.
+    if math.prod(size for size in shape if size) > _MAX_ELEMENTS:
+        raise InvalidRequestError(f"tensor {name!r}: shape {list(shape)} is too large")
     return shape
 
 

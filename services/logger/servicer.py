@@ -6,7 +6,6 @@ import asyncio
 import base64
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import suppress
 
 from millrace.errors import InvalidRequestError, NotFoundError
 from millrace.interceptors import Context
@@ -81,8 +80,7 @@ class PayloadIngestServicer(millrace_pb2_grpc.PayloadIngestServicer):
             await collector
         finally:
             collector.cancel()
-            with suppress(asyncio.CancelledError):
-                await collector
+            await asyncio.gather(collector, return_exceptions=True)
 
 
 class _Arrivals:

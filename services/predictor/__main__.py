@@ -5,12 +5,14 @@ from __future__ import annotations
 from millrace.protos.inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from millrace.server import READY, Server
 from millrace.service import run_service
-from services.predictor.repository import ModelRepository
-from services.predictor.servicer import InferenceServicer
 from services.predictor.settings import PredictorSettings
 
 
 async def serve(settings: PredictorSettings) -> None:
+    # Torch takes seconds to import: a wrong setting is told before.
+    from services.predictor.repository import ModelRepository
+    from services.predictor.servicer import InferenceServicer
+
     repository = ModelRepository(settings)
     server = Server("predictor", settings.host, settings.port, settings.drain_s, ["inference.GRPCInferenceService"])
     # Methods that it does not override answer UNIMPLEMENTED.

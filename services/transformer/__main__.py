@@ -11,14 +11,7 @@ from millrace.protos.rest_pb2_grpc import add_OpenAIServicer_to_server, add_Open
 from millrace.server import READY, Server
 from millrace.service import run_service
 from millrace.threads import run_in_daemon_thread
-from services.transformer.catalogue import Catalogue
-from services.transformer.inference_servicer import InferenceServicer
-from services.transformer.open_inference_servicer import OpenInferenceServicer
-from services.transformer.openai_servicer import OpenAIServicer
-from services.transformer.pipeline import Pipeline
-from services.transformer.predictor_client import PredictorClient
 from services.transformer.settings import TransformerSettings
-from services.transformer.text_generation_servicer import TextGenerationServicer
 
 # The public face: what reflection lists. The payload log is the logger's, behind the same address.
 _PUBLIC = ("inference.GRPCInferenceService", "millrace.v1.TextGeneration", "millrace.v1.PayloadLog")
@@ -26,6 +19,15 @@ _TAP_DRAIN_S = 3.0
 
 
 async def serve(settings: TransformerSettings) -> None:
+    # transformers takes seconds to import: a wrong setting is told before.
+    from services.transformer.catalogue import Catalogue
+    from services.transformer.inference_servicer import InferenceServicer
+    from services.transformer.open_inference_servicer import OpenInferenceServicer
+    from services.transformer.openai_servicer import OpenAIServicer
+    from services.transformer.pipeline import Pipeline
+    from services.transformer.predictor_client import PredictorClient
+    from services.transformer.text_generation_servicer import TextGenerationServicer
+
     predictor = PredictorClient(settings.predictor)
     tap = PayloadTap(settings.logger, settings.payload_queue_memory)
     pool = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="tokenizer")

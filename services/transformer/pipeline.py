@@ -16,7 +16,6 @@ from typing import Any
 from millrace.errors import InvalidRequestError, MillraceError
 from millrace.payload_tap import PayloadTap
 from millrace.protos.millrace_pb2 import Usage
-from millrace.sampling import SamplingParameters
 from millrace.telemetry.tracing import current_trace_id
 from services.transformer.catalogue import Catalogue, TextModel
 from services.transformer.detokenizer import Detokenizer
@@ -160,12 +159,3 @@ def _recorded_prompt(request: TextRequest) -> str:
 def _recorded_parameters(request: TextRequest) -> str:
     given = dict(request.sampling) | ({"stop": list(request.stop)} if request.stop else {})
     return json.dumps(given, ensure_ascii=False, default=str) if given else ""
-
-
-def defaults_table() -> str:
-    """The parameters, their defaults and their meaning, as the README prints them."""
-    rows = ["| parameter | default | meaning |", "|---|---|---|"]
-    for name, info in SamplingParameters.model_fields.items():
-        default = "" if info.default is None else info.default
-        rows.append(f"| `{name}` | {default} | {info.description} |")
-    return "\n".join(rows)

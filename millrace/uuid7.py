@@ -1,0 +1,20 @@
+"""UUIDs of version 7, whose order is the order in which they were made: RFC 9562, section 5.7.
+
+Python has `uuid.uuid7` from 3.14 on.
+"""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+
+
+def next_id(now_ms: int, previous: int) -> int:
+    """A number of 48 bits of Unix milliseconds and 74 random ones, above `previous` whatever the clock does."""
+    return max(now_ms << 74 | secrets.randbits(74), previous + 1)
+
+
+def as_uuid7(value: int) -> uuid.UUID:
+    """The 122 bits of `next_id` around version and variant; keeps their order."""
+    time_ms, random_a, random_b = value >> 74, value >> 62 & 0xFFF, value & (1 << 62) - 1
+    return uuid.UUID(int=time_ms << 80 | 7 << 76 | random_a << 64 | 0b10 << 62 | random_b)

@@ -1,0 +1,164 @@
+"""README's commands, run as a new user would run them; `make up` and its end."""
+
+import asyncio
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from millrace.sampling import markdown_table
+from runner.free_ports import free_settings
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+BUF = ROOT / ".tools" / "node_modules" / ".bin"
+CLIENTS = ROOT / ".venv-clients" / "bin" / "python"
+PATH = f"{BUF}{os.pathsep}{os.environ['PATH']}"
+# Started by the fixture, not to be had, or a download of gigabytes.
+NOT_RUN = ("make up", "grpcurl", "MODELS=")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+COMMANDS = [block for block in blocks("sh") if not block.startswith(NOT_RUN)]
+
+
+class MakeUp:
+    """`make up` in a copy of the repository that shares its installed packages."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        files = subprocess.run(
+            ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        for name in files.stdout.splitlines():
+            if (ROOT / name).is_file():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                # With its time, by which make knows that what is installed is up to date.
+                shutil.copy2(ROOT / name, folder / name)
+        (folder / ".venv").symlink_to(ROOT / ".venv")
+        settings = free_settings(folder)
+        self.gateway = settings.gateway
+        ports = {name: str(ports[0]) for name, ports in settings.ports().items()}
+        self._environment = os.environ | ports | {"DEVICE": "cpu"}
+
+    def start(self) -> float:
+        """Runs `make up` until it says that it is ready; how long that took, in seconds."""
+        begun = time.monotonic()
+        self.output = self.folder / "output"
+        with self.output.open("w") as output:
+            self.process = psutil.Popen(
+                ["make", "up"], cwd=self.folder, env=self._environment, stdout=output, stderr=subprocess.STDOUT
+            )
+        while "ready in" not in self.output.read_text():
+            assert self.process.poll() is None, self.output.read_text()
+            assert time.monotonic() - begun < 60, self.output.read_text()
+            time.sleep(0.05)
+        return time.monotonic() - begun
+
+    def stop(self) -> float:
+        """Sends SIGTERM to make; how long it took until no process was left, in seconds."""
+        begun = time.monotonic()
+        processes = [self.process, *self.process.children(recursive=True)]
+        runner = next(p for p in processes if "runner" in p.cmdline())
+        assert len(processes) >= 6
+        self.process.send_signal(signal.SIGTERM)
+        gone, alive = psutil.wait_procs(processes, timeout=15)
+        assert not alive
+        assert runner in gone
+        return time.monotonic() - begun
+
+
+@pytest.fixture(scope="module")
+def make_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeUp]:
+    running = MakeUp(tmp_path_factory.mktemp("copy"))
+    running.start()
+    yield running
+    running.stop()
+
+
+def run(command: list[str], make_up: MakeUp) -> str:
+    command = [part.replace("127.0.0.1:8080", make_up.gateway) for part in command]
+    done = subprocess.run(
+        command, cwd=make_up.folder, env=os.environ | {"PATH": PATH}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command.split()[:2]))
+def test_the_commands_of_the_readme_work(make_up, command):
+    if command.startswith("buf") and shutil.which("buf", path=PATH) is None:
+        pytest.skip("buf is not installed (npm package @bufbuild/buf)")
+    output = run(["bash", "-c", command], make_up)
+    if "Generate" in command:
+        assert output.count('"tokenIds"') >= 20
+        assert '"finishReason": "stop"' in output
+    elif "chat/completions" in command:
+        assert output.count("data: {") >= 20
+        assert output.rstrip().endswith("data: [DONE]")
+    elif "normalizer" in command:
+        assert '"text":"2021-03-03"' in output
+    else:
+        assert '"recordId"' in output
+
+
+def test_the_commands_of_the_readme_are_all_looked_at():
+    assert len(COMMANDS) == 4
+    assert all(any(block.startswith(start) for block in blocks("sh")) for start in NOT_RUN)
+
+
+def test_buf_lists_the_public_services(make_up):
+    if shutil.which("buf", path=PATH) is None:
+        pytest.skip("buf is not installed (npm package @bufbuild/buf)")
+    command = "buf curl --protocol grpc --http2-prior-knowledge --list-services http://127.0.0.1:8080"
+    assert run(["bash", "-c", command], make_up).split() == [
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1.ServerReflection",
+        "grpc.reflection.v1alpha.ServerReflection",
+        "inference.GRPCInferenceService",
+        "millrace.v1.PayloadLog",
+        "millrace.v1.TextGeneration",
+    ]
+
+
+@pytest.mark.parametrize("script", blocks("python"))
+def test_the_clients_of_the_readme_work(make_up, script):
+    if not CLIENTS.exists():
+        pytest.skip("the clients' own environment is not installed (make .venv-clients/.installed)")
+    output = run([str(CLIENTS), "-c", script.replace("127.0.0.1:8080", make_up.gateway)], make_up)
+    assert len(output.splitlines()) > 10
+    assert all(line.startswith("[b") for line in output.splitlines())
+
+
+def test_the_sampling_table_is_that_of_the_code():
+    assert markdown_table() in README
+
+
+def test_every_path_that_the_readme_names_exists():
+    tree = README.split("## The tree")[1].split("```")[1]
+    names = [word for line in tree.splitlines() for word in re.findall(r"^\S+|(?<=  )\.env|\S+\.(?:toml|txt)", line)]
+    assert len(names) > 12
+    assert [name for name in names if not (ROOT / name).exists()] == []
+
+
+async def test_make_up_starts_fast_stops_in_order_and_starts_again(tmp_path):
+    running = MakeUp(tmp_path)
+    for _ in range(2):
+        ready_s = await asyncio.to_thread(running.start)
+        stopped_s = await asyncio.to_thread(running.stop)
+        print(f"make up: ready in {ready_s:.1f} s, stopped in {stopped_s:.1f} s")
+        assert stopped_s < 10
+    lines = running.output.read_text().splitlines()
+    assert any(line.strip().startswith("grpcurl -plaintext") for line in lines)
+    assert any(line.strip().startswith("buf curl") for line in lines)
+    assert any(line.startswith("gateway") and running.gateway in line for line in lines)

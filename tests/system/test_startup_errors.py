@@ -1,0 +1,107 @@
+"""What keeps a stack from starting is said in one line, at once, with what to do."""
+
+import asyncio
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+import torch
+
+from runner.free_ports import free_settings
+from runner.settings import ROOT
+
+
+class GatedHub(BaseHTTPRequestHandler):
+    """Answers as the hub does for a model whose licence was not accepted."""
+
+    def do_HEAD(self) -> None:
+        self.send_response(403)
+        self.send_header("X-Error-Code", "GatedRepo")
+        self.send_header("X-Error-Message", "Access to this model is restricted")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.do_HEAD()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def gated_hub() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), GatedHub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+async def start(tmp_path, **environment: str) -> tuple[int, str, float]:
+    """Runs the runner, which must fail: exit code, what it said, and how long it took in seconds."""
+    settings = free_settings(tmp_path)
+    own = {name: str(ports[0]) for name, ports in settings.ports().items()}
+    own |= {"RUN_FOLDER": str(tmp_path), "HF_HOME": str(tmp_path / "hub")}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    begun = time.monotonic()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "runner", "up"),
+        cwd=ROOT,
+        env=inherited | own | environment,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    output, _ = await asyncio.wait_for(process.communicate(), 60)
+    return process.returncode or 0, output.decode(), time.monotonic() - begun
+
+
+CASES = {
+    "no CUDA": ({"DEVICE": "cuda"}, "DEVICE=cuda, but torch finds no CUDA device; install its CUDA build"),
+    "cache too small": (
+        {"PREDICTOR_KV_CACHE_MEMORY": "100KiB", "PREDICTOR_MAX_CONTEXT": "512"},
+        "model storyteller: context 512 needs 0.0016 GB, have 0.0001",
+    ),
+    "context too long": ({"PREDICTOR_MAX_CONTEXT": "5000"}, "PREDICTOR_MAX_CONTEXT=5000, but its context is 1024"),
+    "malformed": ({"PREDICTOR_THREADS": "many"}, "PREDICTOR_THREADS=many: Input should be a valid integer"),
+    "unknown": ({"TRANSFORMER_COLOUR": "red"}, "TRANSFORMER_COLOUR: unknown setting"),
+    "malformed of the gateway": ({"GATEWAY_PORT": "high"}, "GATEWAY_PORT=high"),
+    "malformed MODELS": ({"MODELS": "storyteller"}, "MODELS=storyteller: 'storyteller' is not name=folder-or-hub-id"),
+    "folder missing": ({"MODELS": "x=./nothing/here"}, "'./nothing/here' is not a folder"),
+    "not a model": ({"MODELS": "x=tests/unit"}, "model x: tests/unit has no config.json"),
+    "hub away": (
+        {"MODELS": "x=somebody/something", "HF_ENDPOINT": "http://127.0.0.1:9"},
+        "model x: somebody/something: the hub cannot be reached; check the network",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_the_error_is_one_line_that_says_what_to_do(tmp_path, case):
+    if case == "no CUDA" and torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    await check(tmp_path, *CASES[case])
+
+
+async def test_a_gated_model_names_the_token(tmp_path, gated_hub):
+    environment = {"MODELS": "x=somebody/gated", "HF_ENDPOINT": gated_hub}
+    await check(
+        tmp_path, environment, "model x: somebody/gated is gated: accept its licence on the hub and set HF_TOKEN"
+    )
+
+
+async def test_a_taken_port_is_named_with_its_setting(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        await check(tmp_path, {"GATEWAY_PORT": str(port)}, f"port {port} is taken; set GATEWAY_PORT=")
+
+
+async def check(tmp_path, environment: dict[str, str], text: str) -> None:
+    code, output, took_s = await start(tmp_path, **environment)
+    assert code == 1, output
+    assert text in output
+    assert "Traceback" not in output
+    assert took_s < 20
