@@ -42,7 +42,7 @@ check: $(DEV_DEPENDENCIES) ## format, lint, types, stub drift, Envoy's configura
 	@drift=$$(mktemp -d) && trap 'rm -rf $$drift' EXIT && protos/generate.sh $$drift \
 	  && diff -r --exclude=__init__.py --exclude=__pycache__ $$drift/millrace/protos millrace/protos \
 	  && cmp $$drift/envoy/descriptors.pb envoy/descriptors.pb && echo "stubs: as generated"
-	@config=$$(mktemp) && trap "rm -f $$config" EXIT && sed "s#/etc/envoy/#$(CURDIR)/envoy/#" envoy/envoy.yaml > $$config && $(VENV)/bin/envoy -c $$config --mode validate --log-level error
+	@$(VENV)/bin/envoy --mode validate --log-level error --config-yaml "$$(sed "s#/etc/envoy/#envoy/#" envoy/envoy.yaml)"
 
 .PHONY: protos
 protos: $(DEV_DEPENDENCIES) ## regenerate stubs and Envoy's descriptor set

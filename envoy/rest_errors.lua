@@ -1,0 +1,113 @@
+-- What the transcoder leaves undone for REST clients; gRPC calls pass untouched.
+--
+-- Requests: the header x-timeout-ms becomes the gRPC deadline.
+-- Answers: the service's x-http-status becomes the HTTP status, retry-after-ms also Retry-After, gRPC's
+-- own headers go, and every error has its API's shape. Bodies are read of errors alone, so that
+-- streams stay unbuffered.
+
+local METADATA = "millrace.rest"
+local INTERNAL = {
+  "grpc-status",
+  "grpc-message",
+  "grpc-status-details-bin",
+  "grpc-encoding",
+  "grpc-accept-encoding",
+  "x-http-status",
+}
+local OPENAI_TYPES = {
+  ["400"] = "invalid_request_error",
+  ["401"] = "authentication_error",
+  ["403"] = "permission_error",
+  ["404"] = "invalid_request_error",
+  ["413"] = "invalid_request_error",
+  ["429"] = "rate_limit_error",
+}
+
+local function remove_internal(fields)
+  for _, name in ipairs(INTERNAL) do
+    fields:remove(name)
+  end
+end
+
+local function json_string(text)
+  return '"' .. text:gsub('[%c"\\]', function(c) return string.format("\\u%04x", c:byte()) end) .. '"'
+end
+
+local function error_body(api, status, message)
+  if api ~= "openai" then
+    return '{"error":' .. message .. "}"
+  end
+  local kind = OPENAI_TYPES[status] or "server_error"
+  return '{"error":{"message":' .. message .. ',"type":"' .. kind .. '","code":null,"param":null}}'
+end
+
+function envoy_on_request(handle)
+  local headers = handle:headers()
+  if (headers:get("content-type") or ""):find("^application/grpc") then
+    return
+  end
+  local path = headers:get(":path")
+  local is_openai = path:find("^/v1/") or path:find("^/openai/")
+  handle:streamInfo():dynamicMetadata():set(METADATA, "api", is_openai and "openai" or "v2")
+
+  headers:remove("grpc-timeout")
+  local timeout = headers:get("x-timeout-ms")
+  if timeout == nil then
+    return
+  end
+  -- Eight digits are the most that gRPC's header takes.
+  if #timeout > 8 or not timeout:find("^%d+$") or tonumber(timeout) == 0 then
+    handle:respond({ [":status"] = "400" }, "x-timeout-ms is not a whole number from 1 to 99999999")
+    return
+  end
+  headers:replace("grpc-timeout", timeout .. "m")
+end
+
+function envoy_on_response(handle)
+  local rest = handle:streamInfo():dynamicMetadata():get(METADATA)
+  if rest == nil then
+    return
+  end
+  local headers = handle:headers()
+  local chosen = headers:get("x-http-status")
+  remove_internal(headers)
+  local retry_after_ms = tonumber(headers:get("retry-after-ms") or "")
+  if retry_after_ms then
+    headers:replace("retry-after", string.format("%d", math.ceil(retry_after_ms / 1000)))
+  end
+  if chosen and chosen:find("^[2-5]%d%d$") then
+    headers:replace(":status", chosen)
+  end
+
+  local status = headers:get(":status")
+  if tonumber(status) < 400 then
+    if handle:streamInfo():protocol() == "HTTP/2" then -- HTTP/1.1 clients get no trailers.
+      for _ in handle:bodyChunks() do -- Each chunk has gone on when the next is awaited.
+      end
+      local trailers = handle:trailers()
+      if trailers then
+        remove_internal(trailers)
+      end
+    end
+    return
+  end
+  local by_envoy = headers:get("content-type") == "text/plain"
+  local body = handle:body(true)
+  local text = body:getBytes(0, body:length())
+  -- The transcoder's google.rpc.Status, whose message is escaped already.
+  local message = text:match('^{"code":%d+,"message":(".*")}$')
+    or text:match('^{"code":%d+,"message":(".-"),"details":')
+  if message == nil then
+    if not by_envoy then
+      return -- The service wrote its API's body itself.
+    end
+    message = json_string(text)
+  end
+  local length = body:setBytes(error_body(rest["api"], status, message))
+  headers = handle:headers() -- The earlier reference died while the body was read.
+  headers:replace("content-length", tostring(length))
+  headers:replace("content-type", "application/json")
+  if not headers:get("x-failed-hop") then -- Envoy signs its own, so this is who spoke.
+    headers:add("x-failed-hop", "transformer")
+  end
+end

@@ -1,0 +1,55 @@
+"""Stacks for tests: free ports, a folder of their own, settings that no `.env` changes."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from millrace.errors import StartupError
+from millrace.model_sources import DEFAULT_MODELS
+from runner.settings import StackSettings
+from runner.stack import Stack, check_ports
+
+# Below Linux's ephemeral ports: no client's own port can take one between the check and its use.
+_FIRST, _LAST, _BLOCK = 20_000, 32_000, 100
+_ATTEMPTS = 5
+
+
+def free_settings(run_folder: Path, **overrides: Any) -> StackSettings:
+    """Settings with ports that are free now; `overrides` are fields of StackSettings."""
+    for _ in range(100 * _ATTEMPTS):
+        base = random.randrange(_FIRST, _LAST, _BLOCK)  # noqa: S311
+        values: dict[str, Any] = {
+            "gateway_bind": "127.0.0.1",
+            "gateway_port": base,
+            "gateway_inner_port": base + 1,
+            "gateway_admin_port": base + 2,
+            "gateway_trace_percent": 100,
+            "transformer_port": base + 3,
+            "logger_port": base + 4,
+            "predictor_port": base + 5,
+            "models": DEFAULT_MODELS,
+            "predictors": 1,
+            "device": "cpu",
+            "run_folder": run_folder,
+        }
+        settings = StackSettings(**values | overrides)
+        try:
+            check_ports(settings)
+        except StartupError:
+            continue
+        return settings
+    raise StartupError(f"no free ports between {_FIRST} and {_LAST}")
+
+
+async def start_stack(run_folder: Path, overrides: dict[str, Any], **arguments: Any) -> Stack:
+    """A stack that is ready; `arguments` are Stack's own. Another process may win a port: then once more."""
+    for attempt in range(1, _ATTEMPTS + 1):
+        stack = Stack(free_settings(run_folder, **overrides), **arguments)
+        try:
+            return await stack.__aenter__()
+        except StartupError as error:
+            if attempt == _ATTEMPTS or not any(text in str(error) for text in ("taken", "already in use")):
+                raise
+    raise AssertionError("unreachable")

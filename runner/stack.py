@@ -1,0 +1,164 @@
+"""A whole stack as local processes; behind `make up`, and the fixture of the system tests.
+
+    async with Stack(StackSettings(...)) as stack:
+        ...  # ready: stack.gateway answers
+
+Every process is started at once, for each can wait for those it needs. They are stopped in order,
+the gateway first and the logger last, within ten seconds. None outlives this process, however it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+from millrace.errors import StartupError
+from runner import envoy_config, services
+from runner.process import Process, Say
+from runner.readiness import Readiness
+from runner.run_folder import RunFolder
+from runner.settings import LOOPBACK, ROOT, StackSettings
+
+_POLL_S = 0.1
+_REPORT_S = 10.0
+
+
+class Stack:
+    """Logger, predictors, transformer and Envoy, supervised.
+
+    `commands` and `environment` are those of `services.plan`; `say` takes one line for the user.
+    """
+
+    def __init__(
+        self,
+        settings: StackSettings,
+        *,
+        commands: Mapping[str, tuple[str, ...]] | None = None,
+        environment: Mapping[str, Mapping[str, str]] | None = None,
+        say: Say = print,
+    ) -> None:
+        self.settings = settings
+        self.gateway = settings.gateway
+        self.folder = RunFolder(settings.run_folder)
+        self._say = say
+        plan = services.plan(settings, self.folder.envoy_config, commands or {}, environment or {})
+        self._stages = [[Process(spec, self.folder.logs, ROOT, say) for spec in stage] for stage in plan.stages()]
+        self._processes = {process.spec.name: process for stage in self._stages for process in stage}
+        self._supervisions: list[asyncio.Task[None]] = []
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Name of each process → where it listens on this machine; "inner" is Envoy's inner listener."""
+        own = {name: f"{LOOPBACK}:{process.spec.port}" for name, process in self._processes.items() if name != "envoy"}
+        inner = f"{LOOPBACK}:{self.settings.gateway_inner_port}"
+        return {"gateway": self.gateway, "inner": inner, **own}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The processes: "envoy", "transformer", "predictor-0", …, "logger"."""
+        return tuple(self._processes)
+
+    def pid(self, name: str) -> int:
+        """The process id; ProcessLookupError between two lives."""
+        return self._processes[name].pid
+
+    def log(self, name: str) -> str:
+        """What a process has written so far."""
+        return self._processes[name].log.read_text(errors="replace")
+
+    async def kill(self, name: str, signum: signal.Signals = signal.SIGKILL) -> None:
+        """Sends a signal; returns when the process has ended if that is what the signal asks. It is started again."""
+        await self._processes[name].kill(signum)
+
+    async def start(self) -> None:
+        """Starts every process; StartupError if one that is running holds the folder or a port."""
+        self.folder.claim()
+        try:
+            check_ports(self.settings)
+            envoy_config.write(self.settings, self.folder.envoy_config)
+        except BaseException:
+            self.folder.release()
+            raise
+        self._supervisions = [process.start() for process in self._processes.values()]
+
+    async def wait_ready(self, timeout_s: float | None = None) -> None:
+        """Returns when a generation would work; StartupError if one cannot come to be, TimeoutError if too late."""
+        ready = asyncio.create_task(self._become_ready(), name="readiness")
+        ended = asyncio.create_task(self.ended(), name="watch processes")
+        try:
+            done, _ = await asyncio.wait({ready, ended}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                await task
+            if not done:
+                raise TimeoutError(f"not ready within {timeout_s} s")
+        finally:
+            for task in (ready, ended):
+                task.cancel()
+            await asyncio.gather(ready, ended, return_exceptions=True)
+
+    async def ended(self) -> None:
+        """Returns when the stack was stopped; StartupError when a process says that it cannot run."""
+        done, _ = await asyncio.wait(self._supervisions, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            await task
+
+    async def stop(self) -> None:
+        """Stops every process and gives the folder back."""
+        for stage in self._stages:
+            await asyncio.gather(*(process.stop() for process in stage))
+        self.folder.release()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        try:
+            await self.wait_ready()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def _become_ready(self) -> None:
+        health = {name: process.spec.port for name, process in self._processes.items() if name != "envoy"}
+        readiness = Readiness(self.settings, health)
+        report_at = time.monotonic() + _REPORT_S
+        try:
+            while missing := await readiness.missing():
+                if time.monotonic() >= report_at:
+                    report_at += _REPORT_S
+                    for name in missing:
+                        self._say(f"waiting for {name}: {self._processes[name].last_line()}")
+                await asyncio.sleep(_POLL_S)
+        finally:
+            await readiness.close()
+
+
+def check_ports(settings: StackSettings) -> None:
+    """StartupError, naming the setting that chooses it, if a port is taken or wanted twice."""
+    with ExitStack() as held:  # All at the same time: that finds a port wanted twice.
+        for setting, ports in settings.ports().items():
+            for port in ports:
+                host = str(settings.gateway_bind) if setting == "GATEWAY_PORT" else LOOPBACK
+                probe = held.enter_context(socket.socket())
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((host, port))
+                    probe.listen()
+                except OSError as error:
+                    reason = (
+                        "is taken"
+                        if error.errno == errno.EADDRINUSE
+                        else f"of {host} cannot be used ({error.strerror})"
+                    )
+                    raise StartupError(f"port {port} {reason}; set {setting}=… to another") from None

@@ -1,0 +1,27 @@
+"""Runs a command that dies with its parent: `python -I -S tether.py PARENT_PID COMMAND…`.
+
+A parent that is killed cannot stop its children; on Linux the kernel does, when the thread that
+started them ends. `exec` keeps that wish and the process id, so the supervisor sees the command
+itself. Elsewhere this is `exec` alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def main(parent: int, command: list[str]) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # It died before the kernel was told.
+            raise SystemExit(1)
+    os.execvp(command[0], command)  # noqa: S606
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

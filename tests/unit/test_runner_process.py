@@ -1,0 +1,120 @@
+"""A process that ends is started again with back-off, one that cannot run is not, and none survives its stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from millrace.errors import StartupError
+from runner import process as supervision
+from runner.process import Process, ProcessSpec
+
+
+class Lines(list[str]):
+    """What a process said; `await count(n)` waits for so many lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._news = asyncio.Event()
+
+    def __call__(self, line: str) -> None:
+        self.append(line)
+        self._news.set()
+
+    async def count(self, number: int) -> None:
+        while len(self) < number:
+            await self._news.wait()
+            self._news.clear()
+
+
+def script(name: str, source: str, grace_s: float = 5.0) -> ProcessSpec:
+    return ProcessSpec(name, (sys.executable, "-c", source), dict(os.environ), port=0, grace_s=grace_s)
+
+
+async def wait_for_log(process: Process, text: str) -> None:
+    while text not in process.log.read_text():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+async def test_restarts_back_off_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "FIRST_DELAY_S", 0.02)
+    monkeypatch.setattr(supervision, "MAX_DELAY_S", 0.05)
+    said = Lines()
+    process = Process(script("worker", "raise SystemExit(3)"), tmp_path, tmp_path, said)
+    process.start()
+    await said.count(3)
+    await process.stop()
+    assert [line.partition("; ")[0] for line in said[:3]] == ["worker ended with exit code 3"] * 3
+    assert [f"again in {delay} s" in line for delay, line in zip((0.02, 0.04, 0.05), said[:3], strict=True)] == [
+        True
+    ] * 3
+
+
+async def test_back_off_begins_anew_after_a_steady_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "FIRST_DELAY_S", 0.02)
+    monkeypatch.setattr(supervision, "STEADY_S", 0.0)
+    said = Lines()
+    process = Process(script("worker", "raise SystemExit(3)"), tmp_path, tmp_path, said)
+    process.start()
+    await said.count(2)
+    await process.stop()
+    assert all("again in 0.02 s" in line for line in said)
+
+
+async def test_a_start_up_error_is_its_last_line_and_not_tried_again(tmp_path: Path) -> None:
+    source = (
+        "import os, sys; print('loading'); sys.exit(print('worker: no CUDA here', file=sys.stderr) or os.EX_CONFIG)"
+    )
+    said = Lines()
+    with pytest.raises(StartupError, match=r"^worker: no CUDA here$"):
+        await Process(script("worker", source), tmp_path, tmp_path, said).start()
+    assert said == []
+
+
+async def test_a_process_that_ignores_sigterm_is_killed_with_its_children(tmp_path: Path) -> None:
+    source = (
+        "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print('ignoring', flush=True); time.sleep(600)"
+    )
+    said = Lines()
+    process = Process(script("worker", source, grace_s=0.2), tmp_path, tmp_path, said)
+    process.start()
+    await wait_for_log(process, "ignoring")
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children()]
+    await process.stop()
+    assert said == ["worker did not stop within 0.2 s and was killed"]
+    _, alive = await asyncio.to_thread(psutil.wait_procs, family, 5)
+    assert len(family) == 2
+    assert alive == []
+
+
+async def test_a_stop_before_the_first_instruction_leaves_nothing(tmp_path: Path) -> None:
+    said = Lines()
+    process = Process(script("worker", "import time; time.sleep(600)"), tmp_path, tmp_path, said)
+    supervised = process.start()
+    await process.stop()
+    assert supervised.done()
+    with pytest.raises(ProcessLookupError):
+        _ = process.pid
+
+
+async def test_a_signal_that_does_not_end_a_process_is_sent_and_not_waited_for(tmp_path: Path) -> None:
+    process = Process(
+        script("worker", "print('up', flush=True); import time; time.sleep(600)"), tmp_path, tmp_path, print
+    )
+    process.start()
+    await wait_for_log(process, "up")
+    await process.kill(signal.SIGSTOP)
+    running = psutil.Process(process.pid)
+    while running.status() != psutil.STATUS_STOPPED:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await process.kill(signal.SIGCONT)
+    await process.stop()
+    assert not running.is_running()

@@ -1,0 +1,45 @@
+"""A wrong setting of the runner is one line that names it."""
+
+from __future__ import annotations
+
+from ipaddress import IPv4Address
+from pathlib import Path
+
+import pytest
+
+from millrace.errors import StartupError
+from runner import settings as stack_settings
+from runner.settings import StackSettings
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("GATEWAY_PROT", "8080", "GATEWAY_PROT: unknown setting"),
+        ("GATEWAY_PORT", "http", "GATEWAY_PORT=http: "),
+        ("GATEWAY_TRACE_PERCENT", "101", "GATEWAY_TRACE_PERCENT=101: "),
+        ("GATEWAY_BIND", "localhost", "GATEWAY_BIND=localhost: "),
+        ("PREDICTORS", "0", "PREDICTORS=0: "),
+        ("DEVICE", "tpu", "DEVICE=tpu: "),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "jaeger", "OTEL_EXPORTER_OTLP_ENDPOINT=jaeger: is not http://host:port"),
+    ],
+)
+def test_a_wrong_setting_is_refused_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(StartupError) as refused:
+        stack_settings.load()
+    assert str(refused.value).startswith(message)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_environment_wins_over_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREDICTORS", "3")
+    monkeypatch.setenv("PREDICTOR_PORT", "9500")
+    assert stack_settings.load().predictor_ports == (9500, 9510, 9520)
+
+
+def test_an_address_for_everyone_is_reached_on_loopback(tmp_path: Path) -> None:
+    settings = StackSettings(gateway_bind=IPv4Address("0.0.0.0"), gateway_port=8081, run_folder=tmp_path)
+    assert settings.gateway == "127.0.0.1:8081"

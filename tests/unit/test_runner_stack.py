@@ -1,0 +1,222 @@
+"""The runner keeps a stack of services running behind the real Envoy, and leaves nothing behind.
+
+The services are fakes that speak gRPC health alone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from millrace.errors import StartupError
+from runner.free_ports import free_settings, start_stack
+from runner.settings import ROOT
+from runner.stack import Stack
+
+FAKE_SERVICE = """
+import asyncio, os, signal, sys
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+async def main():
+    server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+    servicer = health.aio.HealthServicer()
+    await servicer.set("ready", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    try:
+        server.add_insecure_port("127.0.0.1:" + os.environ[sys.argv[1] + "_PORT"])
+    except RuntimeError:
+        print(sys.argv[1] + ": the port is taken", file=sys.stderr)
+        sys.exit(os.EX_CONFIG)
+    await server.start()
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    await stop.wait()
+    await server.stop(0)
+
+asyncio.run(main())
+"""
+
+# `python -m runner up` with fakes for services; its arguments make it look like one to `down`.
+FAKE_RUNNER = """
+import asyncio, sys
+from pathlib import Path
+from runner.__main__ import up
+from runner.settings import StackSettings
+from runner.stack import Stack
+
+settings = StackSettings.model_validate_json(sys.argv[3])
+commands = {kind: (sys.executable, sys.argv[4], kind.upper()) for kind in ("logger", "predictor", "transformer")}
+asyncio.run(up(Stack(settings, commands=commands)))
+"""
+
+
+@pytest.fixture
+def fake_service(tmp_path: Path) -> Path:
+    script = tmp_path / "fake_service.py"
+    script.write_text(FAKE_SERVICE)
+    return script
+
+
+def fakes(script: Path) -> dict[str, tuple[str, ...]]:
+    return {kind: (sys.executable, str(script), kind.upper()) for kind in ("logger", "predictor", "transformer")}
+
+
+async def check(target: str, service: str = "") -> int:
+    async with grpc.aio.insecure_channel(target) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+        return int(answer.status)
+
+
+def gone(processes: list[psutil.Process], within_s: float = 10.0) -> bool:
+    return not psutil.wait_procs(processes, timeout=within_s)[1]
+
+
+async def test_a_killed_predictor_comes_back_behind_the_gateway(tmp_path: Path, fake_service: Path) -> None:
+    said: list[str] = []
+    stack = await start_stack(tmp_path / "run", {"predictors": 2}, commands=fakes(fake_service), say=said.append)
+    processes = [psutil.Process(stack.pid(name)) for name in stack.names]
+    try:
+        assert stack.names == ("envoy", "transformer", "predictor-0", "predictor-1", "logger")
+        assert await check(stack.gateway, "ready") == health_pb2.HealthCheckResponse.SERVING
+        assert await check(stack.addresses["inner"]) == health_pb2.HealthCheckResponse.SERVING
+
+        before = stack.pid("predictor-0")
+        await stack.kill("predictor-0")
+        await stack.wait_ready(timeout_s=30)
+        assert stack.pid("predictor-0") != before
+        assert [line.partition(" (see")[0] for line in said] == [
+            "predictor-0 was ended by SIGKILL; starting it again in 0.2 s"
+        ]
+        processes.append(psutil.Process(stack.pid("predictor-0")))
+    finally:
+        started = time.monotonic()
+        await stack.stop()
+    assert time.monotonic() - started < 10
+    assert gone(processes, within_s=0)
+    assert all("did not stop" not in line for line in said)
+
+
+async def test_a_service_that_cannot_start_ends_the_stack_with_its_line(tmp_path: Path, fake_service: Path) -> None:
+    refuse = (
+        "import os, sys; sys.stderr.write('predictor: DEVICE=cuda, but there is no CUDA\\n'); sys.exit(os.EX_CONFIG)"
+    )
+    commands = fakes(fake_service) | {"predictor": (sys.executable, "-c", refuse)}
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(StartupError, match=r"^predictor: DEVICE=cuda, but there is no CUDA$"):
+        await start_stack(tmp_path / "run", {}, commands=commands)
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+async def test_an_envoy_that_refuses_its_configuration_is_a_start_up_error(tmp_path: Path, fake_service: Path) -> None:
+    refuse = (sys.executable, "-c", "import sys; sys.exit('error initializing configuration')")
+    with pytest.raises(StartupError, match="error initializing configuration"):
+        await start_stack(tmp_path / "run", {}, commands=fakes(fake_service) | {"envoy": refuse})
+
+
+@pytest.mark.parametrize(
+    ("field", "setting"),
+    [("gateway_port", "GATEWAY_PORT"), ("logger_port", "LOGGER_PORT"), ("predictor_port", "PREDICTOR_PORT")],
+)
+async def test_a_taken_port_is_named_with_its_setting(tmp_path: Path, field: str, setting: str) -> None:
+    settings = free_settings(tmp_path / "run", predictors=2)
+    port = settings.predictor_ports[1] if field == "predictor_port" else getattr(settings, field)
+    taken = f"^port {port} is taken; set {setting}=… to another$"
+    with closing(socket.create_server(("127.0.0.1", port))), pytest.raises(StartupError, match=taken):
+        await Stack(settings).start()
+
+
+async def test_a_port_wanted_twice_is_taken(tmp_path: Path) -> None:
+    free = free_settings(tmp_path / "run")
+    settings = free.model_copy(update={"logger_port": free.gateway_port})
+    with pytest.raises(StartupError, match="is taken; set LOGGER_PORT"):
+        await Stack(settings).start()
+
+
+class Runner:
+    """A runner in a process of its own, with fakes for services."""
+
+    def __init__(self, run_folder: Path, fake_service: Path) -> None:
+        self.settings = free_settings(run_folder)
+        arguments = ("runner", "up", self.settings.model_dump_json(), str(fake_service))
+        self.process = subprocess.Popen(
+            (sys.executable, "-c", FAKE_RUNNER, *arguments), cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        self.output: list[str] = []
+
+    def wait_ready(self) -> list[psutil.Process]:
+        """Its services, once it says that they are ready."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output.append(line)
+            if line.startswith("  buf curl"):
+                return psutil.Process(self.process.pid).children(recursive=True)
+        raise AssertionError(f"never ready: {self.output}")
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def runner(tmp_path: Path, fake_service: Path) -> Iterator[Runner]:
+    started = Runner(tmp_path / "run", fake_service)
+    yield started
+    started.close()
+
+
+def command(runner: Runner, action: str) -> subprocess.CompletedProcess[str]:
+    environment = (
+        os.environ
+        | {name: str(ports[0]) for name, ports in runner.settings.ports().items()}
+        | {"RUN_FOLDER": str(runner.settings.run_folder)}
+    )
+    return subprocess.run(
+        (sys.executable, "-m", "runner", action), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=30
+    )
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_everything_within_ten_seconds(runner: Runner, signum: signal.Signals) -> None:
+    services = runner.wait_ready()
+    assert len(services) == 4
+    asked = time.monotonic()
+    runner.process.send_signal(signum)
+    assert runner.process.wait(timeout=15) == 0
+    assert time.monotonic() - asked < 10
+    assert gone(services, within_s=0)
+    gateway = runner.settings.gateway
+    assert any(line.split() == ["gateway", gateway] for line in runner.output)
+    assert any("grpcurl -plaintext" in line and gateway in line for line in runner.output)
+
+
+def test_a_killed_runner_leaves_no_process(runner: Runner) -> None:
+    services = runner.wait_ready()
+    runner.process.kill()
+    assert gone(services)
+
+
+def test_a_second_up_is_refused_and_down_stops_the_first(runner: Runner) -> None:
+    services = runner.wait_ready()
+    second = command(runner, "up")
+    assert second.returncode == 1
+    assert f"(process {runner.process.pid})" in second.stderr
+    assert second.stderr.count("\n") == 1
+
+    assert command(runner, "down").stdout == "stopped\n"
+    assert runner.process.wait(timeout=15) == 0
+    assert gone(services, within_s=0)
+    assert command(runner, "down").stdout == "no stack is running\n"
