@@ -1,0 +1,1 @@
+"""The load test: Locust users for the gateway."""

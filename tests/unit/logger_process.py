@@ -1,0 +1,66 @@
+"""A payload logger as a process of its own, for tests that stop and kill it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 on which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class LoggerProcess:
+    """`python -m services.logger` on a port and database that outlive restarts."""
+
+    ROOT = Path(__file__).parents[2]
+    COMMAND = (sys.executable, "-m", "services.logger")
+
+    def __init__(self, folder: Path) -> None:
+        self.database = folder / "payloads.sqlite3"
+        self.target = f"127.0.0.1:{free_port()}"
+        port = self.target.rsplit(":", 1)[1]
+        self.environment = os.environ | {"LOGGER_PORT": port, "LOGGER_DATABASE": str(self.database)}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def start(self) -> None:
+        """Returns when the logger says SERVING."""
+        # Starting takes a millisecond, and asyncio's own processes need their loop's watcher.
+        self._process = subprocess.Popen(self.COMMAND, cwd=self.ROOT, env=self.environment)  # noqa: ASYNC220
+        async with grpc.aio.insecure_channel(self.target, (("grpc.max_reconnect_backoff_ms", 100),)) as channel:
+            request = health_pb2.HealthCheckRequest(service="millrace.v1.PayloadLog")
+            answer = await health_pb2_grpc.HealthStub(channel).Check(request, wait_for_ready=True, timeout=60)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+    def send(self, signum: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(signum)
+
+    def wait(self) -> int:
+        assert self._process is not None
+        code = self._process.wait(30)
+        self._process = None
+        return code
+
+    def kill(self) -> None:
+        """Ends it as a crash would."""
+        self.send(signal.SIGKILL)
+        self.wait()
+
+    def __enter__(self) -> LoggerProcess:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._process is not None:
+            self.kill()

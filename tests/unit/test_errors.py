@@ -1,0 +1,246 @@
+"""Errors keep their class, text and origin over any number of hops, and say nothing of the inside."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from grpc import StatusCode
+
+from millrace import errors
+from millrace.channel import open_channel
+from millrace.errors import (
+    DeadlineError,
+    HopBrokenError,
+    InvalidRequestError,
+    MillraceError,
+    NotImplementedMethodError,
+    NotReadyError,
+    OverloadedError,
+    RequestFailedError,
+    TooLargeError,
+    from_rpc_error,
+)
+from millrace.interceptors import ErrorServerInterceptor
+
+CLASSES = sorted(MillraceError.__subclasses__(), key=lambda cls: cls.__name__)
+KINDS = ("unary", "stream", "bidi")
+
+
+class Echo(grpc.GenericRpcHandler):
+    """`/test/unary`, `/test/stream` and `/test/bidi`: one answer, then what `then` does."""
+
+    def __init__(self, then):
+        self._then = then
+
+    def service(self, handler_call_details):
+        async def unary(request, context):
+            await self._then(context)
+            return request
+
+        async def stream(request, context):
+            yield request
+            await self._then(context)
+
+        async def bidi(requests, context):
+            async for request in requests:
+                yield request
+            await self._then(context)
+
+        return {
+            "/test/unary": grpc.unary_unary_rpc_method_handler(unary),
+            "/test/stream": grpc.unary_stream_rpc_method_handler(stream),
+            "/test/bidi": grpc.stream_stream_rpc_method_handler(bidi),
+        }.get(handler_call_details.method)
+
+
+@asynccontextmanager
+async def serving(hop, then, options=()):
+    """A channel to a server whose calls end in `then(context)`."""
+    server = grpc.aio.server(interceptors=(ErrorServerInterceptor(hop),), options=options)
+    server.add_generic_rpc_handlers((Echo(then),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with open_channel(f"127.0.0.1:{port}", hop) as channel:
+            yield channel
+    finally:
+        await server.stop(None)
+
+
+async def call(channel, kind, payload=b"x", **options):
+    """The answers of a call that is read to its end."""
+    if kind == "unary":
+        return [await channel.unary_unary("/test/unary")(payload, **options)]
+    if kind == "stream":
+        responses = channel.unary_stream("/test/stream")(payload, **options)
+    else:
+        responses = channel.stream_stream("/test/bidi")(iter([payload]), **options)
+    return [response async for response in responses]
+
+
+def raising(error):
+    async def then(context):
+        raise error
+
+    return then
+
+
+async def nothing(context):
+    pass
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_call_that_goes_well_is_left_alone(kind):
+    async with serving("predictor", nothing) as channel:
+        assert await call(channel, kind) == [b"x"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cls", CLASSES)
+async def test_every_class_comes_back_as_itself(cls, kind):
+    async with serving("predictor", raising(cls("what happened"))) as channel:
+        with pytest.raises(cls) as caught:
+            await call(channel, kind)
+    assert type(caught.value) is cls
+    assert (caught.value.message, caught.value.hop, caught.value.retry_after_ms) == ("what happened", "predictor", None)
+
+
+async def test_what_came_before_the_error_is_delivered():
+    async with serving("predictor", raising(RequestFailedError("late"))) as channel:
+        responses = aiter(channel.unary_stream("/test/stream")(b"x"))
+        assert await anext(responses) == b"x"
+        with pytest.raises(RequestFailedError, match="late"):
+            await anext(responses)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_origin_and_retry_time_are_kept_over_two_hops(kind):
+    error = OverloadedError("queue full", retry_after_ms=1500)
+    async with serving("predictor", raising(error)) as inner:
+
+        async def relay(context):
+            await call(inner, kind)
+
+        async with serving("transformer", relay) as outer:
+            with pytest.raises(OverloadedError, match="queue full") as caught:
+                await call(outer, kind)
+    assert (caught.value.hop, caught.value.retry_after_ms) == ("predictor", 1500)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_the_wire_carries_status_hop_http_status_and_retry_time(kind):
+    async def then(context):
+        context.set_trailing_metadata((("x-request-id", "r1"),))
+        raise OverloadedError("queue full", retry_after_ms=20)
+
+    server = grpc.aio.server(interceptors=(ErrorServerInterceptor("predictor"),))
+    server.add_generic_rpc_handlers((Echo(then),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(channel, kind)
+    await server.stop(None)
+    assert caught.value.code() is StatusCode.RESOURCE_EXHAUSTED
+    assert dict(caught.value.trailing_metadata()) == {
+        "x-request-id": "r1",
+        "x-failed-hop": "predictor",
+        "x-http-status": "429",
+        "retry-after-ms": "20",
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_unexpected_exception_tells_nothing_of_the_inside(kind, caplog):
+    async with serving("predictor", raising(ZeroDivisionError("secret/path.py"))) as channel:
+        with pytest.raises(RequestFailedError) as caught:
+            await call(channel, kind)
+    assert (caught.value.message, caught.value.hop) == ("internal error", "predictor")
+    assert "secret/path.py" in caplog.text, "the log has what the client must not see"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_handler_may_abort_by_itself(kind):
+    async def then(context):
+        await context.abort(StatusCode.NOT_FOUND, "gone")
+
+    async with serving("predictor", then) as channel:
+        with pytest.raises(errors.NotFoundError, match="gone"):
+            await call(channel, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_deadline_that_passes_is_a_deadline_error(kind):
+    async def then(context):
+        await asyncio.Event().wait()
+
+    async with serving("predictor", then) as channel:
+        with pytest.raises(DeadlineError):
+            await call(channel, kind, timeout=0.2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_nobody_listening_is_a_broken_hop(kind):
+    async with open_channel("127.0.0.1:1", "predictor") as channel:
+        with pytest.raises(HopBrokenError, match="the connection to the predictor broke") as caught:
+            await call(channel, kind)
+    assert caught.value.hop == "predictor"
+
+
+async def test_an_unknown_method_is_not_implemented():
+    async with serving("predictor", nothing) as channel:
+        with pytest.raises(NotImplementedMethodError):
+            await channel.unary_unary("/test/other")(b"")
+
+
+async def test_a_message_beyond_the_limit_is_too_large():
+    async with serving("predictor", nothing, (("grpc.max_receive_message_length", 1000),)) as channel:
+        with pytest.raises(TooLargeError):
+            await call(channel, "unary", b"x" * 2000)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_cancelled_caller_cancels_the_handler(kind):
+    entered, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def then(context):
+        entered.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    async with serving("predictor", then) as channel:
+        calling = asyncio.create_task(call(channel, kind))
+        await entered.wait()
+        calling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+        async with asyncio.timeout(5):
+            await cancelled.wait()
+
+
+def rpc_error(code, details, **metadata):
+    trailing = grpc.aio.Metadata(*((name.replace("_", "-"), value) for name, value in metadata.items()))
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details)
+
+
+@pytest.mark.parametrize(
+    ("error", "cls"),
+    [
+        (rpc_error(StatusCode.UNAVAILABLE, "no healthy upstream"), NotReadyError),
+        (rpc_error(StatusCode.UNAVAILABLE, "upstream connect error"), HopBrokenError),
+        (rpc_error(StatusCode.UNKNOWN, ""), HopBrokenError),
+        (rpc_error(StatusCode.INTERNAL, "RST_STREAM"), HopBrokenError),
+        (rpc_error(StatusCode.CANCELLED, ""), HopBrokenError),
+        (rpc_error(StatusCode.RESOURCE_EXHAUSTED, "rate limited"), OverloadedError),
+        (rpc_error(StatusCode.DATA_LOSS, "?"), RequestFailedError),
+        (rpc_error(StatusCode.INVALID_ARGUMENT, "bad", x_failed_hop="a", x_http_status="4oo"), InvalidRequestError),
+        (rpc_error(StatusCode.UNAVAILABLE, "draining", x_failed_hop="a", x_http_status="503"), NotReadyError),
+        (rpc_error(StatusCode.UNAVAILABLE, "broke", x_failed_hop="a", x_http_status="502"), HopBrokenError),
+    ],
+)  # fmt: skip
+def test_a_status_without_its_class_is_read_by_what_it_most_often_means(error, cls):
+    assert type(from_rpc_error(error, "predictor")) is cls

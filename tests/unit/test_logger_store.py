@@ -1,0 +1,284 @@
+"""The payload store: idempotent, private, filtered and paged newest first, never in the event loop's way."""
+
+import asyncio
+import sqlite3
+import stat
+import uuid
+
+import grpc
+import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from millrace.channel import open_channel
+from millrace.errors import InvalidRequestError, NotFoundError, NotReadyError, StartupError
+from millrace.interceptors import ErrorServerInterceptor
+from millrace.protos import millrace_pb2_grpc
+from millrace.protos.millrace_pb2 import AppendRequest, GetPayloadRequest, PayloadRecord, QueryPayloadsRequest
+from services.logger.servicer import PayloadLogServicer
+from services.logger.store import SCHEMA_VERSION, SqliteStore
+
+SOURCE = str(uuid.uuid4())
+
+
+def record_id(number):
+    return str(uuid.UUID(int=number))
+
+
+def append_request(number, source=SOURCE, time_ns=0, **fields):
+    record = PayloadRecord(record_id=record_id(number), **fields)
+    record.time.FromNanoseconds(time_ns)
+    return AppendRequest(source=source, sequence=number, record=record)
+
+
+def timestamp(time_ns):
+    result = Timestamp()
+    result.FromNanoseconds(time_ns)
+    return result
+
+
+async def numbers(store, limit=1000, **filters):
+    found = [record async for record in store.query(QueryPayloadsRequest(**filters), None, limit)]
+    return [uuid.UUID(record.record_id).int for record in found]
+
+
+@pytest.fixture
+async def store(tmp_path):
+    store = SqliteStore(tmp_path / "payloads.sqlite3")
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def stub(store):
+    server = grpc.aio.server(interceptors=(ErrorServerInterceptor("logger"),))
+    millrace_pb2_grpc.add_PayloadLogServicer_to_server(PayloadLogServicer(store), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with open_channel(f"127.0.0.1:{port}", "logger") as channel:
+        yield millrace_pb2_grpc.PayloadLogStub(channel)
+    await server.stop(None)
+
+
+async def test_a_record_comes_back_as_it_went_in(store):
+    request = append_request(7, time_ns=1_700_000_000_123_456_000, model="m", prompt="où?", text="là", ttft_ms=0.0)
+    request.record.chunks.add(offset_ms=1.5, text="là", token_ids=[1, 2])
+    await store.append([request])
+    assert await store.get(record_id(7)) == request.record
+
+
+async def test_a_repeated_source_and_sequence_changes_nothing(store):
+    await store.append([append_request(1, model="first"), append_request(2, model="first")])
+    changed = append_request(1, model="second")
+    changed.record.record_id = record_id(99)
+    await store.append([changed, append_request(2, model="second"), append_request(3, model="second")])
+    assert await numbers(store) == [3, 2, 1]
+    assert await numbers(store, model="first") == [2, 1]
+
+
+async def test_the_same_sequence_of_another_source_is_another_record(store):
+    other = append_request(1, source="other")
+    other.record.record_id = record_id(50)
+    await store.append([append_request(1), other])
+    assert await numbers(store) == [50, 1]
+
+
+RECORDS = {
+    1: {"model": "a", "status": "OK", "finish_reason": "stop", "prompt": "a needle", "duration_ms": 10, "ttft_ms": 1},
+    2: {
+        "model": "b",
+        "status": "INTERNAL",
+        "parameters": "needle",
+        "request_id": "same",
+        "duration_ms": 20,
+        "ttft_ms": 2,
+    },
+    3: {"model": "a", "status": "OK", "finish_reason": "length", "text": "groß", "duration_ms": 30, "ttft_ms": 3},
+    4: {"model": "b", "status": "OK", "request_id": "same", "text": "hay, needle, hay", "duration_ms": 40},
+}
+for _number, _fields in RECORDS.items():
+    _fields["trace_id"] = f"t{_number}"
+
+
+@pytest.mark.parametrize(
+    ("filters", "expected"),
+    [
+        ({}, [4, 3, 2, 1]),
+        ({"model": "a"}, [3, 1]),
+        ({"model": "none such"}, []),
+        ({"status": "INTERNAL"}, [2]),
+        ({"finish_reason": "length"}, [3]),
+        ({"finish_reason": ""}, [4, 2]),
+        ({"request_id": "same"}, [4, 2]),
+        ({"trace_id": "t3"}, [3]),
+        ({"min_duration_ms": 20.0}, [4, 3, 2]),
+        ({"min_ttft_ms": 2.0}, [3, 2]),
+        ({"text_contains": "needle"}, [4, 1]),
+        ({"text_contains": "ß"}, [3]),
+        ({"since": timestamp(2_000_000)}, [4, 3, 2]),
+        ({"since": timestamp(2_000_001)}, [4, 3]),
+        ({"until": timestamp(2_000_000)}, [1]),
+        ({"until": timestamp(2_000_001)}, [2, 1]),
+        ({"since": timestamp(2_000_000), "until": timestamp(4_000_000)}, [3, 2]),
+        ({"since": Timestamp(seconds=2**62)}, []),
+        ({"until": Timestamp(seconds=2**62)}, [4, 3, 2, 1]),
+        ({"model": "b", "request_id": "same", "text_contains": "needle", "min_duration_ms": 1.0}, [4]),
+        ({"model": "a", "status": "INTERNAL"}, []),
+    ],
+    ids=str,
+)
+async def test_every_filter_narrows_and_all_are_combined(store, filters, expected):
+    await store.append([append_request(n, time_ns=n * 1_000_000, **fields) for n, fields in RECORDS.items()])
+    assert await numbers(store, **filters) == expected
+
+
+async def test_text_is_found_however_far_back_it_lies(store):
+    await store.append([append_request(n, prompt="needle" if n in (3, 500) else "hay") for n in range(1, 1001)])
+    assert await numbers(store, text_contains="needle") == [500, 3]
+    assert await numbers(store, limit=1, text_contains="needle") == [500]
+
+
+async def test_pages_joined_are_the_whole_although_records_arrive_meanwhile(store, stub):
+    await store.append([append_request(n) for n in range(1, 251)])
+    found, token = [], None
+    while page := [r async for r in stub.Query(QueryPayloadsRequest(page_size=40, page_token=token))]:
+        assert len(page) == 40 or found
+        found += [uuid.UUID(record.record_id).int for record in page]
+        token = page[-1].page_token
+        await store.append([append_request(1000 + len(found))])
+    assert found == list(range(250, 0, -1))
+
+
+async def test_every_record_carries_a_token_that_continues_after_it(store, stub):
+    await store.append([append_request(n) for n in range(1, 4)])
+    first = await anext(aiter(stub.Query(QueryPayloadsRequest())))
+    rest = [r.record_id async for r in stub.Query(QueryPayloadsRequest(page_token=first.page_token))]
+    assert rest == [record_id(2), record_id(1)]
+
+
+async def test_page_size_is_100_unless_told_and_1000_at_most(store, stub):
+    await store.append([append_request(n) for n in range(1, 1002)])
+    assert len([r async for r in stub.Query(QueryPayloadsRequest())]) == 100
+    assert len([r async for r in stub.Query(QueryPayloadsRequest(page_size=0))]) == 100
+    assert len([r async for r in stub.Query(QueryPayloadsRequest(page_size=1000))]) == 1000
+    with pytest.raises(InvalidRequestError, match="page_size 1001 is above 1000"):
+        await anext(aiter(stub.Query(QueryPayloadsRequest(page_size=1001))))
+
+
+@pytest.mark.parametrize("token", ["x", "é", "!!!!", "AAAA", "A" * 23, "A" * 400, " "])
+async def test_a_malformed_page_token_is_refused(stub, token):
+    with pytest.raises(InvalidRequestError, match="page_token"):
+        await anext(aiter(stub.Query(QueryPayloadsRequest(page_token=token))))
+
+
+async def test_get_finds_by_key_and_the_newest_by_request_id(store, stub):
+    await store.append([append_request(n, request_id="r", model=f"m{n}") for n in (1, 2)])
+    assert (await stub.Get(GetPayloadRequest(record_id=record_id(1)))).model == "m1"
+    assert (await stub.Get(GetPayloadRequest(request_id="r"))).model == "m2"
+    for key in ({"record_id": record_id(3)}, {"record_id": "no uuid"}, {"request_id": "none"}):
+        with pytest.raises(NotFoundError, match=next(iter(key.values()))):
+            await stub.Get(GetPayloadRequest(**key))
+    with pytest.raises(InvalidRequestError, match="record_id or a request_id"):
+        await stub.Get(GetPayloadRequest())
+
+
+async def test_only_the_owner_may_read_the_files(tmp_path):
+    path = tmp_path / "made" / "payloads.sqlite3"
+    store = SqliteStore(path)
+    await store.append([append_request(1)])
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in path.parent.iterdir()}
+    await store.close()
+    assert modes == {f"payloads.sqlite3{suffix}": 0o600 for suffix in ("", "-wal", "-shm")}
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+async def test_a_file_that_others_could_read_is_made_private(tmp_path):
+    path = tmp_path / "payloads.sqlite3"
+    path.touch(0o644)
+    await SqliteStore(path).close()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+async def test_records_outlive_the_store(tmp_path):
+    path = tmp_path / "payloads.sqlite3"
+    for n in (1, 2):
+        store = SqliteStore(path)
+        await store.append([append_request(n)])
+        await store.close()
+    store = SqliteStore(path)
+    assert await numbers(store) == [2, 1]
+    await store.close()
+
+
+def test_a_newer_schema_is_refused_in_one_line(tmp_path):
+    path = tmp_path / "payloads.sqlite3"
+    with sqlite3.connect(path) as connection:
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    connection.close()
+    with pytest.raises(StartupError, match=r"schema version 2, this logger knows 1") as caught:
+        SqliteStore(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_database_is_refused_in_one_line(tmp_path):
+    text = tmp_path / "text"
+    text.write_text("not a database, but long enough to have a header" * 10)
+    with pytest.raises(StartupError, match=r"text: file is not a database"):
+        SqliteStore(text)
+    with pytest.raises(StartupError, match="Is a directory"):
+        SqliteStore(tmp_path)
+    with pytest.raises(StartupError, match=r"Not a directory|File exists"):
+        SqliteStore(text / "payloads.sqlite3")
+
+
+async def test_writing_waits_off_the_event_loop_and_reading_does_not_wait(store, tmp_path):
+    await store.append([append_request(1)])
+    other = sqlite3.connect(tmp_path / "payloads.sqlite3", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    writing = asyncio.create_task(store.append([append_request(2)]))
+    assert await numbers(store) == [1]
+    assert not writing.done()
+    other.execute("ROLLBACK")
+    other.close()
+    await writing
+    assert await numbers(store) == [2, 1]
+
+
+async def test_a_query_that_is_not_read_on_holds_no_transaction(store, tmp_path):
+    await store.append([append_request(n) for n in range(1, 301)])
+    query = store.query(QueryPayloadsRequest(), None, 300)
+    await anext(query)
+    await store.append([append_request(301)])
+    with sqlite3.connect(tmp_path / "payloads.sqlite3") as connection:
+        # A checkpoint that empties the log succeeds only where no reader is in a transaction.
+        busy, _, _ = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    connection.close()
+    assert busy == 0
+    await query.aclose()
+
+
+async def test_readers_see_every_committed_record_while_others_are_written(store):
+    committed = 0
+
+    async def write():
+        nonlocal committed
+        for batch in range(40):
+            await store.append([append_request(batch * 25 + n) for n in range(1, 26)])
+            committed = (batch + 1) * 25
+
+    async def read(until):
+        while committed < until:
+            before = committed
+            found = await numbers(store)
+            assert found == list(range(len(found), 0, -1))
+            assert len(found) >= before
+
+    await asyncio.gather(write(), *(read(1000) for _ in range(6)))
+
+
+async def test_a_database_that_fails_is_reported_as_not_ready(store, tmp_path):
+    with sqlite3.connect(tmp_path / "payloads.sqlite3") as connection:
+        connection.execute("ALTER TABLE records RENAME TO gone")
+    connection.close()
+    for work in (store.check(), store.append([append_request(1)])):
+        with pytest.raises(NotReadyError, match="the payload store does not answer"):
+            await work

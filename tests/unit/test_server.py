@@ -1,0 +1,252 @@
+"""The server that every service runs: health, reflection, and an orderly stop within the drain time."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from millrace.errors import StartupError
+from millrace.protos import millrace_pb2, reflection_v1_pb2, reflection_v1_pb2_grpc
+from millrace.server import MAX_MESSAGE_BYTES, Server
+from tests.unit.logger_process import free_port
+
+ROOT = Path(__file__).parents[2]
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+PUBLIC = [millrace_pb2.DESCRIPTOR.services_by_name[name].full_name for name in ("PayloadLog", "TextGeneration")]
+
+# A service as the others are made: `/test/count` sends a number every 50 ms, as many as it is asked for.
+SERVICE = """
+import asyncio
+import grpc
+from millrace.server import READY, Server
+from millrace.service import run_service
+from millrace.settings import ServiceSettings
+from pydantic_settings import SettingsConfigDict
+
+class Settings(ServiceSettings):
+    model_config = SettingsConfigDict(env_prefix="TEST_", frozen=True, env_ignore_empty=True)
+    fail: bool = False
+
+class Count(grpc.GenericRpcHandler):
+    def service(self, details):
+        async def count(request, context):
+            for number in range(int(request)):
+                yield str(number).encode()
+                await asyncio.sleep(0.05)
+        return grpc.unary_stream_rpc_method_handler(count) if details.method == "/test/count" else None
+
+async def background():
+    try:
+        await asyncio.Event().wait()
+    finally:
+        print("task ended", flush=True)
+
+async def fails():
+    raise RuntimeError("the engine is dead")
+
+async def closed(name):
+    print(name, "closed", flush=True)
+
+async def serve(settings):
+    server = Server("test", settings.host, settings.port, settings.drain_s, ["millrace.v1.PayloadLog"])
+    server.grpc.add_generic_rpc_handlers((Count(),))
+    server.at_stop(lambda: closed("first"))
+    server.at_stop(lambda: closed("second"))
+    server.own("background", background())
+    if settings.fail:
+        server.own("engine", fails())
+    await server.set_serving(READY, True)
+    await server.run()
+
+run_service("test", Settings, serve)
+"""
+
+
+class Service:
+    """The service above as a process."""
+
+    def __init__(self, folder, **settings):
+        script = folder / "service.py"
+        script.write_text(SERVICE)
+        self.target = f"127.0.0.1:{free_port()}"
+        settings = {"TEST_PORT": self.target.rsplit(":", 1)[1]} | settings
+        self.process = subprocess.Popen(
+            [sys.executable, str(script)],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)} | settings,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    async def ended(self):
+        """(exit status, stdout, stderr)."""
+        stdout, stderr = await asyncio.to_thread(self.process.communicate, timeout=60)
+        return self.process.returncode, stdout, stderr
+
+
+@pytest.fixture
+def start(tmp_path):
+    services = []
+
+    def start(**settings):
+        services.append(Service(tmp_path, **settings))
+        return services[-1]
+
+    yield start
+    for service in services:
+        service.process.kill()
+        service.process.communicate()
+
+
+@pytest.fixture
+async def server():
+    server = Server("test", "127.0.0.1", 0, 0.0, PUBLIC)
+    server.target = f"127.0.0.1:{server.grpc.add_insecure_port('127.0.0.1:0')}"
+    await server.grpc.start()
+    yield server
+    await server.grpc.stop(None)
+
+
+def count(channel, numbers):
+    return channel.unary_stream("/test/count")(str(numbers).encode(), wait_for_ready=True)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_turns_health_first_and_lets_calls_finish(start, signum):
+    service = start(TEST_DRAIN_S="30")
+    async with grpc.aio.insecure_channel(service.target) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        calls = [count(channel, 30) for _ in range(3)]
+        for call in calls:
+            assert await call.read() == b"0"
+        watches = [health.Watch(health_pb2.HealthCheckRequest(service=name)) for name in ("", "ready")]
+        for watch in watches:
+            assert (await watch.read()).status == SERVING
+        service.process.send_signal(signum)
+        for watch in watches:
+            assert (await watch.read()).status == NOT_SERVING
+        assert not any(call.done() for call in calls), "health speaks before the calls end"
+        for watch in watches:
+            watch.cancel()
+        for call in calls:
+            assert [int(number) async for number in _rest(call)] == list(range(1, 30))
+            assert await call.code() is grpc.StatusCode.OK
+    status, stdout, stderr = await service.ended()
+    assert status == 0
+    assert stdout.splitlines() == ["task ended", "second closed", "first closed"]
+    assert "Traceback" not in stderr
+
+
+async def _rest(call):
+    while (response := await call.read()) is not grpc.aio.EOF:
+        yield response
+
+
+async def _last(call):
+    return [response async for response in _rest(call)][-1]
+
+
+async def test_a_call_that_outlasts_the_drain_is_cut(start):
+    service = start(TEST_DRAIN_S="0.2")
+    async with grpc.aio.insecure_channel(service.target) as channel:
+        call = count(channel, 100_000)
+        assert await call.read() == b"0"
+        begun = time.monotonic()
+        service.process.send_signal(signal.SIGTERM)
+        status, _, stderr = await service.ended()
+        assert time.monotonic() - begun < 20
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await _last(call)
+        assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+    assert status == 0
+    assert "Traceback" not in stderr
+
+
+async def test_a_background_task_that_fails_ends_the_process_non_zero(start):
+    service = start(TEST_FAIL="1")
+    status, stdout, stderr = await service.ended()
+    assert status not in (0, 78)
+    assert "task engine failed" in stderr
+    assert "task ended" in stdout, "the others are ended in order all the same"
+
+
+async def test_a_taken_port_is_one_line_and_exit_78(server, start):
+    service = start(TEST_PORT=server.target.rsplit(":", 1)[1])
+    status, _, stderr = await service.ended()
+    assert status == os.EX_CONFIG == 78
+    lines = [line for line in stderr.splitlines() if not line.startswith("E")]  # gRPC's own line
+    assert lines == [f"test: {server.target} cannot be listened on: is the port taken?"]
+
+
+async def test_a_taken_port_is_a_startup_error(server):
+    port = int(server.target.rsplit(":", 1)[1])
+    with pytest.raises(StartupError, match="is the port taken"):
+        await Server("test", "127.0.0.1", port, 0.0).run()
+
+
+async def test_a_malformed_setting_is_one_line_and_exit_78(start):
+    status, _, stderr = await start(TEST_DRAIN_S="soon").ended()
+    assert status == 78
+    assert stderr.startswith("test: TEST_DRAIN_S=soon: ")
+    assert stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("version", ["v1alpha", "v1"])
+async def test_reflection_lists_the_public_services(server, version):
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        if version == "v1":
+            stub, messages = reflection_v1_pb2_grpc.ServerReflectionStub(channel), reflection_v1_pb2
+        else:
+            stub, messages = reflection_pb2_grpc.ServerReflectionStub(channel), reflection_pb2
+        requests = [
+            messages.ServerReflectionRequest(list_services="*"),
+            messages.ServerReflectionRequest(file_containing_symbol="millrace.v1.TextGeneration"),
+            messages.ServerReflectionRequest(file_containing_symbol="no.such.Thing"),
+        ]
+        listed, file, missing = [response async for response in stub.ServerReflectionInfo(iter(requests))]
+    assert sorted(service.name for service in listed.list_services_response.service) == [
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1.ServerReflection",
+        "grpc.reflection.v1alpha.ServerReflection",
+        *PUBLIC,
+    ]
+    assert b"GenerateRequest" in file.file_descriptor_response.file_descriptor_proto[0]
+    assert missing.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
+
+
+async def test_health_says_what_it_is_told(server):
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for serving in (True, False, True):
+            await server.set_serving("ready", serving)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service="ready"))
+            assert answer.status == (SERVING if serving else NOT_SERVING)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Check(health_pb2.HealthCheckRequest(service="unheard of"))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_messages_up_to_the_limit_pass(server):
+    """60 MiB, which is what the gateway lets through."""
+
+    async def size(request, context):
+        return str(len(request)).encode()
+
+    handler = grpc.method_handlers_generic_handler("test", {"size": grpc.unary_unary_rpc_method_handler(size)})
+    server.grpc.add_generic_rpc_handlers((handler,))
+    options = (("grpc.max_send_message_length", -1),)
+    async with grpc.aio.insecure_channel(server.target, options=options) as channel:
+        call = channel.unary_unary("/test/size")
+        assert await call(bytes(60 * 1024 * 1024)) == str(60 * 1024 * 1024).encode()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(bytes(MAX_MESSAGE_BYTES + 1))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -1,0 +1,116 @@
+"""Settings: what is unknown or malformed is refused in one line that names it."""
+
+import sys
+
+import pytest
+from pydantic_settings import SettingsConfigDict
+
+from millrace.errors import StartupError
+from millrace.model_sources import ModelSource, parse_models
+from millrace.settings import Models, ServiceSettings, load, models_field
+
+
+class MillSettings(ServiceSettings):
+    model_config = SettingsConfigDict(env_prefix="MILL_", frozen=True, env_ignore_empty=True)
+
+    models: Models = models_field()
+
+
+@pytest.fixture(autouse=True)
+def _no_arguments(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["mill"])
+    monkeypatch.delenv("MODELS", raising=False)
+
+
+def load_with(monkeypatch, **environment):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return load(MillSettings, "mill")
+
+
+def test_without_an_environment_the_defaults_hold(monkeypatch):
+    settings = load_with(monkeypatch)
+    assert (settings.host, settings.port, settings.log_level, settings.drain_s) == ("127.0.0.1", 0, "INFO", 5.0)
+    assert [source.name for source in settings.models] == ["storyteller", "normalizer"]
+
+
+def test_the_environment_is_read(monkeypatch):
+    settings = load_with(monkeypatch, MILL_PORT="9000", MILL_LOG_LEVEL="DEBUG", MODELS="a=org/a@main")
+    assert (settings.port, settings.log_level) == (9000, "DEBUG")
+    assert settings.models == (ModelSource("a", "org/a", "main"),)
+
+
+def test_an_empty_value_is_no_value(monkeypatch):
+    assert load_with(monkeypatch, MILL_PORT="").port == 0
+
+
+def test_settings_cannot_be_changed(monkeypatch):
+    with pytest.raises(ValueError, match="frozen"):
+        load_with(monkeypatch).port = 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("MILL_PROT", "1", "MILL_PROT: unknown setting"),
+        ("MILL_PORT", "http", "MILL_PORT=http: Input should be a valid integer"),
+        ("MILL_PORT", "65536", "MILL_PORT=65536: Input should be less than or equal to 65535"),
+        ("MILL_PORT", "-1", "MILL_PORT=-1: Input should be greater than or equal to 0"),
+        ("MILL_LOG_LEVEL", "LOUD", "MILL_LOG_LEVEL=LOUD: Input should be 'DEBUG', "),
+        ("MILL_DRAIN_S", "-1", "MILL_DRAIN_S=-1: Input should be greater than or equal to 0"),
+        ("MODELS", "storyteller", "MODELS=storyteller: 'storyteller' is not name=folder-or-hub-id"),
+    ],
+)
+def test_what_is_unknown_or_malformed_is_refused_in_one_line(monkeypatch, name, value, text):
+    with pytest.raises(StartupError) as caught:
+        load_with(monkeypatch, **{name: value})
+    assert str(caught.value).startswith(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_help_lists_every_setting_with_its_default(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["mill", "--help"])
+    with pytest.raises(SystemExit) as caught:
+        load_with(monkeypatch)
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    for line in ("MILL_PORT", "MILL_HOST", "MILL_DRAIN_S", "MODELS", "Default: 127.0.0.1"):
+        assert line in shown
+
+
+def test_models_are_folders_or_hub_ids_with_a_revision(tmp_path):
+    assert parse_models(f" a={tmp_path} , b=org/name@v1.0,c=gpt2,") == (
+        ModelSource("a", str(tmp_path)),
+        ModelSource("b", "org/name", "v1.0"),
+        ModelSource("c", "gpt2"),
+    )
+    folder, hub, _ = parse_models(f"a={tmp_path},b=org/name,c=gpt2")
+    assert folder.is_local
+    assert not hub.is_local
+
+
+def test_a_folder_may_have_an_at_sign(tmp_path):
+    folder = tmp_path / "model@home"
+    folder.mkdir()
+    assert parse_models(f"a={folder}") == (ModelSource("a", str(folder)),)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "names no model"),
+        (" , ", "names no model"),
+        ("a", "'a' is not name=folder-or-hub-id"),
+        ("=x", "'=x' is not name="),
+        ("a=", "'a=' is not name="),
+        ("a/b=x", "'a/b=x' is not name="),
+        ("a=x,a=y", "names the model 'a' twice"),
+        ("a=./missing", "'./missing' is not a folder"),
+        ("a=/missing", "'/missing' is not a folder"),
+        ("a=x/y/z", "'x/y/z' is not a folder"),
+        ("a=sp ace", "'sp ace' is neither a folder nor a hub id"),
+    ],
+)
+def test_malformed_models_are_refused_by_name(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_models(text)
