@@ -220,4 +220,8 @@ def _object_array(items: Sequence[bytes], shape: tuple[int, ...]) -> Array:
 
 
 def _as_bytes(item: object) -> bytes:
-    return item.encode() if isinstance(item, str) else bytes(item)  # type: ignore[call-overload]
+    if isinstance(item, str):
+        return item.encode()
+    if isinstance(item, bytes):
+        return item
+    raise InvalidRequestError(f"an element of a BYTES tensor is {type(item).__name__}, not bytes or text")

@@ -29,7 +29,7 @@ async def serve(settings: TransformerSettings) -> None:
     from services.transformer.text_generation_servicer import TextGenerationServicer
 
     predictor = PredictorClient(settings.predictor)
-    tap = PayloadTap(settings.logger, settings.payload_queue_memory)
+    tap = PayloadTap(settings.logger, settings.payload_queue_memory, hop="transformer")
     pool = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="tokenizer")
     catalogue = Catalogue(settings.models, predictor, pool)
     pipeline = Pipeline(catalogue, predictor, tap)

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from millrace.errors import InvalidRequestError, MillraceError
+from millrace.errors import InvalidRequestError
 from millrace.payload_tap import PayloadTap
 from millrace.protos.millrace_pb2 import Usage
 from millrace.telemetry.tracing import current_trace_id
@@ -73,16 +73,12 @@ class Pipeline:
             parameters=_recorded_parameters(request),
             trace_id=current_trace_id(),
         ) as recording:
-            try:
-                async with aclosing(self._generate(request)) as chunks:
-                    async for chunk in chunks:
-                        recording.chunk(chunk.text, chunk.token_ids)
-                        if chunk.finish_reason is not None:
-                            recording.end("OK", finish_reason=chunk.finish_reason, usage=chunk.usage)
-                        yield chunk
-            except MillraceError as error:
-                recording.end(error.status.name, error.message, error.hop or "transformer")
-                raise
+            async with aclosing(self._generate(request)) as chunks:
+                async for chunk in chunks:
+                    recording.chunk(chunk.text, chunk.token_ids)
+                    if chunk.finish_reason is not None:
+                        recording.end("OK", finish_reason=chunk.finish_reason, usage=chunk.usage)
+                    yield chunk
 
     async def _generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
         arrived = time.monotonic()
@@ -94,15 +90,15 @@ class Pipeline:
         sampling = sampling.resolved(limits.room(len(prompt_ids)))
 
         follows = [] if limits.is_encoder_decoder else prompt_ids
-        assembler = _Assembler(Detokenizer(model.tokenizer.backend, follows, request.stop), len(prompt_ids))
+        detokenizer = Detokenizer(model.tokenizer.backend, follows, request.stop)
+        assembler = _Assembler(detokenizer, len(prompt_ids))
         timeout_s = None if request.timeout_s is None else request.timeout_s - (time.monotonic() - arrived)
         tokens = self._predictor.generate(model.name, request.request_id, prompt_ids, sampling, timeout_s)
         async with aclosing(tokens):
             async for token_chunk in tokens:
-                chunk = assembler.take(token_chunk, time.monotonic() - arrived)
-                yield chunk
-                if chunk.finish_reason is not None:
-                    return
+                yield assembler.take(token_chunk, time.monotonic() - arrived)
+                if detokenizer.stopped:
+                    return  # Which cancels what the predictor would still make.
 
     async def _prompt_ids(self, request: TextRequest, model: TextModel, context_length: int) -> list[int]:
         if (request.prompt is None) == (not request.messages):

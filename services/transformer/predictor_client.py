@@ -93,15 +93,20 @@ class PredictorClient:
             yield request
 
         call = self._inference.ModelStreamInfer(requests(), timeout=timeout_s, metadata=(_ERRORS_AS_STATUS,))
+        finished = False
         try:
             async with aclosing(_chunks(call)) as chunks:
                 async for chunk in chunks:
+                    finished = chunk.finish_reason is not None
                     yield chunk
-                    if chunk.finish_reason is not None:
-                        return
-            raise HopBrokenError("the predictor ended the stream before its last token", hop="predictor")
+        except MillraceError:
+            # What breaks after the last token breaks nothing of the answer.
+            if not finished:
+                raise
         finally:
             call.cancel()
+        if not finished:
+            raise HopBrokenError("the predictor ended the stream before its last token", hop="predictor")
 
 
 async def _chunks(
