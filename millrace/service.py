@@ -29,6 +29,8 @@ def run_service(
             stream=sys.stderr,
             format=f"%(asctime)s %(levelname)-7s {name} %(name)s: %(message)s",
         )
+        # The hub's client reports every request that went well.
+        logging.getLogger("httpx2").setLevel(logging.WARNING)
         shut_down_tracing = set_up_tracing(f"millrace-{name}")
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils.logging import disable_progress_bar
 
 from millrace.errors import StartupError
-from millrace.hub import fetch
+from millrace.hub import Report, fetch
 from millrace.model_sources import ModelSource
 from millrace.sampling import SamplingParameters, defaults_of
 from services.predictor.engine.interface import Engine, EngineLimits
@@ -59,9 +59,10 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device("cuda" if wanted != "cpu" and available else "cpu")
 
 
-def load(source: ModelSource, settings: PredictorSettings, device: torch.device) -> LoadedModel:
-    """The model with its engine running; raises StartupError."""
-    folder = fetch(source, _FILES)
+def load(source: ModelSource, settings: PredictorSettings, device: torch.device, report: Report) -> LoadedModel:
+    """The model with its engine running; tells `report` how far it is; raises StartupError."""
+    folder = fetch(source, _FILES, report)
+    report("loading the weights")
     model = _load_weights(source.name, folder, settings.dtype, device)
     _check_devices(source.name, model, device)
     is_encoder_decoder = bool(model.config.is_encoder_decoder)

@@ -24,6 +24,7 @@ class ModelRepository:
     def __init__(self, settings: PredictorSettings) -> None:
         self._settings = settings
         self._models: dict[str, LoadedModel] = {}
+        self._progress = {source.name: "waiting to be loaded" for source in settings.models}
         self.sources: Sequence[ModelSource] = settings.models
 
     async def load_all(self) -> None:
@@ -31,7 +32,9 @@ class ModelRepository:
         torch.set_num_threads(self._settings.threads or max(1, torch.get_num_threads() - 1))
         device = choose_device(self._settings.device)
         for source in self.sources:
-            model = await run_in_daemon_thread(f"load-{source.name}", partial(load, source, self._settings, device))
+            report = partial(self._progress.__setitem__, source.name)
+            loading = partial(load, source, self._settings, device, report)
+            model = await run_in_daemon_thread(f"load-{source.name}", loading)
             await _warm_up(model)
             self._models[source.name] = model
 
@@ -48,6 +51,10 @@ class ModelRepository:
     def is_ready(self, name: str) -> bool:
         return name in self._models
 
+    def progress(self, name: str) -> str:
+        """How far the loading of a model is; empty once it is ready."""
+        return "" if name in self._models else self._progress[name]
+
     def get(self, name: str, version: str = "") -> LoadedModel:
         """The model; raises NotFoundError, or NotReadyError while it loads."""
         if not any(source.name == name for source in self.sources):
@@ -55,7 +62,7 @@ class ModelRepository:
         if version not in ("", VERSION):
             raise NotFoundError(f"model {name!r} has no version {version!r}, only {VERSION}")
         if name not in self._models:
-            raise NotReadyError(f"model {name!r} is loading")
+            raise NotReadyError(f"model {name!r} is not ready: {self.progress(name)}")
         return self._models[name]
 
     async def close(self) -> None:

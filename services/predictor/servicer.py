@@ -60,15 +60,13 @@ class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         )
 
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
-        index = pb.RepositoryIndexResponse.ModelIndex
-        ready = {source.name: self._repository.is_ready(source.name) for source in self._repository.sources}
-        return pb.RepositoryIndexResponse(
-            models=[
-                index(name=n, version=VERSION, state="READY" if r else "LOADING")
-                for n, r in ready.items()
-                if r or not request.ready
-            ]
-        )
+        response = pb.RepositoryIndexResponse()
+        for name in (source.name for source in self._repository.sources):
+            ready = self._repository.is_ready(name)
+            if ready or not request.ready:
+                state, reason = ("READY", "") if ready else ("LOADING", self._repository.progress(name))
+                response.models.add(name=name, version=VERSION, state=state, reason=reason)
+        return response
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
         chunks = [chunk async for chunk in self._generate(request, context)]

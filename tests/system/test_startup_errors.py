@@ -4,41 +4,21 @@ import asyncio
 import os
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import torch
 
 from runner.free_ports import free_settings
 from runner.settings import ROOT
-
-
-class GatedHub(BaseHTTPRequestHandler):
-    """Answers as the hub does for a model whose licence was not accepted."""
-
-    def do_HEAD(self) -> None:
-        self.send_response(403)
-        self.send_header("X-Error-Code", "GatedRepo")
-        self.send_header("X-Error-Message", "Access to this model is restricted")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def do_GET(self) -> None:
-        self.do_HEAD()
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+from tests.hub import GATED, serve_hub
 
 
 @pytest.fixture
-def gated_hub() -> Iterator[str]:
-    with HTTPServer(("127.0.0.1", 0), GatedHub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+def hub() -> Iterator[str]:
+    with serve_hub({}) as address:
+        yield address
 
 
 async def start(tmp_path, **environment: str) -> tuple[int, str, float]:
@@ -86,11 +66,16 @@ async def test_the_error_is_one_line_that_says_what_to_do(tmp_path, case):
     await check(tmp_path, *CASES[case])
 
 
-async def test_a_gated_model_names_the_token(tmp_path, gated_hub):
-    environment = {"MODELS": "x=somebody/gated", "HF_ENDPOINT": gated_hub}
+async def test_a_gated_model_names_the_token(tmp_path, hub):
+    environment = {"MODELS": f"x={GATED}", "HF_ENDPOINT": hub}
     await check(
         tmp_path, environment, "model x: somebody/gated is gated: accept its licence on the hub and set HF_TOKEN"
     )
+
+
+async def test_a_model_that_the_hub_does_not_have_is_named(tmp_path, hub):
+    environment = {"MODELS": "x=somebody/nothing", "HF_ENDPOINT": hub}
+    await check(tmp_path, environment, "somebody/nothing is neither a folder nor on the hub")
 
 
 async def test_a_taken_port_is_named_with_its_setting(tmp_path):

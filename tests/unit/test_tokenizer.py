@@ -1,0 +1,86 @@
+"""Tokenising never stops the event loop for long, and refuses unread what cannot fit."""
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from millrace.errors import InvalidRequestError, StartupError
+from services.transformer.tokenizer import TextTokenizer
+
+MODELS = Path(__file__).parents[2] / "models"
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
+
+
+@pytest.fixture(scope="module")
+def storyteller(pool):
+    return TextTokenizer("storyteller", MODELS / "storyteller", pool)
+
+
+async def test_short_and_long_prompts_are_tokenised_alike(storyteller):
+    text = "Once upon a time there was a fox. " * 400  # 13 KiB: above what is tokenised at once.
+    long = await storyteller.encode(text, 100_000)
+    assert long == storyteller.backend.encode(text).ids
+    assert (await storyteller.encode(text[:100], 100_000)) == long[: len(await storyteller.encode(text[:100], 100_000))]
+
+
+async def test_a_prompt_that_cannot_fit_is_refused_unread(storyteller):
+    begun = time.perf_counter()
+    with pytest.raises(InvalidRequestError, match="20000000 bytes, more than fit a context of 1024"):
+        await storyteller.encode("x" * 20_000_000, 1024)
+    assert time.perf_counter() - begun < 1
+
+
+async def test_a_prompt_of_too_many_tokens_is_refused(storyteller):
+    with pytest.raises(InvalidRequestError, match=r"the prompt has 1\d\d tokens, the context is 100"):
+        await storyteller.encode("a fox " * 80, 100)
+
+
+async def test_the_event_loop_runs_while_a_long_prompt_is_tokenised(storyteller):
+    turns = 0
+
+    async def turn():
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    turning = asyncio.create_task(turn())
+    await asyncio.sleep(0)
+    before = turns
+    await storyteller.encode("Once upon a time there was a fox. " * 20_000, 10_000_000)
+    turning.cancel()
+    assert turns - before > 100
+
+
+async def test_any_text_can_be_a_prompt(storyteller):
+    assert await storyteller.encode("🦄 東京 \x00 \ud800".encode("utf-8", "replace").decode(), 1000)
+
+
+def test_the_chat_template_writes_the_roles(storyteller):
+    text = storyteller.render_chat([("user", "Tell me a story about a fox.")])
+    assert text.startswith("<s><|user|>Tell me a story about a fox.")
+    assert text.endswith("<|assistant|>")
+
+
+def test_messages_that_the_template_refuses_are_refused(storyteller):
+    with pytest.raises(InvalidRequestError, match="refuses the messages"):
+        storyteller.render_chat([("robot", "beep")])
+
+
+def test_a_model_without_a_chat_template_says_so(pool):
+    with pytest.raises(InvalidRequestError, match="no chat template; use completions"):
+        TextTokenizer("normalizer", MODELS / "normalizer", pool).render_chat([("user", "hello")])
+
+
+def test_a_folder_without_a_tokenizer_is_a_start_up_error(pool, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(StartupError, match="model x: no tokenizer in"):
+        TextTokenizer("x", tmp_path, pool)
