@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 
 from millrace import __version__
 from millrace.interceptors import Context
@@ -69,27 +70,28 @@ class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         return response
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
-        chunks = [chunk async for chunk in self._generate(request, context)]
-        return write_response(request, merged(chunks))
+        async with aclosing(self._generate(request, context)) as chunks:
+            whole = [chunk async for chunk in chunks]
+        return write_response(request, merged(whole))
 
     async def ModelStreamInfer(
         self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context
     ) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
         async def answer(request: pb.ModelInferRequest) -> AsyncGenerator[pb.ModelInferResponse, None]:
-            async for chunk in self._generate(request, context):
-                response = write_response(request, chunk)
-                response.parameters[FINAL].bool_param = chunk.finish_reason is not None
-                yield response
+            async with aclosing(self._generate(request, context)) as chunks:
+                async for chunk in chunks:
+                    response = write_response(request, chunk)
+                    response.parameters[FINAL].bool_param = chunk.finish_reason is not None
+                    yield response
 
-        async for response in multiplex(request_iterator, answer, errors_as_status(context)):
-            yield response
+        async with aclosing(multiplex(request_iterator, answer, errors_as_status(context))) as responses:
+            async for response in responses:
+                yield response
 
     async def _generate(self, request: pb.ModelInferRequest, context: Context) -> AsyncGenerator[Chunk, None]:
         """One request's chunks; the engine stops when the caller does."""
         model = self._repository.get(request.model_name, request.model_version)
         slot = model.engine.submit(read_request(model, request, context.time_remaining()))
-        # The call's own end, and not only this generator's, which may be closed some time after it.
-        context.add_done_callback(lambda _: slot.cancel())  # type: ignore[arg-type]  # any callable will do
         try:
             while True:
                 chunk = await slot.read()

@@ -1,0 +1,55 @@
+"""The predictor with a gate before each step of its models, for tests that hold the model still.
+
+It is the real service; only the runners wait. A test opens the gate by sending bytes to the Unix
+socket `GATE_SOCKET`: each lets one token of one sequence be made.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+
+from services.predictor import loading
+from services.predictor.__main__ import serve
+from services.predictor.engine.runner import CausalRunner
+from services.predictor.engine.sequence import Sequence
+
+WARM_UP = "warm-up"
+
+
+class Gate:
+    """Permits, one for each byte that arrives."""
+
+    def __init__(self, path: str) -> None:
+        self._permits = threading.Semaphore(0)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(path)
+        threading.Thread(target=self._receive, name="gate", daemon=True).start()
+
+    def wait(self) -> None:
+        self._permits.acquire()
+
+    def _receive(self) -> None:
+        while data := self._socket.recv(4096):
+            self._permits.release(len(data))
+
+
+def main() -> None:
+    from millrace.service import run_service
+    from services.predictor.settings import PredictorSettings
+
+    gate = Gate(os.environ["GATE_SOCKET"])
+
+    class GatedRunner(CausalRunner):
+        def logits(self, sequence: Sequence):
+            if sequence.request.id != WARM_UP:
+                gate.wait()
+            return super().logits(sequence)
+
+    loading.CausalRunner = GatedRunner
+    run_service("predictor", PredictorSettings, serve)
+
+
+if __name__ == "__main__":
+    main()
