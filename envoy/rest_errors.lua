@@ -1,6 +1,7 @@
 -- What the transcoder leaves undone for REST clients; gRPC calls pass untouched.
 --
--- Requests: the header x-timeout-ms becomes the gRPC deadline.
+-- Requests: the service keeps the deadline of the header x-timeout-ms, so that it can say in the stream that
+-- it passed; the gRPC deadline, a second later, ends a service that does not.
 -- Answers: the service's x-http-status becomes the HTTP status, retry-after-ms also Retry-After, gRPC's
 -- own headers go, and every error has its API's shape. Bodies are read of errors alone, so that
 -- streams stay unbuffered.
@@ -60,7 +61,7 @@ function envoy_on_request(handle)
     handle:respond({ [":status"] = "400" }, "x-timeout-ms is not a whole number from 1 to 99999999")
     return
   end
-  headers:replace("grpc-timeout", timeout .. "m")
+  headers:replace("grpc-timeout", string.format("%dm", math.min(tonumber(timeout) + 1000, 99999999)))
 end
 
 function envoy_on_response(handle)

@@ -17,6 +17,10 @@ FAILED_HOP = "x-failed-hop"
 HTTP_STATUS = "x-http-status"
 RETRY_AFTER_MS = "retry-after-ms"
 
+# gRPC sends the text as a header, where a character beyond ASCII takes up to nine bytes and all
+# headers together 8 KiB: a longer text would break the connection, and every call on it.
+_MAX_MESSAGE_BYTES = 1024
+
 
 class StartupError(Exception):
     """The process cannot start; the message is one line that says what to do."""
@@ -33,7 +37,7 @@ class MillraceError(Exception):
 
     def __init__(self, message: str, *, hop: str | None = None, retry_after_ms: int | None = None) -> None:
         super().__init__(message)
-        self.message = message
+        self.message = _cut(message)
         self.hop = hop
         self.retry_after_ms = retry_after_ms
 
@@ -163,6 +167,11 @@ def from_rpc_error(error: grpc.aio.AioRpcError, hop: str) -> MillraceError:
     cls = cls or _BY_STATUS.get(code, RequestFailedError)
     retry_after = metadata.get(RETRY_AFTER_MS, "")
     return cls(message, hop=failed_hop or hop, retry_after_ms=int(retry_after) if retry_after.isdigit() else None)
+
+
+def _cut(message: str) -> str:
+    data = message.encode(errors="replace")
+    return message if len(data) <= _MAX_MESSAGE_BYTES else data[:_MAX_MESSAGE_BYTES].decode(errors="ignore") + "…"
 
 
 def _as_dict(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[str, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from tqdm.asyncio import tqdm_asyncio
 
 from millrace.errors import StartupError
@@ -60,6 +60,8 @@ def fetch(source: ModelSource, patterns: Sequence[str], report: Report = lambda 
         raise StartupError(f"{where} has no revision {source.revision!r}") from None
     except RepositoryNotFoundError:
         raise StartupError(f"{where} is neither a folder nor on the hub; a private one needs HF_TOKEN") from None
+    except HFValidationError:
+        raise StartupError(f"{where} is neither a folder nor a hub id") from None
     except OSError:
         raise StartupError(f"{where}: the hub cannot be reached; check the network or name a local folder") from None
 

@@ -15,8 +15,15 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 from typing import Any, TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from millrace.errors import MillraceError, NotImplementedMethodError, RequestFailedError, from_rpc_error
+from millrace.errors import (
+    InvalidRequestError,
+    MillraceError,
+    NotImplementedMethodError,
+    RequestFailedError,
+    from_rpc_error,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -27,15 +34,19 @@ Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler
 Guard: TypeAlias = "Callable[[Context], AbstractAsyncContextManager[None]]"
 
 
-def guard_handler(handler: Handler, guard: Guard) -> Handler:
-    """The same handler with each of its calls run inside `guard(context)`."""
-    behaviour: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+def guard_handler(handler: Handler, guard: Guard, read: Callable[[Any], Any] | None = None) -> Handler:
+    """The same handler with each of its calls run inside `guard(context)`.
 
+    With `read`, which makes of raw requests what the handler takes, parsing happens inside as well.
+    """
+    behaviour: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    deserializer = handler.request_deserializer if read is None else None
+    read = read or (lambda request: request)
     if inspect.isasyncgenfunction(behaviour):
         # It writes by itself: were it a generator, a call cancelled during a write would leave it open
         # until the garbage collector came by, and the engine at work for nobody.
         async def write_all(request: Any, context: Any) -> None:
-            async with guard(context), aclosing(behaviour(request, context)) as responses:
+            async with guard(context), aclosing(behaviour(read(request), context)) as responses:
                 async for response in responses:
                     await context.write(response)
 
@@ -44,7 +55,7 @@ def guard_handler(handler: Handler, guard: Guard) -> Handler:
 
         async def call(request: Any, context: Any) -> Any:
             async with guard(context):
-                result = behaviour(request, context)
+                result = behaviour(read(request), context)
                 return await result if inspect.isawaitable(result) else result
 
         guarded = call
@@ -55,7 +66,31 @@ def guard_handler(handler: Handler, guard: Guard) -> Handler:
         (True, False): grpc.stream_unary_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
     }[handler.request_streaming, handler.response_streaming]
-    return factory(guarded, handler.request_deserializer, handler.response_serializer)
+    return factory(guarded, deserializer, handler.response_serializer)
+
+
+def _reader(handler: Handler) -> Callable[[Any], Any]:
+    """Parses a handler's raw requests; left to grpc, what cannot be parsed is answered with grpc's insides."""
+    parse = handler.request_deserializer or bytes
+
+    def read(raw: bytes) -> Any:
+        try:
+            return parse(raw)
+        except DecodeError:
+            raise InvalidRequestError("the request is not the message that the method takes") from None
+
+    async def read_each(raw_requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        async for raw in raw_requests:
+            yield read(raw)
+
+    return read_each if handler.request_streaming else read
+
+
+async def _refuse(_: Any, __: Any) -> None:
+    raise NotImplementedError
+
+
+_UNKNOWN_METHOD: Handler = grpc.stream_stream_rpc_method_handler(_refuse)
 
 
 class ErrorServerInterceptor(grpc.aio.ServerInterceptor):
@@ -69,9 +104,8 @@ class ErrorServerInterceptor(grpc.aio.ServerInterceptor):
         continuation: Continuation,
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None  # grpc answers UNIMPLEMENTED by itself
+        method = handler_call_details.method
+        handler = await continuation(handler_call_details) or _UNKNOWN_METHOD
 
         @asynccontextmanager
         async def guard(context: Context) -> AsyncIterator[None]:
@@ -83,14 +117,12 @@ class ErrorServerInterceptor(grpc.aio.ServerInterceptor):
                 raise
             except NotImplementedError:
                 # What the generated base class raises for a method that a servicer does not override.
-                await self._abort(
-                    context, NotImplementedMethodError(f"{handler_call_details.method} is not implemented")
-                )
+                await self._abort(context, NotImplementedMethodError(f"{method} is not implemented"))
             except Exception:
-                logger.exception("%s failed", handler_call_details.method)
+                logger.exception("%s failed", method)
                 await self._abort(context, RequestFailedError("internal error"))
 
-        return guard_handler(handler, guard)
+        return guard_handler(handler, guard, _reader(handler))
 
     async def _abort(self, context: Context, error: MillraceError) -> None:
         earlier = tuple(context.trailing_metadata() or ())

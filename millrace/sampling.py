@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -16,6 +17,20 @@ from millrace.errors import InvalidRequestError
 from millrace.protos import inference_pb2
 
 DEFAULT_MAX_TOKENS = 256
+GREEDY_BELOW = 1e-5  # A temperature that divides logits beyond what a float holds.
+
+
+@dataclass(frozen=True)
+class ContextLimits:
+    """How many tokens a model holds."""
+
+    context_length: int
+    is_encoder_decoder: bool
+
+    def room(self, prompt_tokens: int) -> int:
+        """Tokens that the context has left for output after a prompt."""
+        # An encoder-decoder model counts its prompt and its output apart.
+        return self.context_length if self.is_encoder_decoder else self.context_length - prompt_tokens
 
 
 class SamplingParameters(BaseModel):
@@ -24,13 +39,15 @@ class SamplingParameters(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     max_tokens: int | None = Field(None, ge=1, description="Tokens at most; 256, or what the context has left if less.")
-    min_tokens: int = Field(0, ge=0, description="No end before so many tokens.")
-    temperature: float = Field(1.0, ge=0, le=100, description="0 is greedy; 0 by default for encoder-decoder models.")
+    min_tokens: int = Field(0, ge=0, description="Neither end nor stop string counts before so many tokens.")
+    temperature: float = Field(
+        1.0, ge=0, le=100, description="Below 1e-5 greedy; 0 by default for encoder-decoder models."
+    )
     top_p: float = Field(1.0, gt=0, le=1, description="Smallest set of tokens with this probability.")
     top_k: int = Field(0, ge=-1, description="The k likeliest tokens; 0 and -1 are off.")
     min_p: float = Field(0.0, ge=0, le=1, description="Tokens at least this likely, relative to the likeliest.")
     seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="Random where absent.")
-    repetition_penalty: float = Field(1.0, gt=0, le=100, description="Of tokens in prompt or output; 1 is off.")
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100, description="Of tokens in prompt or output; 1 is off.")
     presence_penalty: float = Field(0.0, ge=-100, le=100, description="Of tokens in the output; 0 is off.")
     frequency_penalty: float = Field(0.0, ge=-100, le=100, description="Of tokens in the output, times their count.")
     ignore_eos: bool = Field(False, description="Goes on after the end-of-sequence token.")

@@ -59,9 +59,13 @@ async def multiplex(
     async def read() -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                async for request in requests:
-                    await room.acquire()
-                    group.create_task(run(request))
+                try:
+                    async for request in requests:
+                        await room.acquire()
+                        group.create_task(run(request))
+                except MillraceError as error:
+                    # What cannot be parsed has no id to answer to: the call ends with it.
+                    await responses.put(error)
         except Exception:
             logger.exception("a stream's requests could not be read")
             await responses.put(RequestFailedError("internal error"))

@@ -50,7 +50,10 @@ def read_request(
     if len(input_ids) > limits.context_length:
         raise InvalidRequestError(f"the prompt has {len(input_ids)} tokens, the context is {limits.context_length}")
     output_ids = _ids(tensors[OUTPUT_IDS], limits) if OUTPUT_IDS in tensors else []
-    sampling = model.defaults.changed(parameters_of(request.parameters)).resolved(limits.room(len(input_ids)))
+    given = parameters_of(request.parameters)
+    if any(output.name == LOGPROBS for output in request.outputs):
+        given["logprobs"] = True
+    sampling = model.defaults.changed(given).resolved(limits.room(len(input_ids)))
     if output_ids and len(output_ids) >= (sampling.max_tokens or 0):
         raise InvalidRequestError(f"output_ids has {len(output_ids)} tokens, max_tokens is {sampling.max_tokens}")
     deadline = None if time_remaining_s is None else time.monotonic() + time_remaining_s

@@ -61,6 +61,17 @@ def choose_device(wanted: str) -> torch.device:
 
 def load(source: ModelSource, settings: PredictorSettings, device: torch.device, report: Report) -> LoadedModel:
     """The model with its engine running; tells `report` how far it is; raises StartupError."""
+    try:
+        return _load(source, settings, device, report)
+    except StartupError:
+        raise
+    except Exception as error:
+        # Damaged files fail in many libraries' own ways; none of them is cured by another try.
+        logger.debug("model %s cannot be loaded", source.name, exc_info=True)
+        raise StartupError(f"model {source.name} cannot be loaded: {_first_line(error)}") from None
+
+
+def _load(source: ModelSource, settings: PredictorSettings, device: torch.device, report: Report) -> LoadedModel:
     folder = fetch(source, _FILES, report)
     report("loading the weights")
     model = _load_weights(source.name, folder, settings.dtype, device)
@@ -73,7 +84,7 @@ def load(source: ModelSource, settings: PredictorSettings, device: torch.device,
         source.name,
         runner,
         Scheduler(settings.max_running, settings.max_waiting, cache_tokens),
-        EngineLimits(vocabulary, context, is_encoder_decoder),
+        EngineLimits(context, is_encoder_decoder, vocabulary),
         _end_ids(model.generation_config.eos_token_id),
     )
     loaded = LoadedModel(
@@ -92,10 +103,7 @@ def load(source: ModelSource, settings: PredictorSettings, device: torch.device,
 
 
 def _load_weights(name: str, folder: Path, dtype: str, device: torch.device) -> Any:
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise StartupError(f"model {name}: {_first_line(error)}") from None
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and config.is_encoder_decoder:
         auto: Any = AutoModelForSeq2SeqLM
     elif type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -106,12 +114,9 @@ def _load_weights(name: str, folder: Path, dtype: str, device: torch.device) -> 
         raise StartupError(f"model {name}: {folder} has no *.safetensors; other formats are not loaded")
     disable_progress_bar()  # type: ignore[no-untyped-call]  # Of the weights' reading, which takes seconds; a download's is shown.
     own = "auto" if device.type == "cuda" else torch.float32
-    try:
-        model = auto.from_pretrained(
-            folder, dtype=_DTYPES.get(dtype, own), use_safetensors=True, trust_remote_code=False, local_files_only=True
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise StartupError(f"model {name}: the weights cannot be loaded: {_first_line(error)}") from None
+    model = auto.from_pretrained(
+        folder, dtype=_DTYPES.get(dtype, own), use_safetensors=True, trust_remote_code=False, local_files_only=True
+    )
     return model.to(device).eval()
 
 

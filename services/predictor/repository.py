@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from millrace.errors import NotFoundError, NotReadyError
+from millrace.errors import MillraceError, NotFoundError, NotReadyError, StartupError
 from millrace.model_sources import ModelSource
 from millrace.threads import run_in_daemon_thread
 from services.predictor.engine.interface import GenerationRequest
@@ -39,7 +39,7 @@ class ModelRepository:
             self._models[source.name] = model
 
     async def engine_death(self) -> None:
-        """Waits until one of the engines dies, then raises EngineDeadError."""
+        """Waits until one of the engines dies, then raises a group with its EngineDeadError."""
         async with asyncio.TaskGroup() as group:
             for model in self._models.values():
                 group.create_task(model.engine.died())
@@ -48,8 +48,8 @@ class ModelRepository:
     def ready(self) -> bool:
         return len(self._models) == len(self.sources)
 
-    def is_ready(self, name: str) -> bool:
-        return name in self._models
+    def is_ready(self, name: str, version: str = "") -> bool:
+        return name in self._models and version in ("", VERSION)
 
     def progress(self, name: str) -> str:
         """How far the loading of a model is; empty once it is ready."""
@@ -71,7 +71,11 @@ class ModelRepository:
 
 
 async def _warm_up(model: LoadedModel) -> None:
-    """One real token through the engine, so that ready means that a generation works."""
-    sampling = model.defaults.changed({"max_tokens": 1}).resolved(1)
+    """Two real tokens through the engine, so that ready means that a generation works."""
+    sampling = model.defaults.changed({"max_tokens": 2, "ignore_eos": True}).resolved(2)
     slot = model.engine.submit(GenerationRequest("warm-up", [0], sampling))
-    await slot.read()
+    try:
+        while (await slot.read()).finish_reason is None:
+            pass
+    except MillraceError as error:
+        raise StartupError(f"model {model.name}: {model.architecture} is not served: {error.message}") from None

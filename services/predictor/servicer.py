@@ -31,7 +31,7 @@ class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         return pb.ServerReadyResponse(ready=self._repository.ready)
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
-        return pb.ModelReadyResponse(ready=self._repository.is_ready(request.name))
+        return pb.ModelReadyResponse(ready=self._repository.is_ready(request.name, request.version))
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
         return pb.ServerMetadataResponse(name="millrace-predictor", version=__version__, extensions=_EXTENSIONS)

@@ -9,6 +9,8 @@ from millrace.interceptors import Context
 
 REQUEST_ID = "x-request-id"
 TTFT_MS = "x-ttft-ms"
+TIMEOUT_MS = "x-timeout-ms"
+MAX_MESSAGES = 4096  # Of one conversation: rendering more would stop the event loop.
 _MAX_REQUEST_ID = 256
 
 
@@ -22,6 +24,14 @@ def request_id_of(context: Context, given: str = "") -> str:
         if key == REQUEST_ID and isinstance(value, str) and value:
             return value[:_MAX_REQUEST_ID]
     return str(uuid.uuid4())
+
+
+def rest_timeout_s(context: Context) -> float | None:
+    """Seconds that the header `x-timeout-ms` gives a REST request, which the gateway has checked."""
+    for key, value in context.invocation_metadata() or ():
+        if key == TIMEOUT_MS and isinstance(value, str) and value.isdecimal():
+            return int(value) / 1000
+    return context.time_remaining()
 
 
 def as_metadata(value: str) -> str:

@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from millrace.errors import MillraceError, NotFoundError, NotReadyError
+from millrace.errors import MillraceError, NotFoundError, NotReadyError, StartupError
 from millrace.hub import fetch
 from millrace.model_sources import ModelSource
-from millrace.sampling import SamplingParameters, defaults_of
-from services.transformer.predictor_client import ModelLimits, PredictorClient
+from millrace.sampling import ContextLimits, SamplingParameters, defaults_of
+from services.transformer.predictor_client import PredictorClient
 from services.transformer.tokenizer import FILES, TextTokenizer
 
 VERSION = "1"
@@ -37,8 +37,11 @@ def load_model(source: ModelSource, pool: ThreadPoolExecutor) -> TextModel:
         path = folder / name
         return dict(json.loads(path.read_text())) if path.is_file() else {}
 
-    is_encoder_decoder = bool(read("config.json").get("is_encoder_decoder"))
-    defaults = defaults_of(read("generation_config.json"), is_encoder_decoder)
+    try:
+        is_encoder_decoder = bool(read("config.json").get("is_encoder_decoder"))
+        defaults = defaults_of(read("generation_config.json"), is_encoder_decoder)
+    except (ValueError, MillraceError) as error:
+        raise StartupError(f"model {source.name}: {folder}: {error}") from None
     return TextModel(source.name, TextTokenizer(source.name, folder, pool), defaults)
 
 
@@ -50,7 +53,7 @@ class Catalogue:
         self._predictor = predictor
         self._pool = pool
         self._models: dict[str, TextModel] = {}
-        self._limits: dict[str, ModelLimits] = {}
+        self._limits: dict[str, ContextLimits] = {}
         self.ready = False
 
     @property
@@ -72,7 +75,7 @@ class Catalogue:
             raise NotReadyError(f"model {name!r} is loading")
         return self._models[name]
 
-    async def limits(self, name: str) -> ModelLimits:
+    async def limits(self, name: str) -> ContextLimits:
         """What the predictor says of a model, which is asked once a life of the predictor."""
         if name not in self._limits:
             self._limits[name] = await self._predictor.limits(name)

@@ -49,12 +49,14 @@ class Detokenizer:
 
     `prompt_ids` are what the output follows, so that a tokenizer that drops the space before the
     first word of a text does not drop it here; empty where the output begins a text of its own.
+    Stop strings are looked for in what comes after the first `min_tokens` ids.
     """
 
     _CONTEXT = 6  # Ids of the prompt that decide how the output's first id is written.
 
-    def __init__(self, backend: Any, prompt_ids: Sequence[int], stop: Sequence[str]) -> None:
+    def __init__(self, backend: Any, prompt_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0) -> None:
         self._backend = backend
+        self._early = min_tokens
         self._ids = list(prompt_ids[-self._CONTEXT :])
         self._decoded = len(self._decode())
         self._stream = DecodeStream(ids=self._ids, skip_special_tokens=True)
@@ -70,6 +72,9 @@ class Detokenizer:
         self._ids.append(token_id)
         piece = self._stream.step(self._backend, token_id) or ""
         self._decoded += len(piece)
+        if self._early > 0:
+            self._early -= 1
+            return piece
         return self._finder.push(piece)
 
     def flush(self) -> str:

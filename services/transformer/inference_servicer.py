@@ -8,11 +8,12 @@ parameters are read from the request's `parameters` too, which win. `ModelInfer`
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
+
+import orjson
 
 from millrace import __version__
 from millrace.errors import InvalidRequestError
@@ -24,7 +25,7 @@ from millrace.stream_infer import FINAL, errors_as_status, multiplex
 from millrace.tensors import BYTES, Tensor, add_output, bytes_tensor, decode_inputs
 from services.transformer.calls import request_id_of
 from services.transformer.catalogue import VERSION, Catalogue
-from services.transformer.pipeline import Pipeline, TextChunk, TextRequest
+from services.transformer.pipeline import Origin, Pipeline, TextChunk, TextRequest
 
 _SERVICE = "inference.GRPCInferenceService"
 _TEXT_INPUT = "text_input"
@@ -54,7 +55,8 @@ class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         return pb.ServerReadyResponse(ready=self._catalogue.ready)
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
-        ready = self._catalogue.ready and request.name in self._catalogue.names
+        known = request.name in self._catalogue.names and request.version in ("", VERSION)
+        ready = self._catalogue.ready and known
         return pb.ModelReadyResponse(ready=ready)
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
@@ -92,14 +94,13 @@ class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         return pb.ModelConfigResponse(config=config)
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
-        asked = _parse(request, context, "ModelInfer")
-        return await self._whole(request, asked)
+        return await self._whole(request, self._parse(request, context, "ModelInfer"))
 
     async def ModelStreamInfer(
         self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context
     ) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
         async def answer(request: pb.ModelInferRequest) -> AsyncGenerator[pb.ModelInferResponse, None]:
-            asked = _parse(request, context, "ModelStreamInfer")
+            asked = self._parse(request, context, "ModelStreamInfer")
             if not asked.stream:
                 response = await self._whole(request, asked)
                 response.parameters[FINAL].bool_param = True
@@ -117,6 +118,11 @@ class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
             async for response in responses:
                 yield response
 
+    def _parse(self, request: pb.ModelInferRequest, context: Context, method: str) -> _Asked:
+        origin = Origin(f"{_SERVICE}/{method}", request_id_of(context, request.id))
+        with self._pipeline.recording_refusals(origin, request.model_name):
+            return _parse(request, origin, context.time_remaining())
+
     async def _whole(self, request: pb.ModelInferRequest, asked: _Asked) -> pb.ModelInferResponse:
         text, last = asked.echo, None
         async with aclosing(self._pipeline.generate(asked.text)) as chunks:
@@ -125,7 +131,7 @@ class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         return _response(request, text, last)
 
 
-def _parse(request: pb.ModelInferRequest, context: Context, method: str) -> _Asked:
+def _parse(request: pb.ModelInferRequest, origin: Origin, timeout_s: float | None) -> _Asked:
     tensors = decode_inputs(request)
     for name, tensor in tensors.items():
         if name not in _INPUTS:
@@ -142,14 +148,13 @@ def _parse(request: pb.ModelInferRequest, context: Context, method: str) -> _Ask
     prompt = _text(tensors[_TEXT_INPUT])
     sampling = _sampling_object(tensors.get("sampling_parameters")) | parameters_of(request.parameters)
     text = TextRequest(
+        origin=origin,
         model=request.model_name,
         version=request.model_version,
-        request_id=request_id_of(context, request.id),
-        protocol=f"{_SERVICE}/{method}",
         prompt=prompt,
         stop=_stop(sampling.pop("stop", None)),
         sampling=sampling,
-        timeout_s=context.time_remaining(),
+        timeout_s=timeout_s,
     )
     exclude = _flag(tensors.get("exclude_input_in_output"), default=True)
     return _Asked(text, _flag(tensors.get("stream"), default=True), "" if exclude else prompt)
@@ -159,7 +164,7 @@ def _sampling_object(tensor: Tensor | None) -> dict[str, Any]:
     if tensor is None:
         return {}
     try:
-        values = json.loads(_text(tensor))
+        values = orjson.loads(_text(tensor))
     except ValueError as error:
         raise InvalidRequestError(f"sampling_parameters is not JSON: {error}") from None
     if not isinstance(values, dict):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
 
-from millrace.errors import HTTP_STATUS, NotReadyError
+from millrace.errors import NotReadyError
 from millrace.interceptors import Context
 from millrace.protos import rest_pb2_grpc
 from services.transformer.catalogue import Catalogue
@@ -23,5 +23,5 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
         """200 where a generation would work now, else 503: what load balancers look at."""
         ready = self._catalogue.ready
         if not ready:
-            await context.send_initial_metadata(((HTTP_STATUS, str(NotReadyError.http_status)),))
+            await context.send_initial_metadata(NotReadyError("not ready", hop="predictor").trailing_metadata(""))
         return json_body({"ready": ready})

@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from millrace.errors import InvalidRequestError
+from millrace.sampling import SamplingParameters
+from services.transformer.calls import MAX_MESSAGES
 
-_SAMPLING = (
-    *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
+# Larger than any prompt, its JSON escapes included; parsing more would stop the event loop.
+MAX_BODY_BYTES = 8 * 1024 * 1024
+
+_SAMPLING = tuple(name for name in SamplingParameters.model_fields if name != "logprobs")
 
 
 class StreamOptions(BaseModel):
@@ -55,7 +58,7 @@ class _Request(BaseModel):
     def refuse_unsupported(self) -> None:
         for name, harmless in self.UNSUPPORTED.items():
             value = (self.model_extra or {}).get(name)
-            if value is not None and value not in harmless:
+            if value is not None and not any(type(value) is type(one) and value == one for one in harmless):
                 raise InvalidRequestError(f"{name}={value!r} is not supported")
 
 
@@ -79,6 +82,15 @@ class TextPart(BaseModel):
 class Message(BaseModel):
     role: str = Field(min_length=1)
     content: str | list[TextPart] = ""
+    tool_calls: list[Any] | None = None
+    tool_call_id: str | None = None
+
+    @field_validator("tool_calls", "tool_call_id")
+    @classmethod
+    def _refuse(cls, value: Any) -> Any:
+        if value:
+            raise ValueError("tools are not supported")
+        return value
 
     @property
     def text(self) -> str:
@@ -90,6 +102,11 @@ class ChatCompletionRequest(_Request):
         **_Request.UNSUPPORTED,
         "logprobs": (False,),
         "top_logprobs": (0,),
+        "audio": (),
+        "modalities": (["text"],),
+        "parallel_tool_calls": (True, False),
+        "prediction": (),
+        "web_search_options": (),
         "tools": ([],),
         "tool_choice": ("none",),
         "functions": ([],),
@@ -106,13 +123,24 @@ class ChatCompletionRequest(_Request):
         return given if limit is None else given | {"max_tokens": limit}
 
 
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, list) else 0
+
+
 RequestT = TypeVar("RequestT", bound=_Request)
 
 
 def parse(cls: type[RequestT], body: bytes) -> RequestT:
     """The request in a JSON body; raises InvalidRequestError."""
+    if len(body) > MAX_BODY_BYTES:
+        raise InvalidRequestError(f"the body has {len(body)} bytes, more than any prompt")
     try:
-        request = cls.model_validate_json(body)
+        values = orjson.loads(body)
+        if isinstance(values, dict) and _length(values.get("messages")) > MAX_MESSAGES:
+            raise InvalidRequestError(f"{len(values['messages'])} messages, at most {MAX_MESSAGES} are allowed")
+        request = cls.model_validate(values)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequestError(f"the body is not JSON: {error}") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

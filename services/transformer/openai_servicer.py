@@ -19,9 +19,9 @@ from millrace.errors import MillraceError
 from millrace.interceptors import Context
 from millrace.protos import rest_pb2_grpc
 from millrace.protos.millrace_pb2 import Usage
-from services.transformer.calls import request_id_of
+from services.transformer.calls import request_id_of, rest_timeout_s
 from services.transformer.openai_requests import ChatCompletionRequest, CompletionRequest, parse
-from services.transformer.pipeline import Pipeline, TextRequest
+from services.transformer.pipeline import Origin, Pipeline, TextRequest
 from services.transformer.rest import EVENTS, event, json_body, rest_errors
 
 _DONE = b"data: [DONE]\n\n"
@@ -68,32 +68,21 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
 
     @rest_errors(openai_error)
     async def Completions(self, request: HttpBody, context: Context) -> AsyncGenerator[HttpBody, None]:
-        asked = parse(CompletionRequest, request.data)
-        text = TextRequest(
-            model=asked.model,
-            request_id=request_id_of(context),
-            protocol="millrace.rest.v1.OpenAI/Completions",
-            prompt=asked.prompt,
-            sampling=asked.sampling(),
-            stop=asked.stops,
-            timeout_s=context.time_remaining(),
-        )
+        origin = Origin("millrace.rest.v1.OpenAI/Completions", request_id_of(context))
+        with self._pipeline.recording_refusals(origin):
+            asked = parse(CompletionRequest, request.data)
+        text = _text_request(asked, origin, context, prompt=asked.prompt)
         async with aclosing(self._answer(text, asked, _COMPLETION)) as bodies:
             async for body in bodies:
                 yield body
 
     @rest_errors(openai_error)
     async def ChatCompletions(self, request: HttpBody, context: Context) -> AsyncGenerator[HttpBody, None]:
-        asked = parse(ChatCompletionRequest, request.data)
-        text = TextRequest(
-            model=asked.model,
-            request_id=request_id_of(context),
-            protocol="millrace.rest.v1.OpenAI/ChatCompletions",
-            messages=[(message.role, message.text) for message in asked.messages],
-            sampling=asked.sampling(),
-            stop=asked.stops,
-            timeout_s=context.time_remaining(),
-        )
+        origin = Origin("millrace.rest.v1.OpenAI/ChatCompletions", request_id_of(context))
+        with self._pipeline.recording_refusals(origin):
+            asked = parse(ChatCompletionRequest, request.data)
+        messages = [(message.role, message.text) for message in asked.messages]
+        text = _text_request(asked, origin, context, messages=messages)
         async with aclosing(self._answer(text, asked, _CHAT)) as bodies:
             async for body in bodies:
                 yield body
@@ -111,17 +100,32 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
                 return
             head["object"] = shape.chunk
             first, usage = True, None
+            # With include_usage every event has the field; the last one fills it.
+            no_usage = {"usage": None} if asked.include_usage else {}
             async for chunk in chunks:
                 usage = chunk.usage
                 # Text that is held back makes no event of its own.
                 if first or chunk.text or chunk.finish_reason is not None:
                     choice = shape.chunk_choice(chunk.text, first)
                     choice |= {"index": 0, "logprobs": None, "finish_reason": chunk.finish_reason}
-                    yield HttpBody(content_type=EVENTS, data=event(head | {"choices": [choice]}))
+                    yield HttpBody(content_type=EVENTS, data=event(head | {"choices": [choice]} | no_usage))
                     first = False
             if asked.include_usage:
                 yield HttpBody(data=event(head | {"choices": [], "usage": _usage(usage)}))
             yield HttpBody(data=_DONE)
+
+
+def _text_request(
+    asked: CompletionRequest | ChatCompletionRequest, origin: Origin, context: Context, **prompt: Any
+) -> TextRequest:
+    return TextRequest(
+        origin=origin,
+        model=asked.model,
+        sampling=asked.sampling(),
+        stop=asked.stops,
+        timeout_s=rest_timeout_s(context),
+        **prompt,
+    )
 
 
 def _usage(usage: Usage | None) -> dict[str, Any]:

@@ -6,15 +6,16 @@ records all of it through the tap, which never delays a chunk.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from millrace.errors import InvalidRequestError
-from millrace.payload_tap import PayloadTap
+from millrace.errors import DeadlineError, InvalidRequestError, MillraceError
+from millrace.payload_tap import PayloadTap, Recording
 from millrace.protos.millrace_pb2 import Usage
 from millrace.telemetry.tracing import current_trace_id
 from services.transformer.catalogue import Catalogue, TextModel
@@ -23,6 +24,15 @@ from services.transformer.predictor_client import PredictorClient, TokenChunk
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
+MAX_RECORDED_CHARACTERS = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a request came in: the method called, and the caller's or the gateway's id for it."""
+
+    protocol: str
+    request_id: str
 
 
 @dataclass(frozen=True)
@@ -32,9 +42,8 @@ class TextRequest:
     `timeout_s` is what the caller's deadline has left; None is no deadline.
     """
 
+    origin: Origin
     model: str
-    request_id: str
-    protocol: str
     prompt: str | None = None
     messages: Sequence[tuple[str, str]] = ()
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -65,23 +74,43 @@ class Pipeline:
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
         """The chunks of one answer; raises MillraceError; closing the generator cancels the request."""
-        with self._tap.begin(
-            request_id=request.request_id,
-            model=request.model,
-            protocol=request.protocol,
-            prompt=_recorded_prompt(request),
-            parameters=_recorded_parameters(request),
-            trace_id=current_trace_id(),
-        ) as recording:
-            async with aclosing(self._generate(request)) as chunks:
-                async for chunk in chunks:
-                    recording.chunk(chunk.text, chunk.token_ids)
-                    if chunk.finish_reason is not None:
-                        recording.end("OK", finish_reason=chunk.finish_reason, usage=chunk.usage)
-                    yield chunk
-
-    async def _generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
         arrived = time.monotonic()
+        with self._begin(
+            request.origin, request.model, _recorded_prompt(request), _recorded_parameters(request)
+        ) as tap:
+            try:
+                async with aclosing(self._generate(request, arrived)) as chunks:
+                    async for chunk in chunks:
+                        tap.chunk(chunk.text, chunk.token_ids)
+                        if chunk.finish_reason is not None:
+                            tap.end("OK", finish_reason=chunk.finish_reason, usage=chunk.usage)
+                        yield chunk
+            except (asyncio.CancelledError, GeneratorExit):
+                # gRPC cancels a call whose deadline passes; that is not the caller's doing.
+                if request.timeout_s is not None and time.monotonic() - arrived >= request.timeout_s:
+                    tap.end("DEADLINE_EXCEEDED", "the deadline passed")
+                raise
+
+    @contextmanager
+    def recording_refusals(self, origin: Origin, model: str = "") -> Iterator[None]:
+        """Records what a front end refuses before it has made a TextRequest of it."""
+        try:
+            yield
+        except MillraceError:
+            with self._begin(origin, model):
+                raise
+
+    def _begin(self, origin: Origin, model: str, prompt: str = "", parameters: str = "") -> Recording:
+        return self._tap.begin(
+            request_id=origin.request_id,
+            model=model,
+            protocol=origin.protocol,
+            prompt=prompt,
+            parameters=parameters,
+            trace_id=current_trace_id(),
+        )
+
+    async def _generate(self, request: TextRequest, arrived: float) -> AsyncGenerator[TextChunk, None]:
         model = self._catalogue.get(request.model, request.version)
         sampling = model.defaults.changed(request.sampling)
         _check_stop(request.stop)
@@ -90,10 +119,12 @@ class Pipeline:
         sampling = sampling.resolved(limits.room(len(prompt_ids)))
 
         follows = [] if limits.is_encoder_decoder else prompt_ids
-        detokenizer = Detokenizer(model.tokenizer.backend, follows, request.stop)
+        detokenizer = Detokenizer(model.tokenizer.backend, follows, request.stop, sampling.min_tokens)
         assembler = _Assembler(detokenizer, len(prompt_ids))
         timeout_s = None if request.timeout_s is None else request.timeout_s - (time.monotonic() - arrived)
-        tokens = self._predictor.generate(model.name, request.request_id, prompt_ids, sampling, timeout_s)
+        if timeout_s is not None and timeout_s <= 0:
+            raise DeadlineError("the deadline passed before generation began")
+        tokens = self._predictor.generate(model.name, request.origin.request_id, prompt_ids, sampling, timeout_s)
         async with aclosing(tokens):
             async for token_chunk in tokens:
                 yield assembler.take(token_chunk, time.monotonic() - arrived)
@@ -107,7 +138,7 @@ class Pipeline:
             if not request.prompt:
                 raise InvalidRequestError("the prompt is empty")
             return await model.tokenizer.encode(request.prompt, context_length)
-        text = model.tokenizer.render_chat(request.messages)
+        text = model.tokenizer.render_chat(request.messages, context_length)
         # The template has written the special tokens already.
         return await model.tokenizer.encode(text, context_length, add_special_tokens=False)
 
@@ -147,9 +178,16 @@ def _check_stop(stop: Sequence[str]) -> None:
 
 
 def _recorded_prompt(request: TextRequest) -> str:
+    """The prompt or the messages as JSON; the end of what is far beyond any context is cut off."""
     if request.prompt is not None:
-        return request.prompt
-    return json.dumps([{"role": role, "content": content} for role, content in request.messages], ensure_ascii=False)
+        return _cut(request.prompt)
+    messages = [{"role": _cut(role), "content": _cut(content)} for role, content in request.messages]
+    return _cut(json.dumps(messages, ensure_ascii=False))
+
+
+def _cut(text: str) -> str:
+    beyond = len(text) - MAX_RECORDED_CHARACTERS
+    return text if beyond <= 0 else f"{text[:MAX_RECORDED_CHARACTERS]}… ({beyond} characters more)"
 
 
 def _recorded_parameters(request: TextRequest) -> str:

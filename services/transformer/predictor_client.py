@@ -6,38 +6,28 @@ long-lived connection would pin every call to one replica.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 import grpc
 import numpy as np
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace.channel import open_channel
-from millrace.errors import HopBrokenError, MillraceError, RequestFailedError
+from millrace.errors import DeadlineError, HopBrokenError, MillraceError, NotReadyError, RequestFailedError
+from millrace.health import is_serving
 from millrace.protos import inference_pb2, inference_pb2_grpc
 from millrace.protos.millrace_pb2 import Usage
-from millrace.sampling import SamplingParameters, parameters_of, set_parameters
+from millrace.sampling import ContextLimits, SamplingParameters, parameters_of, set_parameters
 from millrace.server import READY
 from millrace.tensors import Tensor, add_input, decode_outputs
 
 _USAGE = ("prompt_tokens", "cached_tokens", "completion_tokens")
 _PROBE_TIMEOUT_S = 2.0
+_END_TIMEOUT_S = 1.0
 # Triton's own switch: an error ends the call with its status, not with a text inside the stream.
 _ERRORS_AS_STATUS = ("triton_grpc_error", "true")
-
-
-@dataclass(frozen=True)
-class ModelLimits:
-    """What the predictor says of a model."""
-
-    context_length: int
-    is_encoder_decoder: bool
-
-    def room(self, prompt_tokens: int) -> int:
-        """Tokens that the context has left for output after a prompt."""
-        return self.context_length if self.is_encoder_decoder else self.context_length - prompt_tokens
 
 
 @dataclass(frozen=True)
@@ -56,25 +46,23 @@ class PredictorClient:
     def __init__(self, target: str) -> None:
         self._channel = open_channel(target, "predictor")
         self._inference = inference_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-        self._health = health_pb2_grpc.HealthStub(self._channel)
 
     async def close(self) -> None:
         await self._channel.close()
 
     async def ready(self) -> bool:
         """Whether a predictor says that a generation would work now."""
-        request = health_pb2.HealthCheckRequest(service=READY)
-        try:
-            response = await self._health.Check(request, timeout=_PROBE_TIMEOUT_S)  # type: ignore[attr-defined]
-        except MillraceError:
-            return False
-        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+        return await is_serving(self._channel, READY)
 
-    async def limits(self, model: str) -> ModelLimits:
+    async def limits(self, model: str) -> ContextLimits:
+        """What the predictor says of a model."""
         request = inference_pb2.ModelConfigRequest(name=model)
-        config = (await self._inference.ModelConfig(request, timeout=_PROBE_TIMEOUT_S)).config
         try:
-            return ModelLimits(
+            config = (await self._inference.ModelConfig(request, timeout=_PROBE_TIMEOUT_S)).config
+        except DeadlineError:
+            raise NotReadyError("the predictor does not answer", hop="predictor") from None
+        try:
+            return ContextLimits(
                 int(config.parameters["context_length"].string_value),
                 config.parameters["is_encoder_decoder"].string_value == "true",
             )
@@ -93,20 +81,24 @@ class PredictorClient:
             yield request
 
         call = self._inference.ModelStreamInfer(requests(), timeout=timeout_s, metadata=(_ERRORS_AS_STATUS,))
-        finished = False
         try:
             async with aclosing(_chunks(call)) as chunks:
                 async for chunk in chunks:
-                    finished = chunk.finish_reason is not None
                     yield chunk
-        except MillraceError:
-            # What breaks after the last token breaks nothing of the answer.
-            if not finished:
-                raise
+                    if chunk.finish_reason is not None:
+                        await _until_end(chunks)
+                        return
+            raise HopBrokenError("the predictor ended the stream before its last token", hop="predictor")
         finally:
             call.cancel()
-        if not finished:
-            raise HopBrokenError("the predictor ended the stream before its last token", hop="predictor")
+
+
+async def _until_end(chunks: AsyncIterator[TokenChunk]) -> None:
+    """Reads the call's status, so that it ends as OK and not as cancelled; the answer does not depend on it."""
+    with suppress(MillraceError, TimeoutError):
+        async with asyncio.timeout(_END_TIMEOUT_S):
+            async for _ in chunks:
+                pass
 
 
 async def _chunks(

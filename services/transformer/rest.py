@@ -60,6 +60,8 @@ def rest_errors(shape: Callable[[MillraceError], dict[str, Any]]) -> Callable[[H
             else:
                 await context.send_initial_metadata(error.trailing_metadata(_HOP))
                 yield json_body(shape(error))
+            # The body is out; the call itself ends as what it is, for gRPC callers and for the trace.
+            raise error
 
         return handle
 

@@ -6,11 +6,12 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+from millrace.errors import InvalidRequestError
 from millrace.interceptors import Context
 from millrace.protos import millrace_pb2 as pb
 from millrace.protos import millrace_pb2_grpc
-from services.transformer.calls import REQUEST_ID, TTFT_MS, as_metadata, request_id_of
-from services.transformer.pipeline import Pipeline, TextChunk, TextRequest
+from services.transformer.calls import MAX_MESSAGES, REQUEST_ID, TTFT_MS, as_metadata, request_id_of
+from services.transformer.pipeline import Origin, Pipeline, TextChunk, TextRequest
 
 _PROTOCOL = "millrace.v1.TextGeneration/Generate"
 _NOT_SAMPLING = {"model", "prompt", "messages", "stop", "request_id"}
@@ -23,12 +24,15 @@ class TextGenerationServicer(millrace_pb2_grpc.TextGenerationServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        request_id = request_id_of(context, request.request_id)
+        origin = Origin(_PROTOCOL, request_id_of(context, request.request_id))
+        request_id = origin.request_id
         context.set_trailing_metadata(((REQUEST_ID, as_metadata(request_id)),))
+        with self._pipeline.recording_refusals(origin, request.model):
+            if len(request.messages) > MAX_MESSAGES:
+                raise InvalidRequestError(f"{len(request.messages)} messages, at most {MAX_MESSAGES} are allowed")
         asked = TextRequest(
+            origin=origin,
             model=request.model,
-            request_id=request_id,
-            protocol=_PROTOCOL,
             prompt=request.prompt if request.HasField("prompt") else None,
             messages=[(message.role, message.content) for message in request.messages],
             sampling=_sampling(request),

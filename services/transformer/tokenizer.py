@@ -46,8 +46,7 @@ class TextTokenizer:
     async def encode(self, text: str, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
         """The text's ids, at most `max_tokens` of them; raises InvalidRequestError."""
         size = len(text.encode("utf-8", "surrogatepass"))
-        if size > max_tokens * self._longest_token_bytes:
-            raise InvalidRequestError(f"the prompt has {size} bytes, more than fit a context of {max_tokens} tokens")
+        self._refuse_oversize(size, max_tokens)
         if size <= _INLINE_BYTES:
             ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         else:
@@ -59,12 +58,20 @@ class TextTokenizer:
             raise InvalidRequestError("the prompt is empty")
         return ids
 
+    def _refuse_oversize(self, size: int, max_tokens: int) -> None:
+        if size > max_tokens * self._longest_token_bytes:
+            raise InvalidRequestError(f"the prompt has {size} bytes, more than fit a context of {max_tokens} tokens")
+
     def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
-    def render_chat(self, messages: Sequence[tuple[str, str]]) -> str:
-        """(role, content) pairs as the prompt that the model's chat template makes of them."""
+    def render_chat(self, messages: Sequence[tuple[str, str]], max_tokens: int) -> str:
+        """(role, content) pairs as the prompt that the model's chat template makes of them.
+
+        What cannot fit `max_tokens` tokens is refused unread.
+        """
+        self._refuse_oversize(sum(len(role) + len(content) for role, content in messages), max_tokens)
         if not self._tokenizer.chat_template:
             raise InvalidRequestError(f"model {self._name!r} has no chat template; use completions with a prompt")
         conversation = [{"role": role, "content": content} for role, content in messages]

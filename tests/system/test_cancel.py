@@ -54,7 +54,7 @@ async def test_a_cancelled_stream_makes_no_further_step(stack, go_away):
 
     await until(has_ended)
     steps_at_end = await steps(stack)
-    assert 3 <= steps_at_end - steps_before < 500
+    assert 1 <= steps_at_end - steps_before < 500
 
     # The engine steps for the next request alone.
     await generate(stack.gateway, model="storyteller", prompt="Once", max_tokens=5, ignore_eos=True)

@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace.protos import millrace_pb2, millrace_pb2_grpc
 from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
@@ -121,3 +122,8 @@ async def test_health_is_told_alike_by_every_protocol(stack):
     assert (await rest(stack.gateway, "GET", "/v2/health/live")).json == {"live": True}
     ready = await rest(stack.gateway, "GET", "/v2/health/ready")
     assert (ready.status, ready.json) == (200, {"ready": True})
+    names = ("", "ready", "inference.GRPCInferenceService", "millrace.v1.TextGeneration", "millrace.v1.PayloadLog")
+    async with channel(stack.gateway) as open_channel:
+        for name in names:
+            answer = await health_pb2_grpc.HealthStub(open_channel).Check(health_pb2.HealthCheckRequest(service=name))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING, name

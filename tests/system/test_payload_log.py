@@ -44,6 +44,20 @@ async def test_a_refused_and_a_cancelled_request_are_recorded_as_what_they_are(s
     assert (record.status, record.failed_hop) == ("INVALID_ARGUMENT", "transformer")
     assert "temperature" in record.message
 
+    await rest(stack.gateway, "POST", "/v1/completions", b"{", x_request_id="not-json")
+    (record,) = await records(stack, request_id="not-json")
+    assert (record.status, record.protocol) == ("INVALID_ARGUMENT", "millrace.rest.v1.OpenAI/Completions")
+
+    async with channel(stack.gateway) as open_channel:
+        request = millrace_pb2.GenerateRequest(
+            model="storyteller", prompt="Once", max_tokens=1000, ignore_eos=True, request_id="late"
+        )
+        with pytest.raises(grpc.aio.AioRpcError):
+            async for _ in millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=0.1):
+                pass
+    (record,) = await records(stack, request_id="late")
+    assert record.status == "DEADLINE_EXCEEDED"
+
     async with channel(stack.gateway) as open_channel:
         request = millrace_pb2.GenerateRequest(
             model="storyteller", prompt="Once", max_tokens=1000, ignore_eos=True, request_id="cancelled"

@@ -1,11 +1,14 @@
 """What cannot be served is refused at once, with its own status and the hop that says so; the next call works."""
 
+import asyncio
+import json
+
 import grpc
 import numpy as np
 import pytest
 
 from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from millrace.tensors import Tensor
+from millrace.tensors import Tensor, add_input, bytes_tensor
 from tests.system.calls import channel, each, generate, ids_request, infer, rest, text_of, text_request
 
 INVALID, NOT_FOUND = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
@@ -80,6 +83,43 @@ async def test_a_method_that_is_not_offered_is_unimplemented(stack):
     assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
+async def test_bytes_that_are_no_message_are_refused(stack):
+    async with channel(stack.gateway) as open_channel:
+        for method in ("/inference.GRPCInferenceService/ModelInfer", "/millrace.v1.TextGeneration/Generate"):
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await open_channel.unary_unary(method)(b"\xff\xff\xff", timeout=10)
+            assert raised.value.code() is INVALID
+            assert raised.value.details() == "the request is not the message that the method takes"
+            assert dict(raised.value.trailing_metadata())["x-failed-hop"] == "transformer"
+
+
+async def test_a_refusal_as_long_as_a_book_harms_no_neighbour(stack):
+    long = "9" * 100_000
+
+    def with_parameter(name, value):
+        request = text_request("storyteller", "Once")
+        request.parameters[name].string_param = value
+        return request
+
+    bad = [with_parameter("temperature", long), with_parameter(long, "1"), text_request(long, "Once")]
+    settings = {"model": "storyteller", "prompt": "Once", "max_tokens": 200, "ignore_eos": True, "seed": 3}
+    alone = text_of(await generate(stack.gateway, **settings))
+    neighbours = [asyncio.create_task(generate(stack.gateway, **settings)) for _ in range(3)]
+    for authority in (None, "predictor"):
+        for request in bad:
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await infer(stack.gateway, request, authority)
+            assert raised.value.code() in (INVALID, NOT_FOUND)
+    assert [text_of(responses) for responses in await asyncio.gather(*neighbours)] == [alone] * 3
+
+
+async def test_sampling_parameters_nested_beyond_reason_are_refused(stack):
+    request = text_request("storyteller", "Once")
+    add_input(request, bytes_tensor("sampling_parameters", [b"[" * 200_000]))
+    with pytest.raises(grpc.aio.AioRpcError, match="sampling_parameters is not JSON"):
+        await infer(stack.gateway, request)
+
+
 async def test_an_error_on_a_stream_leaves_the_stream_usable(stack):
     async def requests():
         yield text_request("nobody", "Once")
@@ -120,6 +160,10 @@ REST = {
         "chat template",
     ),
     "not JSON": ("/v1/completions", b"{", 400, "JSON"),
+    "too many messages": ("/v1/chat/completions", {**CHAT, "messages": CHAT["messages"] * 5000}, 400, "at most 4096"),
+    "body of megabytes": ("/v1/completions", {**COMPLETION, "prompt": "x" * 9_000_000}, 400, "more than any prompt"),
+    "audio": ("/v1/chat/completions", {**CHAT, "modalities": ["audio"]}, 400, "modalities=['audio'] is not supported"),
+    "truth for a number": ("/v1/completions", {**COMPLETION, "n": True}, 400, "n=True is not supported"),
     "unknown path": ("/v1/nothing", COMPLETION, 404, "unknown path"),
 }
 
@@ -140,6 +184,11 @@ async def test_a_deadline_is_kept_on_every_protocol(stack):
     long = {"model": "storyteller", "prompt": "Once", "max_tokens": 1000, "ignore_eos": True}
     answer = await rest(stack.gateway, "POST", "/v1/completions", long, x_timeout_ms="60")
     assert answer.status == 504
+    assert "deadline" in answer.json["error"]["message"].lower()
+    streamed = await rest(stack.gateway, "POST", "/v1/completions", {**long, "stream": True}, x_timeout_ms="300")
+    assert streamed.status == 200
+    # The status is out by then: the stream says by itself that it is not whole.
+    assert "deadline" in json.loads(streamed.events[-1])["error"]["message"].lower()
     request = text_request("storyteller", "Once", max_tokens=1000)
     request.parameters["ignore_eos"].bool_param = True
     async with channel(stack.gateway) as open_channel:

@@ -2,9 +2,9 @@
 
 import asyncio
 import os
+import shutil
 import socket
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -21,13 +21,12 @@ def hub() -> Iterator[str]:
         yield address
 
 
-async def start(tmp_path, **environment: str) -> tuple[int, str, float]:
-    """Runs the runner, which must fail: exit code, what it said, and how long it took in seconds."""
+async def start(tmp_path, **environment: str) -> tuple[int, str]:
+    """Runs the runner, which must fail by itself: exit code, and what it said."""
     settings = free_settings(tmp_path)
     own = {name: str(ports[0]) for name, ports in settings.ports().items()}
     own |= {"RUN_FOLDER": str(tmp_path), "HF_HOME": str(tmp_path / "hub")}
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    begun = time.monotonic()
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "runner", "up"),
         cwd=ROOT,
@@ -36,7 +35,7 @@ async def start(tmp_path, **environment: str) -> tuple[int, str, float]:
         stderr=asyncio.subprocess.STDOUT,
     )
     output, _ = await asyncio.wait_for(process.communicate(), 60)
-    return process.returncode or 0, output.decode(), time.monotonic() - begun
+    return process.returncode or 0, output.decode()
 
 
 CASES = {
@@ -66,6 +65,17 @@ async def test_the_error_is_one_line_that_says_what_to_do(tmp_path, case):
     await check(tmp_path, *CASES[case])
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("model.safetensors", b"version https://git-lfs"), ("generation_config.json", b"{"), ("config.json", b"{}")],
+)
+async def test_a_damaged_model_is_named(tmp_path, name, content):
+    folder = tmp_path / "damaged"
+    shutil.copytree(ROOT / "models" / "storyteller", folder)
+    (folder / name).write_bytes(content)
+    await check(tmp_path, {"MODELS": f"x={folder}"}, "model x")
+
+
 async def test_a_gated_model_names_the_token(tmp_path, hub):
     environment = {"MODELS": f"x={GATED}", "HF_ENDPOINT": hub}
     await check(
@@ -85,8 +95,7 @@ async def test_a_taken_port_is_named_with_its_setting(tmp_path):
 
 
 async def check(tmp_path, environment: dict[str, str], text: str) -> None:
-    code, output, took_s = await start(tmp_path, **environment)
+    code, output = await start(tmp_path, **environment)
     assert code == 1, output
     assert text in output
     assert "Traceback" not in output
-    assert took_s < 20

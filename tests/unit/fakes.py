@@ -57,5 +57,5 @@ class Gate:
 def make_engine(
     runner: FakeRunner, max_running: int = 8, max_waiting: int = 8, cache_tokens: int = 100_000
 ) -> RowEngine:
-    limits = EngineLimits(VOCABULARY, 1024, False)
+    limits = EngineLimits(1024, False, VOCABULARY)
     return RowEngine("fake", runner, Scheduler(max_running, max_waiting, cache_tokens), limits, {END})

@@ -106,6 +106,19 @@ def test_text_that_may_become_a_stop_string_is_held_back_only_so_long():
     assert finder.found
 
 
+def test_stop_strings_count_only_after_min_tokens():
+    text = "Once upon a time, Once upon a day"
+    ids = BYTE_LEVEL.encode(text).ids
+    early = len(BYTE_LEVEL.encode("Once upon a time").ids)
+    detokenizer = Detokenizer(BYTE_LEVEL, (), [" upon"], min_tokens=early)
+    passed = ""
+    for token_id in ids:
+        passed += detokenizer.push(token_id)
+        if detokenizer.stopped:
+            break
+    assert passed == "Once upon a time, Once"
+
+
 @pytest.mark.parametrize("stop", [" upon", "pon a", "time"])
 def test_a_stop_string_across_tokens_is_not_returned(stop):
     text = "Once upon a time there was"

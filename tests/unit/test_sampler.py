@@ -69,6 +69,16 @@ def test_greedy_takes_the_likeliest_whatever_the_seed():
     assert {sample(logits, [row(temperature=0, seed=seed)]).token_ids[0] for seed in range(20)} == {1}
 
 
+def test_a_temperature_too_small_to_divide_by_is_greedy():
+    logits = torch.tensor([[0.1, 3.0, 0.2]])
+    assert sample(logits, [row(temperature=1e-310)]).token_ids == [1]
+
+
+def test_logits_that_are_no_numbers_choose_no_token():
+    with pytest.raises(ArithmeticError):
+        sample(torch.tensor([[float("nan"), 1.0]]), [row(temperature=1.0)])
+
+
 def test_top_k_keeps_k():
     assert set(draws(torch.arange(10.0), 500, top_k=3)) == {7, 8, 9}
 

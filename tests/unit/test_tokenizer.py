@@ -65,19 +65,19 @@ async def test_any_text_can_be_a_prompt(storyteller):
 
 
 def test_the_chat_template_writes_the_roles(storyteller):
-    text = storyteller.render_chat([("user", "Tell me a story about a fox.")])
+    text = storyteller.render_chat([("user", "Tell me a story about a fox.")], 1024)
     assert text.startswith("<s><|user|>Tell me a story about a fox.")
     assert text.endswith("<|assistant|>")
 
 
 def test_messages_that_the_template_refuses_are_refused(storyteller):
     with pytest.raises(InvalidRequestError, match="refuses the messages"):
-        storyteller.render_chat([("robot", "beep")])
+        storyteller.render_chat([("robot", "beep")], 1024)
 
 
 def test_a_model_without_a_chat_template_says_so(pool):
     with pytest.raises(InvalidRequestError, match="no chat template; use completions"):
-        TextTokenizer("normalizer", MODELS / "normalizer", pool).render_chat([("user", "hello")])
+        TextTokenizer("normalizer", MODELS / "normalizer", pool).render_chat([("user", "hello")], 1024)
 
 
 def test_a_folder_without_a_tokenizer_is_a_start_up_error(pool, tmp_path):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from millrace.sampling import SamplingParameters
+from millrace.sampling import ContextLimits, SamplingParameters
 
 
 @dataclass(frozen=True)
@@ -58,17 +58,10 @@ class OutputSlot(Protocol):
 
 
 @dataclass(frozen=True)
-class EngineLimits:
+class EngineLimits(ContextLimits):
     """What a request is held against before it is submitted."""
 
     vocabulary_size: int
-    context_length: int
-    is_encoder_decoder: bool
-
-    def room(self, prompt_tokens: int) -> int:
-        """Tokens that the context has left for output after a prompt."""
-        # An encoder-decoder model counts its prompt and its output apart.
-        return self.context_length if self.is_encoder_decoder else self.context_length - prompt_tokens
 
 
 @dataclass

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from millrace.sampling import SamplingParameters
+from millrace.sampling import GREEDY_BELOW, SamplingParameters
 
 _MASK = (1 << 64) - 1
 
@@ -53,7 +53,7 @@ def sample(logits: Tensor, rows: Rows[SamplingRow]) -> Sampled:
     raw = logits.float()
     scores = _mask_early_end(_penalise(raw, rows), rows)
     greedy = scores.argmax(-1)
-    sampled = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
+    sampled = [i for i, row in enumerate(rows) if row.sampling.temperature >= GREEDY_BELOW]
     if sampled:
         chosen = _invert(_filter(scores[sampled], [rows[i].sampling for i in sampled]), [rows[i] for i in sampled])
         greedy[torch.tensor(sampled, device=greedy.device)] = chosen
@@ -134,6 +134,8 @@ def _invert(probabilities: Tensor, rows: Rows[SamplingRow]) -> Tensor:
     """The ids at which the cumulative distributions reach each row's uniform number."""
     cumulative = probabilities.cumsum(-1)
     total = cumulative[:, -1:].contiguous()
+    if not total.isfinite().all():
+        raise ArithmeticError("the model's logits are not numbers")
     numbers = [uniform(row.sampling.seed or 0, len(row.output_ids)) for row in rows]
     target = torch.tensor(numbers, dtype=torch.float64, device=probabilities.device)[:, None] * total
     chosen = torch.searchsorted(cumulative, target, right=True)

@@ -35,7 +35,7 @@ class Scheduler:
                 f"prompt and max_tokens need {sequence.reserved_tokens} tokens, the cache holds {self._cache_tokens}"
             )
         if len(self.waiting) >= self._max_waiting and not self._has_room(sequence):
-            raise OverloadedError(f"{len(self.waiting)} requests wait already", retry_after_ms=retry_after_ms)
+            raise OverloadedError("the queue is full", retry_after_ms=retry_after_ms)
         self.waiting.append(sequence)
 
     def admit(self) -> list[Sequence]:
