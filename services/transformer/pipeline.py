@@ -192,4 +192,4 @@ def _cut(text: str) -> str:
 
 def _recorded_parameters(request: TextRequest) -> str:
     given = dict(request.sampling) | ({"stop": list(request.stop)} if request.stop else {})
-    return json.dumps(given, ensure_ascii=False, default=str) if given else ""
+    return _cut(json.dumps(given, ensure_ascii=False, default=str)) if given else ""
