@@ -56,24 +56,25 @@ models: $(RUN_DEPENDENCIES) ## retrain the bundled models (about half an hour of
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null \
 	  || { echo "Python 3.11 is needed; name one with PYTHON=/path/to/python3.11" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV)
 
 # torch comes first and alone: a wheel that pip finds on disk, else the index that TORCH_INDEX names.
 # Left to the general install, a plain `torch` would bring gigabytes of CUDA to a machine without one.
 $(RUN_DEPENDENCIES): pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PIP) --no-index --no-deps '$(TORCH)' 2>/dev/null \
+	@echo "installing into $(VENV), once"
+	@$(PIP) --no-index --no-deps '$(TORCH)' 2>/dev/null \
 	  || $(PIP) --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
-	$(PIP) -c constraints.txt -e '.[transformer,predictor,logger,runner]'
+	@$(PIP) -c constraints.txt -e '.[transformer,predictor,logger,runner]'
 	@touch $@
 
 $(DEV_DEPENDENCIES): $(RUN_DEPENDENCIES)
-	$(PIP) -c constraints.txt -e '.[transformer,predictor,logger,runner,loadtest,dev]'
+	@$(PIP) -c constraints.txt -e '.[transformer,predictor,logger,runner,loadtest,dev]'
 	@touch $@
 
 # Clients of other projects bring their own protobuf, and their own stubs of the same packages.
 $(CLIENTS): tests/clients/requirements.txt
-	$(PYTHON) -m venv .venv-clients
-	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@$(PYTHON) -m venv .venv-clients
+	@.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
 $(NODE_TOOLS):
