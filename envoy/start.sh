@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Runs Envoy in its container, with the arguments given. Envoy itself cuts every call at SIGTERM; here it
+# takes no new ones, and those in flight have DRAIN_S seconds first. Bash alone: the image has no curl.
+set -euo pipefail
+
+# What the admin page answers: ask METHOD PATH.
+ask() {
+  exec 3<>/dev/tcp/127.0.0.1/9901
+  printf '%s %s HTTP/1.1\r\nhost: admin\r\nconnection: close\r\n\r\n' "$1" "$2" >&3
+  cat <&3
+  exec 3>&-
+}
+
+open_calls() {
+  ask GET '/stats?filter=^http.ingress.downstream_rq_active$' | sed -n 's/.*downstream_rq_active: \([0-9]*\).*/\1/p'
+}
+
+drain() {
+  trap '' TERM INT
+  # Connections that are open are told to go with the next answer, and no new ones are taken.
+  ask POST '/drain_listeners?graceful' >/dev/null || true
+  ask POST /drain_listeners >/dev/null || true
+  local give_up_at=$((SECONDS + DRAIN_S))
+  while ((SECONDS < give_up_at)) && [ "$(open_calls)" != 0 ]; do sleep 0.1; done
+  kill -TERM "$envoy"
+}
+
+# A worker holds its own connections to every service and takes a core when busy: on a small machine,
+# shared with the model, one is faster than two.
+workers=$(($(nproc) / 4))
+# Hot restart is for two Envoys on one machine; a container has one.
+envoy "$@" --disable-hot-restart --concurrency $((workers > 0 ? workers : 1)) --drain-strategy immediate \
+  --drain-time-s "$DRAIN_S" &
+envoy=$!
+trap drain TERM INT
+# A signal ends `wait`, not Envoy.
+while kill -0 "$envoy" 2>/dev/null; do
+  status=0
+  wait "$envoy" || status=$?
+done
+exit "$status"
