@@ -15,7 +15,7 @@ BUF := @bufbuild/buf@1.75.0
 
 .PHONY: help
 help: ## list the commands
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
 .PHONY: up
 up: $(RUN_DEPENDENCIES) ## start the whole stack as local processes (MODELS=, PREDICTORS=, DEVICE=)
@@ -31,8 +31,13 @@ load: $(DEV_DEPENDENCIES) ## Locust's browser UI against a running stack
 	exec $(VENV)/bin/locust -f loadtest/locustfile.py --web-host 127.0.0.1 --web-port $$port --host http://127.0.0.1:$$gateway
 
 .PHONY: test
-test: $(DEV_DEPENDENCIES) $(CLIENTS) $(NODE_TOOLS) ## all tests
+test: $(DEV_DEPENDENCIES) $(CLIENTS) $(NODE_TOOLS) ## all tests but those of the containers
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile $(PYTEST)
+
+.PHONY: test-containers
+test-containers: $(DEV_DEPENDENCIES) $(CLIENTS) $(NODE_TOOLS) ## the container tests, on a real Docker engine
+	tests/containers/tools/prepare
+	$(VENV)/bin/python -m pytest tests/containers $(PYTEST)
 
 .PHONY: check
 check: $(DEV_DEPENDENCIES) ## format, lint, types, stub drift, Envoy's configuration

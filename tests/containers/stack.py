@@ -1,0 +1,134 @@
+"""The stack of compose.yaml on a real Docker engine, under a project name and ports of its own.
+
+What differs from a user's stack is offline.yaml, the ports, and the tag of the images. Everything blocks
+but what is `async`, so that a load can run beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import ssl
+import subprocess
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from runner.free_ports import free_settings
+
+ROOT = Path(__file__).parents[2]
+BASE_IMAGE = "python:3.11-slim-bookworm"
+
+_PROJECT = "millrace-test"
+FILES = ("compose.yaml", "tests/containers/offline.yaml")
+_COMMAND_TIMEOUT_S = 900
+_POLL_S = 0.2  # Asking the engine takes of the cores that the stack needs.
+
+
+def docker(*arguments: str) -> str:
+    """What `docker …` prints; AssertionError with what it complains of."""
+    return _output(["docker", *arguments])
+
+
+class Container:
+    """One container, by its id; every property asks the engine anew."""
+
+    def __init__(self, container_id: str) -> None:
+        self.id = container_id
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return json.loads(docker("inspect", self.id))[0]
+
+    @property
+    def addresses(self) -> list[str]:
+        """Its addresses in the stack's networks, which this machine reaches on Linux."""
+        return [network["IPAddress"] for network in self.facts["NetworkSettings"]["Networks"].values()]
+
+    def kill_9(self) -> Callable[[], Awaitable[bool]]:
+        """Kills the main process as a crash would; the answer asks whether it has been started again and is healthy.
+
+        `docker kill` would count as a manual stop, on which no restart policy acts.
+        """
+        facts = self.facts
+        os.kill(facts["State"]["Pid"], signal.SIGKILL)
+
+        async def returned() -> bool:
+            await asyncio.sleep(_POLL_S)
+            now = await asyncio.to_thread(lambda: self.facts)
+            return now["RestartCount"] > facts["RestartCount"] and _is_healthy(now)
+
+        return returned
+
+
+class ComposeStack:
+    """`times` are the steps that were timed, in order; `sizes` those of the images, in MB over their base."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` is empty: it stands for a wheelhouse where this machine has none."""
+        # Three ports that no client's own can take; which is whose does not matter.
+        ports = free_settings(folder)
+        self.gateway = f"127.0.0.1:{ports.gateway_port}"
+        self.jaeger_page = f"http://127.0.0.1:{ports.gateway_inner_port}"
+        self.locust_page = f"http://127.0.0.1:{ports.gateway_admin_port}"
+        self.times: list[tuple[str, float]] = []
+        self.sizes: dict[str, float] = {}
+        wheels = os.environ.get("PIP_FIND_LINKS", "")
+        self.environment = os.environ | {
+            "COMPOSE_PROJECT_NAME": _PROJECT,
+            "IMAGE_TAG": "test",
+            "GATEWAY_PORT": str(ports.gateway_port),
+            "JAEGER_PORT": str(ports.gateway_inner_port),
+            "LOCUST_PORT": str(ports.gateway_admin_port),
+            "CA_BUNDLE": os.environ.get("PIP_CERT") or ssl.get_default_verify_paths().cafile or os.devnull,
+            "WHEELHOUSE": wheels if Path(wheels).is_dir() and wheels else str(folder),
+        }
+
+    def compose(self, *arguments: str, files: tuple[str, ...] = FILES) -> str:
+        """What `docker compose …` prints; AssertionError with what it complains of."""
+        named = [part for file in files for part in ("--file", file)]
+        command = ["docker", "compose", "--project-directory", str(ROOT), *named, *arguments]
+        return _output(command, env=self.environment)
+
+    async def compose_beside(self, *arguments: str) -> str:
+        """`compose`, while the event loop goes on."""
+        return await asyncio.to_thread(self.compose, *arguments)
+
+    def containers(self, service: str) -> list[Container]:
+        """A service's containers, stopped ones too."""
+        return [Container(line) for line in self.compose("ps", "--all", "--quiet", service).split()]
+
+    def container(self, service: str) -> Container:
+        (only,) = self.containers(service)
+        return only
+
+    def logs(self) -> str:
+        return self.compose("logs", "--no-color", "--tail", "30")
+
+    @contextmanager
+    def timed(self, step: str) -> Iterator[None]:
+        """Keeps the time of a step for the closing table."""
+        begun = time.monotonic()
+        yield
+        self.times.append((step, time.monotonic() - begun))
+
+    def took(self, step: str) -> float:
+        return dict(self.times)[step]
+
+
+def _is_healthy(facts: dict[str, Any]) -> bool:
+    return facts["State"]["Running"] and facts["State"]["Health"]["Status"] == "healthy"
+
+
+def size_mb(image: str) -> float:
+    return int(docker("image", "inspect", "--format", "{{.Size}}", image)) / 1e6
+
+
+def _output(command: list[str], env: Mapping[str, str] | None = None) -> str:
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout

@@ -1,0 +1,53 @@
+"""compose.yaml and its overlays are what Docker Compose accepts, alone and together."""
+
+import json
+from itertools import combinations
+
+import pytest
+
+from tests.containers.stack import ROOT, ComposeStack
+
+OVERLAYS = ("compose.gpu.yaml", "compose.workers.yaml")
+SETS = [("compose.yaml", *some) for count in range(len(OVERLAYS) + 1) for some in combinations(OVERLAYS, count)]
+
+
+@pytest.fixture(scope="module")
+def compose(engine, tmp_path_factory) -> ComposeStack:
+    return ComposeStack(tmp_path_factory.mktemp("wheelhouse"))
+
+
+def test_every_overlay_is_known_here():
+    assert {path.name for path in ROOT.glob("compose.*.yaml")} == set(OVERLAYS)
+
+
+@pytest.mark.parametrize("files", SETS, ids="+".join)
+def test_compose_accepts_it(compose, files):
+    services = json.loads(compose.compose("config", "--format", "json", files=files))["services"]
+    assert {"envoy", "transformer", "predictor", "logger", "jaeger", "locust"} <= services.keys()
+    on_gpu = "compose.gpu.yaml" in files
+    assert services["predictor"]["environment"]["PREDICTOR_DEVICE"] == ("cuda" if on_gpu else "auto")
+    assert services["predictor"]["build"]["args"]["TORCH_INDEX"].endswith("cu130" if on_gpu else "cpu")
+    devices = services["predictor"].get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", [])
+    assert [device["capabilities"] for device in devices] == ([["gpu"]] if on_gpu else [])
+    with_workers = "compose.workers.yaml" in files
+    assert ("locust-worker" in services) == with_workers
+    assert services["locust"]["command"][0] == ("--master" if with_workers else "--host")
+    if with_workers:
+        assert "ports" not in services["locust-worker"]
+
+
+def test_offline_changes_nothing_but_the_collector_and_where_packages_come_from(compose):
+    plain, offline = (
+        json.loads(compose.compose("config", "--format", "json", files=files))
+        for files in (("compose.yaml",), ("compose.yaml", "tests/containers/offline.yaml"))
+    )
+    for service in plain["services"].keys() - {"jaeger"}:
+        for of_builds in ("secrets", "additional_contexts"):
+            offline["services"][service].get("build", {}).pop(of_builds, None)
+        assert offline["services"][service] == plain["services"][service]
+    kept = plain["services"]["jaeger"].keys() - {"image", "command", "entrypoint"}
+    assert {key: offline["services"]["jaeger"][key] for key in kept} == {
+        key: plain["services"]["jaeger"][key] for key in kept
+    }
+    for part in ("networks", "volumes"):
+        assert offline[part] == plain[part]

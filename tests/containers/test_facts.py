@@ -1,0 +1,97 @@
+"""What `docker inspect` says of every container, and what this machine listens on."""
+
+import psutil
+import pytest
+
+from tests.containers.stack import docker
+
+SERVICES = ("envoy", "transformer", "predictor", "logger", "jaeger", "locust")
+OURS = ("transformer", "predictor", "logger", "locust")
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_container_may_do_no_more_than_it_must(stack, service):
+    facts = stack.container(service).facts
+    host = facts["HostConfig"]
+    assert facts["Config"]["User"] not in ("", "0", "root", "0:0")
+    assert host["ReadonlyRootfs"]
+    assert host["CapDrop"] == ["ALL"]
+    assert not host["CapAdd"]
+    assert "no-new-privileges:true" in host["SecurityOpt"]
+    assert not host["Privileged"]
+    assert host["Memory"] > 0
+    assert 0 < host["PidsLimit"] <= 1024
+    assert list(host["Tmpfs"]) == ["/tmp"]
+    assert host["RestartPolicy"]["Name"] == "unless-stopped"
+    assert facts["Config"]["StopTimeout"] > 30
+    assert facts["State"]["Health"]["Status"] == "healthy"
+
+
+@pytest.mark.parametrize("service", ["transformer", "predictor", "logger"])
+def test_health_is_asked_by_grpc(stack, service):
+    config = stack.container(service).facts["Config"]
+    assert config["Healthcheck"]["Test"][:4] == ["CMD", "python", "-m", "millrace.health_check"]
+    # In exec form: no shell stands between SIGTERM and the service.
+    assert config["Entrypoint"] == ["python", "-m", f"services.{service}"]
+
+
+@pytest.mark.parametrize("service", OURS)
+def test_an_image_holds_no_compiler_no_cache_and_no_package_of_another_service(stack, service):
+    container = stack.container(service)
+    wanted = {"predictor": {"torch", "transformers"}, "transformer": {"transformers"}}.get(service, set())
+    script = (
+        "import importlib.util, os, shutil;"
+        "print(*(m for m in ('torch', 'transformers', 'sqlalchemy', 'locust', 'pip') if importlib.util.find_spec(m)));"
+        "print(*(c for c in ('gcc', 'cc', 'g++', 'make') if shutil.which(c)));"
+        "print(*(p for p in ('/root/.cache', '/tmp/.cache', '/wheelhouse', '/run/secrets') if os.path.exists(p)))"
+    )
+    packages, compilers, caches = docker("exec", container.id, "python", "-c", script).splitlines()
+    wanted |= {"logger": {"sqlalchemy"}, "locust": {"locust"}}.get(service, set())
+    assert set(packages.split()) == wanted
+    assert not compilers
+    assert not caches
+
+
+@pytest.mark.parametrize(
+    ("service", "folder"),
+    [("logger", "/var/lib/millrace"), ("transformer", "/var/cache/millrace"), ("predictor", "/var/cache/millrace")],
+)
+def test_a_service_can_write_to_its_volume_and_to_nothing_else(stack, service, folder):
+    script = f"import os; print(*(os.access(path, os.W_OK) for path in ('{folder}', '/tmp', '/app', '/venv', '/etc')))"
+    writable = docker("exec", stack.container(service).id, "python", "-c", script).split()
+    assert writable == ["True", "True", "False", "False", "False"]
+
+
+def test_only_the_gateway_and_the_pages_are_published_and_on_loopback_alone(stack):
+    published = {}
+    for service in SERVICES:
+        for port, bindings in stack.container(service).facts["NetworkSettings"]["Ports"].items():
+            for binding in bindings or ():
+                assert binding["HostIp"] == "127.0.0.1", (service, port)
+                published.setdefault(service, []).append(port)
+    assert published == {"envoy": ["8080/tcp"], "jaeger": ["16686/tcp"], "locust": ["8089/tcp"]}
+    ports = {stack.gateway.rpartition(":")[2], *(p.rpartition(":")[2] for p in (stack.jaeger_page, stack.locust_page))}
+    listening = [c.laddr for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert {address.ip for address in listening if str(address.port) in ports} == {"127.0.0.1"}
+
+
+def networks_of(stack, service):
+    names = stack.container(service).facts["NetworkSettings"]["Networks"]
+    return {name.partition("_")[2] for name in names}
+
+
+def test_logger_and_predictor_have_no_way_out_and_do_not_see_each_other(stack):
+    assert networks_of(stack, "logger") == {"records"}
+    assert networks_of(stack, "predictor") == {"models"}
+    assert networks_of(stack, "transformer") == {"models", "records"}
+    for network in ("records", "models"):
+        assert docker("network", "inspect", "--format", "{{.Internal}}", f"millrace-test_{network}").strip() == "true"
+    # Not even to this machine's own way out: there is no route.
+    script = "print(sum(line.split()[1] == '00000000' for line in open('/proc/net/route')))"
+    for service in ("logger", "predictor", "transformer"):
+        assert docker("exec", stack.container(service).id, "python", "-c", script).strip() == "0"
+
+
+def test_the_images_are_small(stack):
+    assert stack.sizes["transformer"] <= 350
+    assert stack.sizes["logger"] <= 300

@@ -1,0 +1,49 @@
+"""`kill -9` of each container's main process, under a light load of every kind of call."""
+
+import asyncio
+import os
+import time
+
+import grpc
+import pytest
+
+from tests.containers.calls import GENERATE, KINDS, channel, generate, load
+from tests.waiting import until
+
+HANGS_S = 20.0
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may kill -9 a container's process")
+
+
+@pytest.mark.parametrize("service", ["logger", "jaeger", "locust", "predictor", "transformer", "envoy"])
+async def test_it_returns_by_itself_and_only_its_own_calls_notice(stack, service):
+    container = stack.container(service)
+    async with load(stack.gateway, KINDS) as seen, channel(stack.gateway) as open_channel:
+        await until(lambda: seen.succeeded_since(0))
+        started = asyncio.Event()
+        stream = asyncio.create_task(generate(open_channel, 200, started))
+        await started.wait()
+        killed = time.monotonic()
+        with stack.timed(f"kill -9 {service}: healthy again"):
+            await until(container.kill_9(), timeout_s=120)
+        (broken,) = await asyncio.gather(stream, return_exceptions=True)
+        with stack.timed(f"kill -9 {service}: every kind of call went well again"):
+            back = time.monotonic()
+            await until(lambda: seen.succeeded_since(back), timeout_s=60)
+
+    mine = tuple(kind for kind in KINDS if service in kind.passes)
+    ended = [outcome for outcome in seen.outcomes if outcome.began + outcome.seconds > killed]
+    errors = [outcome for outcome in seen.outcomes if outcome.error is not None]
+    told = [(outcome.kind.name, outcome.began - killed, outcome.seconds, outcome.error) for outcome in errors]
+    assert all(outcome.kind in mine and outcome in ended for outcome in errors), told
+    ended_as = {grpc.StatusCode.UNAVAILABLE}
+    if service == "transformer":
+        # Envoy resets a stream whose answer had begun, and has no other word for it than this.
+        ended_as.add(grpc.StatusCode.INTERNAL)
+    assert {outcome.error.code() for outcome in errors} <= ended_as, told
+    assert max(outcome.seconds for outcome in ended) < HANGS_S
+    if GENERATE in mine:
+        assert isinstance(broken, grpc.aio.AioRpcError)
+        assert broken.code() in ended_as, broken
+    else:
+        assert broken is None

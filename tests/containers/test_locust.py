@@ -1,0 +1,63 @@
+"""Locust in its container runs a load that its page's form has started."""
+
+import asyncio
+import json
+import urllib.parse
+import urllib.request
+
+from tests.containers.stack import FILES
+from tests.waiting import until
+
+ROWS = {"Generate", "Generate TTFT", "ModelInfer at the predictor"}
+
+
+def fetch(url: str, form: dict[str, str] | None = None) -> str:
+    data = urllib.parse.urlencode(form).encode() if form else None
+    with urllib.request.urlopen(url, data, timeout=10) as answer:
+        return answer.read().decode()
+
+
+def stats(page: str) -> dict:
+    return json.loads(fetch(f"{page}/stats/requests"))
+
+
+async def run_a_load(page: str) -> None:
+    """Fills in the page's form, waits for samples of every row, and stops."""
+    form = {"user_count": "4", "spawn_rate": "4", "host": "http://envoy:8080"}
+    assert json.loads(fetch(f"{page}/swarm", form))["success"]
+    rows: dict[str, dict] = {}
+
+    async def every_row_has_samples():
+        rows.update({row["name"]: row for row in (await asyncio.to_thread(stats, page))["stats"]})
+        return rows.keys() >= ROWS and all(rows[name]["num_requests"] >= 5 for name in ROWS)
+
+    await until(every_row_has_samples, timeout_s=60)
+    assert json.loads(fetch(f"{page}/stop", {"stop": "1"}))["success"]
+    assert {name: row["num_failures"] for name, row in rows.items()} == dict.fromkeys(rows, 0)
+
+
+async def test_the_form_starts_a_load_against_envoy_by_name(stack):
+    assert "Locust" in fetch(stack.locust_page)
+    assert stats(stack.locust_page)["state"] == "ready", "it is idle until started"
+    with stack.timed("Locust: five samples of every row"):
+        await run_a_load(stack.locust_page)
+
+
+async def test_workers_share_the_load(stack):
+    files = (*FILES, "compose.workers.yaml")
+    with stack.timed("up with compose.workers.yaml"):
+        stack.compose("up", "--wait", "--no-build", "locust", "locust-worker", files=files)
+    try:
+        await until(lambda: len(stats(stack.locust_page).get("workers", ())) == 2)
+        await run_a_load(stack.locust_page)
+    finally:
+        stack.compose("up", "--wait", "--no-build", "--remove-orphans")
+
+
+async def test_the_collector_has_seen_every_hop(stack):
+    hops = {"envoy-ingress", "envoy-inner", "millrace-transformer", "millrace-predictor"}
+
+    async def all_seen():
+        return hops <= set(json.loads(await asyncio.to_thread(fetch, f"{stack.jaeger_page}/api/services"))["data"])
+
+    await until(all_seen, timeout_s=60)

@@ -1,0 +1,89 @@
+"""From a clean engine to an answer, and a record that outlives the containers."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import uuid
+
+import pytest
+
+from tests.containers.stack import ROOT
+
+README = (ROOT / "README.md").read_text()
+BUF = ROOT / ".tools" / "node_modules" / ".bin"
+PATH = f"{BUF}{os.pathsep}{os.environ['PATH']}"
+CLIENTS = ROOT / ".venv-clients" / "bin" / "python"
+CODE = ROOT / "millrace" / "__init__.py"
+
+
+def run(stack, *command: str) -> str:
+    command = tuple(part.replace("127.0.0.1:8080", stack.gateway) for part in command)
+    done = subprocess.run(command, env=os.environ | {"PATH": PATH}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def buf(stack, method: str, request: dict) -> list[dict]:
+    """The messages of a call that `buf curl` makes by reflection."""
+    if shutil.which("buf", path=PATH) is None:
+        pytest.skip("buf is not installed (npm package @bufbuild/buf)")
+    url = f"http://{stack.gateway}/{method}"
+    output = run(stack, "buf", "curl", "--protocol", "grpc", "--http2-prior-knowledge", "-d", json.dumps(request), url)
+    decoder, messages = json.JSONDecoder(), []
+    while output := output.lstrip():
+        message, end = decoder.raw_decode(output)
+        messages.append(message)
+        output = output[end:]
+    return messages
+
+
+def test_buf_curl_streams(stack):
+    request = {"model": "storyteller", "prompt": "Once upon a time", "maxTokens": 30, "ignoreEos": True}
+    with stack.timed("buf curl: 30 tokens"):
+        messages = buf(stack, "millrace.v1.TextGeneration/Generate", request)
+    assert len(messages) >= 20
+    assert messages[-1]["finishReason"] == "length"
+
+
+def test_curl_streams(stack):
+    body = json.dumps({"model": "storyteller", "prompt": "Once", "max_tokens": 20, "stream": True})
+    with stack.timed("curl: 20 tokens as server-sent events"):
+        output = run(stack, "curl", "-sSN", "http://127.0.0.1:8080/v1/completions", "-d", body)
+    assert output.count("data: {") >= 10
+    assert output.rstrip().endswith("data: [DONE]")
+
+
+def test_tritons_own_client_streams(stack):
+    if not CLIENTS.exists():
+        pytest.skip("the clients' own environment is not installed (make .venv-clients/.installed)")
+    (script,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    with stack.timed("tritonclient: 40 tokens"):
+        output = run(stack, str(CLIENTS), "-c", script)
+    assert len(output.splitlines()) > 10
+
+
+def test_a_record_outlives_the_containers(stack):
+    request_id = f"kept-{uuid.uuid4()}"
+    header = f"x-request-id: {request_id}"
+    body = json.dumps({"model": "normalizer", "prompt": "date: 3 Mar 2021"})
+    assert "2021-03-03" in run(stack, "curl", "-sS", "-H", header, "http://127.0.0.1:8080/v1/completions", "-d", body)
+    with stack.timed("down"):
+        stack.compose("down")
+    assert not stack.containers("logger")
+    with stack.timed("up --wait, with everything built"):
+        stack.compose("up", "--wait")
+    (record,) = buf(stack, "millrace.v1.PayloadLog/Query", {"requestId": request_id})
+    assert record["text"] == "2021-03-03"
+
+
+def test_a_change_of_code_is_built_in_seconds(stack):
+    before = CODE.read_bytes()
+    try:
+        CODE.write_bytes(before + f"\n# {uuid.uuid4()}\n".encode())
+        with stack.timed("build after a change of code"):
+            stack.compose("build")
+    finally:
+        CODE.write_bytes(before)
+    assert stack.took("build after a change of code") <= 15
