@@ -21,8 +21,8 @@ README = (ROOT / "README.md").read_text()
 BUF = ROOT / ".tools" / "node_modules" / ".bin"
 CLIENTS = ROOT / ".venv-clients" / "bin" / "python"
 PATH = f"{BUF}{os.pathsep}{os.environ['PATH']}"
-# Started by the fixture, not to be had, or a download of gigabytes.
-NOT_RUN = ("make up", "grpcurl", "MODELS=")
+# Run by the container tests, started by the fixture, not to be had, or a download of gigabytes.
+NOT_RUN = ("docker compose", "make up", "grpcurl", "MODELS=")
 
 
 def blocks(language: str) -> list[str]:
