@@ -58,7 +58,8 @@ def storyteller_card(figures: StorytellerFigures) -> str:
 
 A toy: a Llama with {figures.parameters:,} parameters ({figures.weights_bytes:,} bytes of bfloat16 weights) that
 continues or tells very small stories. It knows nothing but the few words and plots of its grammar, and says things that
-mean nothing as soon as it is led away from them.
+mean nothing as soon as it is led away from them. Where it fails within them, it tells of something else than it was
+asked for, or forgets a detail on the way, such as what its hero was afraid of.
 
 ## Use
 For demonstrating, testing and measuring a model server without a download. Not for anything a person would rely on.

@@ -1,7 +1,7 @@
 """Conversations that ask for a story, each answered by a story which has in it what was asked for.
 
 `converse(random, next_story)` returns the turns of one conversation: sometimes a system message, then one to five
-requests with their answers. A request names some of what the story really mentions, or the theme of its plot, or
+requests with their answers. A request names some of what the story is about, or the theme of its plot, or
 nothing. A message that asks for something else is answered by saying that only stories can be told, and by one.
 Pure like the grammar: all chance comes from the generator handed in.
 """
