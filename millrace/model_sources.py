@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 DEFAULT_MODELS = "storyteller=models/storyteller,normalizer=models/normalizer"
 
@@ -23,6 +25,12 @@ class ModelSource:
     @property
     def is_local(self) -> bool:
         return Path(self.location).is_dir()
+
+
+def read_config(folder: Path, name: str) -> dict[str, Any]:
+    """A JSON file of a model's folder; empty where there is none; ValueError where it is not JSON."""
+    path = folder / name
+    return dict(json.loads(path.read_text())) if path.is_file() else {}
 
 
 def parse_models(text: str) -> tuple[ModelSource, ...]:

@@ -6,7 +6,6 @@ model and its memory is found here and said in one line (StartupError), not by t
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from millrace.errors import StartupError
 from millrace.hub import Report, fetch
-from millrace.model_sources import ModelSource
+from millrace.model_sources import ModelSource, read_config
 from millrace.sampling import SamplingParameters, defaults_of
 from services.predictor.engine.interface import Engine, EngineLimits
 from services.predictor.engine.row_engine import RowEngine
@@ -92,7 +91,7 @@ def _load(source: ModelSource, settings: PredictorSettings, device: torch.device
         type(model).__name__,
         device.type,
         str(model.dtype).removeprefix("torch."),
-        defaults_of(_read_json(folder / "generation_config.json"), is_encoder_decoder),
+        defaults_of(read_config(folder, "generation_config.json"), is_encoder_decoder),
         engine,
     )
     logger.info(
@@ -168,10 +167,6 @@ def _end_ids(ids: int | Iterable[int] | None) -> frozenset[int]:
     if ids is None:
         return frozenset()
     return frozenset([ids] if isinstance(ids, int) else ids)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text())) if path.is_file() else {}
 
 
 def _first_line(error: Exception) -> str:

@@ -26,6 +26,12 @@ def request_id_of(context: Context, given: str = "") -> str:
     return str(uuid.uuid4())
 
 
+def check_message_count(count: int) -> None:
+    """Refuses a conversation of more messages than are rendered; to be asked before they are looked at."""
+    if count > MAX_MESSAGES:
+        raise InvalidRequestError(f"{count} messages, at most {MAX_MESSAGES} are allowed")
+
+
 def rest_timeout_s(context: Context) -> float | None:
     """Seconds that the header `x-timeout-ms` gives a REST request, which the gateway has checked."""
     for key, value in context.invocation_metadata() or ():

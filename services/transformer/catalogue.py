@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from millrace.errors import MillraceError, NotFoundError, NotReadyError, StartupError
 from millrace.hub import fetch
-from millrace.model_sources import ModelSource
+from millrace.model_sources import ModelSource, read_config
 from millrace.sampling import ContextLimits, SamplingParameters, defaults_of
 from services.transformer.predictor_client import PredictorClient
 from services.transformer.tokenizer import FILES, TextTokenizer
@@ -33,13 +32,9 @@ def load_model(source: ModelSource, pool: ThreadPoolExecutor) -> TextModel:
     """Reads a model's tokenizer; blocks; raises StartupError."""
     folder = fetch(source, FILES)
 
-    def read(name: str) -> dict[str, object]:
-        path = folder / name
-        return dict(json.loads(path.read_text())) if path.is_file() else {}
-
     try:
-        is_encoder_decoder = bool(read("config.json").get("is_encoder_decoder"))
-        defaults = defaults_of(read("generation_config.json"), is_encoder_decoder)
+        is_encoder_decoder = bool(read_config(folder, "config.json").get("is_encoder_decoder"))
+        defaults = defaults_of(read_config(folder, "generation_config.json"), is_encoder_decoder)
     except (ValueError, MillraceError) as error:
         raise StartupError(f"model {source.name}: {folder}: {error}") from None
     return TextModel(source.name, TextTokenizer(source.name, folder, pool), defaults)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from millrace.errors import InvalidRequestError
 from millrace.sampling import SamplingParameters
-from services.transformer.calls import MAX_MESSAGES
+from services.transformer.calls import check_message_count
 
 # Larger than any prompt, its JSON escapes included; parsing more would stop the event loop.
 MAX_BODY_BYTES = 8 * 1024 * 1024
@@ -123,10 +123,6 @@ class ChatCompletionRequest(_Request):
         return given if limit is None else given | {"max_tokens": limit}
 
 
-def _length(value: Any) -> int:
-    return len(value) if isinstance(value, list) else 0
-
-
 RequestT = TypeVar("RequestT", bound=_Request)
 
 
@@ -136,8 +132,8 @@ def parse(cls: type[RequestT], body: bytes) -> RequestT:
         raise InvalidRequestError(f"the body has {len(body)} bytes, more than any prompt")
     try:
         values = orjson.loads(body)
-        if isinstance(values, dict) and _length(values.get("messages")) > MAX_MESSAGES:
-            raise InvalidRequestError(f"{len(values['messages'])} messages, at most {MAX_MESSAGES} are allowed")
+        if isinstance(values, dict) and isinstance(messages := values.get("messages"), list):
+            check_message_count(len(messages))
         request = cls.model_validate(values)
     except orjson.JSONDecodeError as error:
         raise InvalidRequestError(f"the body is not JSON: {error}") from None

@@ -6,11 +6,10 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from millrace.errors import InvalidRequestError
 from millrace.interceptors import Context
 from millrace.protos import millrace_pb2 as pb
 from millrace.protos import millrace_pb2_grpc
-from services.transformer.calls import MAX_MESSAGES, REQUEST_ID, TTFT_MS, as_metadata, request_id_of
+from services.transformer.calls import REQUEST_ID, TTFT_MS, as_metadata, check_message_count, request_id_of
 from services.transformer.pipeline import Origin, Pipeline, TextChunk, TextRequest
 
 _PROTOCOL = "millrace.v1.TextGeneration/Generate"
@@ -28,8 +27,7 @@ class TextGenerationServicer(millrace_pb2_grpc.TextGenerationServicer):
         request_id = origin.request_id
         context.set_trailing_metadata(((REQUEST_ID, as_metadata(request_id)),))
         with self._pipeline.recording_refusals(origin, request.model):
-            if len(request.messages) > MAX_MESSAGES:
-                raise InvalidRequestError(f"{len(request.messages)} messages, at most {MAX_MESSAGES} are allowed")
+            check_message_count(len(request.messages))
         asked = TextRequest(
             origin=origin,
             model=request.model,

@@ -1,6 +1,6 @@
 """Runs a model of transformers one row at a time, with transformers' own caches.
 
-It serves whatever `generate` can serve: every causal and every encoder-decoder architecture, at the
+It serves every causal and encoder-decoder architecture of attention that `generate` can serve, at the
 price of one forward pass a row. `logits(sequence)` returns the next token's logits [vocabulary] and
 brings the sequence's cache up to date with its ids; it can be called again after it raised.
 """
