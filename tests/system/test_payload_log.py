@@ -8,6 +8,7 @@ import pytest
 
 from millrace.protos import millrace_pb2, millrace_pb2_grpc
 from tests.system.calls import channel, generate, rest, text_of
+from tests.waiting import until
 
 
 async def records(stack, count=1, **filters):
@@ -83,4 +84,16 @@ async def test_streams_do_not_need_the_logger_and_it_gets_every_record_later(new
     answers = await asyncio.gather(*(rest(stack.gateway, "POST", "/v1/completions", body) for _ in range(4)))
     assert all(answer.status == 200 and answer.events[-1] == "[DONE]" for answer in answers)
     await stack.wait_ready(timeout_s=30)
+
+    async def log_is_routed():
+        # The gateway probes the logger once a second: it may know of its return a little later than we do.
+        try:
+            await records(stack, 0, model="storyteller")
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            return False
+        return True
+
+    await until(log_is_routed)
     assert len(await records(stack, 4, model="storyteller")) == 4
