@@ -30,6 +30,10 @@ load: $(DEV_DEPENDENCIES) ## Locust's browser UI against a running stack
 	@port=$${LOCUST_PORT:-$$(sed -n 's/^LOCUST_PORT=//p' .env)}; gateway=$${GATEWAY_PORT:-$$(sed -n 's/^GATEWAY_PORT=//p' .env)}; \
 	exec $(VENV)/bin/locust -f loadtest/locustfile.py --web-host 127.0.0.1 --web-port $$port --host http://127.0.0.1:$$gateway
 
+.PHONY: bench
+bench: $(RUN_DEPENDENCIES) ## the engine beside its peers, installed once (BENCH="--rounds 3 --only llama-10M")
+	@exec $(VENV)/bin/python -m bench.engine $(BENCH)
+
 .PHONY: test
 test: $(DEV_DEPENDENCIES) $(CLIENTS) $(NODE_TOOLS) ## all tests but those of the containers
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile $(PYTEST)

@@ -18,6 +18,7 @@ from millrace.model_sources import ModelSource
 logger = logging.getLogger(__name__)
 
 _PROGRESS_INTERVAL_S = 2.0
+_MODEL_FILES = ("config.json", "model.py", "modules.json")  # Any of these makes a folder a model.
 
 Report = Callable[[str], None]
 
@@ -30,8 +31,10 @@ def fetch(source: ModelSource, patterns: Sequence[str], report: Report = lambda 
     """
     if source.is_local:
         folder = Path(source.location)
-        if not (folder / "config.json").is_file():
-            raise StartupError(f"model {source.name}: {folder} has no config.json; is it a folder of save_pretrained?")
+        if not any((folder / name).is_file() for name in _MODEL_FILES):
+            raise StartupError(
+                f"model {source.name}: {folder} has no config.json, as save_pretrained writes it, and no model.py"
+            )
         return folder
     where = f"model {source.name}: {source.location}"
 

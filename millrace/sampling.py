@@ -1,15 +1,18 @@
 """How tokens are chosen: the one table of sampling parameters, their limits and their defaults.
 
 Every front end (gRPC, OIP, OpenAI) and the predictor read requests through `SamplingParameters`, so
-a parameter means the same and is refused with the same words everywhere.
+a parameter means the same and is refused with the same words everywhere. What ends a sequence is
+decided here too: `may_end`, `end_ids` and `finish_reason`, for the sampler and for the engine.
 """
 
 from __future__ import annotations
 
+import json
+import reprlib
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -18,6 +21,11 @@ from millrace.protos import inference_pb2
 
 DEFAULT_MAX_TOKENS = 256
 GREEDY_BELOW = 1e-5  # A temperature that divides logits beyond what a float holds.
+MAX_STOP_TOKEN_IDS = 64
+MAX_TOP_LOGPROBS = 20  # OpenAI's limit.
+MAX_CACHE_SALT = 256
+
+_MAX_LIST_TEXT = 2048  # Characters; MAX_STOP_TOKEN_IDS of any vocabulary's ids are shorter.
 
 
 @dataclass(frozen=True)
@@ -34,12 +42,12 @@ class ContextLimits:
 
 
 class SamplingParameters(BaseModel):
-    """What a request says of sampling; numbers may be given as text, since some clients send only that."""
+    """What a request says of sampling; numbers and lists of them may be text, since some clients send only that."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     max_tokens: int | None = Field(None, ge=1, description="Tokens at most; 256, or what the context has left if less.")
-    min_tokens: int = Field(0, ge=0, description="Neither end nor stop string counts before so many tokens.")
+    min_tokens: int = Field(0, ge=0, description="No end, stop token or stop string counts before so many.")
     temperature: float = Field(
         1.0, ge=0, le=100, description="Below 1e-5 greedy; 0 by default for encoder-decoder models."
     )
@@ -51,15 +59,36 @@ class SamplingParameters(BaseModel):
     presence_penalty: float = Field(0.0, ge=-100, le=100, description="Of tokens in the output; 0 is off.")
     frequency_penalty: float = Field(0.0, ge=-100, le=100, description="Of tokens in the output, times their count.")
     ignore_eos: bool = Field(False, description="Goes on after the end-of-sequence token.")
+    stop_token_ids: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] = Field(
+        (), max_length=MAX_STOP_TOKEN_IDS, description="Each ends the output, as its last id and without its text."
+    )
     logprobs: bool = Field(False, description="Reports each token's log probability.")
+    top_logprobs: int = Field(
+        0, ge=0, le=MAX_TOP_LOGPROBS, description="Reports so many of the likeliest tokens too; needs logprobs."
+    )
+    cache_salt: str = Field(
+        "", max_length=MAX_CACHE_SALT, description="Cached prefixes are shared only with requests of the same salt."
+    )
     chunk_tokens: int = Field(1, ge=1, le=4096, description="Tokens a message at least, but for the last.")
     chunk_ms: int = Field(0, ge=0, le=600_000, description="Milliseconds held back for chunk_tokens; 0: no limit.")
 
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_truth_as_number(cls, value: Any, info: Any) -> Any:
-        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
+        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation not in (bool, str):
             raise ValueError("a number is needed")
+        return value
+
+    @field_validator("stop_token_ids", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        """A list, or its text, with or without brackets."""
+        if isinstance(value, str) and len(value) <= _MAX_LIST_TEXT:
+            text = value.strip()
+            text = text[1:-1].strip() if text.startswith("[") and text.endswith("]") else text
+            return text.split(",") if text else ()
+        if not isinstance(value, (list, tuple)) or any(isinstance(item, bool) for item in value[:MAX_STOP_TOKEN_IDS]):
+            raise ValueError("a list of token ids is needed")
         return value
 
     def changed(self, given: Mapping[str, Any]) -> SamplingParameters:
@@ -72,7 +101,7 @@ class SamplingParameters(BaseModel):
             if first["type"] == "extra_forbidden":
                 raise InvalidRequestError(f"unknown parameter {name!r}") from None
             raise InvalidRequestError(
-                f"{name}={first['input']!r}: {first['msg'].removeprefix('Value error, ')}"
+                f"{name}={reprlib.repr(first['input'])}: {first['msg'].removeprefix('Value error, ')}"
             ) from None
 
     def resolved(self, room: int) -> SamplingParameters:
@@ -84,8 +113,28 @@ class SamplingParameters(BaseModel):
         max_tokens = self.max_tokens or min(DEFAULT_MAX_TOKENS, room)
         if self.min_tokens > max_tokens:
             raise InvalidRequestError(f"min_tokens={self.min_tokens} is more than max_tokens={max_tokens}")
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError(f"top_logprobs={self.top_logprobs} needs logprobs")
         seed = secrets.randbits(63) if self.seed is None else self.seed
         return self.model_copy(update={"max_tokens": max_tokens, "seed": seed})
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    def may_end(self, produced: int) -> bool:
+        """Whether the token after `produced` ones may be one of `end_ids`."""
+        return produced >= self.min_tokens
+
+    def end_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
+        """The tokens that end a sequence that may end; `eos_ids` are the model's own."""
+        return frozenset(self.stop_token_ids) if self.ignore_eos else eos_ids.union(self.stop_token_ids)
+
+    def finish_reason(self, token_id: int, produced: int, eos_ids: frozenset[int]) -> str | None:
+        """Why a sequence ends with `token_id`, if it does, after `produced` tokens before it."""
+        if self.may_end(produced) and token_id in self.end_ids(eos_ids):
+            return "stop"
+        return "length" if produced + 1 >= (self.max_tokens or 0) else None
 
 
 def defaults_of(generation_config: Mapping[str, Any], is_encoder_decoder: bool) -> SamplingParameters:
@@ -103,7 +152,7 @@ def markdown_table() -> str:
     """The parameters with their defaults and meanings, as README prints them."""
     rows = ["| parameter | default | meaning |", "|---|---|---|"]
     for name, field in SamplingParameters.model_fields.items():
-        default = "" if field.default is None else str(field.default).lower()
+        default = "" if field.default in (None, "", ()) else str(field.default).lower()
         rows.append(f"| `{name}` | {default} | {field.description} |")
     return "\n".join(rows)
 
@@ -126,7 +175,7 @@ def parameters_of(given: Mapping[str, inference_pb2.InferParameter]) -> dict[str
 
 
 def set_parameters(target: Any, values: Mapping[str, Any]) -> None:
-    """Writes plain values to an OIP parameter map; None is left out."""
+    """Writes plain values to an OIP parameter map, lists as JSON; None is left out."""
     for name, value in values.items():
         if isinstance(value, bool):
             target[name].bool_param = value
@@ -137,5 +186,7 @@ def set_parameters(target: Any, values: Mapping[str, Any]) -> None:
                 target[name].uint64_param = value
         elif isinstance(value, float):
             target[name].double_param = value
+        elif isinstance(value, (list, tuple)):
+            target[name].string_param = json.dumps(value)
         elif value is not None:
             target[name].string_param = str(value)

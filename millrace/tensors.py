@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,7 @@ _CONTENTS_FIELD: Mapping[str, str] = {
     "FP64": "fp64_contents",
     BYTES: "bytes_contents",
 }
+DATATYPES = frozenset(_NUMPY)
 _LENGTH = struct.Struct("<I")
 _MAX_ELEMENTS = 2**59  # Bytes of any datatype stay within 63 bits.
 
@@ -71,6 +72,15 @@ class Tensor:
     array: Array
 
 
+@dataclass(frozen=True)
+class RawTensor:
+    """A tensor's raw contents with its protocol datatype: what need not be looked at, and what numpy cannot hold."""
+
+    datatype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
 def decode_inputs(request: inference_pb2.ModelInferRequest) -> dict[str, Tensor]:
     """The request's inputs by name."""
     return _decode(request.inputs, request.raw_input_contents, "input")
@@ -79,6 +89,33 @@ def decode_inputs(request: inference_pb2.ModelInferRequest) -> dict[str, Tensor]
 def decode_outputs(response: inference_pb2.ModelInferResponse) -> dict[str, Tensor]:
     """The response's outputs by name."""
     return _decode(response.outputs, response.raw_output_contents, "output")
+
+
+def raw_inputs(request: inference_pb2.ModelInferRequest) -> dict[str, RawTensor]:
+    """The request's inputs by name, checked as `decode_inputs` checks them but not decoded."""
+    tensors = {}
+    for name, description, raw in _described(request.inputs, request.raw_input_contents, "input"):
+        dtype, shape = _dtype(name, description.datatype), _shape(name, description.shape)
+        if raw is None:
+            array = _from_typed(name, description.datatype, dtype, shape, description.contents)
+            raw = encode_raw(Tensor(name, description.datatype, array))
+        elif description.datatype == BYTES:
+            _check_count(name, shape, math.prod(shape), sum(1 for _ in _bytes_spans(name, raw)))
+        else:
+            _from_raw(name, description.datatype, dtype, shape, raw)
+        tensors[name] = RawTensor(description.datatype, shape, raw)
+    return tensors
+
+
+def decode_raw(name: str, tensor: RawTensor) -> Array:
+    """The tensor's array."""
+    return _from_raw(name, tensor.datatype, _dtype(name, tensor.datatype), tensor.shape, tensor.data)
+
+
+def add_raw_output(response: inference_pb2.ModelInferResponse, name: str, tensor: RawTensor) -> None:
+    """Appends raw contents to a response, as they are."""
+    response.outputs.add(name=name, datatype=tensor.datatype, shape=tensor.shape)
+    response.raw_output_contents.append(tensor.data)
 
 
 def add_input(request: inference_pb2.ModelInferRequest, tensor: Tensor) -> None:
@@ -111,27 +148,37 @@ def bytes_tensor(name: str, values: Iterable[bytes]) -> Tensor:
     return Tensor(name, BYTES, array)
 
 
-def _decode(described: Sequence[Any], raw: Sequence[bytes], kind: str) -> dict[str, Tensor]:
-    if raw and len(raw) != len(described):
-        raise InvalidRequestError(f"{len(described)} {kind}s but {len(raw)} raw contents: raw must hold every {kind}")
+def _decode(described: Sequence[Any], raw_contents: Sequence[bytes], kind: str) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
+    for name, description, raw in _described(described, raw_contents, kind):
+        dtype, shape = _dtype(name, description.datatype), _shape(name, description.shape)
+        if raw is None:
+            array = _from_typed(name, description.datatype, dtype, shape, description.contents)
+        else:
+            array = _from_raw(name, description.datatype, dtype, shape, raw)
+        tensors[name] = Tensor(name, description.datatype, array)
+    return tensors
+
+
+def _described(
+    described: Sequence[Any], raw_contents: Sequence[bytes], kind: str
+) -> Iterator[tuple[str, Any, bytes | None]]:
+    """Each tensor's name, its description and its raw contents, which are None where they are typed."""
+    if raw_contents and len(raw_contents) != len(described):
+        raise InvalidRequestError(
+            f"{len(described)} {kind}s but {len(raw_contents)} raw contents: raw must hold every {kind}"
+        )
+    names: set[str] = set()
     for index, description in enumerate(described):
         name = description.name
         if not name:
             raise InvalidRequestError(f"{kind} {index} has no name")
-        if name in tensors:
+        if name in names:
             raise InvalidRequestError(f"{kind} {name!r} is given twice")
-        typed = description.HasField("contents")
-        if raw and typed:
+        names.add(name)
+        if raw_contents and description.HasField("contents"):
             raise InvalidRequestError(f"{kind} {name!r} has both raw and typed contents")
-        dtype = _dtype(name, description.datatype)
-        shape = _shape(name, description.shape)
-        if raw:
-            array = _from_raw(name, description.datatype, dtype, shape, raw[index])
-        else:
-            array = _from_typed(name, description.datatype, dtype, shape, description.contents)
-        tensors[name] = Tensor(name, description.datatype, array)
-    return tensors
+        yield name, description, raw_contents[index] if raw_contents else None
 
 
 def _dtype(name: str, datatype: str) -> np.dtype[Any]:
@@ -171,17 +218,21 @@ def _from_raw(name: str, datatype: str, dtype: np.dtype[Any], shape: tuple[int, 
 
 
 def _split_bytes(name: str, raw: bytes) -> list[bytes]:
-    items, at = [], 0
+    return [raw[start:end] for start, end in _bytes_spans(name, raw)]
+
+
+def _bytes_spans(name: str, raw: bytes) -> Iterator[tuple[int, int]]:
+    """Where each element of a BYTES tensor begins and ends."""
+    at = 0
     while at < len(raw):
-        end = at + _LENGTH.size
-        if end > len(raw):
+        start = at + _LENGTH.size
+        if start > len(raw):
             raise InvalidRequestError(f"tensor {name!r}: BYTES contents end inside a length")
         (length,) = _LENGTH.unpack_from(raw, at)
-        at = end + length
+        at = start + length
         if at > len(raw):
             raise InvalidRequestError(f"tensor {name!r}: BYTES element of {length} bytes ends beyond the contents")
-        items.append(raw[end:at])
-    return items
+        yield start, at
 
 
 def _from_typed(

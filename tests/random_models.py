@@ -12,18 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+import transformers as hf
 
 ROOT = Path(__file__).parent.parent
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -31,44 +20,109 @@ VOCABULARY = 1536
 _IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _COMMON = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, **_IDS}
 
-ARCHITECTURES: Mapping[str, Callable[[], Any]] = {
-    "llama": lambda: LlamaForCausalLM(
-        LlamaConfig(**_COMMON, intermediate_size=128, num_key_value_heads=2, max_position_embeddings=256)
+_GROUPED = {**_COMMON, "intermediate_size": 128, "num_key_value_heads": 2, "max_position_embeddings": 256}
+_T5 = {
+    "vocab_size": VOCABULARY,
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 128,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+}
+
+# Decoders that take an attention function.
+PAGED: Mapping[str, Callable[[], Any]] = {
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_GROUPED)),
+    "opt": lambda: hf.OPTForCausalLM(
+        hf.OPTConfig(**_COMMON, word_embed_proj_dim=64, ffn_dim=128, max_position_embeddings=256)
     ),
-    "opt": lambda: OPTForCausalLM(
-        OPTConfig(**_COMMON, word_embed_proj_dim=64, ffn_dim=128, max_position_embeddings=256)
+    "gpt2": lambda: hf.GPT2LMHeadModel(
+        hf.GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=256, **_IDS)
     ),
-    "qwen3": lambda: Qwen3ForCausalLM(
-        Qwen3Config(**_COMMON, intermediate_size=128, num_key_value_heads=2, head_dim=16, max_position_embeddings=256)
+    "qwen2": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**_GROUPED)),
+    "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**_GROUPED, head_dim=16)),
+    "gemma": lambda: hf.GemmaForCausalLM(hf.GemmaConfig(**_GROUPED, head_dim=16)),
+    "gemma3": lambda: hf.Gemma3ForCausalLM(
+        hf.Gemma3TextConfig(
+            **_GROUPED,
+            head_dim=16,
+            sliding_window=12,
+            query_pre_attn_scalar=16,
+            layer_types=["sliding_attention", "full_attention"],
+        )
     ),
-    "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=256, **_IDS)
+    "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**_GROUPED, head_dim=16, sliding_window=24)),
+    "phi3": lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**_GROUPED)),
+    "gpt_neox": lambda: hf.GPTNeoXForCausalLM(
+        hf.GPTNeoXConfig(**_COMMON, intermediate_size=128, max_position_embeddings=256)
     ),
-    "t5": lambda: T5ForConditionalGeneration(
-        T5Config(
+}
+# Those that are served one row at a time.
+ONE_ROW: Mapping[str, Callable[[], Any]] = {
+    "bloom": lambda: hf.BloomForCausalLM(
+        hf.BloomConfig(vocab_size=VOCABULARY, hidden_size=64, n_layer=2, n_head=4, tie_word_embeddings=False, **_IDS)
+    ),
+    "gemma2": lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**_GROUPED, head_dim=16, query_pre_attn_scalar=16)),
+    "mamba": lambda: hf.MambaForCausalLM(
+        hf.MambaConfig(vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, state_size=8, **_IDS)
+    ),
+    "bart": lambda: hf.BartForConditionalGeneration(
+        hf.BartConfig(
             vocab_size=VOCABULARY,
             d_model=64,
-            d_kv=16,
-            d_ff=128,
-            num_layers=2,
-            num_heads=4,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=128,
+            decoder_ffn_dim=128,
+            max_position_embeddings=256,
             decoder_start_token_id=0,
-            pad_token_id=0,
-            eos_token_id=2,
+            forced_eos_token_id=None,
+            **_IDS,
         )
     ),
 }
+RAGGED: Mapping[str, Callable[[], Any]] = {
+    "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**_T5)),
+    "flan": lambda: hf.T5ForConditionalGeneration(
+        hf.T5Config(**_T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+    ),
+}
+ARCHITECTURES: Mapping[str, Callable[[], Any]] = {**PAGED, **ONE_ROW, **RAGGED}
 
 
-def save_random_model(architecture: str, folder: Path, seed: int = 0) -> Any:
-    """Makes a model of that architecture, saves it with a tokenizer, and returns it in float32."""
+def random_model(architecture: str, seed: int = 0) -> Any:
+    """A model of that architecture in float32."""
     torch.manual_seed(seed)
     model = ARCHITECTURES[architecture]().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(0, (20 if "relative" in name else 1.5) / parameter.shape[1] ** 0.5)
+            if parameter.dim() == 2 and "A_log" not in name:
+                scale = 20 if "relative" in name else 4 if architecture == "bart" and "attn" in name else 1.5
+                if "embed_tokens" in name and architecture.startswith("gemma"):
+                    scale /= 64**0.5  # Gemma multiplies its embeddings by the root of their size.
+                parameter.normal_(0, scale / parameter.shape[1] ** 0.5)
     model.generation_config.eos_token_id = 2
+    return model
+
+
+def greedy(model: Any, prompt: list[int], length: int) -> list[int]:
+    """What transformers' `generate` gives: the oracle."""
+    ids = torch.tensor([prompt])
+    generated = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, min_new_tokens=length, do_sample=False
+    )
+    ids_out: list[int] = generated[0, -length:].tolist()
+    return ids_out
+
+
+def save_random_model(architecture: str, folder: Path, seed: int = 0) -> Any:
+    """Makes such a model, saves it with a tokenizer, and returns it."""
+    model = random_model(architecture, seed)
     model.save_pretrained(folder)
     for name in TOKENIZER_FILES:
         if (source := ROOT / "models" / "storyteller" / name).is_file():

@@ -2,8 +2,9 @@
 
 Inputs: `input_ids` INT64 or INT32, [N] or [1, N]; optional `output_ids` of the same kinds, tokens
 that were produced before. Sampling in `parameters`. Outputs of each response: `output_ids` INT32
-[k], and `logprobs` FP32 [k] where asked for; the last response's parameters carry `finish_reason`,
-`prompt_tokens`, `cached_tokens` and `completion_tokens`.
+[k]; where asked for, `logprobs` FP32 [k], and of the n likeliest tokens at each position, the best
+first, `top_logprob_ids` INT32 [k, n] and `top_logprobs` FP32 [k, n]. The last response's parameters
+carry `finish_reason`, `prompt_tokens`, `cached_tokens` and `completion_tokens`.
 """
 
 from __future__ import annotations
@@ -11,21 +12,25 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from millrace.errors import InvalidRequestError
 from millrace.protos import inference_pb2
 from millrace.sampling import parameters_of, set_parameters
 from millrace.tensors import Tensor, add_output, decode_inputs
 from services.predictor.engine.interface import Chunk, EngineLimits, GenerationRequest
-from services.predictor.loading import LoadedModel
-from services.predictor.repository import VERSION
+from services.predictor.generation_loading import LoadedModel
+from services.predictor.served_model import VERSION
 
 INPUT_IDS = "input_ids"
 OUTPUT_IDS = "output_ids"
 LOGPROBS = "logprobs"
-OUTPUTS = (OUTPUT_IDS, LOGPROBS)
+TOP_LOGPROB_IDS = "top_logprob_ids"
+TOP_LOGPROBS = "top_logprobs"
+OUTPUTS = (OUTPUT_IDS, LOGPROBS, TOP_LOGPROB_IDS, TOP_LOGPROBS)
 
 
 def read_request(
@@ -51,9 +56,13 @@ def read_request(
         raise InvalidRequestError(f"the prompt has {len(input_ids)} tokens, the context is {limits.context_length}")
     output_ids = _ids(tensors[OUTPUT_IDS], limits) if OUTPUT_IDS in tensors else []
     given = parameters_of(request.parameters)
-    if any(output.name == LOGPROBS for output in request.outputs):
+    wanted = {output.name for output in request.outputs}
+    if wanted - {OUTPUT_IDS}:
         given["logprobs"] = True
     sampling = model.defaults.changed(given).resolved(limits.room(len(input_ids)))
+    if wanted & {TOP_LOGPROB_IDS, TOP_LOGPROBS} and not sampling.top_logprobs:
+        raise InvalidRequestError("outputs 'top_logprob_ids' and 'top_logprobs' need the parameter top_logprobs")
+    _check_ids("stop_token_ids", np.array(sampling.stop_token_ids, dtype=np.int64), limits)
     if output_ids and len(output_ids) >= (sampling.max_tokens or 0):
         raise InvalidRequestError(f"output_ids has {len(output_ids)} tokens, max_tokens is {sampling.max_tokens}")
     deadline = None if time_remaining_s is None else time.monotonic() + time_remaining_s
@@ -67,7 +76,15 @@ def write_response(request: inference_pb2.ModelInferRequest, chunk: Chunk) -> in
     if OUTPUT_IDS in wanted:
         add_output(response, Tensor(OUTPUT_IDS, "INT32", np.array(chunk.output_ids, dtype=np.int32)))
     if LOGPROBS in wanted and chunk.logprobs:
-        add_output(response, Tensor(LOGPROBS, "FP32", np.array(chunk.logprobs, dtype=np.float32)))
+        chosen = [position.chosen for position in chunk.logprobs]
+        add_output(response, Tensor(LOGPROBS, "FP32", np.array(chosen, dtype=np.float32)))
+    if chunk.logprobs and chunk.logprobs[0].top:
+        # Ids and log probabilities, [k, n, 2]; float64 holds both.
+        top = np.array([position.top for position in chunk.logprobs])
+        if TOP_LOGPROB_IDS in wanted:
+            add_output(response, Tensor(TOP_LOGPROB_IDS, "INT32", top[:, :, 0].astype(np.int32)))
+        if TOP_LOGPROBS in wanted:
+            add_output(response, Tensor(TOP_LOGPROBS, "FP32", top[:, :, 1].astype(np.float32)))
     if chunk.finish_reason is not None:
         set_parameters(response.parameters, {"finish_reason": chunk.finish_reason})
     if chunk.usage is not None:
@@ -92,10 +109,12 @@ def _ids(tensor: Tensor, limits: EngineLimits) -> list[int]:
     if len(shape) not in (1, 2) or (len(shape) == 2 and shape[0] != 1):
         raise InvalidRequestError(f"{tensor.name} must have shape [N] or [1, N], not {list(shape)}")
     ids = tensor.array.ravel()
-    outside = ids[(ids < 0) | (ids >= limits.vocabulary_size)]
-    if outside.size:
-        raise InvalidRequestError(
-            f"{tensor.name}: token id {outside[0]} is outside of 0 to {limits.vocabulary_size - 1}"
-        )
+    _check_ids(tensor.name, ids, limits)
     result: list[int] = ids.tolist()
     return result
+
+
+def _check_ids(name: str, ids: NDArray[Any], limits: EngineLimits) -> None:
+    outside = ids[(ids < 0) | (ids >= limits.vocabulary_size)]
+    if outside.size:
+        raise InvalidRequestError(f"{name}: token id {outside[0]} is outside of 0 to {limits.vocabulary_size - 1}")

@@ -1,4 +1,4 @@
-"""The models that are served, and the state of each: loading, ready, or gone with its engine."""
+"""The models that are served, and the state of each: loading, ready, or gone with what runs it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from functools import partial
 
 import torch
 
-from millrace.errors import MillraceError, NotFoundError, NotReadyError, StartupError
+from millrace.errors import NotFoundError, NotReadyError
 from millrace.model_sources import ModelSource
 from millrace.threads import run_in_daemon_thread
-from services.predictor.engine.interface import GenerationRequest
-from services.predictor.loading import LoadedModel, choose_device, load
+from services.predictor.loading import load
+from services.predictor.served_model import VERSION, ServedModel
 from services.predictor.settings import PredictorSettings
-
-VERSION = "1"  # The one version that each model has.
+from services.predictor.weights import choose_device
 
 
 class ModelRepository:
@@ -23,26 +22,26 @@ class ModelRepository:
 
     def __init__(self, settings: PredictorSettings) -> None:
         self._settings = settings
-        self._models: dict[str, LoadedModel] = {}
+        self._models: dict[str, ServedModel] = {}
         self._progress = {source.name: "waiting to be loaded" for source in settings.models}
         self.sources: Sequence[ModelSource] = settings.models
 
     async def load_all(self) -> None:
-        """Loads every model and lets each generate once; raises StartupError."""
+        """Loads every model and tries each once; raises StartupError."""
         torch.set_num_threads(self._settings.threads or max(1, torch.get_num_threads() - 1))
         device = choose_device(self._settings.device)
         for source in self.sources:
             report = partial(self._progress.__setitem__, source.name)
             loading = partial(load, source, self._settings, device, report)
             model = await run_in_daemon_thread(f"load-{source.name}", loading)
-            await _warm_up(model)
+            await model.warm_up()
             self._models[source.name] = model
 
     async def engine_death(self) -> None:
-        """Waits until one of the engines dies, then raises a group with its EngineDeadError."""
+        """Waits until one of the models can serve no more, then raises a group with its EngineDeadError."""
         async with asyncio.TaskGroup() as group:
             for model in self._models.values():
-                group.create_task(model.engine.died())
+                group.create_task(model.died())
 
     @property
     def ready(self) -> bool:
@@ -55,7 +54,7 @@ class ModelRepository:
         """How far the loading of a model is; empty once it is ready."""
         return "" if name in self._models else self._progress[name]
 
-    def get(self, name: str, version: str = "") -> LoadedModel:
+    def get(self, name: str, version: str = "") -> ServedModel:
         """The model; raises NotFoundError, or NotReadyError while it loads."""
         if not any(source.name == name for source in self.sources):
             raise NotFoundError(f"no model {name!r}")
@@ -67,15 +66,4 @@ class ModelRepository:
 
     async def close(self) -> None:
         for model in self._models.values():
-            await asyncio.to_thread(model.engine.close)
-
-
-async def _warm_up(model: LoadedModel) -> None:
-    """Two real tokens through the engine, so that ready means that a generation works."""
-    sampling = model.defaults.changed({"max_tokens": 2, "ignore_eos": True}).resolved(2)
-    slot = model.engine.submit(GenerationRequest("warm-up", [0], sampling))
-    try:
-        while (await slot.read()).finish_reason is None:
-            pass
-    except MillraceError as error:
-        raise StartupError(f"model {model.name}: {model.architecture} is not served: {error.message}") from None
+            await asyncio.to_thread(model.close)

@@ -24,11 +24,25 @@ class PredictorSettings(ServiceSettings):
         "auto", description="auto is fp32 on the CPU and the model's own on CUDA."
     )
     threads: int = Field(0, ge=0, description="CPU threads of the model; 0 is all cores but one.")
-    max_running: int = Field(32, ge=1, description="Sequences generated at the same time, for each model.")
+    max_running: int = Field(32, ge=1, description="Sequences or Python requests that run at once, for each model.")
     max_waiting: int = Field(256, ge=0, description="Requests that may wait for that; more are refused.")
+    batch_rows: int = Field(32, ge=1, description="Rows that a model which classifies or embeds takes together.")
+    batch_delay_ms: float = Field(2.0, ge=0, le=1000, description="Milliseconds that such a row waits for others.")
     max_context: int = Field(
         0, ge=0, description="Tokens of prompt and output; 0: the model's, or what the cache holds."
     )
-    kv_cache_memory: ByteSize = Field(
-        ByteSize(1 << 30), gt=0, description="Memory for keys and values of each model, such as 512MiB."
+    kv_cache_memory: ByteSize | None = Field(
+        None,
+        gt=0,
+        description="Memory for keys and values of each model, such as 512MiB; by default 1GiB on the CPU, less in a "
+        "small container, and on CUDA what gpu_memory_share leaves.",
+    )
+    gpu_memory_share: float = Field(
+        0.85, gt=0, le=1, description="Share of the GPU's memory to take at most; with N predictors on it, 1/N of that."
+    )
+    step_tokens: int = Field(
+        256, ge=16, description="Tokens that one forward pass computes at most, of prompts and outputs together."
+    )
+    step_timeout_s: float = Field(
+        120.0, gt=0, description="A forward pass that takes longer is hung: the process ends and is started again."
     )

@@ -30,6 +30,7 @@ async def serve(settings: TransformerSettings) -> None:
     from services.transformer.openai_servicer import OpenAIServicer
     from services.transformer.pipeline import Pipeline
     from services.transformer.predictor_client import PredictorClient
+    from services.transformer.relay import Relay
     from services.transformer.text_generation_servicer import TextGenerationServicer
 
     predictor = PredictorClient(settings.predictor)
@@ -41,7 +42,7 @@ async def serve(settings: TransformerSettings) -> None:
     server = Server("transformer", settings.host, settings.port, settings.drain_s, (*_OWN, _PAYLOAD_LOG))
 
     # Methods that a servicer does not override answer UNIMPLEMENTED.
-    inference = InferenceServicer(pipeline, catalogue)  # type: ignore[abstract]
+    inference = InferenceServicer(pipeline, catalogue, Relay(predictor, tap))  # type: ignore[abstract]
     add_GRPCInferenceServiceServicer_to_server(inference, server.grpc)
     add_TextGenerationServicer_to_server(TextGenerationServicer(pipeline), server.grpc)
     add_OpenAIServicer_to_server(OpenAIServicer(pipeline), server.grpc)

@@ -1,4 +1,4 @@
-"""The text models: each one's tokenizer and defaults, and what the predictor says of it."""
+"""The models: a text model's tokenizer and defaults, and what the predictor says of it; which ones are relayed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from millrace.errors import MillraceError, NotFoundError, NotReadyError, StartupError
+from millrace.errors import InvalidRequestError, MillraceError, NotFoundError, NotReadyError, StartupError
 from millrace.hub import fetch
+from millrace.model_kinds import ModelKind, kind_of
 from millrace.model_sources import ModelSource, read_config
 from millrace.sampling import ContextLimits, SamplingParameters, defaults_of
 from services.transformer.predictor_client import PredictorClient
@@ -28,11 +29,20 @@ class TextModel:
     defaults: SamplingParameters
 
 
-def load_model(source: ModelSource, pool: ThreadPoolExecutor) -> TextModel:
-    """Reads a model's tokenizer; blocks; raises StartupError."""
+@dataclass(frozen=True)
+class RelayedModel:
+    """A model that needs no text processing."""
+
+    name: str
+
+
+def load_model(source: ModelSource, pool: ThreadPoolExecutor) -> TextModel | RelayedModel:
+    """Decides a model's kind and reads a text model's tokenizer; blocks; raises StartupError."""
     folder = fetch(source, FILES)
 
     try:
+        if kind_of(source, folder) is not ModelKind.GENERATION:
+            return RelayedModel(source.name)
         is_encoder_decoder = bool(read_config(folder, "config.json").get("is_encoder_decoder"))
         defaults = defaults_of(read_config(folder, "generation_config.json"), is_encoder_decoder)
     except (ValueError, MillraceError) as error:
@@ -47,7 +57,7 @@ class Catalogue:
         self._sources = sources
         self._predictor = predictor
         self._pool = pool
-        self._models: dict[str, TextModel] = {}
+        self._models: dict[str, TextModel | RelayedModel] = {}
         self._limits: dict[str, ContextLimits] = {}
         self.ready = False
 
@@ -56,12 +66,22 @@ class Catalogue:
         return [source.name for source in self._sources]
 
     def load_all(self) -> None:
-        """Reads every tokenizer; blocks; raises StartupError."""
+        """Makes every model known, one by one; blocks; raises StartupError."""
         for source in self._sources:
             self._models[source.name] = load_model(source, self._pool)
 
     def get(self, name: str, version: str = "") -> TextModel:
-        """The model; raises NotFoundError, or NotReadyError while it loads."""
+        """The text model; raises as `is_relayed`, and InvalidRequestError where the model is relayed."""
+        model = self._find(name, version)
+        if isinstance(model, RelayedModel):
+            raise InvalidRequestError(f"model {name!r} takes tensors, not text; call it by ModelInfer")
+        return model
+
+    def is_relayed(self, name: str, version: str = "") -> bool:
+        """Whether the model needs no text processing; raises NotFoundError, or NotReadyError while it loads."""
+        return isinstance(self._find(name, version), RelayedModel)
+
+    def _find(self, name: str, version: str) -> TextModel | RelayedModel:
         if name not in self.names:
             raise NotFoundError(f"no model {name!r}" if name else "the request names no model")
         if version not in ("", VERSION):
@@ -91,8 +111,9 @@ class Catalogue:
             self._limits.clear()
             return False
         try:
-            for name in self.names:
-                await self.limits(name)
+            for model in self._models.values():
+                if isinstance(model, TextModel):
+                    await self.limits(model.name)
         except MillraceError:
             return False
         return True

@@ -4,6 +4,8 @@ Inputs: `text_input` BYTES [1]; optional `stream` BOOL [1], `sampling_parameters
 `exclude_input_in_output` BOOL [1] (default true). Output: `text_output` BYTES [1]. Sampling
 parameters are read from the request's `parameters` too, which win. `ModelInfer` answers whole,
 `ModelStreamInfer` streams unless `stream` is false.
+
+Requests to a model that needs no text processing are relayed; one stream may mix both.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from millrace.tensors import BYTES, Tensor, add_output, bytes_tensor, decode_inp
 from services.transformer.calls import request_id_of
 from services.transformer.catalogue import VERSION, Catalogue
 from services.transformer.pipeline import Origin, Pipeline, TextChunk, TextRequest
+from services.transformer.relay import Relay
 
 _SERVICE = "inference.GRPCInferenceService"
 _TEXT_INPUT = "text_input"
@@ -44,9 +47,10 @@ class _Asked:
 
 
 class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
-    def __init__(self, pipeline: Pipeline, catalogue: Catalogue) -> None:
+    def __init__(self, pipeline: Pipeline, catalogue: Catalogue, relay: Relay) -> None:
         self._pipeline = pipeline
         self._catalogue = catalogue
+        self._relay = relay
 
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)
@@ -63,6 +67,8 @@ class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         return pb.ServerMetadataResponse(name="millrace", version=__version__, extensions=["model_configuration"])
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
+        if self._catalogue.is_relayed(request.name, request.version):
+            return await self._relay.metadata(request)
         model = self._catalogue.get(request.name, request.version)
         tensor = pb.ModelMetadataResponse.TensorMetadata
         return pb.ModelMetadataResponse(
@@ -74,6 +80,8 @@ class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         )
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
+        if self._catalogue.is_relayed(request.name, request.version):
+            return await self._relay.config(request)
         model = self._catalogue.get(request.name, request.version)
         kinds = {BYTES: model_config_pb2.TYPE_STRING, "BOOL": model_config_pb2.TYPE_BOOL}
         tensor_in, tensor_out = model_config_pb2.ModelInput, model_config_pb2.ModelOutput
@@ -93,14 +101,26 @@ class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         )
         return pb.ModelConfigResponse(config=config)
 
+    async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
+        return await self._relay.statistics(request)
+
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
-        return await self._whole(request, self._parse(request, context, "ModelInfer"))
+        origin = _origin(request, context, "ModelInfer")
+        if self._is_relayed(request, origin):
+            return await self._relay.infer(request, origin, context.time_remaining())
+        return await self._whole(request, self._parse(request, origin, context))
 
     async def ModelStreamInfer(
         self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context
     ) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
         async def answer(request: pb.ModelInferRequest) -> AsyncGenerator[pb.ModelInferResponse, None]:
-            asked = self._parse(request, context, "ModelStreamInfer")
+            origin = _origin(request, context, "ModelStreamInfer")
+            if self._is_relayed(request, origin):
+                async with aclosing(self._relay.stream(request, origin, context.time_remaining())) as relayed:
+                    async for response in relayed:
+                        yield response
+                return
+            asked = self._parse(request, origin, context)
             if not asked.stream:
                 response = await self._whole(request, asked)
                 response.parameters[FINAL].bool_param = True
@@ -118,8 +138,11 @@ class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
             async for response in responses:
                 yield response
 
-    def _parse(self, request: pb.ModelInferRequest, context: Context, method: str) -> _Asked:
-        origin = Origin(f"{_SERVICE}/{method}", request_id_of(context, request.id))
+    def _is_relayed(self, request: pb.ModelInferRequest, origin: Origin) -> bool:
+        with self._pipeline.recording_refusals(origin, request.model_name):
+            return self._catalogue.is_relayed(request.model_name, request.model_version)
+
+    def _parse(self, request: pb.ModelInferRequest, origin: Origin, context: Context) -> _Asked:
         with self._pipeline.recording_refusals(origin, request.model_name):
             return _parse(request, origin, context.time_remaining())
 
@@ -129,6 +152,10 @@ class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
             async for last in chunks:
                 text += last.text
         return _response(request, text, last)
+
+
+def _origin(request: pb.ModelInferRequest, context: Context, method: str) -> Origin:
+    return Origin(f"{_SERVICE}/{method}", request_id_of(context, request.id))
 
 
 def _parse(request: pb.ModelInferRequest, origin: Origin, timeout_s: float | None) -> _Asked:

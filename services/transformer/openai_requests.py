@@ -19,7 +19,7 @@ from services.transformer.calls import check_message_count
 # Larger than any prompt, its JSON escapes included; parsing more would stop the event loop.
 MAX_BODY_BYTES = 8 * 1024 * 1024
 
-_SAMPLING = tuple(name for name in SamplingParameters.model_fields if name != "logprobs")
+_SAMPLING = tuple(name for name in SamplingParameters.model_fields if name not in ("logprobs", "top_logprobs"))
 
 
 class StreamOptions(BaseModel):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,11 +54,16 @@ class TextRequest:
 
 @dataclass(frozen=True)
 class TextChunk:
-    """New text and the token ids behind it; the last one has `finish_reason` and `usage`."""
+    """New text and the token ids behind it; the last one has `finish_reason` and `usage`.
+
+    `logprobs` has one for each id where asked for, and so has `top_logprobs`: the likeliest tokens
+    there with their log probabilities, best first.
+    """
 
     text: str
     token_ids: list[int]
     logprobs: list[float]
+    top_logprobs: list[list[tuple[int, float]]]
     finish_reason: str | None = None
     usage: Usage | None = None
     elapsed_s: float = 0.0  # Since the request arrived.
@@ -120,7 +125,7 @@ class Pipeline:
 
         follows = [] if limits.is_encoder_decoder else prompt_ids
         detokenizer = Detokenizer(model.tokenizer.backend, follows, request.stop, sampling.min_tokens)
-        assembler = _Assembler(detokenizer, len(prompt_ids))
+        assembler = _Assembler(detokenizer, len(prompt_ids), sampling.stop_token_ids)
         timeout_s = None if request.timeout_s is None else request.timeout_s - (time.monotonic() - arrived)
         if timeout_s is not None and timeout_s <= 0:
             raise DeadlineError("the deadline passed before generation began")
@@ -144,17 +149,23 @@ class Pipeline:
 
 
 class _Assembler:
-    """Turns a predictor's chunks into text chunks; a stop string ends the answer before the predictor does."""
+    """Turns a predictor's chunks into text chunks; a stop string ends the answer before the predictor does.
 
-    def __init__(self, detokenizer: Detokenizer, prompt_tokens: int) -> None:
+    The stop token that ends an answer is among its ids, and its text is not in the answer's.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, prompt_tokens: int, stop_token_ids: Iterable[int]) -> None:
         self._detokenizer = detokenizer
         self._prompt_tokens = prompt_tokens
+        self._stop_token_ids = frozenset(stop_token_ids)
         self._produced = 0
 
     def take(self, chunk: TokenChunk, elapsed_s: float) -> TextChunk:
         text, used = "", 0
+        written = len(chunk.token_ids) - self._ends_with_stop_token(chunk)
         for token_id in chunk.token_ids:
-            text += self._detokenizer.push(token_id)
+            if used < written:
+                text += self._detokenizer.push(token_id)
             used += 1
             if self._detokenizer.stopped:
                 break
@@ -166,7 +177,11 @@ class _Assembler:
             reason = "stop"
             cached = usage.cached_tokens if usage else 0
             usage = Usage(prompt_tokens=self._prompt_tokens, cached_tokens=cached, completion_tokens=self._produced)
-        return TextChunk(text, chunk.token_ids[:used], chunk.logprobs[:used], reason, usage, elapsed_s)
+        logprobs, top_logprobs = chunk.logprobs[:used], chunk.top_logprobs[:used]
+        return TextChunk(text, chunk.token_ids[:used], logprobs, top_logprobs, reason, usage, elapsed_s)
+
+    def _ends_with_stop_token(self, chunk: TokenChunk) -> bool:
+        return chunk.finish_reason == "stop" and not self._stop_token_ids.isdisjoint(chunk.token_ids[-1:])
 
 
 def _check_stop(stop: Sequence[str]) -> None:
@@ -192,4 +207,5 @@ def _cut(text: str) -> str:
 
 def _recorded_parameters(request: TextRequest) -> str:
     given = dict(request.sampling) | ({"stop": list(request.stop)} if request.stop else {})
+    given.pop("cache_salt", None)  # Who knows it can tell what its owner's prompts share with others.
     return _cut(json.dumps(given, ensure_ascii=False, default=str)) if given else ""

@@ -7,7 +7,7 @@ long-lived connection would pin every call to one replica.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
@@ -24,18 +24,19 @@ from millrace.server import READY
 from millrace.tensors import Tensor, add_input, decode_outputs
 
 _USAGE = ("prompt_tokens", "cached_tokens", "completion_tokens")
-_PROBE_TIMEOUT_S = 2.0
+PROBE_TIMEOUT_S = 2.0
 _END_TIMEOUT_S = 1.0
 # Triton's own switch: an error ends the call with its status, not with a text inside the stream.
-_ERRORS_AS_STATUS = ("triton_grpc_error", "true")
+ERRORS_AS_STATUS = ("triton_grpc_error", "true")
 
 
 @dataclass(frozen=True)
 class TokenChunk:
-    """New token ids, with their log probabilities where asked for; the last one ends the generation."""
+    """New token ids, with log probabilities (see TextChunk) where asked for; the last one ends the generation."""
 
     token_ids: list[int]
     logprobs: list[float]
+    top_logprobs: list[list[tuple[int, float]]]
     finish_reason: str | None
     usage: Usage | None
 
@@ -45,7 +46,7 @@ class PredictorClient:
 
     def __init__(self, target: str) -> None:
         self._channel = open_channel(target, "predictor")
-        self._inference = inference_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self.inference = inference_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     async def close(self) -> None:
         await self._channel.close()
@@ -58,7 +59,7 @@ class PredictorClient:
         """What the predictor says of a model."""
         request = inference_pb2.ModelConfigRequest(name=model)
         try:
-            config = (await self._inference.ModelConfig(request, timeout=_PROBE_TIMEOUT_S)).config
+            config = (await self.inference.ModelConfig(request, timeout=PROBE_TIMEOUT_S)).config
         except DeadlineError:
             raise NotReadyError("the predictor does not answer", hop="predictor") from None
         try:
@@ -80,7 +81,7 @@ class PredictorClient:
         async def requests() -> AsyncIterator[inference_pb2.ModelInferRequest]:
             yield request
 
-        call = self._inference.ModelStreamInfer(requests(), timeout=timeout_s, metadata=(_ERRORS_AS_STATUS,))
+        call = self.inference.ModelStreamInfer(requests(), timeout=timeout_s, metadata=(ERRORS_AS_STATUS,))
         try:
             async with aclosing(_chunks(call)) as chunks:
                 async for chunk in chunks:
@@ -115,4 +116,12 @@ async def _chunks(
         if reason is not None:
             usage = Usage(**{name: int(parameters.get(name, 0)) for name in _USAGE})
         logprobs = outputs["logprobs"].array.tolist() if "logprobs" in outputs else []
-        yield TokenChunk(outputs["output_ids"].array.tolist(), logprobs, reason, usage)
+        yield TokenChunk(outputs["output_ids"].array.tolist(), logprobs, _top_logprobs(outputs), reason, usage)
+
+
+def _top_logprobs(outputs: Mapping[str, Tensor]) -> list[list[tuple[int, float]]]:
+    """The likeliest (token id, log probability) at each position."""
+    if not {"top_logprob_ids", "top_logprobs"} <= outputs.keys():
+        return []
+    ids, values = outputs["top_logprob_ids"].array.tolist(), outputs["top_logprobs"].array.tolist()
+    return [list(zip(*position, strict=True)) for position in zip(ids, values, strict=True)]

@@ -9,11 +9,12 @@ from typing import Any
 from millrace.interceptors import Context
 from millrace.protos import millrace_pb2 as pb
 from millrace.protos import millrace_pb2_grpc
+from millrace.sampling import MAX_STOP_TOKEN_IDS
 from services.transformer.calls import REQUEST_ID, TTFT_MS, as_metadata, check_message_count, request_id_of
 from services.transformer.pipeline import Origin, Pipeline, TextChunk, TextRequest
 
 _PROTOCOL = "millrace.v1.TextGeneration/Generate"
-_NOT_SAMPLING = {"model", "prompt", "messages", "stop", "request_id"}
+_NOT_SAMPLING = {"model", "prompt", "messages", "stop", "stop_token_ids", "request_id"}
 
 
 class TextGenerationServicer(millrace_pb2_grpc.TextGenerationServicer):
@@ -49,11 +50,17 @@ class TextGenerationServicer(millrace_pb2_grpc.TextGenerationServicer):
 
 def _sampling(request: pb.GenerateRequest) -> dict[str, Any]:
     """The sampling parameters that the request sets: every scalar is optional."""
-    return {field.name: value for field, value in request.ListFields() if field.name not in _NOT_SAMPLING}
+    given = {field.name: value for field, value in request.ListFields() if field.name not in _NOT_SAMPLING}
+    if request.stop_token_ids:
+        # One too many is enough to be refused for.
+        given["stop_token_ids"] = list(request.stop_token_ids[: MAX_STOP_TOKEN_IDS + 1])
+    return given
 
 
 def _response(chunk: TextChunk) -> pb.GenerateResponse:
     response = pb.GenerateResponse(text=chunk.text, token_ids=chunk.token_ids, logprobs=chunk.logprobs)
+    for top in chunk.top_logprobs:
+        response.top_logprobs.add(token_ids=[token_id for token_id, _ in top], logprobs=[value for _, value in top])
     if chunk.finish_reason is not None:
         response.finish_reason = chunk.finish_reason
     if chunk.usage is not None:

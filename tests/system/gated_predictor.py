@@ -10,10 +10,9 @@ import os
 import socket
 import threading
 
-from services.predictor import loading
 from services.predictor.__main__ import serve
-from services.predictor.engine.runner import CausalRunner
-from services.predictor.engine.sequence import Sequence
+from services.predictor.engine import build
+from services.predictor.engine.paged_runner import PagedRunner
 
 WARM_UP = "warm-up"
 
@@ -41,13 +40,14 @@ def main() -> None:
 
     gate = Gate(os.environ["GATE_SOCKET"])
 
-    class GatedRunner(CausalRunner):
-        def logits(self, sequence: Sequence):
-            if sequence.request.id != WARM_UP:
-                gate.wait()
-            return super().logits(sequence)
+    class GatedRunner(PagedRunner):
+        def run(self, rows):
+            for row in rows:
+                if row.samples and row.sequence.request.id != WARM_UP:
+                    gate.wait()
+            return super().run(rows)
 
-    loading.CausalRunner = GatedRunner
+    build.PagedRunner = GatedRunner
     run_service("predictor", PredictorSettings, serve)
 
 

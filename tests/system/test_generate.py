@@ -3,15 +3,18 @@
 import asyncio
 import json
 
+import grpc
+import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace.protos import millrace_pb2, millrace_pb2_grpc
 from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from millrace.tensors import decode_outputs
-from tests.system.calls import channel, each, generate, infer, rest, text_of, text_request
+from millrace.tensors import Tensor, decode_outputs
+from tests.system.calls import channel, each, generate, ids_request, infer, rest, text_of, text_request
 
 PROMPT = "Once upon a time"
+INNER = "predictor"
 
 
 async def test_a_story_comes_word_by_word(stack):
@@ -82,6 +85,76 @@ async def test_logprobs_and_larger_chunks_come_as_asked(stack):
     for response in responses:
         assert len(response.logprobs) == len(response.token_ids)
         assert all(logprob <= 0 for logprob in response.logprobs)
+
+
+async def test_a_stop_token_ends_the_output_and_its_text_is_left_out(stack):
+    settings = {"model": "storyteller", "prompt": PROMPT, "temperature": 0}
+    whole = await generate(stack.gateway, **settings, max_tokens=30)
+    ids = [token_id for response in whole for token_id in response.token_ids]
+    stop = next(token_id for n, token_id in enumerate(ids) if n >= 5 and token_id not in ids[:n])
+    cut = ids.index(stop) + 1
+
+    stopped = await generate(stack.gateway, **settings, stop_token_ids=[stop])
+    assert [token_id for response in stopped for token_id in response.token_ids] == ids[:cut]
+    assert stopped[-1].finish_reason == "stop"
+    assert stopped[-1].usage.completion_tokens == cut
+    before = text_of(await generate(stack.gateway, **settings, max_tokens=cut - 1))
+    assert text_of(stopped) == before
+
+    later = await generate(stack.gateway, **settings, stop_token_ids=[stop], min_tokens=cut, max_tokens=cut)
+    assert later[-1].finish_reason == "length"
+    assert stop not in [token_id for response in later for token_id in response.token_ids]
+
+    request = text_request("storyteller", PROMPT, temperature=0)
+    request.parameters["stop_token_ids"].string_param = f"[{stop}]"
+    assert (await infer(stack.gateway, request))["text_output"].array[0].decode() == before
+
+    body = {"model": "storyteller", "prompt": PROMPT, "temperature": 0, "stop_token_ids": [stop], "cache_salt": "a"}
+    answer = await rest(stack.gateway, "POST", "/v1/completions", body)
+    assert answer.json["choices"][0] | {"text": before, "finish_reason": "stop"} == answer.json["choices"][0]
+    assert answer.json["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0
+
+
+async def test_top_logprobs_name_the_likeliest_tokens(stack):
+    settings = {"max_tokens": 12, "temperature": 0}
+    responses = await generate(
+        stack.gateway, model="storyteller", prompt=PROMPT, logprobs=True, top_logprobs=3, **settings
+    )
+    for response in responses:
+        assert len(response.top_logprobs) == len(response.token_ids) == len(response.logprobs)
+        for token_id, logprob, top in zip(response.token_ids, response.logprobs, response.top_logprobs, strict=True):
+            assert (top.token_ids[0], top.logprobs[0]) == (token_id, logprob)
+            assert len(set(top.token_ids)) == 3
+            assert list(top.logprobs) == sorted(top.logprobs, reverse=True)
+
+    ids = Tensor("input_ids", "INT32", np.array([3, 4, 5], dtype=np.int32))
+    outputs = await infer(stack.gateway, ids_request("storyteller", ids, logprobs=1, top_logprobs=3, **settings), INNER)
+    assert outputs["top_logprob_ids"].datatype == "INT32"
+    assert outputs["top_logprob_ids"].array[:, 0].tolist() == outputs["output_ids"].array.tolist()
+    assert outputs["top_logprobs"].array.shape == (12, 3)
+    assert np.array_equal(outputs["top_logprobs"].array[:, 0], outputs["logprobs"].array)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"stop_token_ids": "1,100000"}, "stop_token_ids: token id 100000 is outside of 0 to "),
+        ({"top_logprobs": "2"}, "top_logprobs=2 needs logprobs"),
+        ({"top_logprobs": "21"}, "top_logprobs='21': Input should be less than or equal to 20"),
+    ],
+)
+@pytest.mark.parametrize("authority", [None, INNER])
+async def test_impossible_stop_tokens_and_logprobs_are_refused(stack, parameters, message, authority):
+    if authority is None:
+        request = text_request("storyteller", PROMPT)
+    else:
+        request = ids_request("storyteller", Tensor("input_ids", "INT32", np.array([3, 4], dtype=np.int32)))
+    for name, value in parameters.items():
+        request.parameters[name].string_param = value
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await infer(stack.gateway, request, authority)
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert raised.value.details().startswith(message)
 
 
 @pytest.mark.parametrize(

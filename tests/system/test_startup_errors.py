@@ -76,6 +76,13 @@ async def test_a_damaged_model_is_named(tmp_path, name, content):
     await check(tmp_path, {"MODELS": f"x={folder}"}, "model x")
 
 
+async def test_a_model_py_that_cannot_be_imported_is_named_with_its_line(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "model.py").write_text("import numpy\nimport nothing_like_it\n")
+    environment = {"MODELS": f"x={tmp_path / 'mine'}"}
+    await check(tmp_path, environment, "model.py, line 2 cannot be imported: ModuleNotFoundError: No module named")
+
+
 async def test_a_gated_model_names_the_token(tmp_path, hub):
     environment = {"MODELS": f"x={GATED}", "HF_ENDPOINT": hub}
     await check(

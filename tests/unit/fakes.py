@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from services.predictor.engine.blocks import BlockManager
+from services.predictor.engine.engine import ContinuousBatchingEngine
 from services.predictor.engine.interface import EngineLimits
-from services.predictor.engine.row_engine import RowEngine
 from services.predictor.engine.scheduler import Scheduler
-from services.predictor.engine.sequence import Sequence
+from services.predictor.engine.sequence import Row
 
 VOCABULARY = 64
 END = 2
+BLOCK_TOKENS = 4
 
 
 def logits_after(ids: list[int]) -> Tensor:
@@ -26,36 +30,72 @@ def logits_after(ids: list[int]) -> Tensor:
 
 
 class FakeRunner:
-    """Counts its calls; `before` runs at the start of each, and may wait or raise."""
+    """A paged model whose keys and values are the ids themselves.
 
-    def __init__(self, before: Callable[[Sequence], None] = lambda _: None) -> None:
+    It writes the ids of a step to their blocks and knows of a sequence only what its blocks hold, so
+    blocks that are shared wrongly or lost change its logits. `before` runs for each row, and may wait
+    or raise; `calls` counts the tokens computed for each request.
+    """
+
+    description = "fake"
+    start_ids: tuple[int, ...] = ()
+
+    def __init__(
+        self, before: Callable[[Row], None] = lambda _: None, blocks: int = 25_000, reuses_prefixes: bool = True
+    ) -> None:
+        self.reuses_prefixes = reuses_prefixes
+        self.memory = [[-1] * BLOCK_TOKENS for _ in range(blocks)]
         self.calls: dict[str, int] = {}
+        self.steps: list[list[tuple[str, int, int]]] = []
         self._before = before
 
-    def logits(self, sequence: Sequence) -> Tensor:
-        self._before(sequence)
-        self.calls[sequence.request.id] = self.calls.get(sequence.request.id, 0) + 1
-        logits = logits_after([*sequence.request.input_ids, *sequence.output_ids])
+    def run(self, rows: Rows[Row]) -> Tensor:
+        self.steps.append([(row.sequence.request.id, row.start, row.count) for row in rows])
+        logits = []
+        for row in rows:
+            self._before(row)
+            sequence, end = row.sequence, row.start + row.count
+            self.calls[sequence.request.id] = self.calls.get(sequence.request.id, 0) + row.count
+            for position in range(row.start, end):
+                block = sequence.blocks[position // BLOCK_TOKENS]
+                self.memory[block][position % BLOCK_TOKENS] = sequence.ids[position]
+            if row.samples:
+                held = [self.memory[sequence.blocks[p // BLOCK_TOKENS]][p % BLOCK_TOKENS] for p in range(end)]
+                logits.append(self.logits(held))
+        return torch.stack(logits) if logits else torch.empty(0, VOCABULARY)
+
+    def logits(self, ids: list[int]) -> Tensor:
+        logits = logits_after(ids)
         logits[END] = -torch.inf
         return logits
 
+    def clear(self, blocks: Rows[int]) -> None:
+        for block in blocks:
+            self.memory[block] = [-1] * BLOCK_TOKENS
+
+    def probe(self) -> None:
+        """Always well, unless a test says otherwise."""
+
 
 class Gate:
-    """Lets the model make a token each time it is opened."""
+    """Lets the model compute a row each time it is opened."""
 
     def __init__(self) -> None:
         self._permits = threading.Semaphore(0)
 
-    def open(self, tokens: int = 1) -> None:
-        self._permits.release(tokens)
+    def open(self, rows: int = 1) -> None:
+        self._permits.release(rows)
 
-    def __call__(self, _: Sequence) -> None:
+    def __call__(self, _: Row) -> None:
         if not self._permits.acquire(timeout=30):
             raise TimeoutError("nobody opened the gate")
 
 
 def make_engine(
-    runner: FakeRunner, max_running: int = 8, max_waiting: int = 8, cache_tokens: int = 100_000
-) -> RowEngine:
+    runner: Any, max_running: int = 8, max_waiting: int = 8, step_tokens: int = 64, step_timeout_s: float = 60
+) -> ContinuousBatchingEngine:
+    scheduler = Scheduler(
+        BlockManager(len(runner.memory), BLOCK_TOKENS), max_running, max_waiting, step_tokens, runner.reuses_prefixes
+    )
     limits = EngineLimits(1024, False, VOCABULARY)
-    return RowEngine("fake", runner, Scheduler(max_running, max_waiting, cache_tokens), limits, {END})
+    return ContinuousBatchingEngine("fake", runner, scheduler, limits, {END}, step_timeout_s)

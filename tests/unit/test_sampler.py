@@ -6,9 +6,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from millrace.sampling import SamplingParameters
-from services.predictor.engine.sampler import SamplingRow, sample, uniform
+from services.predictor.engine.sampler import NO_TOKEN, SamplingRow, sample, uniform
+from tests.random_models import ARCHITECTURES
 
 
 def row(output_ids=(), input_ids=(1,), end_ids=frozenset({2}), **parameters):
@@ -42,26 +50,88 @@ def test_frequencies_follow_the_distribution():
     assert shares[2] == 0
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 2**63 - 1), st.integers(2, 12), st.data())
-def test_a_row_is_sampled_the_same_alone_and_in_a_crowd(seed, size, data):
-    generator = torch.Generator().manual_seed(seed % 2**31)
-    logits = torch.randn(size, 40, generator=generator)
-    rows = [
-        row(
-            seed=seed + i,
-            temperature=data.draw(st.sampled_from([0.0, 0.5, 1.0])),
-            top_k=data.draw(st.sampled_from([-1, 0, 1, 5, 100])),
-            top_p=data.draw(st.sampled_from([0.1, 0.9, 1.0])),
-            min_p=data.draw(st.sampled_from([0.0, 0.2])),
-            repetition_penalty=data.draw(st.sampled_from([1.0, 1.5])),
-            output_ids=data.draw(st.lists(st.integers(0, 39), max_size=5)),
-        )
-        for i in range(size)
-    ]
-    together = sample(logits, rows).token_ids
-    alone = [sample(logits[i : i + 1], [rows[i]]).token_ids[0] for i in range(size)]
-    assert together == alone
+def any_row(draw, vocabulary):
+    """A row with any parameters; most of them off in most rows, as in real requests."""
+    top_logprobs = draw(st.sampled_from([0, 0, 1, 20]))
+    return row(
+        seed=draw(st.integers(0, 2**64 - 1)),
+        temperature=draw(st.sampled_from([0.0, 1e-4, 0.7, 1.0, 5.0])),
+        top_k=draw(st.sampled_from([-1, 0, 0, 1, 5, 128, 200, 10**9])),
+        top_p=draw(st.sampled_from([1.0, 1.0, 0.1, 0.9, 0.999])),
+        min_p=draw(st.sampled_from([0.0, 0.0, 0.2, 1.0])),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.0, 1.5, 0.5])),
+        presence_penalty=draw(st.sampled_from([0.0, 0.0, 1.5, -1.0])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.0, 0.3])),
+        min_tokens=draw(st.sampled_from([0, 0, 4])),
+        ignore_eos=draw(st.booleans()),
+        stop_token_ids=draw(st.lists(st.integers(0, vocabulary - 1), max_size=3)),
+        logprobs=draw(st.booleans()) or top_logprobs > 0,
+        top_logprobs=top_logprobs,
+        input_ids=draw(st.lists(st.integers(0, vocabulary - 1), min_size=1, max_size=5)),
+        output_ids=draw(st.lists(st.integers(0, vocabulary - 1), max_size=5)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype"),
+    [(40, torch.float32), (5003, torch.float32), (5003, torch.float64), (1536, torch.bfloat16)],
+)
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_a_row_is_sampled_the_same_alone_and_in_a_crowd(vocabulary, dtype, data):
+    size = data.draw(st.integers(2, 12))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 10**6)))
+    spread = torch.tensor([data.draw(st.sampled_from([0.1, 1.0, 5.0])) for _ in range(size)])[:, None]
+    logits = (torch.randn(size, vocabulary, generator=generator) * spread).to(dtype)
+    rows = [any_row(data.draw, vocabulary) for _ in range(size)]
+    before = logits.clone()
+    together = sample(logits, rows)
+    alone = [sample(logits[i : i + 1], [rows[i]]) for i in range(size)]
+    assert together.token_ids == [one.token_ids[0] for one in alone]
+    assert together.logprobs == [one.logprobs[0] for one in alone]
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("vocabulary", [50, 5003])
+@pytest.mark.parametrize("spread", [0.5, 4.0])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {},
+        {"top_k": 7},
+        {"top_k": 3000},
+        {"top_p": 0.8},
+        {"top_p": 0.999},
+        {"min_p": 0.1},
+        {"top_k": 1000, "top_p": 0.7, "temperature": 1.7},
+        {"top_k": 40, "top_p": 0.9, "min_p": 0.05, "temperature": 0.6},
+    ],
+    ids=str,
+)
+def test_filters_keep_what_those_of_transformers_keep(vocabulary, spread, parameters):
+    count = 60
+    logits = torch.randn(count, vocabulary, generator=torch.Generator().manual_seed(1)) * spread
+    rows = [row(output_ids=[0] * n, **parameters) for n in range(count)]
+    filters = LogitsProcessorList([TemperatureLogitsWarper(parameters.get("temperature", 1.0))])
+    if "top_k" in parameters:
+        filters.append(TopKLogitsWarper(min(parameters["top_k"], vocabulary)))
+    if "top_p" in parameters:
+        filters.append(TopPLogitsWarper(parameters["top_p"]))
+    if "min_p" in parameters:
+        filters.append(MinPLogitsWarper(parameters["min_p"]))
+    cumulative = filters(None, logits.double()).softmax(-1).cumsum(-1)
+    numbers = torch.tensor([[uniform(11, n)] for n in range(count)], dtype=torch.float64)
+    expected = torch.searchsorted(cumulative, numbers * cumulative[:, -1:], right=True)[:, 0].tolist()
+    assert sample(logits, rows).token_ids == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_greedy_takes_the_lowest_of_equal_ids(dtype):
+    # So few values that most rows have several largest ones.
+    logits = torch.randint(-3, 4, (50, 1000), generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = [values.index(max(values)) for values in logits.tolist()]
+    assert sample(logits, [row(temperature=0)] * 50).token_ids == expected
+    assert sample(logits, [row(temperature=0, logprobs=True)] * 50).token_ids == expected
 
 
 def test_greedy_takes_the_likeliest_whatever_the_seed():
@@ -74,9 +144,33 @@ def test_a_temperature_too_small_to_divide_by_is_greedy():
     assert sample(logits, [row(temperature=1e-310)]).token_ids == [1]
 
 
-def test_logits_that_are_no_numbers_choose_no_token():
-    with pytest.raises(ArithmeticError):
-        sample(torch.tensor([[float("nan"), 1.0]]), [row(temperature=1.0)])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"temperature": 0},
+        {"temperature": 1.0},
+        {"top_k": 5},
+        {"top_p": 0.5},
+        {"temperature": 0, "repetition_penalty": 2.0},
+        {"logprobs": True, "top_logprobs": 3},
+    ],
+    ids=str,
+)
+def test_logits_that_are_no_numbers_choose_no_token_and_leave_neighbours_alone(bad, parameters):
+    logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0))
+    good = sample(logits, [row(**parameters)] * 3)
+    # Nothing but -inf is what leaves no token; of the others one is enough.
+    logits[1, slice(None) if bad == -float("inf") else 4000] = bad
+    sampled = sample(logits, [row(**parameters)] * 3)
+    assert sampled.token_ids == [good.token_ids[0], NO_TOKEN, good.token_ids[2]]
+    assert [sampled.logprobs[0], sampled.logprobs[2]] == [good.logprobs[0], good.logprobs[2]]
+
+
+def test_a_row_whose_every_token_would_end_it_too_early_gets_none():
+    logits = torch.randn(2, 3)
+    early = row(temperature=0, min_tokens=1, stop_token_ids=[0, 1])
+    assert sample(logits, [early, row(temperature=0)]).token_ids == [NO_TOKEN, logits[1].argmax().item()]
 
 
 def test_top_k_keeps_k():
@@ -94,10 +188,17 @@ def test_min_p_is_relative_to_the_likeliest():
     assert set(draws(logits, 500, min_p=0.4)) == {0, 1}
 
 
-def test_end_cannot_be_sampled_before_min_tokens():
-    logits = torch.tensor([[0.0, 0.0, 50.0]])
-    assert sample(logits, [row(temperature=0, min_tokens=3, output_ids=[0, 0])]).token_ids != [2]
-    assert sample(logits, [row(temperature=0, min_tokens=3, output_ids=[0, 0, 0])]).token_ids == [2]
+def test_neither_end_nor_stop_tokens_are_sampled_before_min_tokens():
+    logits = torch.tensor([[0.0, 0.0, 50.0, 60.0]])
+
+    def chosen(produced, **parameters):
+        asked = row(temperature=0, min_tokens=3, stop_token_ids=[3], output_ids=[0] * produced, **parameters)
+        return sample(logits, [asked]).token_ids[0]
+
+    assert chosen(2) == 0
+    assert chosen(3) == 3
+    # An end that ends nothing is a token like any other.
+    assert chosen(2, ignore_eos=True) == 2
 
 
 def test_penalties_count_what_they_say():
@@ -113,6 +214,51 @@ def test_penalties_count_what_they_say():
 
 def test_logprobs_are_those_of_the_raw_logits():
     logits = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]])
-    sampled = sample(logits, [row(temperature=0, logprobs=True), row(temperature=0)])
-    assert sampled.logprobs[0] == pytest.approx(logits[0].log_softmax(-1)[2].item())
+    sampled = sample(logits, [row(temperature=0, logprobs=True, presence_penalty=1.0), row(temperature=0)])
+    assert sampled.logprobs[0].chosen == pytest.approx(logits[0].log_softmax(-1)[2].item())
+    assert sampled.logprobs[0].top == []
     assert sampled.logprobs[1] is None
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(3)
+    made = ARCHITECTURES["gpt2"]().eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0, 1.5 / parameter.shape[1] ** 0.5)
+    return made
+
+
+def test_top_logprobs_are_those_of_the_model(model):
+    with torch.inference_mode():
+        logits = model(torch.tensor([[5, 6, 7], [8, 9, 10]])).logits[:, -1]
+    rows = [row(temperature=0, logprobs=True, top_logprobs=n) for n in (5, 20)]
+    sampled = sample(logits, rows)
+    for i, n in enumerate((5, 20)):
+        values, ids = logits[i].log_softmax(-1).topk(n)
+        logprobs = sampled.logprobs[i]
+        assert [token_id for token_id, _ in logprobs.top] == ids.tolist()
+        assert [value for _, value in logprobs.top] == pytest.approx(values.tolist(), abs=1e-5)
+        assert (sampled.token_ids[i], logprobs.chosen) == logprobs.top[0]
+
+
+def test_greedy_with_a_repetition_penalty_is_what_generate_makes(model):
+    prompt, count = [5, 6, 7, 8], 30
+    with torch.inference_mode():
+        whole = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            repetition_penalty=1.3,
+            max_new_tokens=count,
+            min_new_tokens=count,
+        )
+        ids: list[int] = []
+        for _ in range(count):
+            logits = model(torch.tensor([prompt + ids])).logits[:, -1]
+            asked = row(temperature=0, repetition_penalty=1.3, min_tokens=count, input_ids=prompt, output_ids=ids)
+            ids += sample(logits, [asked]).token_ids
+    assert ids == whole[0, len(prompt) :].tolist()
+    assert len(set(ids)) > count // 2

@@ -1,5 +1,7 @@
 """Sampling parameters: one table, refused with a clear text wherever they come from."""
 
+import re
+
 import pytest
 
 from millrace.errors import InvalidRequestError
@@ -19,16 +21,62 @@ from millrace.sampling import SamplingParameters, defaults_of, parameters_of, se
         ({"max_tokens": 0}, "max_tokens=0: Input should be greater than or equal to 1"),
         ({"max_tokens": 1.5}, "max_tokens=1.5: Input should be a valid integer"),
         ({"temprature": 1}, "unknown parameter 'temprature'"),
+        ({"stop_token_ids": 5}, "stop_token_ids=5: a list of token ids is needed"),
+        ({"stop_token_ids": [True]}, "stop_token_ids=[True]: a list of token ids is needed"),
+        ({"stop_token_ids": "[1, 2"}, "stop_token_ids='[1': Input should be a valid integer"),
+        ({"stop_token_ids": [1, -1]}, "stop_token_ids=-1: Input should be greater than or equal to 0"),
+        (
+            {"stop_token_ids": list(range(65))},
+            "stop_token_ids=[0, 1, 2, 3, 4, 5, ...]: Tuple should have at most 64 items",
+        ),
+        (
+            {"stop_token_ids": "1," * 10_000},
+            "stop_token_ids='1,1,1,1,1,1,...,1,1,1,1,1,1,': a list of token ids is needed",
+        ),
+        ({"top_logprobs": 21}, "top_logprobs=21: Input should be less than or equal to 20"),
+        (
+            {"cache_salt": "x" * 257},
+            "cache_salt='xxxxxxxxxxxx...xxxxxxxxxxxxx': String should have at most 256 characters",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(given, text):
-    with pytest.raises(InvalidRequestError, match="^" + text.replace(".", r"\.")):
+    with pytest.raises(InvalidRequestError, match="^" + re.escape(text)):
         SamplingParameters().changed(given)
 
 
 def test_numbers_may_come_as_text():
     changed = SamplingParameters().changed({"temperature": "0.5", "max_tokens": "7", "ignore_eos": "true"})
     assert (changed.temperature, changed.max_tokens, changed.ignore_eos) == (0.5, 7, True)
+
+
+@pytest.mark.parametrize("given", [[1, 22], (1, 22), "[1, 22]", "1,22", " 1 , 22 ", ["1", 22]])
+def test_stop_token_ids_may_be_a_list_or_its_text(given):
+    assert SamplingParameters().changed({"stop_token_ids": given}).stop_token_ids == (1, 22)
+
+
+@pytest.mark.parametrize("given", ["", "[]", []])
+def test_stop_token_ids_may_be_empty(given):
+    assert SamplingParameters(stop_token_ids=(3,)).changed({"stop_token_ids": given}).stop_token_ids == ()
+
+
+def test_top_logprobs_need_logprobs():
+    with pytest.raises(InvalidRequestError, match="top_logprobs=2 needs logprobs"):
+        SamplingParameters(top_logprobs=2).resolved(room=10)
+    assert SamplingParameters(top_logprobs=2, logprobs=True).resolved(room=10).top_logprobs == 2
+
+
+def test_end_and_stop_tokens_finish_a_sequence_that_may_end():
+    def reason(token_id, produced=5, **parameters):
+        sampling = SamplingParameters(**{"max_tokens": 10, "stop_token_ids": [7], **parameters})
+        return sampling.finish_reason(token_id, produced, frozenset({2}))
+
+    assert (reason(2), reason(7), reason(3)) == ("stop", "stop", None)
+    assert (reason(2, ignore_eos=True), reason(7, ignore_eos=True)) == (None, "stop")
+    # The first min_tokens end nothing; the one after them may.
+    assert (reason(2, min_tokens=6), reason(7, min_tokens=6)) == (None, None)
+    assert (reason(2, min_tokens=5), reason(7, min_tokens=5)) == ("stop", "stop")
+    assert (reason(3, produced=8), reason(3, produced=9), reason(7, produced=9)) == (None, "length", "stop")
 
 
 def test_max_tokens_defaults_to_what_the_context_has_left():
@@ -59,3 +107,12 @@ def test_parameters_survive_the_wire():
     set_parameters(request.parameters, values | {"stop": None})
     request.parameters["triton_enable_empty_final_response"].bool_param = True
     assert parameters_of(request.parameters) == values
+
+
+def test_every_parameter_survives_the_wire():
+    request = inference_pb2.ModelInferRequest()
+    given = SamplingParameters(
+        max_tokens=3, seed=2**64 - 1, stop_token_ids=[5, 6], top_logprobs=3, logprobs=True, cache_salt="[a] ü"
+    )
+    set_parameters(request.parameters, given.model_dump(exclude_none=True))
+    assert SamplingParameters().changed(parameters_of(request.parameters)) == given

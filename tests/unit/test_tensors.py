@@ -11,7 +11,18 @@ from hypothesis.extra import numpy as hnp
 from millrace import tensors
 from millrace.errors import InvalidRequestError
 from millrace.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from millrace.tensors import Tensor, add_input, add_output, bytes_tensor, decode_inputs, decode_outputs
+from millrace.tensors import (
+    RawTensor,
+    Tensor,
+    add_input,
+    add_output,
+    add_raw_output,
+    bytes_tensor,
+    decode_inputs,
+    decode_outputs,
+    decode_raw,
+    raw_inputs,
+)
 
 NUMPY = {
     "BOOL": "?", "INT8": "i1", "INT16": "<i2", "INT32": "<i4", "INT64": "<i8", "UINT8": "u1", "UINT16": "<u2",
@@ -51,9 +62,10 @@ def typed_request(datatype, shape, **contents):
 
 
 def refused(request, text):
-    with pytest.raises(InvalidRequestError) as caught:
-        decode_inputs(request)
-    assert text in caught.value.message
+    for read in (decode_inputs, raw_inputs):
+        with pytest.raises(InvalidRequestError) as caught:
+            read(request)
+        assert text in caught.value.message
 
 
 @pytest.mark.parametrize("datatype", [*NUMPY, "BYTES"])
@@ -77,6 +89,24 @@ def test_typed_contents_come_back_the_same(datatype, data):
     decoded = decode_inputs(ModelInferRequest.FromString(request.SerializeToString()))["x"]
     assert decoded.datatype == datatype
     assert same(decoded.array, array)
+
+
+@pytest.mark.parametrize("datatype", [*NUMPY, "BYTES"])
+@given(data=st.data())
+def test_raw_contents_pass_through_as_they_came_and_can_be_decoded_later(datatype, data):
+    array = data.draw(arrays_of(datatype))
+    request, response = ModelInferRequest(), ModelInferResponse()
+    add_input(request, Tensor("x", datatype, array))
+    tensor = raw_inputs(request)["x"]
+    assert tensor == RawTensor(datatype, array.shape, request.raw_input_contents[0])
+    assert same(decode_raw("x", tensor), array)
+    add_raw_output(response, "x", tensor)
+    assert same(decode_outputs(response)["x"].array, array)
+
+
+def test_typed_contents_pass_through_as_raw_ones():
+    request = typed_request("BYTES", [2], bytes_contents=[b"ab", b""])
+    assert raw_inputs(request)["x"].data == b"\x02\0\0\0ab\0\0\0\0"
 
 
 @pytest.mark.parametrize("datatype", ["FP16", "BF16"])

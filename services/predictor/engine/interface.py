@@ -7,7 +7,7 @@ reader takes `Chunk`s until one has a `finish_reason`, or which it cancels.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from millrace.sampling import ContextLimits, SamplingParameters
 
@@ -37,12 +37,22 @@ class Usage:
     completion_tokens: int
 
 
+class Logprobs(NamedTuple):
+    """Log probabilities at one output position, in nats, by the model's raw logits."""
+
+    chosen: float
+    top: list[tuple[int, float]]  # The likeliest (token id, log probability), best first; as many as were asked for.
+
+
 @dataclass(frozen=True)
 class Chunk:
-    """New tokens of a sequence; the last chunk has `finish_reason` ("stop" or "length") and `usage`."""
+    """New tokens of a sequence; the last chunk has `finish_reason` ("stop" or "length") and `usage`.
+
+    `logprobs` has one entry a token where the request asks for them, else none.
+    """
 
     output_ids: list[int]
-    logprobs: list[float]
+    logprobs: list[Logprobs]
     finish_reason: str | None = None
     usage: Usage | None = None
 
@@ -69,7 +79,12 @@ class EngineStatistics:
     """Counters since the engine started; durations in nanoseconds."""
 
     steps: int = 0
+    step_ns: int = 0
+    forward_ns: int = 0
     tokens: int = 0
+    tokens_after_cancel: int = 0
+    cached_tokens: int = 0
+    preempted: int = 0
     succeeded: int = 0
     failed: int = 0
     cancelled: int = 0
@@ -87,6 +102,10 @@ class Engine(Protocol):
 
     @property
     def statistics(self) -> EngineStatistics: ...
+
+    @property
+    def description(self) -> dict[str, str]:
+        """Facts that ModelConfig shows as parameters, such as "runner"."""
 
     def submit(self, request: GenerationRequest) -> OutputSlot:
         """Queues a request; raises OverloadedError, or InvalidRequestError for what can never fit."""

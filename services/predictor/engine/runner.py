@@ -1,74 +1,38 @@
-"""Runs a model of transformers one row at a time, with transformers' own caches.
-
-It serves every causal and encoder-decoder architecture of attention that `generate` can serve, at the
-price of one forward pass a row. `logits(sequence)` returns the next token's logits [vocabulary] and
-brings the sequence's cache up to date with its ids; it can be called again after it raised.
-"""
+"""What computes a step: the interface of model runners, of which each serves a family of models."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence as Rows
+from typing import Protocol
 
-import torch
 from torch import Tensor
-from transformers import DynamicCache, EncoderDecoderCache
 
-from services.predictor.engine.sequence import Sequence
+from services.predictor.engine.sequence import Row
 
 
 class ModelRunner(Protocol):
-    def logits(self, sequence: Sequence) -> Tensor:
-        """Logits of the token after the sequence's last."""
+    """Turns the rows of a step into logits. Used by the engine's thread alone."""
 
+    @property
+    def description(self) -> str:
+        """Its kind in a word or two, for log and ModelConfig."""
 
-class CausalRunner:
-    """Decoder-only models: the prompt and the output share one cache."""
+    @property
+    def start_ids(self) -> tuple[int, ...]:
+        """What stands between prompt and output: an encoder-decoder model's decoder start token."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    @property
+    def reuses_prefixes(self) -> bool:
+        """Whether a block's contents depend on nothing but the ids up to its end."""
 
-    def logits(self, sequence: Sequence) -> Tensor:
-        ids = sequence.request.input_ids + sequence.output_ids
-        # The cache is replaced only after the pass succeeded: a failed pass may leave it half written.
-        cache = sequence.cache or DynamicCache(config=self._model.config)
-        sequence.cache = None
-        done = cache.get_seq_length()
-        output = self._model(
-            input_ids=torch.tensor([ids[done:]], device=self._model.device),
-            position_ids=torch.arange(done, len(ids), device=self._model.device)[None],
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        sequence.cache = cache
-        logits: Tensor = output.logits[0, -1]
-        return logits
+    def run(self, rows: Rows[Row]) -> Tensor:
+        """Computes the rows' ids; the logits [rows that sample, vocabulary] of each last one, in the rows' order.
 
+        It may raise, and may then be called again with the same rows or some of them.
+        """
 
-class EncoderDecoderRunner:
-    """Encoder-decoder models: the encoder runs once, the output has a cache of its own."""
+    def clear(self, blocks: Rows[int]) -> None:
+        """Wipes what a failed sequence left in blocks that others will use."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._start = model.generation_config.decoder_start_token_id
-        if self._start is None:
-            self._start = model.config.decoder_start_token_id
-
-    def logits(self, sequence: Sequence) -> Tensor:
-        state, sequence.cache = sequence.cache, None
-        if state is None:
-            prompt = torch.tensor([sequence.request.input_ids], device=self._model.device)
-            encoded = self._model.get_encoder()(input_ids=prompt, return_dict=True)
-            config = self._model.config
-            state = encoded, EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
-        encoded, cache = state
-        ids = [self._start, *sequence.output_ids]
-        output = self._model(
-            encoder_outputs=encoded,
-            decoder_input_ids=torch.tensor([ids[cache.get_seq_length() :]], device=self._model.device),
-            past_key_values=cache,
-            use_cache=True,
-        )
-        sequence.cache = state
-        logits: Tensor = output.logits[0, -1]
-        return logits
+    def probe(self) -> None:
+        """A forward pass that touches no sequence; raises where the model cannot run any more."""

@@ -1,27 +1,45 @@
-"""Which sequences run: first come, first served, within the cache's tokens and the batch's rows.
+"""Which ids of which sequences the next step computes.
 
-Pure: no thread, no clock but the caller's, no model. What it admits it has reserved the worst case
-for, so a running sequence never lacks room.
+Pure: no thread, no clock, no model. A step takes every sequence that waits for its next token, then
+chunks of prompts as far as the step's budget of tokens goes, then new sequences. First come, first
+served: where blocks run out, the newest running sequence gives its own back and is computed again
+later, so that the oldest always goes on and none starves.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
+from itertools import count as counter
 
 from millrace.errors import InvalidRequestError, OverloadedError
-from services.predictor.engine.sequence import Sequence
+from services.predictor.engine.blocks import BlockManager
+from services.predictor.engine.sequence import Row, Sequence
+
+_LEAST_STEP_TOKENS = 16
+_STEPS_TO_REGAIN = 64
 
 
 class Scheduler:
-    """Owns the queue of waiting sequences and the list of running ones."""
+    """Owns the queue of waiting sequences, the list of running ones (oldest first), and their blocks.
 
-    def __init__(self, max_running: int, max_waiting: int, cache_tokens: int) -> None:
-        self.waiting: deque[Sequence] = deque()
+    `step_tokens` is what a step computes at most; an encoder's prompt, which cannot be divided, may be
+    more. `reuses_prefixes` is for models whose blocks depend on nothing but the ids up to them.
+    """
+
+    def __init__(
+        self, blocks: BlockManager, max_running: int, max_waiting: int, step_tokens: int, reuses_prefixes: bool = True
+    ) -> None:
+        self.blocks = blocks
+        # Both in the order of arrival.
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self.free_tokens = cache_tokens
-        self._cache_tokens = cache_tokens
-        self._max_running = max_running
+        self.step_tokens = self._most_step_tokens = max(step_tokens, max_running)
+        self.max_running = self._most_running = max_running
+        self.preempted = 0
+        self._steps_since_shortage = 0
         self._max_waiting = max_waiting
+        self._reuses_prefixes = reuses_prefixes
+        self._arrivals = counter()
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -30,32 +48,155 @@ class Scheduler:
 
     def add(self, sequence: Sequence, retry_after_ms: int) -> None:
         """Queues a sequence; refuses what can never fit and what finds the queue full."""
-        if sequence.reserved_tokens > self._cache_tokens:
-            raise InvalidRequestError(
-                f"prompt and max_tokens need {sequence.reserved_tokens} tokens, the cache holds {self._cache_tokens}"
-            )
-        if len(self.waiting) >= self._max_waiting and not self._has_room(sequence):
+        if self.blocks.blocks_for(sequence.longest) > self.blocks.total:
+            held = self.blocks.total * self.blocks.block_tokens
+            raise InvalidRequestError(f"prompt and max_tokens need {sequence.longest} tokens, the cache holds {held}")
+        ahead = len(self.waiting) + len(self.running)
+        if len(self.waiting) >= self._max_waiting and ahead >= self.max_running:
             raise OverloadedError("the queue is full", retry_after_ms=retry_after_ms)
+        sequence.number = next(self._arrivals)
         self.waiting.append(sequence)
 
-    def admit(self) -> list[Sequence]:
-        """Moves waiting sequences to the running ones while there is room; the new ones."""
-        admitted = []
-        while self.waiting and self._has_room(self.waiting[0], queued=0):
-            sequence = self.waiting.popleft()
-            self.free_tokens -= sequence.reserved_tokens
-            self.running.append(sequence)
-            admitted.append(sequence)
-        return admitted
+    def schedule(self, prefill_tokens: int) -> list[Row]:
+        """The rows of the next step; beside sequences that decode, `prefill_tokens` go to prompts at most."""
+        rows: dict[Sequence, Row] = {}
+        for sequence in list(self.running):
+            if sequence.remaining == 1:
+                self._plan(sequence, 1, rows)
+        budget = self.step_tokens - len(rows)
+        if rows:
+            budget = min(budget, prefill_tokens)
+        for sequence in list(self.running):
+            if budget <= 0:
+                break
+            if sequence.remaining > 1:
+                budget -= self._plan(sequence, min(sequence.remaining, budget), rows)
+        self._admit(budget, rows)
+        return list(rows.values())
 
-    def remove(self, sequence: Sequence) -> None:
-        """Takes out a sequence that has ended, and gives back what it had reserved."""
+    def complete(self, row: Row) -> None:
+        """Notes that a row's ids have been computed: their blocks can be used by others."""
+        sequence = row.sequence
+        before, sequence.computed = sequence.computed, row.start + row.count
+        if self._reuses_prefixes:
+            size = self.blocks.block_tokens
+            first, end = before // size, sequence.computed // size
+            if first < end:
+                names = sequence.block_names(end, size)
+                for index in range(first, end):
+                    self.blocks.name(sequence.blocks[index], names[index])
+
+    def remove(self, sequence: Sequence, forget: bool = False) -> list[int]:
+        """Takes out a sequence that has ended; the blocks nobody uses now. With `forget` nobody reuses them."""
         if sequence in self.running:
             self.running.remove(sequence)
-            self.free_tokens += sequence.reserved_tokens
         else:
             self.waiting.remove(sequence)
+        return self._release(sequence, forget)
 
-    def _has_room(self, sequence: Sequence, queued: int | None = None) -> bool:
-        ahead = len(self.waiting) if queued is None else queued
-        return len(self.running) + ahead < self._max_running and sequence.reserved_tokens <= self.free_tokens
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes its blocks from a running sequence, which goes back to its place in the queue."""
+        self.running.remove(sequence)
+        self._release(sequence)
+        insort(self.waiting, sequence, key=_arrival)
+        self.preempted += 1
+
+    def make_room(self, rows: list[Row]) -> Sequence | None:
+        """After a step that memory was too small for: smaller steps, then fewer sequences at once.
+
+        Returns the sequence that has to fail where neither is left.
+        """
+        self._steps_since_shortage = 0
+        if self.step_tokens > _LEAST_STEP_TOKENS and any(row.count > 1 for row in rows):
+            self.step_tokens = max(_LEAST_STEP_TOKENS, self.step_tokens // 2)
+            return None
+        newest = self.running[-1]
+        if len(self.running) == 1:
+            return newest
+        self.preempt(newest)
+        # Else it would be back in the next step, and nobody would ever get on.
+        self.max_running = len(self.running)
+        return None
+
+    def regain(self) -> None:
+        """After a step that memory sufficed for: takes back, little by little, what `make_room` gave up."""
+        self._steps_since_shortage += 1
+        if self._steps_since_shortage % _STEPS_TO_REGAIN == 0:
+            self.step_tokens = min(self._most_step_tokens, 2 * self.step_tokens)
+            self.max_running = min(self._most_running, self.max_running + 1)
+
+    def restore(self) -> None:
+        """Takes all of it back, when nothing runs."""
+        self.step_tokens, self.max_running = self._most_step_tokens, self._most_running
+
+    def _admit(self, budget: int, rows: dict[Sequence, Row]) -> None:
+        """Starts waiting sequences while there are rows, tokens and blocks for them."""
+        for sequence in list(self.waiting):
+            if len(self.running) >= self.max_running or budget <= 0:
+                return
+            if sequence.indivisible > budget and any(row.count > 1 for row in rows.values()):
+                return
+            cached, pending = self._find_cached(sequence)
+            if pending:
+                # Another sequence computes the next block; what follows it in the queue may go first.
+                continue
+            needed = self.blocks.blocks_for(len(sequence.ids) + 1) - len(cached)
+            if self.running and needed > self.blocks.free - self.blocks.idle(cached):
+                return
+            self.waiting.remove(sequence)
+            self._start(sequence, cached)
+            budget -= self._plan(sequence, min(sequence.remaining, max(budget, sequence.indivisible)), rows)
+
+    def _start(self, sequence: Sequence, cached: list[int]) -> None:
+        insort(self.running, sequence, key=_arrival)
+        self.blocks.share(cached)
+        sequence.blocks = cached
+        sequence.computed = len(cached) * self.blocks.block_tokens
+        if sequence.started_at is None:
+            sequence.cached_tokens = min(sequence.computed, len(sequence.request.input_ids))
+        if self._reuses_prefixes:
+            full = len(sequence.ids) // self.blocks.block_tokens
+            sequence.announced = sequence.block_names(full, self.blocks.block_tokens)[len(cached) :]
+            self.blocks.announce(sequence.announced)
+
+    def _find_cached(self, sequence: Sequence) -> tuple[list[int], bool]:
+        if not self._reuses_prefixes:
+            return [], False
+        # The last id is always computed: its logits are what the sequence is after.
+        full = (len(sequence.ids) - 1) // self.blocks.block_tokens
+        return self.blocks.find(sequence.block_names(full, self.blocks.block_tokens))
+
+    def _plan(self, sequence: Sequence, count: int, rows: dict[Sequence, Row]) -> int:
+        """Adds a row of up to `count` ids, as far as blocks can be had; how many it has."""
+        if sequence not in self.running:
+            return 0
+        wanted = self.blocks.blocks_for(sequence.computed + count)
+        while len(sequence.blocks) < wanted:
+            block = self.blocks.take()
+            if block is not None:
+                sequence.blocks.append(block)
+            elif self.running[-1] is not sequence:
+                rows.pop(self.running[-1], None)
+                self.preempt(self.running[-1])
+            else:
+                break
+        count = min(count, len(sequence.blocks) * self.blocks.block_tokens - sequence.computed)
+        if count >= (sequence.indivisible if sequence.computed == 0 else 1):
+            rows[sequence] = Row(sequence, sequence.computed, count)
+            return count
+        # It is the newest, and there is no block for it.
+        self.preempt(sequence)
+        return 0
+
+    def _release(self, sequence: Sequence, forget: bool = False) -> list[int]:
+        self.blocks.withdraw(sequence.announced)
+        sequence.announced = []
+        released = self.blocks.release(sequence.blocks, forget)
+        sequence.blocks = []
+        sequence.computed = 0
+        sequence.state = None
+        return released
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.number

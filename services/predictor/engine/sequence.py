@@ -1,47 +1,94 @@
-"""A request as the engine sees it while it lives."""
+"""A request as the engine sees it while it lives.
+
+There is no prefill phase and no decode phase: a sequence has ids, and `computed` of them have their
+keys and values in its blocks. A step computes some of the rest; if it computes the last, it samples.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass
 from typing import Any
 
+from services.predictor.engine.blocks import block_name, first_name
 from services.predictor.engine.interface import GenerationRequest, Usage
 from services.predictor.engine.sampler import SamplingRow
 from services.predictor.engine.slot import MergingSlot
 
 
 class Sequence:
-    """Ids so far, the slot they go to, and what the runner keeps for it. Owned by the engine thread."""
+    """Ids so far, the blocks that hold them, the slot they go to. Owned by the engine thread.
 
-    def __init__(self, request: GenerationRequest, slot: MergingSlot, end_ids: frozenset[int]) -> None:
+    `start_ids` come between prompt and output: an encoder-decoder model's decoder start token.
+    """
+
+    def __init__(
+        self, request: GenerationRequest, slot: MergingSlot, end_ids: frozenset[int], start_ids: Ids[int] = ()
+    ) -> None:
         self.request = request
         self.slot = slot
+        self.ids = [*request.input_ids, *start_ids, *request.output_ids]
         self.output_ids = list(request.output_ids)
         self.end_ids = end_ids
-        self.cache: Any = None
+        # An encoder reads its whole prompt at once.
+        self.indivisible = len(request.input_ids) + len(start_ids) if start_ids else 1
+        self.blocks: list[int] = []
+        self.computed = 0
+        self.cached_tokens = 0
+        self.announced: list[bytes] = []
+        self.number = 0  # Of its arrival.
+        self.state: Any = None  # What a model runner keeps for it; gone when its blocks are.
         self.submitted_at = time.monotonic()
         self.started_at: float | None = None
+        self._block_names: list[bytes] = []
 
     @property
     def row(self) -> SamplingRow:
         return SamplingRow(self.request.sampling, self.request.input_ids, self.output_ids, self.end_ids)
 
     @property
-    def reserved_tokens(self) -> int:
+    def longest(self) -> int:
         """Tokens whose keys and values it may come to hold."""
-        return len(self.request.input_ids) + (self.request.sampling.max_tokens or 0)
+        return len(self.ids) - len(self.output_ids) + (self.request.sampling.max_tokens or 0)
+
+    @property
+    def remaining(self) -> int:
+        """Ids that are still to be computed."""
+        return len(self.ids) - self.computed
 
     @property
     def usage(self) -> Usage:
-        return Usage(len(self.request.input_ids), 0, len(self.output_ids))
+        return Usage(len(self.request.input_ids), self.cached_tokens, len(self.output_ids))
 
     def expired(self, now: float) -> bool:
         return self.request.deadline is not None and now >= self.request.deadline
 
+    def block_names(self, count: int, block_tokens: int) -> list[bytes]:
+        """The names of its first `count` blocks, all of which its ids fill."""
+        names = self._block_names
+        for index in range(len(names), count):
+            before = names[-1] if names else first_name(self.request.sampling.cache_salt)
+            names.append(block_name(before, self.ids[index * block_tokens : (index + 1) * block_tokens]))
+        return names[:count]
+
     def append(self, token_id: int) -> str | None:
         """Takes the next token; the reason if the sequence ends with it."""
+        reason = self.request.sampling.finish_reason(token_id, len(self.output_ids), self.end_ids)
+        self.ids.append(token_id)
         self.output_ids.append(token_id)
-        sampling = self.request.sampling
-        if token_id in self.end_ids and not sampling.ignore_eos and len(self.output_ids) >= sampling.min_tokens:
-            return "stop"
-        return "length" if len(self.output_ids) >= (sampling.max_tokens or 0) else None
+        return reason
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one step computes of a sequence: `count` of its ids from `start` on."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the last id is among them, so that the next token can be chosen."""
+        return self.start + self.count == len(self.sequence.ids)

@@ -1,16 +1,22 @@
 """The merging output slot: the engine thread writes and never waits, one reader on the event loop takes.
 
 A slow reader gets bigger chunks, not a longer queue: memory is bounded by the request's max_tokens.
+Publishing does not wake the reader by itself: the engine wakes all readers of a step at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import suppress
 
 from millrace.errors import MillraceError
 from millrace.sampling import SamplingParameters
-from services.predictor.engine.interface import Chunk, Usage
+from services.predictor.engine.interface import Chunk, Logprobs, Usage
+
+Reader = asyncio.Future[None]
 
 
 class MergingSlot:
@@ -19,12 +25,11 @@ class MergingSlot:
     def __init__(self, sampling: SamplingParameters) -> None:
         self._chunk_tokens = sampling.chunk_tokens
         self._chunk_s = sampling.chunk_ms / 1000
-        self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
-        self._wake: asyncio.Future[None] | None = None
+        self._wake: Reader | None = None
         self._wake_at = 1
         self._ids: list[int] = []
-        self._logprobs: list[float] = []
+        self._logprobs: list[Logprobs] = []
         self._finish: tuple[str, Usage] | None = None
         self._error: MillraceError | None = None
         self.cancelled = False  # The engine looks at it before each step.
@@ -33,22 +38,28 @@ class MergingSlot:
         """Tells the engine to stop; any thread may."""
         self.cancelled = True
 
-    def publish(self, token_id: int, logprob: float | None, finish: tuple[str, Usage] | None = None) -> None:
-        """Adds a token; the last one comes with the reason to finish and the usage."""
+    def publish(
+        self, token_id: int, logprobs: Logprobs | None, finish: tuple[str, Usage] | None = None
+    ) -> Reader | None:
+        """Adds a token, the last one with the reason to finish and the usage; the reader that has to be woken."""
         with self._lock:
-            if not self._ended():
-                self._ids.append(token_id)
-                if logprob is not None:
-                    self._logprobs.append(logprob)
-                self._finish = finish
-                self._notify()
+            if self._ended():
+                return None
+            self._ids.append(token_id)
+            if logprobs is not None:
+                self._logprobs.append(logprobs)
+            self._finish = finish
+            return self._satisfied()
 
     def fail(self, error: MillraceError) -> None:
         """Ends the output with an error; what was published before is still read."""
         with self._lock:
-            if not self._ended():
-                self._error = error
-                self._notify()
+            if self._ended():
+                return
+            self._error = error
+            reader = self._satisfied()
+        if reader is not None:
+            wake([reader])
 
     async def read(self) -> Chunk:
         """Everything new, once there is as much as the request asks for."""
@@ -71,10 +82,10 @@ class MergingSlot:
             if self._ended() or len(self._ids) >= tokens:
                 return
             self._wake_at = tokens
-            wake = self._wake = self._loop.create_future()
+            reader = self._wake = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(timeout_s):
-                await wake
+                await reader
         except TimeoutError:
             pass
         finally:
@@ -84,15 +95,26 @@ class MergingSlot:
     def _ended(self) -> bool:
         return self._finish is not None or self._error is not None
 
-    def _notify(self) -> None:
-        """Wakes the reader if what it waits for is there. The lock is held."""
-        if self._wake is not None and (self._ended() or len(self._ids) >= self._wake_at):
-            wake, self._wake = self._wake, None
-            # A loop that has closed has no reader left.
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(_set, wake)
+    def _satisfied(self) -> Reader | None:
+        """The reader, if what it waits for is there. The lock is held."""
+        if self._wake is None or not (self._ended() or len(self._ids) >= self._wake_at):
+            return None
+        reader, self._wake = self._wake, None
+        return reader
 
 
-def _set(wake: asyncio.Future[None]) -> None:
-    if not wake.done():
-        wake.set_result(None)
+def wake(readers: Iterable[Reader]) -> None:
+    """Wakes waiting readers, with one call for each of their event loops; any thread may."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Reader]] = defaultdict(list)
+    for reader in readers:
+        by_loop[reader.get_loop()].append(reader)
+    for loop, waiting in by_loop.items():
+        # A loop that has closed has no reader left; it may do so at any moment.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(_set, waiting)
+
+
+def _set(readers: list[Reader]) -> None:
+    for reader in readers:
+        if not reader.done():
+            reader.set_result(None)

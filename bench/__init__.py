@@ -1,0 +1,1 @@
+"""Benchmarks: measured side by side, never part of the tests."""

@@ -1,0 +1,220 @@
+"""The engine side by side with its peers: `make bench`, or `python -m bench.engine --help`.
+
+Each contender is one process on the same core, with the same weights, loaded and warmed up before
+the first round. In a round every contender works once, alone, on the same fresh random prompts, in an
+order drawn anew; so the figures of a round are pairs. Ratios are of such pairs (bench/statistics.py).
+Cases measured before and not now keep their records in the results file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from datetime import UTC, datetime
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.cases import CASES, GENERATE, LONG_PROMPT_TOKENS, Case
+from bench.contenders import CONTENDERS, ROOT
+from bench.plot import plot
+from bench.report import case_table, target_table, verdicts
+from bench.worker_process import ENVIRONMENT, ContenderError, WorkerProcess
+
+_STATE = ROOT / ".run" / "bench"
+_PROMPT_IDS = range(10, 8000)  # In every model's vocabulary, and none of them special.
+
+
+def main() -> None:
+    options = _parse_options()
+    chosen = [case for case in CASES if not options.only or any(case.name.startswith(name) for name in options.only)]
+    if not chosen:
+        raise SystemExit(f"no case begins with {' or '.join(options.only)}; there are: {', '.join(_names())}")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    (_STATE / "logs").mkdir(parents=True, exist_ok=True)
+    subprocess.run([sys.executable, "-m", "bench.models", str(_STATE / "models")], cwd=ROOT, check=True)
+    absent = {name: reason for name in options.contenders if (reason := CONTENDERS[name].install())}
+    try:
+        asyncio.run(_measure_all(chosen, options, absent))
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    print(target_table(json.loads(options.out.read_text())["targets"]))
+
+
+def _parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.engine",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"cases: {', '.join(_names())}\ncontenders: {', '.join(CONTENDERS)}",
+    )
+    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds of each case (default 9)")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="CASE", help="cases that begin with this; repeatable"
+    )
+    parser.add_argument(
+        "--contenders",
+        type=lambda text: text.split(","),
+        default=list(CONTENDERS),
+        metavar="A,B",
+        help="only these (default all); the record then has no others",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "bench" / "results" / "engine.json",
+        help="results, beside them the plot as .svg (default bench/results/engine.json)",
+    )
+    parser.add_argument(
+        "--core", type=int, default=max(os.sched_getaffinity(0)), help="where all work (default the last)"
+    )
+    options = parser.parse_args()
+    unknown = set(options.contenders) - CONTENDERS.keys()
+    if unknown or options.rounds < 1:
+        parser.error(f"no such contender: {', '.join(unknown)}" if unknown else "--rounds must be at least 1")
+    return options
+
+
+def _names() -> list[str]:
+    return [case.name for case in CASES]
+
+
+async def _measure_all(chosen: list[Case], options: argparse.Namespace, absent: dict[str, str]) -> None:
+    for model, group in groupby(chosen, key=lambda case: case.model):
+        cases = list(group)
+        names = [n for n in options.contenders if any(n in case.contenders for case in cases)]
+        unavailable = {name: absent[name] for name in names if name in absent}
+        async with AsyncExitStack() as stack:
+            workers: dict[str, WorkerProcess] = {}
+            for name in names:
+                if name in unavailable:
+                    continue
+                log = _STATE / "logs" / f"{model}-{name}.log"
+                folder = _STATE / "models" / model
+                try:
+                    workers[name] = await WorkerProcess.start(CONTENDERS[name], folder, log, options.core)
+                    stack.push_async_callback(workers[name].stop)
+                except ContenderError as error:
+                    unavailable[name] = str(error)
+            for case in cases:
+                reasons = {name: reason for name, reason in unavailable.items() if name in case.contenders}
+                entered = {name: worker for name, worker in workers.items() if name in case.contenders}
+                record = await _measure(case, entered, options.rounds, reasons)
+                _save(options.out, case, record)
+                print(case_table(case.name, record), flush=True)
+
+
+async def _measure(
+    case: Case, workers: dict[str, WorkerProcess], rounds: int, absent: dict[str, str]
+) -> dict[str, Any]:
+    """One case's record. A contender that fails in any round is absent in all."""
+    draw = random.Random(f"{case.name} {rounds}")  # noqa: S311  # The same prompts at every run.
+    entered = dict(workers)
+    agreement = await _warm_up(case, entered, absent, _load(case, draw))
+    record: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": _machine(),
+        "model": case.model,
+        "callers": case.callers,
+        "prompt_tokens": case.prompt_tokens,
+        "new_tokens": case.new_tokens,
+        "batches": case.batches,
+        "measure": case.measure,
+        "contenders": {name: worker.ready for name, worker in entered.items()},
+        "first_ids_as_generate": agreement,
+        "absent": absent,
+        "rounds": [],
+    }
+    for _ in range(rounds):
+        load = _load(case, draw)
+        order = draw.sample(sorted(entered), len(entered))
+        figures = {}
+        for name in order:
+            try:
+                figures[name] = _figures(await entered[name].ask(case.command, **load))
+            except ContenderError as error:
+                absent[name] = str(error)
+                del entered[name]
+        record["rounds"].append({"order": order, "figures": figures})
+    for one in record["rounds"]:
+        one["figures"] = {name: figures for name, figures in one["figures"].items() if name in entered}
+    record["contenders"] = {name: ready for name, ready in record["contenders"].items() if name in entered}
+    return record
+
+
+async def _warm_up(
+    case: Case, entered: dict[str, WorkerProcess], absent: dict[str, str], load: Mapping[str, Any]
+) -> dict[str, float]:
+    """Lets each work once; the share of prompts whose first id is that of `generate`: the models are the same."""
+    first_ids = {}
+    for name, worker in list(entered.items()):
+        try:
+            answer = await worker.ask(case.command, **load)
+        except ContenderError as error:
+            absent[name] = str(error)
+            del entered[name]
+        else:
+            first_ids[name] = [ids[0] for ids in answer.get("output_ids", [])]
+    wanted = first_ids.get(GENERATE)
+    if not wanted:
+        return {}
+    return {
+        name: sum(a == b for a, b in zip(ids, wanted, strict=True)) / len(wanted) for name, ids in first_ids.items()
+    }
+
+
+def _load(case: Case, draw: random.Random) -> dict[str, Any]:
+    """A command's arguments: fresh prompts, so that no cache of an earlier round helps."""
+    batches = [
+        [draw.choices(_PROMPT_IDS, k=case.prompt_tokens) for _ in range(case.callers)] for _ in range(case.batches)
+    ]
+    if case.command == "long_prompt":
+        long_prompt = draw.choices(_PROMPT_IDS, k=LONG_PROMPT_TOKENS)
+        return {"prompts": batches[0], "long_prompt": long_prompt, "new_tokens": case.new_tokens}
+    return {"batches": batches, "new_tokens": case.new_tokens}
+
+
+def _figures(answer: Mapping[str, Any]) -> dict[str, float]:
+    """What is kept of a worker's answer. `cpu_share` below 1 says that others had the core."""
+    if "tokens" not in answer:
+        return dict(answer)
+    return {
+        "tokens_per_s": answer["tokens"] / answer["seconds"],
+        "ttft_ms": median(answer["first_token_s"]) * 1e3,
+        "cpu_share": answer["cpu_seconds"] / answer["seconds"],
+        "seconds": answer["seconds"],
+    }
+
+
+def _machine() -> dict[str, Any]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "environment": ENVIRONMENT,
+    }
+
+
+def _save(path: Path, case: Case, record: dict[str, Any]) -> None:
+    """Replaces the case's record in the results, and draws the plot anew."""
+    records = json.loads(path.read_text())["cases"] if path.exists() else {}
+    records[case.name] = record
+    records = {name: records[name] for name in _names() if name in records}
+    path.write_text(json.dumps({"cases": records, "targets": verdicts(records)}, indent=1) + "\n")
+    path.with_suffix(".svg").write_text(plot(records))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""The benchmark's models: published architectures with random weights, made once. `python -m bench.models FOLDER`.
+
+Weights are bfloat16 and seeded, no model knows an end of sequence, and each has a tokenizer whose
+token n is the word `tn`: some peers convert a model only together with a tokenizer.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    LlamaConfig,
+    OPTConfig,
+    PreTrainedTokenizerFast,
+    T5Config,
+)
+
+_SEED = 20
+_SMALLER_EMBEDDINGS = 0.05
+_NO_END: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+
+_T5: Any = T5Config  # Its dataclass does not list every field that it takes.
+
+CONFIGS: dict[str, Any] = {
+    # 10.5M parameters: 6.3M in the layers, 4.2M in the two embedding tables.
+    "llama-10M": LlamaConfig(
+        vocab_size=8192,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=4096,
+        pad_token_id=0,
+        **_NO_END,
+    ),
+    # facebook/opt-125m
+    "OPT-125M": OPTConfig(
+        vocab_size=50272,
+        hidden_size=768,
+        word_embed_proj_dim=768,
+        ffn_dim=3072,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        max_position_embeddings=2048,
+        dropout=0.0,
+        pad_token_id=1,
+        **_NO_END,
+    ),
+    # google-t5/t5-small
+    "T5-small": _T5(
+        vocab_size=32128,
+        d_model=512,
+        d_kv=64,
+        d_ff=2048,
+        num_layers=6,
+        num_heads=8,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        **_NO_END,
+    ),
+}
+
+
+def make(name: str, folder: Path) -> None:
+    """Writes a model's weights, configuration and tokenizer."""
+    torch.manual_seed(_SEED)
+    config = CONFIGS[name]
+    auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model = auto.from_config(config, dtype=torch.bfloat16)
+    if config.is_encoder_decoder:
+        # At T5's own scale the embedding of the last id outweighs all layers, and every output is that id repeated.
+        with torch.no_grad():
+            model.get_input_embeddings().weight.mul_(_SMALLER_EMBEDDINGS)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    _tokenizer(config.vocab_size, config.pad_token_id).save_pretrained(folder)
+    sys.stderr.write(f"{name}: {model.num_parameters() / 1e6:.1f}M parameters in {folder}\n")
+
+
+def _tokenizer(vocabulary_size: int, padding_id: int) -> Any:
+    tokenizer = Tokenizer(WordLevel({f"t{n}": n for n in range(vocabulary_size)}, unk_token="t3"))  # noqa: S106
+    tokenizer.pre_tokenizer = Whitespace()
+    special = {"bos_token": "t2", "eos_token": "t2", "unk_token": "t3", "pad_token": f"t{padding_id}"}
+    fast: Any = PreTrainedTokenizerFast
+    return fast(tokenizer_object=tokenizer, **special)
+
+
+def make_missing(folder: Path) -> None:
+    """Makes what is not there; a folder appears under its name only when it is whole."""
+    for name in CONFIGS:
+        if not (folder / name).is_dir():
+            unfinished = folder / f"{name}.unfinished"
+            make(name, unfinished)
+            unfinished.rename(folder / name)
+
+
+if __name__ == "__main__":
+    make_missing(Path(sys.argv[1]))

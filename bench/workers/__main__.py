@@ -1,0 +1,19 @@
+"""`python -m bench.workers MODULE FOLDER [ARGUMENTS]`: drives one contender of this folder; see `protocol`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+
+from bench.workers.protocol import serve
+
+if __name__ == "__main__":
+    # Before any library is imported: some print then.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    contender = import_module(f"bench.workers.{sys.argv[1]}").create(*sys.argv[2:])
+    try:
+        serve(contender, answers)
+    finally:
+        contender.close()

@@ -1,0 +1,157 @@
+"""Millrace's engine, loaded as the predictor loads it, one task a caller on uvloop.
+
+`generate` counts the tokens that readers took from their slots. `long_prompt` and `outside_forward`
+are measures of this engine alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvloop
+
+from bench.statistics import quantile
+from bench.workers.protocol import Command, Contender, Generation
+from millrace.errors import MillraceError
+from millrace.model_sources import ModelSource
+from millrace.sampling import SamplingParameters
+from services.predictor.engine.interface import Engine, GenerationRequest, OutputSlot
+from services.predictor.loading import load
+from services.predictor.settings import PredictorSettings
+
+_SETTLED_TOKENS = 16  # Of each stream, before gaps are looked at.
+_QUIET_TOKENS = 64  # Of each stream, in the window without the long prompt.
+_AFTER_TOKENS = 2  # Of each stream, so that the gap in which the prefill ended is whole.
+_WINDOW_TIMEOUT_S = 120.0
+
+
+class _Stream:
+    """One caller: submits, reads to the end, and remembers when chunks and tokens came."""
+
+    def __init__(self, slot: OutputSlot) -> None:
+        self.slot = slot
+        self.ids: list[int] = []
+        self.times: list[float] = []
+        self.finished = False
+
+    async def read_all(self, progress: asyncio.Event | None = None) -> None:
+        while not self.finished:
+            chunk = await self.slot.read()
+            self.ids += chunk.output_ids
+            if chunk.output_ids:
+                self.times.append(time.perf_counter())
+            self.finished = chunk.finish_reason is not None
+            if progress is not None:
+                progress.set()
+
+    def gaps(self, start: float, end: float) -> list[float]:
+        """The pauses between chunks that overlap a window."""
+        return [b - a for a, b in zip(self.times, self.times[1:], strict=False) if b > start and a < end]
+
+
+class MillraceEngine(Contender):
+    """See the module."""
+
+    packages = ("torch", "transformers", "uvloop")
+
+    def __init__(self, folder: str) -> None:
+        torch.set_num_threads(1)
+        source = ModelSource(Path(folder).name, folder)
+        settings = PredictorSettings(models=f"{source.name}={folder}", device="cpu", dtype="bf16", threads=1)
+        model: Any = load(source, settings, torch.device("cpu"), lambda progress: None)
+        self._engine: Engine = model.engine  # As every model that generates has one.
+        self._loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        self._submitted = 0
+        self.settings = {"dtype": "bf16", "max_running": settings.max_running, **self._engine.description}
+
+    def own_commands(self) -> Mapping[str, Command]:
+        return {"long_prompt": self.long_prompt, "outside_forward": self.outside_forward}
+
+    def close(self) -> None:
+        self._engine.close()
+        self._loop.close()
+
+    def generate(self, prompts: list[list[int]], new_tokens: int) -> Generation:
+        streams = self._loop.run(self._generate(prompts, new_tokens))
+        return Generation([stream.ids for stream in streams], [stream.times[0] for stream in streams])
+
+    async def _generate(self, prompts: list[list[int]], new_tokens: int) -> list[_Stream]:
+        streams = [self._submit(prompt, new_tokens) for prompt in prompts]
+        async with asyncio.TaskGroup() as group:
+            for stream in streams:
+                group.create_task(stream.read_all())
+        return streams
+
+    def _submit(self, prompt: list[int], new_tokens: int) -> _Stream:
+        self._submitted += 1
+        sampling = SamplingParameters(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+        sampling = sampling.resolved(self._engine.limits.room(len(prompt)))
+        return _Stream(self._engine.submit(GenerationRequest(f"bench-{self._submitted}", prompt, sampling)))
+
+    def outside_forward(self, batches: list[list[list[int]]], new_tokens: int) -> Mapping[str, Any]:
+        """The share of the engine's steps that is not the model's forward pass."""
+        # Read by name: an engine that does not count them is told apart from one that is slow.
+        before = self._forward_and_step_ns()
+        for prompts in batches:
+            self.generate(prompts, new_tokens)
+        forward, step = (b - a for a, b in zip(before, self._forward_and_step_ns(), strict=True))
+        return {"outside_forward": 1 - forward / step, "forward_s": forward / 1e9, "step_s": step / 1e9}
+
+    def _forward_and_step_ns(self) -> tuple[int, int]:
+        statistics: Any = self._engine.statistics
+        return statistics.forward_ns, statistics.step_ns
+
+    def long_prompt(self, prompts: list[list[int]], long_prompt: list[int], new_tokens: int) -> Mapping[str, Any]:
+        """The p99 pause of running streams while a long prompt is prefilled, over that before it came."""
+        return self._loop.run(self._long_prompt(prompts, long_prompt, new_tokens))
+
+    async def _long_prompt(
+        self, prompts: list[list[int]], long_prompt: list[int], new_tokens: int
+    ) -> Mapping[str, Any]:
+        streams = [self._submit(prompt, new_tokens) for prompt in prompts]
+        progress = asyncio.Event()
+        readers = [asyncio.create_task(stream.read_all(progress)) for stream in streams]
+
+        async def each_has(more: int) -> float:
+            wanted = [len(stream.ids) + more for stream in streams]
+            async with asyncio.timeout(_WINDOW_TIMEOUT_S):
+                while any(len(stream.ids) < least for stream, least in zip(streams, wanted, strict=True)):
+                    progress.clear()
+                    await progress.wait()
+                    if any(stream.finished for stream in streams):
+                        raise RuntimeError("a stream ended before the long prompt's prefill did; give more tokens")
+            return time.perf_counter()
+
+        try:
+            quiet_start = await each_has(_SETTLED_TOKENS)
+            quiet_end = await each_has(_QUIET_TOKENS)
+            long_stream = self._submit(long_prompt, 1)
+            async with asyncio.timeout(_WINDOW_TIMEOUT_S):
+                await long_stream.read_all()
+            prefilled = time.perf_counter()
+            await each_has(_AFTER_TOKENS)
+        finally:
+            for stream in streams:
+                stream.slot.cancel()
+            ended = await asyncio.gather(*readers, return_exceptions=True)
+        # A cancelled stream ends with an error of its own; any other is a failure of the measurement.
+        for outcome in ended:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, MillraceError):
+                raise outcome
+        quiet = [gap for stream in streams for gap in stream.gaps(quiet_start, quiet_end)]
+        busy = [gap for stream in streams for gap in stream.gaps(quiet_end, prefilled)]
+        return {
+            "gap_growth": quantile(busy, 0.99) / quantile(quiet, 0.99),
+            "quiet_p99_ms": quantile(quiet, 0.99) * 1e3,
+            "busy_p99_ms": quantile(busy, 0.99) * 1e3,
+            "busy_gaps": len(busy),
+            "prefill_ms": (prefilled - quiet_end) * 1e3,
+        }
+
+
+create = MillraceEngine

@@ -1,0 +1,118 @@
+"""Which blocks of the KV cache are whose, and which hold what another sequence can use again.
+
+Pure: block numbers and names, no tensors. A block holds the keys and values of `block_tokens` tokens.
+Full blocks are named by a hash of all ids up to their end, salted by the tenant's name, so equal names
+mean equal contents and nobody learns from the time it takes what another tenant asked. A block that
+nobody uses keeps its contents until it is the least recently used one and another is needed.
+Block 0 is never handed out: padding rows write there.
+Source: prefix caching by hashed blocks (Kwon et al. 2023, PagedAttention; vLLM's design notes).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+from collections.abc import Sequence as Ids
+from hashlib import blake2b
+
+RESERVED = 1  # Block 0.
+
+
+def first_name(salt: str) -> bytes:
+    """What the name of a sequence's first block is derived from."""
+    return blake2b(salt.encode(), digest_size=32).digest()
+
+
+def block_name(before: bytes, ids: Ids[int]) -> bytes:
+    """The name of a block that holds `ids` and follows the one named `before`."""
+    return blake2b(array("q", ids).tobytes(), key=before, digest_size=32).digest()
+
+
+class BlockManager:
+    """References, names and order of use of `blocks` blocks."""
+
+    def __init__(self, blocks: int, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.total = blocks - RESERVED
+        self._references = [0] * blocks
+        self._names: list[bytes | None] = [None] * blocks
+        self._by_name: dict[bytes, int] = {}
+        self._announced: set[bytes] = set()
+        # Blocks that nobody uses, the least recently used one first.
+        self._idle: OrderedDict[int, None] = OrderedDict.fromkeys(range(RESERVED, blocks))
+
+    @property
+    def free(self) -> int:
+        """Blocks that can be taken."""
+        return len(self._idle)
+
+    def blocks_for(self, tokens: int) -> int:
+        """How many blocks so many tokens fill."""
+        return -(-tokens // self.block_tokens)
+
+    def find(self, names: Iterable[bytes]) -> tuple[list[int], bool]:
+        """The blocks of the longest known run of `names`, and whether the next one is being computed."""
+        found: list[int] = []
+        for name in names:
+            block = self._by_name.get(name)
+            if block is None:
+                return found, name in self._announced
+            found.append(block)
+        return found, False
+
+    def idle(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks nobody uses."""
+        return sum(block in self._idle for block in blocks)
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Takes a reference to each of these blocks."""
+        for block in blocks:
+            self._references[block] += 1
+            self._idle.pop(block, None)
+
+    def take(self) -> int | None:
+        """A block for new contents; None if all are in use."""
+        if not self._idle:
+            return None
+        block, _ = self._idle.popitem(last=False)
+        self._forget(block)
+        self._references[block] = 1
+        return block
+
+    def announce(self, names: Iterable[bytes]) -> None:
+        """Tells that blocks of these names are being computed."""
+        self._announced.update(names)
+
+    def withdraw(self, names: Iterable[bytes]) -> None:
+        """Takes an announcement back: whoever waits for it must compute the block itself."""
+        self._announced.difference_update(names)
+
+    def name(self, block: int, name: bytes) -> None:
+        """Names a block whose contents are complete, unless another block has the name already."""
+        self._announced.discard(name)
+        if name not in self._by_name:
+            self._forget(block)
+            self._by_name[name] = block
+            self._names[block] = name
+
+    def release(self, blocks: Iterable[int], forget: bool = False) -> list[int]:
+        """Drops a reference to each; those that nobody else uses. With `forget` their contents are void."""
+        released = []
+        # The end of a sequence is of less use to others than its beginning: it is evicted first.
+        for block in reversed(list(blocks)):
+            if forget:
+                self._forget(block)
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                released.append(block)
+                self._idle[block] = None
+                if self._names[block] is None:
+                    self._idle.move_to_end(block, last=False)
+        return released
+
+    def _forget(self, block: int) -> None:
+        name = self._names[block]
+        if name is not None:
+            del self._by_name[name]
+            self._names[block] = None

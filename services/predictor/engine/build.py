@@ -1,0 +1,89 @@
+"""Builds the engine that serves a loaded model of transformers: memory, runner, scheduler.
+
+Three kinds of runners, the fastest that serves the model: paged for decoders that take an attention
+function (proven by a self-test), ragged for T5 and its family, and one row at a time for the rest.
+What the model and its memory cannot serve is found here and said in one line (StartupError).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from services.predictor.engine.blocks import BlockManager
+from services.predictor.engine.cache import BLOCK_TOKENS, CacheShape
+from services.predictor.engine.engine import ContinuousBatchingEngine
+from services.predictor.engine.interface import Engine, EngineLimits
+from services.predictor.engine.memory import cache_shape, plan_memory
+from services.predictor.engine.packed_linear import pack_linears
+from services.predictor.engine.paged_runner import PagedRunner, self_test
+from services.predictor.engine.row_runner import CachelessRunner, CausalRunner, EncoderDecoderRunner
+from services.predictor.engine.runner import ModelRunner
+from services.predictor.engine.scheduler import Scheduler
+from services.predictor.engine.t5_runner import T5Runner
+from services.predictor.settings import PredictorSettings
+
+logger = logging.getLogger(__name__)
+
+
+def build_engine(name: str, model: Any, settings: PredictorSettings) -> Engine:
+    """The engine of a model that generates, running; raises StartupError."""
+    shape = cache_shape(model)
+    context, blocks = plan_memory(name, model, shape, settings)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    with torch.inference_mode():
+        runner = _choose_runner(name, model, shape, blocks, vocabulary)
+    scheduler = Scheduler(
+        BlockManager(blocks, BLOCK_TOKENS),
+        settings.max_running,
+        settings.max_waiting,
+        settings.step_tokens,
+        runner.reuses_prefixes,
+    )
+    return ContinuousBatchingEngine(
+        name,
+        runner,
+        scheduler,
+        EngineLimits(context, bool(model.config.is_encoder_decoder), vocabulary),
+        _end_ids(model.generation_config.eos_token_id),
+        settings.step_timeout_s,
+    )
+
+
+def _choose_runner(name: str, model: Any, shape: CacheShape, blocks: int, vocabulary: int) -> ModelRunner:
+    runner: ModelRunner
+    if T5Runner.supports(model):
+        pack_linears(model)
+        runner = T5Runner(model, blocks, BLOCK_TOKENS)
+    elif model.config.is_encoder_decoder:
+        runner = EncoderDecoderRunner(model)
+    elif (reason := self_test(model, shape, vocabulary)) is None:
+        pack_linears(model)
+        runner = PagedRunner(model, shape, blocks)
+    else:
+        logger.warning("model %s is run one row at a time: %s", name, reason)
+        runner = CausalRunner(model) if _keeps_keys_and_values(model) else CachelessRunner(model)
+    logger.info("model %s: runner %s, %d blocks of %d tokens", name, runner.description, blocks, BLOCK_TOKENS)
+    return runner
+
+
+def _keeps_keys_and_values(model: Any) -> bool:
+    """Whether transformers' own cache works for the model: a second pass that continues equals one whole pass."""
+    ids = torch.arange(8, device=model.device)[None]
+    try:
+        whole = model(input_ids=ids, use_cache=False).logits[0, -1].float()
+        first = model(input_ids=ids[:, :5], use_cache=True)
+        rest = model(input_ids=ids[:, 5:], past_key_values=first.past_key_values, use_cache=True)
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        logger.debug("the model does not continue from a cache", exc_info=True)
+        return False
+    return bool(((rest.logits[0, -1].float() - whole).abs().max() <= 3e-2 * whole.abs().max()).item())
+
+
+def _end_ids(ids: int | Iterable[int] | None) -> frozenset[int]:
+    if ids is None:
+        return frozenset()
+    return frozenset([ids] if isinstance(ids, int) else ids)

@@ -1,0 +1,73 @@
+"""The memory of the KV cache: for every layer a pool of keys and one of values, in blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What a model's layers keep of each token."""
+
+    layers: int
+    heads: int
+    head_size: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Keys and values of all layers."""
+        return 2 * self.layers * self.heads * self.head_size * self.dtype.itemsize
+
+
+class KeyValueCache:
+    """Keys [blocks, heads, head size, BLOCK_TOKENS] and values [blocks, heads, BLOCK_TOKENS, head size] by layer.
+
+    Keys lie transposed, as the products that read them want them. It starts as zeros, and must never
+    hold what is not a number where masked positions are read: zero times NaN is NaN.
+    """
+
+    block_tokens = BLOCK_TOKENS
+
+    def __init__(self, shape: CacheShape, blocks: int, device: torch.device) -> None:
+        self.shape = shape
+        self.device = device
+
+        def zeros(*block: int) -> list[Tensor]:
+            # The CPU's zeros take no memory until they are written.
+            size = (blocks, shape.heads, *block)
+            return [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.layers)]
+
+        self.keys = zeros(shape.head_size, BLOCK_TOKENS)
+        self.values = zeros(BLOCK_TOKENS, shape.head_size)
+
+    def write(self, layer: int, places: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> None:
+        """Stores keys and values [tokens, heads, head size] at blocks and offsets [tokens]."""
+        blocks, offsets = places
+        self.keys[layer][blocks, :, :, offsets] = keys
+        self.values[layer][blocks, :, offsets] = values
+
+    def read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of blocks [rows, n]: keys [rows, heads, size, tokens] and values [rows, heads, tokens, size]."""
+        rows, count = blocks.shape
+        shape = self.shape
+        flat = blocks.reshape(-1)
+        keys = self.keys[layer].index_select(0, flat).view(rows, count, shape.heads, shape.head_size, BLOCK_TOKENS)
+        values = self.values[layer].index_select(0, flat).view(rows, count, shape.heads, BLOCK_TOKENS, shape.head_size)
+        return (
+            keys.permute(0, 2, 3, 1, 4).reshape(rows, shape.heads, shape.head_size, count * BLOCK_TOKENS),
+            values.transpose(1, 2).reshape(rows, shape.heads, count * BLOCK_TOKENS, shape.head_size),
+        )
+
+    def clear(self, blocks: Rows[int]) -> None:
+        """Zeroes blocks, all layers."""
+        if blocks:
+            index = torch.tensor(blocks, device=self.device)
+            for pool in (*self.keys, *self.values):
+                pool.index_fill_(0, index, 0)

@@ -1,0 +1,147 @@
+"""What every model that the predictor serves can do, whatever its kind, and how it is told in the protocol.
+
+A request is answered by `infer` with one response or by `stream` with any number of them, each with
+the parameter `triton_final_response`. Both raise MillraceError; cancelling the one and closing the
+other cancels the request. They run on the event loop and never block it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from millrace.protos import inference_pb2 as pb
+from millrace.protos import model_config_pb2
+
+VERSION = "1"  # The one version that each model has.
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor that a model takes or gives; -1 in the shape is any size."""
+
+    name: str
+    datatype: str
+    shape: Sequence[int]
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """What metadata and configuration say of a model; a decoupled one may give several responses to a request."""
+
+    platform: str
+    inputs: Sequence[TensorSpec] = ()
+    outputs: Sequence[TensorSpec] = ()
+    decoupled: bool = False
+    parameters: Mapping[str, str] = field(default_factory=dict)
+
+
+class Counts(Protocol):
+    """Counters since the model was loaded, of requests but for `steps`; durations in nanoseconds."""
+
+    steps: int
+    succeeded: int
+    failed: int
+    cancelled: int
+    queue_ns: int
+    compute_ns: int
+    request_ns: int
+    last_inference_ms: int
+
+
+class ServedModel(Protocol):
+    """See the module."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def description(self) -> ModelDescription: ...
+
+    @property
+    def statistics(self) -> Counts: ...
+
+    async def infer(self, request: pb.ModelInferRequest, time_remaining_s: float | None) -> pb.ModelInferResponse:
+        """The one answer to a request."""
+
+    def stream(
+        self, request: pb.ModelInferRequest, time_remaining_s: float | None
+    ) -> AsyncGenerator[pb.ModelInferResponse, None]:
+        """The answers to a request, as they are made."""
+
+    async def warm_up(self) -> None:
+        """Proves that the model works; raises StartupError."""
+
+    async def died(self) -> None:
+        """Waits until the model can serve no more, for ever if need be, then raises EngineDeadError."""
+
+    def close(self) -> None:
+        """Stops the model; what is in flight ends with NotReadyError; blocks for seconds at most."""
+
+
+def metadata_of(model: ServedModel) -> pb.ModelMetadataResponse:
+    """The answer of ModelMetadata."""
+
+    def told(specs: Sequence[TensorSpec]) -> list[pb.ModelMetadataResponse.TensorMetadata]:
+        tensor = pb.ModelMetadataResponse.TensorMetadata
+        return [tensor(name=spec.name, datatype=spec.datatype, shape=spec.shape) for spec in specs]
+
+    description = model.description
+    return pb.ModelMetadataResponse(
+        name=model.name,
+        versions=[VERSION],
+        platform=description.platform,
+        inputs=told(description.inputs),
+        outputs=told(description.outputs),
+    )
+
+
+def config_of(model: ServedModel) -> model_config_pb2.ModelConfig:
+    """What ModelConfig says of a model."""
+    description = model.description
+    config = model_config_pb2.ModelConfig(
+        name=model.name,
+        platform=description.platform,
+        backend="millrace",
+        input=[
+            model_config_pb2.ModelInput(
+                name=spec.name, data_type=_config_type(spec.datatype), dims=spec.shape, optional=spec.optional
+            )
+            for spec in description.inputs
+        ],
+        output=[
+            model_config_pb2.ModelOutput(name=spec.name, data_type=_config_type(spec.datatype), dims=spec.shape)
+            for spec in description.outputs
+        ],
+        model_transaction_policy=model_config_pb2.ModelTransactionPolicy(decoupled=description.decoupled),
+    )
+    for key, value in description.parameters.items():
+        config.parameters[key].string_value = value
+    return config
+
+
+def statistics_of(model: ServedModel) -> pb.ModelStatistics:
+    """What ModelStatistics says of a model."""
+    counted = model.statistics
+    finished = counted.succeeded + counted.failed + counted.cancelled
+    duration = pb.StatisticDuration
+    return pb.ModelStatistics(
+        name=model.name,
+        version=VERSION,
+        last_inference=counted.last_inference_ms,
+        inference_count=counted.succeeded,
+        execution_count=counted.steps,
+        inference_stats=pb.InferStatistics(
+            success=duration(count=counted.succeeded, ns=counted.request_ns),
+            fail=duration(count=counted.failed),
+            queue=duration(count=finished, ns=counted.queue_ns),
+            compute_infer=duration(count=finished, ns=counted.compute_ns),
+        ),
+    )
+
+
+def _config_type(datatype: str) -> model_config_pb2.DataType.ValueType:
+    """The configuration's own name of a datatype: TYPE_ and the protocol's, but for BYTES."""
+    return model_config_pb2.DataType.Value("TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}")

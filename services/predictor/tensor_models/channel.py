@@ -1,0 +1,104 @@
+"""A bounded queue from a task on one event loop to a task on another.
+
+The writer waits while `capacity` items wait for the reader, so a slow reader holds it back. One task
+writes, one reads; items arrive in order, and before the end or the error that follows them. Either
+side may leave at any time, from any thread, and the other learns it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from typing import Generic, TypeVar
+
+from millrace.errors import MillraceError
+
+T = TypeVar("T")
+
+
+class ReaderLeftError(Exception):
+    """Nobody wants what is written."""
+
+
+class Channel(Generic[T]):
+    """See the module."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._lock = threading.Lock()
+        self._items: deque[T] = deque()
+        self._ended = False
+        self._error: MillraceError | None = None
+        self._left = False
+        self._reader: asyncio.Future[None] | None = None
+        self._writer: asyncio.Future[None] | None = None
+
+    @property
+    def left(self) -> bool:
+        """Whether the reader has left."""
+        return self._left
+
+    async def put(self, item: T) -> None:
+        """Adds an item once there is room; raises ReaderLeftError."""
+        while True:
+            with self._lock:
+                if self._left:
+                    raise ReaderLeftError
+                if len(self._items) < self._capacity:
+                    self._items.append(item)
+                    self._wake_reader()
+                    return
+                wake = self._writer = asyncio.get_running_loop().create_future()
+            await wake
+
+    def end(self, error: MillraceError | None = None) -> None:
+        """Ends the items, with an error or well; only the first call counts."""
+        with self._lock:
+            if not self._ended:
+                self._ended, self._error = True, error
+                self._wake_reader()
+
+    async def get(self) -> tuple[T, bool] | None:
+        """The next item, and whether it is known by now to be the last; None after the last; raises the error."""
+        while True:
+            with self._lock:
+                if self._items:
+                    item = self._items.popleft()
+                    self._wake_writer()
+                    return item, self._ended and self._error is None and not self._items
+                if self._error is not None:
+                    raise self._error
+                if self._ended:
+                    return None
+                wake = self._reader = asyncio.get_running_loop().create_future()
+            await wake
+
+    def leave(self) -> None:
+        """Says that nothing more will be read."""
+        with self._lock:
+            self._left = True
+            self._items.clear()
+            self._wake_writer()
+
+    def _wake_reader(self) -> None:
+        waiting, self._reader = self._reader, None
+        _wake(waiting)
+
+    def _wake_writer(self) -> None:
+        waiting, self._writer = self._writer, None
+        _wake(waiting)
+
+
+def _wake(waiting: asyncio.Future[None] | None) -> None:
+    """Wakes the task of another thread's loop that awaits this; the lock is held."""
+    if waiting is not None:
+        loop = waiting.get_loop()
+        # A loop that has closed has no task left.
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(_set, waiting)
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,41 @@
+"""What a tensor model counts of its requests; see `Counts` of served_model.py."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+Outcome = Literal["succeeded", "failed", "cancelled"]
+
+_WEIGHT = 0.1  # Of the newest request in the mean duration.
+
+
+@dataclass
+class RequestCounts:
+    """Has one owner; times given to it are those of time.monotonic()."""
+
+    steps: int = 0
+    succeeded: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    queue_ns: int = 0
+    compute_ns: int = 0
+    request_ns: int = 0
+    last_inference_ms: int = 0
+    mean_compute_s: float = 0.1
+
+    @property
+    def retry_after_ms(self) -> int:
+        """About how long a request takes."""
+        return max(1, int(self.mean_compute_s * 1000))
+
+    def add(self, outcome: Outcome, submitted_at: float, started_at: float, ended_at: float) -> None:
+        """Counts a request that has ended."""
+        setattr(self, outcome, getattr(self, outcome) + 1)
+        self.queue_ns += int((started_at - submitted_at) * 1e9)
+        self.compute_ns += int((ended_at - started_at) * 1e9)
+        if outcome == "succeeded":
+            self.request_ns += int((ended_at - submitted_at) * 1e9)
+            self.mean_compute_s += _WEIGHT * (ended_at - started_at - self.mean_compute_s)
+        self.last_inference_ms = int(time.time() * 1000)

@@ -1,0 +1,140 @@
+"""Loads a model that classifies or embeds; blocks for seconds; raises StartupError."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoModelForTextEncoding
+from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING
+
+from millrace.errors import StartupError
+from millrace.model_kinds import ModelKind
+from services.predictor.served_model import ModelDescription, TensorSpec
+from services.predictor.settings import PredictorSettings
+from services.predictor.tensor_models.encoder_model import BatchSettings, EncoderModel
+from services.predictor.tensor_models.pooling import read_pooling
+from services.predictor.tensor_models.row_network import RowNetwork
+from services.predictor.tensor_models.rows import ATTENTION_MASK, INPUT_IDS, TOKEN_TYPE_IDS, RowLimits
+from services.predictor.weights import dtype_name, load_weights
+
+logger = logging.getLogger(__name__)
+
+_NAMED = 3
+_UNSTATED_LENGTH = 512  # For models with no position table, such as T5's, that name no length.
+
+
+def load_encoder(
+    name: str, folder: Path, kind: ModelKind, settings: PredictorSettings, device: torch.device
+) -> EncoderModel:
+    """The model with its thread running, or what transformers raises of damaged files."""
+    model, head, output = (_classifier if kind is ModelKind.CLASSIFICATION else _embedder)(
+        name, folder, settings, device
+    )
+    pad_id = model.config.get_text_config().pad_token_id
+    limits = RowLimits(
+        model.get_input_embeddings().num_embeddings,
+        _max_length(model, settings.max_context),
+        settings.batch_rows,
+        _token_types(model),
+        pad_id or 0,
+    )
+    network = RowNetwork(model, head, limits.pad_id)
+    network.prove(limits.vocabulary_size, limits.max_length)
+    logger.info(
+        "model %s: %s, %.1fM parameters, %s on %s, rows of %d, %s",
+        *(name, type(model).__name__, model.num_parameters() / 1e6, dtype_name(model), device.type, limits.max_length),
+        "padded to batches" if network.pads_rows else "each run alone",
+    )
+    # What makes up the next batch does not count as waiting.
+    batches = BatchSettings(settings.batch_delay_ms / 1000, settings.max_waiting + settings.batch_rows)
+    description = _describe(model, device, kind, limits, output, network.pads_rows)
+    return EncoderModel(name, network, limits, description, batches)
+
+
+def _classifier(
+    name: str, folder: Path, settings: PredictorSettings, device: torch.device
+) -> tuple[Any, Any, TensorSpec]:
+    model, missing = load_weights(name, folder, AutoModelForSequenceClassification, settings.dtype, device)
+    _check_whole(name, missing)
+    return model, _logits, TensorSpec("logits", "FP32", [-1, model.config.num_labels])
+
+
+def _embedder(
+    name: str, folder: Path, settings: PredictorSettings, device: torch.device
+) -> tuple[Any, Any, TensorSpec]:
+    pooling = read_pooling(name, folder)
+    config = AutoConfig.from_pretrained(pooling.folder, trust_remote_code=False)
+    # Of encoder-decoder models, the encoder alone.
+    auto = AutoModelForTextEncoding if type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING else AutoModel
+    model, missing = load_weights(name, pooling.folder, auto, settings.dtype, device)
+    # The layer that some models have for classifying; embeddings are made without it.
+    _check_whole(name, [weight for weight in missing if not weight.startswith("pooler.")])
+
+    def head(output: Any, mask: Tensor) -> Tensor:
+        return pooling(output.last_hidden_state, mask)
+
+    return model, head, TensorSpec("embedding", "FP32", [-1, model.config.get_text_config().hidden_size])
+
+
+def _logits(output: Any, mask: Tensor) -> Tensor:
+    logits: Tensor = output.logits
+    return logits
+
+
+def _check_whole(name: str, missing: Sequence[str]) -> None:
+    if missing:
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        raise StartupError(
+            f"model {name}: the folder lacks {', '.join(missing[:_NAMED])}{more}, without which its answers are random"
+        )
+
+
+def _max_length(model: Any, wanted: int) -> int:
+    """Tokens that a row may have: what the position table holds, or less where a setting says so."""
+    stated: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    for part, module in model.named_modules():
+        if part.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            # RoBERTa and its kin count positions from the one after the padding's.
+            stated = module.num_embeddings - module.padding_idx - 1
+    stated = stated or wanted or _UNSTATED_LENGTH
+    return min(wanted or stated, stated)
+
+
+def _token_types(model: Any) -> int:
+    takes = TOKEN_TYPE_IDS in inspect.signature(model.forward).parameters
+    return int(getattr(model.config, "type_vocab_size", 0) or 0) if takes else 0
+
+
+def _describe(
+    model: Any, device: torch.device, kind: ModelKind, limits: RowLimits, output: TensorSpec, pads_rows: bool
+) -> ModelDescription:
+    names = [ATTENTION_MASK, *([TOKEN_TYPE_IDS] if limits.token_types else [])]
+    parameters = {
+        "architecture": type(model).__name__,
+        "device": device.type,
+        "dtype": dtype_name(model),
+        "kind": str(kind),
+        "context_length": str(limits.max_length),
+        "vocabulary_size": str(limits.vocabulary_size),
+        "max_batch": str(limits.max_rows),
+        "pads_rows": str(pads_rows).lower(),
+    }
+    if kind is ModelKind.CLASSIFICATION:
+        labels = model.config.id2label
+        parameters["labels"] = json.dumps([labels[i] for i in sorted(labels)], ensure_ascii=False)
+    return ModelDescription(
+        platform="pytorch_transformers",
+        inputs=[
+            TensorSpec(INPUT_IDS, "INT64", [-1, -1]),
+            *(TensorSpec(name, "INT64", [-1, -1], optional=True) for name in names),
+        ],
+        outputs=[output],
+        parameters=parameters,
+    )

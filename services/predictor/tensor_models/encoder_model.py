@@ -1,0 +1,91 @@
+"""Serves a model that classifies or embeds token ids, as rows.py reads them; dynamic batching before it.
+
+One output: `logits` FP32 [B, labels] or `embedding` FP32 [B, size]; B is 1 for ids of one dimension.
+The event loop checks requests, a thread of its own runs the batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from millrace.errors import MillraceError, StartupError
+from millrace.protos import inference_pb2 as pb
+from millrace.stream_infer import FINAL
+from millrace.tensors import Tensor, add_output
+from services.predictor.served_model import VERSION, ModelDescription
+from services.predictor.tensor_models.batch_worker import BatchWorker
+from services.predictor.tensor_models.counts import RequestCounts
+from services.predictor.tensor_models.row_network import RowNetwork, Vectors
+from services.predictor.tensor_models.rows import ATTENTION_MASK, INPUT_IDS, RowLimits, Rows, read_rows
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """How requests are batched; see batching.py."""
+
+    max_delay_s: float
+    max_waiting: int
+
+
+class EncoderModel:
+    """A ServedModel; owns its thread."""
+
+    def __init__(
+        self,
+        name: str,
+        network: RowNetwork,
+        limits: RowLimits,
+        description: ModelDescription,
+        batches: BatchSettings,
+    ) -> None:
+        self.name = name
+        self.description = description
+        self._output = description.outputs[0].name
+        self._limits = limits
+        self._worker: BatchWorker[Rows, Vectors] = BatchWorker(
+            name,
+            network.run,
+            max_rows=limits.max_rows,
+            max_delay_s=batches.max_delay_s,
+            max_waiting=batches.max_waiting,
+            # After an error of the device every later call fails too.
+            fatal=(torch.AcceleratorError,),
+        )
+
+    @property
+    def statistics(self) -> RequestCounts:
+        return self._worker.counts
+
+    async def infer(self, request: pb.ModelInferRequest, time_remaining_s: float | None) -> pb.ModelInferResponse:
+        vectors = await self._run(read_rows(request, self._output, self._limits), time_remaining_s)
+        response = pb.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
+        add_output(response, Tensor(self._output, "FP32", vectors))
+        return response
+
+    async def stream(
+        self, request: pb.ModelInferRequest, time_remaining_s: float | None
+    ) -> AsyncGenerator[pb.ModelInferResponse, None]:
+        response = await self.infer(request, time_remaining_s)
+        response.parameters[FINAL].bool_param = True
+        yield response
+
+    async def warm_up(self) -> None:
+        ids = np.zeros((1, 1), dtype=np.int64)
+        try:
+            await self._run({INPUT_IDS: ids, ATTENTION_MASK: np.ones_like(ids)}, None)
+        except MillraceError as error:
+            raise StartupError(f"model {self.name} is not served: {error.message}") from None
+
+    async def died(self) -> None:
+        await self._worker.died()
+
+    def close(self) -> None:
+        self._worker.close()
+
+    async def _run(self, rows: Rows, time_remaining_s: float | None) -> Vectors:
+        count, length = rows[INPUT_IDS].shape
+        return await self._worker.submit(rows, count, length, time_remaining_s)

@@ -1,0 +1,184 @@
+"""Serves a folder with a `model.py`: code of the user's own that takes tensors and gives tensors.
+
+The file defines one function, of one of two forms:
+
+    async def execute(request):              async def execute(request):
+        return {"name": array}                   yield {"name": array}
+
+The first gives one response to a request. The second gives one for each `yield`, sent at once; that
+model is decoupled, as Triton calls it, and `ModelInfer` takes it only where it yields once (more is
+refused, nothing at all is an empty response). `request` is a `Request`. A result maps names to numpy
+arrays, or to `RawTensor`s of millrace.tensors: those of `request.raw` as they came, or BF16, which
+numpy lacks. The file may also have
+
+    INPUTS = {"name": ("FP32", [-1, 3])}     what requests are checked against; without it all pass
+    OUTPUTS = {"name": ("FP32", [-1])}       for metadata
+    async def load(folder), unload()         run once each, before the first request and after the last
+
+`raise InvalidRequestError(text)` (millrace.errors) refuses a request, as do the other MillraceErrors;
+any other exception fails it as INTERNAL with the traceback in the log, SystemExit too. The other
+requests go on.
+
+Each model has a thread with an event loop of its own, so code that blocks holds up its own requests
+and nothing else. `max_running` requests run at the same time, `max_waiting` wait, more are refused
+with OverloadedError. A result waits among a few until the reader takes it, and with it the generator.
+A caller that leaves, or whose deadline passes, cancels the coroutine or closes the generator; its slot
+is free once that has ended.
+
+`triton_final_response` on a stream: nobody can know that a generator's latest result is its last one
+before it goes on, and a result is not held back for that. It is marked as the last where the
+generator has ended by the time the result leaves; a client that must be sure asks for the empty final
+response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from functools import partial
+from pathlib import Path
+
+from millrace.errors import InvalidRequestError, MillraceError, NotReadyError, RequestFailedError
+from millrace.protos import inference_pb2 as pb
+from millrace.stream_infer import FINAL
+from services.predictor.engine.interface import EngineDeadError
+from services.predictor.served_model import VERSION, ModelDescription
+from services.predictor.tensor_models.admission import Admission
+from services.predictor.tensor_models.channel import Channel, ReaderLeftError
+from services.predictor.tensor_models.counts import Outcome, RequestCounts
+from services.predictor.tensor_models.loop_thread import LoopThread
+from services.predictor.tensor_models.python_code import PythonCode, check_inputs
+from services.predictor.tensor_models.python_request import BadResultError, Request, write_result
+
+logger = logging.getLogger(__name__)
+
+_UNREAD_RESPONSES = 4
+
+
+class PythonModel:
+    """A ServedModel; made by a thread that may block, used by one event loop."""
+
+    def __init__(self, name: str, folder: Path, max_running: int, max_waiting: int) -> None:
+        self.name = name
+        self.statistics = RequestCounts()
+        self._admission = Admission(max_running, max_waiting)
+        self.thread = LoopThread(f"model-{name}")
+        try:
+            self._code = self.thread.call(partial(_load, name, folder))
+        except BaseException:
+            self.thread.stop()
+            raise
+        self.description = ModelDescription(
+            platform="python",
+            inputs=self._code.inputs or (),
+            outputs=self._code.outputs or (),
+            decoupled=self._code.streams,
+        )
+        logger.info("model %s: %s of %s", name, "a generator" if self._code.streams else "a function", folder)
+
+    async def infer(self, request: pb.ModelInferRequest, time_remaining_s: float | None) -> pb.ModelInferResponse:
+        answer = None
+        async with aclosing(self._answers(request)) as answers:
+            async for response, _ in answers:
+                if answer is not None:
+                    raise InvalidRequestError(
+                        f"model {self.name!r} answers this with more than one response; use ModelStreamInfer"
+                    )
+                answer = response
+        return answer or pb.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
+
+    async def stream(
+        self, request: pb.ModelInferRequest, time_remaining_s: float | None
+    ) -> AsyncGenerator[pb.ModelInferResponse, None]:
+        async with aclosing(self._answers(request)) as answers:
+            async for response, last in answers:
+                response.parameters[FINAL].bool_param = last
+                yield response
+
+    async def warm_up(self) -> None:
+        """Nothing: what the model takes is its own affair; `load` may try it."""
+
+    async def died(self) -> None:
+        await self.thread.died()
+        raise EngineDeadError(f"the thread of model {self.name} died")
+
+    def close(self) -> None:
+        self.thread.stop(self._code.unload)
+
+    async def _answers(self, request: pb.ModelInferRequest) -> AsyncGenerator[tuple[pb.ModelInferResponse, bool], None]:
+        """Each response, and whether it is known to be the last; the code stops when the caller does."""
+        submitted_at = time.monotonic()
+        await self._admission.enter(self.statistics.retry_after_ms)
+        started_at = time.monotonic()
+        channel: Channel[pb.ModelInferResponse] = Channel(_UNREAD_RESPONSES)
+        loop = asyncio.get_running_loop()
+
+        def ended(outcome: Outcome | None) -> None:
+            if outcome is None:
+                channel.end(NotReadyError("the model is stopping"))
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._count, outcome or "cancelled", submitted_at, started_at)
+
+        try:
+            work = self.thread.start(partial(self._run, request, channel), ended)
+        except MillraceError:
+            self._admission.leave()
+            raise
+        try:
+            while (answer := await channel.get()) is not None:
+                yield answer
+        finally:
+            channel.leave()
+            work.cancel()
+
+    def _count(self, outcome: Outcome, submitted_at: float, started_at: float) -> None:
+        """Takes note, on the event loop, that the code is done with a request."""
+        self._admission.leave()
+        self.statistics.steps += 1
+        self.statistics.add(outcome, submitted_at, started_at, time.monotonic())
+
+    async def _run(self, message: pb.ModelInferRequest, channel: Channel[pb.ModelInferResponse]) -> Outcome:
+        """One request, on the model's thread. Nothing that the code raises leaves this, but for being cancelled."""
+        try:
+            request = Request(message)
+            if self._code.inputs is not None:
+                check_inputs(request.raw, self._code.inputs)
+            await self._execute(request, message, channel)
+        except ReaderLeftError:
+            return "cancelled"
+        except MillraceError as error:
+            channel.end(error)
+        except BadResultError as error:
+            logger.error("model %s: request %s: %s", self.name, message.id, error)
+            channel.end(RequestFailedError(str(error)))
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError) and (channel.left or self.thread.stopping):
+                raise
+            # Whatever it is, SystemExit too: a user's code can end its own request and nothing else.
+            logger.exception("model %s failed on request %s", self.name, message.id)
+            channel.end(RequestFailedError("the model failed on this request"))
+        else:
+            channel.end()
+            return "succeeded"
+        return "failed"
+
+    async def _execute(
+        self, request: Request, message: pb.ModelInferRequest, channel: Channel[pb.ModelInferResponse]
+    ) -> None:
+        results = self._code.execute(request)
+        if not isinstance(results, AsyncGenerator):
+            await channel.put(write_result(message, await results))
+            return
+        async with aclosing(results):
+            async for result in results:
+                await channel.put(write_result(message, result))
+
+
+async def _load(name: str, folder: Path) -> PythonCode:
+    """Imports the file on the model's own thread, to whose loop it may bind what it makes."""
+    code = PythonCode(name, folder)
+    await code.load()
+    return code

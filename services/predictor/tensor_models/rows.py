@@ -1,0 +1,99 @@
+"""Token ids of a request, checked, and rows of many requests padded to one batch.
+
+Inputs: `input_ids` INT64 or INT32, [N] or [B, N]; optional, of the same shape, `attention_mask` (0 or
+1; 1 where absent) and, where the model takes it, `token_type_ids` (0 where absent). What is wrong
+raises InvalidRequestError. Padding goes to the right, with mask 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.errors import InvalidRequestError
+from millrace.protos import inference_pb2 as pb
+from millrace.tensors import Tensor, decode_inputs
+
+INPUT_IDS = "input_ids"
+ATTENTION_MASK = "attention_mask"
+TOKEN_TYPE_IDS = "token_type_ids"  # noqa: S105  # no password
+
+Ids = NDArray[np.int64]
+Rows = Mapping[str, Ids]  # Each input as [rows, length]; input_ids and attention_mask are always there.
+
+
+@dataclass(frozen=True)
+class RowLimits:
+    """What a model takes; `token_types` is 0 where it takes no token_type_ids."""
+
+    vocabulary_size: int
+    max_length: int
+    max_rows: int
+    token_types: int
+    pad_id: int
+
+
+def read_rows(request: pb.ModelInferRequest, output: str, limits: RowLimits) -> Rows:
+    """The request's rows; `output` is the one output that it may name."""
+    tensors = decode_inputs(request)
+    known = [INPUT_IDS, ATTENTION_MASK, *([TOKEN_TYPE_IDS] if limits.token_types else [])]
+    for name in tensors:
+        if name not in known:
+            raise InvalidRequestError(f"unknown input {name!r}; the model takes {', '.join(known)}")
+    for asked in request.outputs:
+        if asked.name != output:
+            raise InvalidRequestError(f"unknown output {asked.name!r}; the model gives {output}")
+    if INPUT_IDS not in tensors:
+        raise InvalidRequestError(f"input {INPUT_IDS!r} is missing")
+    shape = tensors[INPUT_IDS].array.shape
+    _check_shape(shape, limits)
+    rows = {INPUT_IDS: _integers(tensors[INPUT_IDS], shape, limits.vocabulary_size)}
+    if ATTENTION_MASK in tensors:
+        rows[ATTENTION_MASK] = _integers(tensors[ATTENTION_MASK], shape, 2)
+        if not rows[ATTENTION_MASK].any(axis=1).all():
+            raise InvalidRequestError(f"{ATTENTION_MASK} hides every token of a row")
+    else:
+        rows[ATTENTION_MASK] = np.ones_like(rows[INPUT_IDS])
+    if TOKEN_TYPE_IDS in tensors:
+        rows[TOKEN_TYPE_IDS] = _integers(tensors[TOKEN_TYPE_IDS], shape, limits.token_types)
+    return rows
+
+
+def pad(requests: Sequence[Rows], pad_id: int) -> Rows:
+    """The rows of all requests, one below the other, as long as the longest."""
+    count = sum(len(rows[INPUT_IDS]) for rows in requests)
+    length = max(rows[INPUT_IDS].shape[1] for rows in requests)
+    names = {name for rows in requests for name in rows}
+    padded = {name: np.full((count, length), pad_id if name == INPUT_IDS else 0, dtype=np.int64) for name in names}
+    first = 0
+    for rows in requests:
+        size, width = rows[INPUT_IDS].shape
+        for name, values in rows.items():
+            padded[name][first : first + size, :width] = values
+        first += size
+    return padded
+
+
+def _check_shape(shape: tuple[int, ...], limits: RowLimits) -> None:
+    if len(shape) not in (1, 2) or 0 in shape:
+        raise InvalidRequestError(f"{INPUT_IDS} must have shape [N] or [B, N] and hold ids, not {list(shape)}")
+    if len(shape) == 2 and shape[0] > limits.max_rows:
+        raise InvalidRequestError(f"a batch of {shape[0]}, at most {limits.max_rows} are allowed")
+    if shape[-1] > limits.max_length:
+        raise InvalidRequestError(f"{INPUT_IDS} has {shape[-1]} tokens a row, the model takes {limits.max_length}")
+
+
+def _integers(tensor: Tensor, shape: tuple[int, ...], below: int) -> Ids:
+    if tensor.datatype not in ("INT64", "INT32"):
+        raise InvalidRequestError(f"{tensor.name} must be INT64 or INT32, not {tensor.datatype}")
+    if tensor.array.shape != shape:
+        raise InvalidRequestError(
+            f"{tensor.name} must have the shape {list(shape)} of {INPUT_IDS}, not {list(tensor.array.shape)}"
+        )
+    outside = (tensor.array < 0) | (tensor.array >= below)
+    if outside.any():
+        raise InvalidRequestError(f"{tensor.name}: {tensor.array[outside][0]} is outside of 0 to {below - 1}")
+    return np.atleast_2d(tensor.array).astype(np.int64, copy=False)

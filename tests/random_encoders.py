@@ -1,0 +1,68 @@
+"""Small encoders with random weights, saved as transformers and sentence-transformers save them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    RobertaConfig,
+    RobertaModel,
+    T5Config,
+    T5EncoderModel,
+)
+
+VOCABULARY = 120
+LABELS = {0: "sad", 1: "neutral", 2: "glad"}
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 66,
+    "id2label": LABELS,
+}
+
+ENCODERS: Mapping[str, Callable[[], Any]] = {
+    "bert-classifier": lambda: BertForSequenceClassification(BertConfig(**_COMMON)),
+    "llama-classifier": lambda: LlamaForSequenceClassification(LlamaConfig(**_COMMON, pad_token_id=0)),
+    "llama-classifier-without-padding": lambda: LlamaForSequenceClassification(LlamaConfig(**_COMMON)),
+    "bert": lambda: BertModel(BertConfig(**_COMMON)),
+    "roberta": lambda: RobertaModel(RobertaConfig(**_COMMON)),
+    "t5-encoder": lambda: T5EncoderModel(
+        T5Config(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    ),
+}
+
+
+def save_random_encoder(kind: str, folder: Path) -> Any:
+    """Makes a model, saves it, and returns it in float32; weights are large enough for answers to differ."""
+    torch.manual_seed(0)
+    model = ENCODERS[kind]().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0, 1.5 / parameter.shape[1] ** 0.5)
+    model.save_pretrained(folder)
+    return model
+
+
+def save_pooling(folder: Path, pooling: Mapping[str, Any], *more: str) -> None:
+    """Adds what sentence-transformers writes: a pooling's configuration, and further modules by class name."""
+    package = "sentence_transformers.models"
+    steps = [("", "Transformer"), ("1_Pooling", "Pooling"), *((f"{i}_{name}", name) for i, name in enumerate(more, 2))]
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"{package}.{name}"} for i, (path, name) in enumerate(steps)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))

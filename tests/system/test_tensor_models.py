@@ -1,0 +1,364 @@
+"""Models without text, through the gateway: a user's model.py, identity, classification and embeddings.
+
+Chunks are shown to come one by one without looking at a clock: the model makes the next one only
+when whoever reads the stream says so, through a Unix socket that the request names.
+"""
+
+import asyncio
+import json
+import subprocess
+from collections import Counter
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+
+from millrace.protos import inference_pb2 as pb
+from millrace.protos import millrace_pb2, millrace_pb2_grpc
+from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace.tensors import Tensor, add_input, bytes_tensor, decode_outputs
+from runner.free_ports import start_stack
+from tests.random_encoders import save_random_encoder
+from tests.system.calls import channel, each, generate, rest, text_of, text_request
+from tests.waiting import until
+
+ROOT = Path(__file__).parents[2]
+CLIENTS = ROOT / ".venv-clients" / "bin" / "python"
+INVALID, INTERNAL = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL
+
+# Yields 0, 1, 2 … to n; each after the first once a byte has come through the socket `gate`.
+PACED = """
+import asyncio
+import numpy as np
+from millrace.errors import InvalidRequestError
+
+async def execute(request):
+    n = request.parameters["n"]
+    if n < 0:
+        raise InvalidRequestError("n must not be negative")
+    gate, writer = await asyncio.open_unix_connection(request.parameters["gate"])
+    try:
+        for i in range(n):
+            if i:
+                await gate.readexactly(1)
+            if i == request.parameters.get("fail_at"):
+                raise RuntimeError("secret")
+            yield {"i": np.array([i]), "id": np.array([request.id], dtype=object)}
+    finally:
+        writer.close()
+"""
+
+
+@pytest_asyncio.fixture(scope="module")
+async def stack(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "paced").mkdir()
+    (folder / "paced" / "model.py").write_text(PACED)
+    for kind in ("bert-classifier", "bert"):
+        save_random_encoder(kind, folder / kind)
+    models = {
+        "storyteller": "models/storyteller",
+        "identity": "models/identity",
+        "paced": folder / "paced",
+        "classifier": folder / "bert-classifier",
+        "embedder": folder / "bert",
+    }
+    settings = {"models": ",".join(f"{name}={where}" for name, where in models.items())}
+    started = await start_stack(tmp_path_factory.mktemp("stack"), settings)
+    yield started
+    await started.stop()
+
+
+class Gate:
+    """The socket's other end: how many generators have come, and how many have left."""
+
+    def __init__(self, path):
+        self.path = str(path)
+        self.begun = self.ended = 0
+        self._writers = []
+
+    async def serve(self, reader, writer):
+        self.begun += 1
+        self._writers.append(writer)
+        with suppress(ConnectionError):
+            await reader.read()
+        self.ended += 1
+        writer.close()
+
+    def open(self, steps=1):
+        for writer in self._writers:
+            writer.write(b"." * steps)
+
+
+@pytest_asyncio.fixture
+async def gate(tmp_path):
+    made = Gate(tmp_path / "gate")
+    server = await asyncio.start_unix_server(made.serve, made.path)
+    yield made
+    server.close()
+
+
+def paced_request(gate, n, id="r", **parameters):
+    request = pb.ModelInferRequest(model_name="paced", id=id)
+    request.parameters["gate"].string_param = gate.path
+    for name, value in {"n": n, **parameters}.items():
+        request.parameters[name].int64_param = value
+    return request
+
+
+@asynccontextmanager
+async def inference(stack, authority=None):
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
+    if authority is not None:
+        options.append(("grpc.default_authority", authority))
+    async with grpc.aio.insecure_channel(stack.gateway, options=options) as open_channel:
+        yield GRPCInferenceServiceStub(open_channel)
+
+
+async def stream(stack, *requests):
+    """Every response of one stream that carries these requests."""
+
+    async def all_requests():
+        for request in requests:
+            yield request
+
+    async with inference(stack) as stub:
+        return [response async for response in stub.ModelStreamInfer(all_requests(), timeout=60)]
+
+
+async def infer(stack, request, **arguments):
+    async with inference(stack) as stub:
+        return decode_outputs(await stub.ModelInfer(request, timeout=60, **arguments))
+
+
+TRITON = """
+import queue, socket, sys, threading
+import numpy as np
+import tritonclient.grpc as triton
+
+gateway, path = sys.argv[1:]
+server = socket.socket(socket.AF_UNIX)
+server.bind(path)
+server.listen()
+answers = queue.Queue()
+client = triton.InferenceServerClient(gateway)
+assert client.is_model_ready("paced")
+assert client.get_model_config("paced").config.model_transaction_policy.decoupled
+assert not client.get_model_config("identity").config.model_transaction_policy.decoupled
+assert client.get_model_metadata("embedder").outputs[0].name == "embedding"
+assert client.get_inference_statistics("identity").model_stats[0].name == "identity"
+client.start_stream(callback=lambda result, error: answers.put((result, error)))
+
+def ask(id, **parameters):
+    client.async_stream_infer("paced", [], request_id=id, parameters={"gate": path, **parameters},
+                              enable_empty_final_response=True)
+    gate, _ = server.accept()
+    return gate
+
+gate = ask("counting", n=100)
+for i in range(100):
+    result, error = answers.get(timeout=60)
+    assert error is None, error
+    assert result.get_response().id == "counting"
+    assert result.as_numpy("i").tolist() == [i]
+    assert not result.get_response().parameters["triton_final_response"].bool_param
+    assert answers.empty()
+    if i < 99:
+        gate.sendall(b".")
+result, error = answers.get(timeout=60)
+assert result.get_response().parameters["triton_final_response"].bool_param
+assert len(result.get_response().outputs) == 0
+
+ask("failing", n=3, fail_at=0)
+result, error = answers.get(timeout=60)
+assert "the model failed on this request" in str(error), error
+assert "secret" not in str(error)
+
+ask("after", n=1)
+result, error = answers.get(timeout=60)
+assert result.as_numpy("id").tolist() == [b"after"]
+client.stop_stream()
+
+values = np.arange(1000, dtype=np.float16).reshape(10, 100)
+tensor = triton.InferInput("x", values.shape, "FP16")
+tensor.set_data_from_numpy(values)
+assert (client.infer("identity", [tensor]).as_numpy("x") == values).all()
+print("done")
+"""
+
+
+async def test_tritons_client_streams_the_chunks_of_a_model_py_one_by_one(stack, tmp_path):
+    if not CLIENTS.exists():
+        pytest.skip("the clients' own environment is not installed (make .venv-clients/.installed)")
+    command = [str(CLIENTS), "-c", TRITON, stack.gateway, str(tmp_path / "socket")]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "done\n", done.stderr
+
+
+async def test_text_and_tensors_mix_on_one_stream_and_answers_carry_their_ids(stack, gate):
+    text = text_request("storyteller", "Once upon a time", max_tokens=5, seed=1, ignore_eos=1)
+    text.id = "text"
+    ids = pb.ModelInferRequest(model_name="embedder", id="embedding")
+    add_input(ids, Tensor("input_ids", "INT64", np.array([5, 6, 7])))
+    refused = paced_request(gate, -1, id="refused")
+    unknown = pb.ModelInferRequest(model_name="nobody", id="unknown")
+    failing = paced_request(gate, 1, id="failing", fail_at=0)
+    echoed = pb.ModelInferRequest(model_name="identity", id="echo")
+    add_input(echoed, bytes_tensor("word", [b"hello"]))
+    responses = await stream(stack, refused, text, unknown, ids, failing, echoed)
+    errors = {r.infer_response.id: r.error_message for r in responses if r.error_message}
+    assert errors == {
+        "refused": "n must not be negative",
+        "unknown": "no model 'nobody'",
+        "failing": "the model failed on this request",
+    }
+    answers = Counter(r.infer_response.id for r in responses if not r.error_message)
+    assert answers == {"text": 5, "embedding": 1, "echo": 1}
+    by_id = {r.infer_response.id: r.infer_response for r in responses}
+    assert all(by_id[id].parameters["triton_final_response"].bool_param for id in answers)
+    assert decode_outputs(by_id["embedding"])["embedding"].array.shape == (1, 32)
+
+
+async def test_a_failing_request_fails_alone(stack, gate):
+    good = [asyncio.create_task(stream(stack, paced_request(gate, 3, id=str(i)))) for i in range(3)]
+    await until(lambda: gate.begun == 3)
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await infer(stack, paced_request(gate, 1, fail_at=0))
+    assert raised.value.code() is INTERNAL
+    assert raised.value.details() == "the model failed on this request"
+    assert dict(raised.value.trailing_metadata())["x-failed-hop"] == "predictor"
+    assert "RuntimeError: secret" in stack.log("predictor-0")
+    gate.open(2)
+    for responses in await asyncio.gather(*good):
+        assert [decode_outputs(r.infer_response)["i"].array[0] for r in responses] == [0, 1, 2]
+
+
+async def test_infer_refuses_a_model_that_answers_more_than_once(stack, gate):
+    assert (await infer(stack, paced_request(gate, 1)))["i"].array.tolist() == [0]
+    call = asyncio.create_task(infer(stack, paced_request(gate, 5)))
+    await until(lambda: gate.begun == 2)
+    gate.open(5)
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call
+    assert raised.value.code() is INVALID
+    assert "use ModelStreamInfer" in raised.value.details()
+    await until(lambda: gate.ended == 2)
+
+
+@pytest.mark.parametrize("way", ["cancel", "deadline"])
+async def test_a_caller_that_leaves_ends_the_generator(stack, gate, way):
+    async with inference(stack) as stub:
+        call = stub.ModelStreamInfer(each(paced_request(gate, 3)), timeout=1 if way == "deadline" else 60)
+        assert await call.read()
+        assert gate.begun == 1
+        if way == "cancel":
+            call.cancel()
+        await until(lambda: gate.ended == 1)
+        if way == "deadline":
+            assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+EVERY = {
+    "BOOL": "?", "INT8": "i1", "INT16": "<i2", "INT32": "<i4", "INT64": "<i8", "UINT8": "u1", "UINT16": "<u2",
+    "UINT32": "<u4", "UINT64": "<u8", "FP16": "<f2", "FP32": "<f4", "FP64": "<f8", "BF16": "<u2",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("authority", [None, "predictor"])
+async def test_identity_echoes_large_tensors_of_every_datatype(stack, authority):
+    generator = np.random.default_rng(0)
+    request = pb.ModelInferRequest(model_name="identity", id="all")
+    sent = {}
+    for datatype, code in EVERY.items():
+        bits = generator.integers(0, 2 if datatype == "BOOL" else 256, 2_000_000, dtype=np.uint8)
+        sent[datatype] = Tensor(datatype, datatype, bits.view(code).reshape(2, 5, -1))
+    items = np.array([generator.bytes(size % 200) for size in range(20_000)], dtype=object).reshape(100, 200)
+    sent["BYTES"] = Tensor("BYTES", "BYTES", items)
+    for tensor in sent.values():
+        add_input(request, tensor)
+    async with inference(stack, authority) as stub:
+        response = await stub.ModelInfer(request, timeout=60)
+        assert (response.model_name, response.id) == ("identity", "all")
+        echoed = decode_outputs(response)
+        assert echoed.keys() == sent.keys()
+        for name, tensor in sent.items():
+            assert echoed[name].datatype == tensor.datatype
+            assert echoed[name].array.shape == tensor.array.shape
+        assert list(response.raw_output_contents) == list(request.raw_input_contents)
+
+        # The same bytes on a stream, whose limits are others.
+        streamed = [r async for r in stub.ModelStreamInfer(each(request), timeout=60)]
+        assert list(streamed[0].infer_response.raw_output_contents) == list(request.raw_input_contents)
+
+
+async def test_identity_takes_typed_contents_empty_tensors_and_none(stack):
+    request = pb.ModelInferRequest(model_name="identity")
+    tensor = request.inputs.add(name="typed", datatype="INT8", shape=[3])
+    tensor.contents.int_contents.extend([-1, 0, 1])
+    request.inputs.add(name="empty", datatype="FP32", shape=[0, 7]).contents.SetInParent()
+    echoed = await infer(stack, request)
+    assert echoed["typed"].array.tolist() == [-1, 0, 1]
+    assert echoed["empty"].array.shape == (0, 7)
+    assert await infer(stack, pb.ModelInferRequest(model_name="identity")) == {}
+
+
+async def test_classes_and_embeddings_are_the_models_own(stack, tmp_path):
+    classifier = save_random_encoder("bert-classifier", tmp_path / "same-classifier")
+    embedder = save_random_encoder("bert", tmp_path / "same-embedder")
+
+    async def asked(model, ids):
+        request = pb.ModelInferRequest(model_name=model)
+        add_input(request, Tensor("input_ids", "INT64", ids))
+        (answer,) = (await infer(stack, request)).values()
+        return answer.array
+
+    rows = [np.arange(3, 3 + length) for length in (4, 17, 9, 30)]
+    logits = await asyncio.gather(*(asked("classifier", ids) for ids in rows))
+    vectors = await asyncio.gather(*(asked("embedder", ids) for ids in rows))
+    with torch.no_grad():
+        for ids, scores, vector in zip(rows, logits, vectors, strict=True):
+            tensor = torch.tensor(ids)[None]
+            np.testing.assert_allclose(scores, classifier(tensor).logits.numpy(), rtol=1e-4, atol=1e-5)
+            mean = embedder(tensor).last_hidden_state.mean(1).numpy()
+            np.testing.assert_allclose(vector, mean, rtol=1e-4, atol=1e-5)
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await asked("classifier", np.array([5000]))
+    assert raised.value.code() is INVALID
+    assert "5000 is outside of 0 to 119" in raised.value.details()
+    async with inference(stack) as stub:
+        config = (await stub.ModelConfig(pb.ModelConfigRequest(name="classifier"), timeout=10)).config
+    assert json.loads(config.parameters["labels"].string_value) == ["sad", "neutral", "glad"]
+
+
+async def test_a_model_of_tensors_is_no_text_model(stack):
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await generate(stack.gateway, model="identity", prompt="Once")
+    assert raised.value.code() is INVALID
+    assert raised.value.details() == "model 'identity' takes tensors, not text; call it by ModelInfer"
+    answer = await rest(stack.gateway, "POST", "/v1/completions", {"model": "embedder", "prompt": "Once"})
+    assert answer.status == 400
+    assert "takes tensors" in answer.json["error"]["message"]
+    assert text_of(await generate(stack.gateway, model="storyteller", prompt="Once upon a time", max_tokens=3))
+
+
+async def test_a_relayed_request_leaves_a_record_of_what_became_of_it(stack, gate):
+    await infer(stack, paced_request(gate, 1, id="went-well"))
+    await stream(stack, paced_request(gate, 1, id="went-wrong", fail_at=0))
+    async with channel(stack.gateway) as open_channel:
+        stub = millrace_pb2_grpc.PayloadLogStub(open_channel)
+
+        async def records(**filters):
+            return [r async for r in stub.Query(millrace_pb2.QueryPayloadsRequest(model="paced", **filters))]
+
+        async def both():
+            return await records(request_id="went-well") and await records(request_id="went-wrong")
+
+        await until(both)
+        (well,), (wrong,) = await records(request_id="went-well"), await records(request_id="went-wrong")
+    assert (well.status, well.protocol) == ("OK", "inference.GRPCInferenceService/ModelInfer")
+    assert well.duration_ms > 0
+    assert (wrong.status, wrong.failed_hop) == ("INTERNAL", "predictor")

@@ -1,0 +1,140 @@
+"""Batches on a thread: results go to their requests, a culprit fails alone, who left is not waited for."""
+
+import asyncio
+import threading
+
+import pytest
+
+from millrace.errors import DeadlineError, InvalidRequestError, NotReadyError, OverloadedError, RequestFailedError
+from services.predictor.engine.interface import EngineDeadError
+from services.predictor.tensor_models.batch_worker import BatchWorker
+from tests.waiting import until
+
+
+class DeviceError(Exception):
+    """Stands for what nothing can be done about."""
+
+
+class Doubler:
+    """Doubles numbers; the first batch waits at a gate, so that a second one gathers behind it."""
+
+    def __init__(self):
+        self.batches = []
+        self.gate = threading.Event()
+
+    def __call__(self, items):
+        self.batches.append(list(items))
+        assert self.gate.wait(30)
+        if "bad" in items:
+            raise ValueError("secret")
+        if "device" in items:
+            raise DeviceError
+        return [item * 2 for item in items]
+
+
+@pytest.fixture
+def doubler():
+    return Doubler()
+
+
+@pytest.fixture
+def worker(doubler):
+    made = BatchWorker("m", doubler, max_rows=4, max_delay_s=0.0, max_waiting=4, fatal=(DeviceError,))
+    yield made
+    doubler.gate.set()
+    made.close()
+
+
+def submit(worker, item, time_remaining_s=None, rows=1):
+    return asyncio.create_task(worker.submit(item, rows, 5, time_remaining_s))
+
+
+async def gathered(worker, doubler, *items):
+    """A batch that runs, and behind it tasks for what waits."""
+    first = submit(worker, 0)
+    await until(lambda: doubler.batches)
+    waiting = [submit(worker, item) for item in items]
+    await until(lambda: len(worker._queue) == len(items))
+    return first, waiting
+
+
+async def test_what_waits_runs_together_and_each_gets_its_own(worker, doubler):
+    first, waiting = await gathered(worker, doubler, 1, 2, 3)
+    doubler.gate.set()
+    assert await asyncio.gather(first, *waiting) == [0, 2, 4, 6]
+    assert doubler.batches == [[0], [1, 2, 3]]
+    assert (worker.counts.steps, worker.counts.succeeded) == (2, 4)
+
+
+async def test_a_poisoned_batch_runs_again_one_by_one(worker, doubler, caplog):
+    _, waiting = await gathered(worker, doubler, 1, "bad", 3)
+    doubler.gate.set()
+    good, bad, also_good = await asyncio.gather(*waiting, return_exceptions=True)
+    assert (good, also_good) == (2, 6)
+    assert isinstance(bad, RequestFailedError)
+    assert "secret" not in bad.message
+    assert doubler.batches == [[0], [1, "bad", 3], [1], ["bad"], [3]]
+    assert (worker.counts.succeeded, worker.counts.failed) == (3, 1)
+
+
+async def test_who_leaves_the_queue_is_not_run(worker, doubler):
+    first, (stays, leaves) = await gathered(worker, doubler, 1, 2)
+    leaves.cancel()
+    await until(leaves.done)
+    doubler.gate.set()
+    assert await asyncio.gather(first, stays) == [0, 2]
+    assert doubler.batches == [[0], [1]]
+    assert worker.counts.cancelled == 1
+
+
+async def test_who_leaves_while_it_runs_is_counted_as_cancelled(worker, doubler):
+    first, _ = await gathered(worker, doubler)
+    first.cancel()
+    await until(first.done)
+    doubler.gate.set()
+    assert await submit(worker, 4) == 8
+    assert (worker.counts.cancelled, worker.counts.succeeded) == (1, 1)
+
+
+async def test_what_is_out_of_time_is_not_run(worker, doubler):
+    first, _ = await gathered(worker, doubler)
+    late = submit(worker, 1, time_remaining_s=0.0)
+    await until(lambda: len(worker._queue) == 1)
+    doubler.gate.set()
+    with pytest.raises(DeadlineError):
+        await late
+    assert await first == 0
+    assert doubler.batches == [[0]]
+
+
+async def test_a_full_queue_and_a_batch_too_large_are_refused(worker, doubler):
+    first, waiting = await gathered(worker, doubler, 1, 2, 3, 4)
+    with pytest.raises(OverloadedError):
+        await submit(worker, 5)
+    with pytest.raises(InvalidRequestError):
+        await submit(worker, 6, rows=5)
+    doubler.gate.set()
+    assert await asyncio.gather(first, *waiting) == [0, 2, 4, 6, 8]
+
+
+async def test_the_stop_ends_what_waits(worker, doubler):
+    first, waiting = await gathered(worker, doubler, 1, 2)
+    stop = asyncio.create_task(asyncio.to_thread(worker.close))
+    await until(lambda: worker._stopping)
+    doubler.gate.set()
+    await stop
+    assert await first == 0
+    assert all(isinstance(error, NotReadyError) for error in await asyncio.gather(*waiting, return_exceptions=True))
+    with pytest.raises(NotReadyError):
+        await submit(worker, 1)
+
+
+@pytest.mark.parametrize("items", [["device"], [1, "device", 2], ["bad", "device", 2]])
+async def test_an_error_of_the_device_ends_the_model_and_leaves_nobody_waiting(worker, doubler, items, caplog):
+    _, waiting = await gathered(worker, doubler, *items)
+    doubler.gate.set()
+    with pytest.raises(EngineDeadError):
+        await asyncio.wait_for(worker.died(), 20)
+    errors = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 20)
+    assert all(isinstance(error, (NotReadyError, RequestFailedError)) for error in errors)
+    assert any(isinstance(error, NotReadyError) for error in errors)

@@ -1,0 +1,161 @@
+"""The block manager: every block has as many holders as references, and a name only for what it holds."""
+
+from collections import OrderedDict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.predictor.engine.blocks import BlockManager, block_name, first_name
+
+
+def names_of(ids, salt="", size=4):
+    names = [first_name(salt)]
+    for start in range(0, len(ids) - size + 1, size):
+        names.append(block_name(names[-1], ids[start : start + size]))
+    return names[1:]
+
+
+def test_block_0_is_never_handed_out():
+    blocks = BlockManager(5, 4)
+    assert sorted(blocks.take() for _ in range(4)) == [1, 2, 3, 4]
+    assert blocks.take() is None
+    assert (blocks.free, blocks.total) == (0, 4)
+
+
+@pytest.mark.parametrize(("tokens", "needed"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
+def test_a_started_block_counts_whole(tokens, needed):
+    assert BlockManager(5, 4).blocks_for(tokens) == needed
+
+
+def test_names_depend_on_all_ids_before_and_on_the_salt():
+    assert names_of([1, 2, 3, 4, 5, 6, 7, 8])[1] != names_of([0, 2, 3, 4, 5, 6, 7, 8])[1]
+    assert names_of([1, 2, 3, 4], "one") != names_of([1, 2, 3, 4], "another")
+    assert names_of([1, 2, 3, 4, 5, 6, 7, 8])[:1] == names_of([1, 2, 3, 4, 9])
+
+
+def test_only_the_known_beginning_is_found():
+    blocks = BlockManager(5, 4)
+    first, second, third = names_of(range(12))
+    held = [blocks.take() for _ in range(3)]
+    blocks.name(held[0], first)
+    blocks.name(held[2], third)
+    assert blocks.find([first, second, third]) == (held[:1], False)
+    blocks.announce([second])
+    assert blocks.find([first, second, third]) == (held[:1], True)
+    blocks.name(held[1], second)
+    assert blocks.find([first, second, third]) == (held, False)
+
+
+def test_a_withdrawn_announcement_holds_nobody_up():
+    blocks = BlockManager(5, 4)
+    names = names_of(range(8))
+    blocks.announce(names)
+    blocks.withdraw(names)
+    assert blocks.find(names) == ([], False)
+
+
+def test_a_released_block_keeps_its_contents_until_it_is_needed():
+    blocks = BlockManager(3, 4)
+    [name] = names_of(range(4))
+    held = blocks.take()
+    blocks.name(held, name)
+    assert blocks.release([held]) == [held]
+    assert blocks.find([name]) == ([held], False)
+    assert blocks.take() != held
+    assert blocks.take() == held
+    assert blocks.find([name]) == ([], False)
+
+
+def test_the_least_recently_used_is_evicted_first_and_an_end_before_its_beginning():
+    blocks = BlockManager(7, 4)
+    old = [blocks.take() for _ in range(3)]
+    new = [blocks.take() for _ in range(3)]
+    for block, name in zip(old + new, names_of(range(12)) + names_of(range(1, 13)), strict=True):
+        blocks.name(block, name)
+    blocks.release(old)
+    blocks.release(new)
+    # Who uses a block again makes it the most recently used.
+    blocks.share(old[:1])
+    blocks.release(old[:1])
+    assert [blocks.take() for _ in range(6)] == [old[2], old[1], new[2], new[1], new[0], old[0]]
+
+
+def test_what_has_no_name_is_taken_before_anything_that_can_be_used_again():
+    blocks = BlockManager(3, 4)
+    named, nameless = blocks.take(), blocks.take()
+    blocks.name(named, names_of(range(4))[0])
+    blocks.release([named])
+    blocks.release([nameless])
+    assert [blocks.take(), blocks.take()] == [nameless, named]
+
+
+def test_a_second_block_of_the_same_contents_stays_nameless():
+    blocks = BlockManager(3, 4)
+    [name] = names_of(range(4))
+    first, second = blocks.take(), blocks.take()
+    blocks.name(first, name)
+    blocks.name(second, name)
+    blocks.release([second])
+    assert blocks.find([name]) == ([first], False)
+
+
+def test_forgotten_contents_are_nobody_s_even_while_another_holds_the_block():
+    blocks = BlockManager(3, 4)
+    [name] = names_of(range(4))
+    held = blocks.take()
+    blocks.name(held, name)
+    blocks.share([held])
+    assert blocks.release([held], forget=True) == []
+    assert blocks.find([name]) == ([], False)
+    assert blocks.release([held]) == [held]
+
+
+operations = st.lists(
+    st.tuples(st.sampled_from(["take", "share", "name", "release", "forget"]), st.integers(0, 7), st.integers(0, 5)),
+    max_size=60,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(operations)
+def test_references_names_and_order_of_use_agree_with_a_plain_model(steps):
+    """The model: who holds what, what is named how, and the idle blocks in the order of their eviction."""
+    blocks = BlockManager(6, 4)
+    names = [bytes([n]) for n in range(6)]
+    holders: list[list[int]] = []
+    named: dict[int, bytes] = {}
+    idle = OrderedDict.fromkeys(range(1, 6))
+    for operation, which, index in steps:
+        if operation == "take":
+            block = blocks.take()
+            assert block == next(iter(idle), None)
+            if block is not None:
+                del idle[block]
+                named.pop(block, None)
+                holders.append([block])
+        elif operation == "share":
+            found, _ = blocks.find([names[index]])
+            assert found == [block for block, name in named.items() if name == names[index]]
+            blocks.share(found)
+            for block in found:
+                idle.pop(block, None)
+                holders.append([block])
+        elif holders and operation == "name":
+            [block] = holders[which % len(holders)]
+            blocks.name(block, names[index])
+            if names[index] not in named.values():
+                named[block] = names[index]
+        elif holders:
+            [block] = holders.pop(which % len(holders))
+            blocks.release([block], forget=operation == "forget")
+            if operation == "forget":
+                named.pop(block, None)
+            if [block] not in holders:
+                idle[block] = None
+                if block not in named:
+                    idle.move_to_end(block, last=False)
+        assert blocks.free == len(idle)
+        assert blocks.idle(range(6)) == len(idle)
+        for name in names:
+            assert blocks.find([name])[0] == [block for block, given in named.items() if given == name]

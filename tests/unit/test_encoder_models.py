@@ -1,0 +1,284 @@
+"""Classification and embeddings: a batch gives what the model alone gives, and what cannot be served is refused."""
+
+import asyncio
+import json
+from contextlib import aclosing
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace.errors import InvalidRequestError, StartupError
+from millrace.model_kinds import ModelKind, kind_of
+from millrace.model_sources import ModelSource
+from millrace.protos.inference_pb2 import ModelInferRequest
+from millrace.stream_infer import FINAL
+from millrace.tensors import Tensor, add_input, decode_outputs
+from services.predictor.loading import load
+from services.predictor.served_model import config_of, metadata_of
+from services.predictor.settings import PredictorSettings
+from services.predictor.tensor_models.rows import ATTENTION_MASK, INPUT_IDS, pad
+from tests.random_encoders import ENCODERS, VOCABULARY, save_pooling, save_random_encoder
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Each kind of encoder: its folder and the model itself."""
+    root = tmp_path_factory.mktemp("encoders")
+    return {kind: (root / kind, save_random_encoder(kind, root / kind)) for kind in ENCODERS}
+
+
+@pytest.fixture
+def serve():
+    """Loads a folder as the predictor does; what was loaded ends with the test."""
+    loaded = []
+
+    def start(folder, **settings):
+        settings = {"batch_rows": 8, "batch_delay_ms": 20, **settings}
+        loaded.append(load(ModelSource("m", str(folder)), PredictorSettings(**settings), CPU, lambda _: None))
+        return loaded[-1]
+
+    yield start
+    for model in loaded:
+        model.close()
+
+
+def ids_of(length, seed=0):
+    return np.random.default_rng(seed).integers(3, VOCABULARY, length)
+
+
+def request(ids, datatype="INT64", **more):
+    message = ModelInferRequest(model_name="m", id="r")
+    add_input(message, Tensor("input_ids", datatype, np.asarray(ids, dtype=datatype.lower())))
+    for name, values in more.items():
+        add_input(message, Tensor(name, "INT64", np.asarray(values, dtype=np.int64)))
+    return message
+
+
+async def answer(model, message):
+    (tensor,) = decode_outputs(await model.infer(message, None)).values()
+    return tensor.array
+
+
+def reference(model, ids, mask=None):
+    """What the model itself gives for one row."""
+    with torch.no_grad():
+        ids = torch.tensor(np.atleast_2d(ids))
+        mask = torch.ones_like(ids) if mask is None else torch.tensor(np.atleast_2d(mask))
+        output = model(input_ids=ids, attention_mask=mask)
+    return output.logits.numpy() if hasattr(output, "logits") else output.last_hidden_state[0].numpy()
+
+
+LENGTHS = [3, 14, 9, 1, 30, 40, 12, 16, 25, 5]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ENCODERS if "classifier" in kind])
+async def test_a_batch_of_mixed_lengths_classifies_as_the_model_alone_does(saved, serve, kind):
+    folder, model = saved[kind]
+    served = serve(folder)
+    await served.warm_up()
+    rows = [ids_of(length, seed) for seed, length in enumerate(LENGTHS)]
+    answers = await asyncio.gather(*(answer(served, request(ids)) for ids in rows))
+    assert served.statistics.steps < 1 + len(rows)
+    for ids, logits in zip(rows, answers, strict=True):
+        assert logits.shape == (1, 3)
+        np.testing.assert_allclose(logits, reference(model, ids), rtol=1e-4, atol=1e-5)
+    # Else the comparison would hold for a model that says the same of everything.
+    assert np.ptp(np.concatenate(answers), axis=0).min() > 0.1
+    assert config_of(served).parameters["pads_rows"].string_value == str("without" not in kind).lower()
+
+
+POOLINGS = {
+    "mean": (None, (), lambda states: states.mean(0)),
+    "cls": ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, (), lambda states: states[0]),
+    "max": ({"pooling_mode_max_tokens": True}, (), lambda states: states.max(0)),
+    "last": ({"pooling_mode_lasttoken": True}, (), lambda states: states[-1]),
+    "named": ({"pooling_mode": "lasttoken", "include_prompt": True}, (), lambda states: states[-1]),
+    "normalized": (
+        {"pooling_mode_mean_tokens": True},
+        ("Normalize",),
+        lambda states: states.mean(0) / np.linalg.norm(states.mean(0)),
+    ),
+}
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+async def test_a_batch_of_mixed_lengths_embeds_as_the_model_alone_does(tmp_path, serve, pooling):
+    config, more, pooled = POOLINGS[pooling]
+    model = save_random_encoder("bert", tmp_path)
+    if config is not None:
+        save_pooling(tmp_path, config, *more)
+    served = serve(tmp_path)
+    rows = [ids_of(length, seed) for seed, length in enumerate(LENGTHS)]
+    answers = await asyncio.gather(*(answer(served, request(ids)) for ids in rows))
+    assert served.statistics.steps < len(rows)
+    for ids, vector in zip(rows, answers, strict=True):
+        assert vector.shape == (1, 32)
+        np.testing.assert_allclose(vector[0], pooled(reference(model, ids)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["roberta", "t5-encoder"])
+async def test_encoders_of_other_kinds_embed_too(saved, serve, kind):
+    folder, model = saved[kind]
+    served = serve(folder)
+    rows = [ids_of(length, seed) for seed, length in enumerate((7, 12, 5))]
+    for ids, vector in zip(rows, await asyncio.gather(*(answer(served, request(i)) for i in rows)), strict=True):
+        np.testing.assert_allclose(vector[0], reference(model, ids).mean(0), rtol=1e-4, atol=1e-5)
+
+
+async def test_requests_of_several_rows_masks_and_types_get_their_own_answers(saved, serve):
+    folder, model = saved["bert-classifier"]
+    served = serve(folder)
+    ids = np.stack([ids_of(9, seed) for seed in range(3)])
+    mask = np.array([[1] * 9, [1] * 4 + [0] * 5, [0] * 2 + [1] * 7])
+    types = np.array([[0] * 5 + [1] * 4] * 3)
+    plain, masked, typed, narrow = await asyncio.gather(
+        answer(served, request(ids)),
+        answer(served, request(ids, attention_mask=mask)),
+        answer(served, request(ids[0], token_type_ids=types[0])),
+        answer(served, request(ids[:, :2], "INT32")),
+    )
+    for i in range(3):
+        np.testing.assert_allclose(plain[i : i + 1], reference(model, ids[i]), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(masked[i : i + 1], reference(model, ids[i], mask[i]), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(narrow[i : i + 1], reference(model, ids[i, :2]), rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        tensors = {"input_ids": torch.tensor(ids[:1]), "token_type_ids": torch.tensor(types[:1])}
+        np.testing.assert_allclose(typed, model(**tensors).logits.numpy(), rtol=1e-4, atol=1e-5)
+
+
+REFUSALS = {
+    "no ids": (lambda: ModelInferRequest(model_name="m"), "input 'input_ids' is missing"),
+    "an id beyond the vocabulary": (lambda: request([VOCABULARY]), "input_ids: 120 is outside of 0 to 119"),
+    "a negative id": (lambda: request([-1]), "input_ids: -1 is outside"),
+    "nothing": (lambda: request([]), r"must have shape \[N\] or \[B, N\] and hold ids, not \[0\]"),
+    "three dimensions": (lambda: request([[[1]]]), "must have shape"),
+    "too long": (lambda: request(ids_of(67)), "67 tokens a row, the model takes 66"),
+    "a batch too large": (lambda: request(np.ones((9, 2))), "a batch of 9, at most 8 are allowed"),
+    "a mask of another shape": (lambda: request([5, 6], attention_mask=[1]), r"must have the shape \[2\]"),
+    "a mask of other numbers": (lambda: request([5, 6], attention_mask=[1, 2]), "attention_mask: 2 is outside of 0"),
+    "a mask that hides all": (lambda: request([5, 6], attention_mask=[0, 0]), "attention_mask hides every token"),
+    "types beyond the table": (lambda: request([5, 6], token_type_ids=[0, 2]), "token_type_ids: 2 is outside"),
+    "an unknown input": (lambda: request([5], positions=[0]), "unknown input 'positions'; the model takes input_ids"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+async def test_what_the_model_cannot_take_is_refused(saved, serve, case):
+    make, text = REFUSALS[case]
+    served = serve(saved["bert-classifier"][0])
+    with pytest.raises(InvalidRequestError, match=text):
+        await served.infer(make(), None)
+    assert served.statistics.steps == 0
+
+
+async def test_other_types_and_outputs_are_refused(saved, serve):
+    served = serve(saved["bert"][0])
+    message = ModelInferRequest(model_name="m")
+    add_input(message, Tensor("input_ids", "FP32", np.ones(3, np.float32)))
+    with pytest.raises(InvalidRequestError, match="must be INT64 or INT32, not FP32"):
+        await served.infer(message, None)
+    message = request([5])
+    message.outputs.add(name="logits")
+    with pytest.raises(InvalidRequestError, match="unknown output 'logits'; the model gives embedding"):
+        await served.infer(message, None)
+
+
+@pytest.mark.parametrize(("kind", "length"), [("bert", 66), ("roberta", 64), ("t5-encoder", 512)])
+async def test_the_longest_row_is_served_and_one_longer_is_refused(saved, serve, kind, length):
+    served = serve(saved[kind][0])
+    assert (await answer(served, request(ids_of(length)))).shape == (1, 32)
+    with pytest.raises(InvalidRequestError, match=f"the model takes {length}"):
+        await served.infer(request(ids_of(length + 1)), None)
+
+
+async def test_one_response_is_streamed_and_marked_as_the_last(saved, serve):
+    served = serve(saved["bert"][0])
+    async with aclosing(served.stream(request([5, 6]), None)) as responses:
+        marks = [response.parameters[FINAL].bool_param async for response in responses]
+    assert marks == [True]
+
+
+async def test_metadata_and_configuration_tell_tensors_and_labels(saved, serve):
+    served = serve(saved["bert-classifier"][0])
+    metadata, config = metadata_of(served), config_of(served)
+    assert [(t.name, t.datatype) for t in metadata.inputs] == [
+        (name, "INT64") for name in ("input_ids", "attention_mask", "token_type_ids")
+    ]
+    assert [(t.name, t.datatype, list(t.shape)) for t in metadata.outputs] == [("logits", "FP32", [-1, 3])]
+    assert [tensor.optional for tensor in config.input] == [False, True, True]
+    assert json.loads(config.parameters["labels"].string_value) == ["sad", "neutral", "glad"]
+    assert not config.model_transaction_policy.decoupled
+
+
+def rewrite(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+async def test_what_is_not_served_is_named_in_one_line(tmp_path, serve):
+    def refused(text):
+        with pytest.raises(StartupError, match=text) as raised:
+            serve(tmp_path)
+        assert "\n" not in str(raised.value)
+
+    save_random_encoder("bert", tmp_path)
+    rewrite(tmp_path, architectures=["BertForMaskedLM"])
+    refused("model m cannot be loaded: BertForMaskedLM is not served; it must generate text, classify or embed")
+    rewrite(tmp_path, architectures=["BertForSequenceClassification"])
+    refused("model m: the folder lacks classifier.bias, classifier.weight, without which its answers are random")
+    save_pooling(tmp_path, {"pooling_mode_weightedmean_tokens": True}, "Normalize")
+    refused(r"its pooling \(pooling_mode_weightedmean_tokens\) is not one of cls, mean, max, lasttoken")
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode": "mean"}')
+    modules = json.loads((tmp_path / "modules.json").read_text())
+    (tmp_path / "modules.json").write_text(json.dumps([*modules, {"type": "a.Dense", "path": "3_Dense"}]))
+    refused("has a step Dense, which is not served")
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ({"model_type": "bert", "architectures": ["BertModel"]}, ModelKind.EMBEDDING),
+        ({"model_type": "bert", "architectures": ["BertForSequenceClassification"]}, ModelKind.CLASSIFICATION),
+        ({"model_type": "qwen3", "architectures": ["Qwen3ForSequenceClassification"]}, ModelKind.CLASSIFICATION),
+        (
+            {"model_type": "t5", "architectures": ["T5EncoderModel"], "is_encoder_decoder": True},
+            ModelKind.EMBEDDING,
+        ),
+        ({"model_type": "bart", "architectures": ["BartModel"], "is_encoder_decoder": True}, ModelKind.GENERATION),
+        ({"model_type": "bert", "architectures": ["BertLMHeadModel"]}, ModelKind.GENERATION),
+        ({"model_type": "gpt2", "architectures": ["GPT2Model"]}, ModelKind.GENERATION),
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, ModelKind.GENERATION),
+        ({}, ModelKind.GENERATION),
+    ],
+)
+def test_the_kind_is_decided_by_the_folder(tmp_path, config, kind):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    local, hub = ModelSource("m", str(tmp_path)), ModelSource("m", "somebody/something")
+    assert kind_of(local, tmp_path) is kind
+    (tmp_path / "model.py").touch()
+    # Code of the hub is never run, wherever its file came from.
+    assert kind_of(hub, tmp_path) is kind
+    assert kind_of(local, tmp_path) is ModelKind.PYTHON
+    (tmp_path / "modules.json").touch()
+    assert kind_of(hub, tmp_path) is ModelKind.EMBEDDING
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 20)), min_size=1, max_size=6))
+def test_padding_keeps_every_row_and_hides_the_rest(shapes):
+    requests = [
+        {INPUT_IDS: np.full(shape, i + 1), ATTENTION_MASK: np.ones(shape, np.int64)} for i, shape in enumerate(shapes)
+    ]
+    padded = pad(requests, pad_id=99)
+    first = 0
+    for number, (rows, length) in enumerate(shapes, 1):
+        ids, mask = (padded[name][first : first + rows] for name in (INPUT_IDS, ATTENTION_MASK))
+        assert (ids[:, :length] == number).all()
+        assert (ids[:, length:] == 99).all()
+        assert mask.sum() == rows * length
+        first += rows
+    assert len(padded[INPUT_IDS]) == first

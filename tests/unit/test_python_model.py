@@ -1,0 +1,372 @@
+"""A user's model.py: streams as it yields, is held back by its reader, ends with its caller, and fails alone."""
+
+import asyncio
+import textwrap
+import threading
+from contextlib import aclosing
+
+import numpy as np
+import pytest
+
+from millrace.errors import InvalidRequestError, NotReadyError, OverloadedError, RequestFailedError, StartupError
+from millrace.protos.inference_pb2 import ModelInferRequest
+from millrace.stream_infer import FINAL
+from millrace.tensors import Tensor, add_input, bytes_tensor, decode_outputs
+from services.predictor.served_model import config_of, metadata_of, statistics_of
+from services.predictor.tensor_models.python_model import PythonModel
+from tests.waiting import until
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Makes models of code; they end with the test."""
+    made = []
+
+    def start(code, name="mine", max_running=8, max_waiting=8, files=()):
+        folder = tmp_path / f"model-{len(made)}"
+        folder.mkdir()
+        for file, text in {"model.py": textwrap.dedent(code), **dict(files)}.items():
+            (folder / file).write_text(text)
+        made.append(PythonModel(name, folder, max_running, max_waiting))
+        return made[-1]
+
+    yield start
+    for model in made:
+        model.close()
+
+
+def request(*tensors, outputs=(), **parameters):
+    message = ModelInferRequest(model_name="mine", id="r")
+    for tensor in tensors or [Tensor("x", "INT32", np.arange(3, dtype=np.int32))]:
+        add_input(message, tensor)
+    for name in outputs:
+        message.outputs.add(name=name)
+    for name, value in parameters.items():
+        message.parameters[name].int64_param = value
+    return message
+
+
+async def infer(model, message):
+    return {name: tensor.array for name, tensor in decode_outputs(await model.infer(message, None)).items()}
+
+
+async def stream(model, message):
+    async with aclosing(model.stream(message, None)) as responses:
+        return [response async for response in responses]
+
+
+async def idle(model):
+    """Waits until nothing of a request is left on the model's loop."""
+    await until(lambda: model.thread.tasks == 0)
+
+
+COUNT = """
+import asyncio
+import numpy as np
+
+made, closed = [], []
+
+async def execute(request):
+    try:
+        for i in range(request.parameters.get("n", 3)):
+            made.append(i)
+            yield {"i": np.array([i])}
+        while request.parameters.get("wait"):
+            await asyncio.sleep(3600)
+    finally:
+        closed.append(True)
+"""
+
+
+def globals_of(model):
+    """The variables of the model's file."""
+    return model._code.execute.__globals__
+
+
+async def test_a_function_answers_with_arrays(make):
+    model = make("""
+        async def execute(request):
+            x = request.inputs["x"]
+            return {"double": x * 2, "id": __import__("numpy").array([request.id, str(request.parameters["k"])])}
+    """)
+    answer = await infer(model, request(k=7))
+    assert answer["double"].tolist() == [0, 2, 4]
+    assert answer["double"].dtype == np.int32
+    assert answer["id"].tolist() == [b"r", b"7"]
+    assert not config_of(model).model_transaction_policy.decoupled
+
+
+async def test_a_generator_answers_once_for_each_yield(make):
+    model = make(COUNT)
+    responses = await stream(model, request(n=20))
+    assert [decode_outputs(response)["i"].array[0] for response in responses] == list(range(20))
+    assert not any(response.parameters[FINAL].bool_param for response in responses[:-1])
+    assert config_of(model).model_transaction_policy.decoupled
+
+
+async def test_the_last_response_is_marked_where_the_generator_has_ended(make):
+    model = make(COUNT)
+    async with aclosing(model.stream(request(n=2), None)) as responses:
+        await anext(responses)
+        await idle(model)
+        assert (await anext(responses)).parameters[FINAL].bool_param
+
+
+async def test_infer_takes_one_response_or_none_and_refuses_more(make):
+    model = make(COUNT)
+    assert (await infer(model, request(n=1)))["i"].tolist() == [0]
+    assert await infer(model, request(n=0)) == {}
+    with pytest.raises(InvalidRequestError, match="use ModelStreamInfer"):
+        await infer(model, request(n=1000))
+    await idle(model)
+    assert len(globals_of(model)["closed"]) == 3
+
+
+async def test_a_slow_reader_holds_the_generator_back(make):
+    model = make(COUNT)
+    async with aclosing(model.stream(request(n=1000), None)) as responses:
+        await anext(responses)
+        await until(lambda: len(globals_of(model)["made"]) >= 5)
+        # As many as may wait, the one that was read, and the one that waits to be put.
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(globals_of(model)["made"]) <= 6
+    await idle(model)
+    assert globals_of(model)["closed"] == [True]
+
+
+@pytest.mark.parametrize("n", [1, 1000], ids=["while it waits", "while it is held back"])
+async def test_a_caller_that_leaves_ends_the_generator_and_frees_its_slot(make, n):
+    model = make(COUNT, max_running=1)
+    for _ in range(3):
+        async with aclosing(model.stream(request(n=n, wait=1), None)) as responses:
+            await anext(responses)
+    await idle(model)
+    assert globals_of(model)["closed"] == [True] * 3
+    await until(lambda: model.statistics.cancelled == 3)
+    assert statistics_of(model).execution_count == 3
+
+
+async def test_a_cancelled_call_ends_the_function(make):
+    model = make("""
+        import asyncio
+        state = []
+        async def execute(request):
+            state.append("begun")
+            try:
+                await asyncio.Event().wait()
+            finally:
+                state.append("ended")
+    """)
+    call = asyncio.create_task(model.infer(request(), None))
+    await until(lambda: globals_of(model)["state"])
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await idle(model)
+    assert globals_of(model)["state"] == ["begun", "ended"]
+
+
+async def test_code_that_blocks_does_not_hold_up_the_event_loop(make):
+    model = make("""
+        import threading
+        gate = threading.Event()
+        async def execute(request):
+            gate.wait(30)
+            return {}
+    """)
+    call = asyncio.create_task(model.infer(request(), None))
+    await until(lambda: model.thread.tasks == 1)
+    gave_up = asyncio.create_task(model.infer(request(), None))
+    await asyncio.sleep(0)
+    gave_up.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gave_up
+    assert not call.done()
+    globals_of(model)["gate"].set()
+    await call
+    await idle(model)
+
+
+async def test_more_than_may_wait_are_refused(make):
+    model = make(COUNT, max_running=1, max_waiting=1)
+    async with aclosing(model.stream(request(n=1, wait=1), None)) as first:
+        await anext(first)
+        waiting = asyncio.create_task(infer(model, request(n=1)))
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError) as refused:
+            await infer(model, request(n=1))
+        assert refused.value.retry_after_ms > 0
+        assert not waiting.done()
+    assert (await waiting)["i"].tolist() == [0]
+
+
+FAILURES = {
+    "an exception": ("raise RuntimeError('secret')", RequestFailedError, "the model failed on this request"),
+    "the end of the process": ("raise SystemExit(3)", RequestFailedError, "the model failed on this request"),
+    "an interrupt": ("raise KeyboardInterrupt", RequestFailedError, "the model failed on this request"),
+    "its own cancel": ("raise __import__('asyncio').CancelledError", RequestFailedError, "the model failed on"),
+    "a refusal": ("from millrace.errors import InvalidRequestError as E; raise E('no')", InvalidRequestError, "no"),
+    "no dict": ("return 7", RequestFailedError, "answered with int"),
+    "no array": ("return {'y': [1, 2]}", RequestFailedError, "output 'y' is list, not a numpy array"),
+    "a dtype that OIP lacks": ("import numpy; return {'y': numpy.array([1j])}", RequestFailedError, "complex128"),
+    "objects": ("import numpy; return {'y': numpy.array([{}])}", RequestFailedError, "neither bytes nor text"),
+    "a name that is none": ("import numpy; return {1: numpy.array([1])}", RequestFailedError, "not text"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FAILURES)
+async def test_a_failing_request_fails_alone(make, case, caplog):
+    code, error, text = FAILURES[case]
+    model = make(f"""
+        async def execute(request):
+            if "fail" in request.parameters:
+                {code}
+            return request.raw
+    """)
+    good = [asyncio.create_task(infer(model, request())) for _ in range(3)]
+    with pytest.raises(error, match=text) as raised:
+        await infer(model, request(fail=1))
+    assert "secret" not in str(raised.value)
+    for answer in await asyncio.gather(*good):
+        assert answer["x"].tolist() == [0, 1, 2]
+    await idle(model)
+    await until(lambda: (model.statistics.failed, model.statistics.succeeded) == (1, 3))
+
+
+async def test_a_generator_that_fails_has_sent_what_it_yielded(make, caplog):
+    model = make("""
+        import numpy
+        async def execute(request):
+            yield {"i": numpy.array([1])}
+            raise ValueError("secret")
+    """)
+    async with aclosing(model.stream(request(), None)) as responses:
+        assert not (await anext(responses)).parameters[FINAL].bool_param
+        with pytest.raises(RequestFailedError, match="the model failed on this request"):
+            await anext(responses)
+    assert "ValueError: secret" in caplog.text
+
+
+async def test_a_task_of_the_code_cannot_end_the_loop(make, caplog):
+    model = make("""
+        import asyncio
+        async def leave():
+            raise SystemExit(1)
+        async def execute(request):
+            if "leave" in request.parameters:
+                await asyncio.wait([asyncio.create_task(leave())])
+            return request.raw
+    """)
+    await infer(model, request(leave=1))
+    assert (await infer(model, request()))["x"].tolist() == [0, 1, 2]
+
+
+DECLARED = """
+INPUTS = {"x": ("FP32", [-1, 3]), "name": ("BYTES", [1])}
+OUTPUTS = {"y": ("INT64", [-1])}
+
+async def execute(request):
+    import numpy
+    return {"y": numpy.array([request.inputs["x"].size])}
+"""
+X, NAME = Tensor("x", "FP32", np.zeros((2, 3), np.float32)), bytes_tensor("name", [b"n"])
+
+
+@pytest.mark.parametrize(
+    ("tensors", "text"),
+    [
+        ([X], "input 'name' is missing"),
+        ([X, NAME, bytes_tensor("z", [])], "unknown input 'z'; the model takes x, name"),
+        ([Tensor("x", "FP64", np.zeros((2, 3))), NAME], "input 'x' must be FP32, not FP64"),
+        ([Tensor("x", "FP32", np.zeros((3, 2), np.float32)), NAME], r"must have shape \[-1, 3\], not \[3, 2\]"),
+        ([Tensor("x", "FP32", np.zeros(3, np.float32)), NAME], r"must have shape \[-1, 3\], not \[3\]"),
+    ],
+)
+async def test_requests_are_held_against_what_is_declared(make, tensors, text):
+    model = make(DECLARED)
+    assert (await infer(model, request(X, NAME)))["y"].tolist() == [6]
+    with pytest.raises(InvalidRequestError, match=text):
+        await infer(model, request(*tensors))
+    metadata = metadata_of(model)
+    assert [(t.name, t.datatype, list(t.shape)) for t in metadata.inputs] == [
+        ("x", "FP32", [-1, 3]),
+        ("name", "BYTES", [1]),
+    ]
+    assert metadata.outputs[0].name == config_of(model).output[0].name == "y"
+
+
+async def test_damaged_tensors_are_refused_though_nothing_is_declared(make):
+    model = make("async def execute(request): return request.raw")
+    for datatype, raw in (("FP32", b"123"), ("BYTES", b"\x05\0\0\0abc"), ("BOOL", b"\x02"), ("FP33", b"")):
+        message = ModelInferRequest(model_name="mine", raw_input_contents=[raw])
+        message.inputs.add(name="x", datatype=datatype, shape=[1])
+        with pytest.raises(InvalidRequestError):
+            await model.infer(message, None)
+
+
+async def test_only_the_outputs_asked_for_are_sent(make):
+    model = make("""
+        import numpy
+        async def execute(request):
+            return {"a": numpy.array([1]), "b": numpy.array([2])}
+    """)
+    assert list(await infer(model, request(outputs=["b"]))) == ["b"]
+    with pytest.raises(InvalidRequestError, match="unknown output 'c'; the model gives a, b"):
+        await infer(model, request(outputs=["c"]))
+
+
+async def test_load_and_unload_run_on_the_models_thread(make, tmp_path):
+    code = """
+        import threading, asyncio
+        from pathlib import Path
+        from . import beside
+        async def load(folder):
+            global where
+            where = (folder / "said").read_text(), threading.current_thread().name
+        async def unload():
+            Path(__file__).with_name("gone").write_text(threading.current_thread().name)
+        async def execute(request):
+            import numpy
+            return {"where": numpy.array([*where, beside.WORD])}
+    """
+    model = make(code, files={"said": "here", "beside.py": "WORD = 'neighbour'"})
+    assert (await infer(model, request()))["where"].tolist() == [b"here", b"model-mine", b"neighbour"]
+    model.close()
+    assert (tmp_path / "model-0" / "gone").read_text() == "model-mine"
+    with pytest.raises(NotReadyError):
+        await infer(model, request())
+
+
+async def test_the_stop_ends_what_is_in_flight(make):
+    model = make(COUNT)
+    async with aclosing(model.stream(request(n=1, wait=1), None)) as responses:
+        await anext(responses)
+        await asyncio.to_thread(model.close)
+        with pytest.raises(NotReadyError):
+            await anext(responses)
+    assert globals_of(model)["closed"] == [True]
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("import nothing_like_it", "line 1 cannot be imported: ModuleNotFoundError: No module named 'nothing_like_it'"),
+        ("def execute(:", "cannot be imported: SyntaxError"),
+        ("x = 1\nraise SystemExit(2)", "line 2 cannot be imported: SystemExit: 2"),
+        ("x = 1", "has no `async def execute(request)`"),
+        ("def execute(request): return {}", "has no `async def execute(request)`"),
+        ("INPUTS = ['x']\nasync def execute(request): return {}", "INPUTS of"),
+        ("INPUTS = {'x': ('FP33', [1])}\nasync def execute(request): return {}", "INPUTS of"),
+        ("async def load(folder): raise OSError('no weights')\nasync def execute(request): return {}",
+         "line 1 load() failed: OSError: no weights"),
+    ],
+)  # fmt: skip
+async def test_a_file_that_cannot_be_served_is_named_in_one_line(make, code, text):
+    threads = threading.active_count()
+    with pytest.raises(StartupError) as raised:
+        make(code)
+    assert text in str(raised.value)
+    assert "model mine: " in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert threading.active_count() == threads

@@ -1,0 +1,282 @@
+"""T5 and its family, many sequences at once, give exactly what `generate` gives each prompt alone."""
+
+import random
+
+import pytest
+import torch
+import transformers as hf
+
+from millrace.sampling import SamplingParameters
+from services.predictor.engine import t5_runner
+from services.predictor.engine.blocks import BlockManager
+from services.predictor.engine.interface import GenerationRequest
+from services.predictor.engine.packed_linear import pack_linears
+from services.predictor.engine.scheduler import Scheduler
+from services.predictor.engine.sequence import Row, Sequence
+from services.predictor.engine.slot import MergingSlot
+from services.predictor.engine.t5_runner import T5Runner
+from tests import random_models
+from tests.random_models import VOCABULARY, greedy, random_model
+
+BLOCK_TOKENS = 16
+END_ID = 2  # `greedy` generates a given length, so never this.
+FEW_BLOCKS = 20  # The longest request takes seven.
+SMALL = {"vocab_size": VOCABULARY, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+SMALL |= {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": END_ID}
+
+
+def make_requests(count, seed=0):
+    """Prompts and output lengths, both ragged."""
+    chosen = random.Random(seed)
+    lengths = [(chosen.choice([1, 2, 5, 15, 16, 17, 33, 75]), chosen.randint(1, 24)) for _ in range(count)]
+    return [([chosen.randrange(3, VOCABULARY) for _ in range(prompt)], output) for prompt, output in lengths]
+
+
+REQUESTS = make_requests(60)
+
+
+@pytest.fixture(scope="module")
+def models():
+    """Each architecture's model, and what `generate` gives for each of the requests."""
+    made = {}
+
+    def get(architecture):
+        if architecture not in made:
+            model = random_model(architecture)
+            made[architecture] = model, [greedy(model, *request) for request in REQUESTS]
+        return made[architecture]
+
+    return get
+
+
+@pytest.fixture(params=["compiled", "plain torch"])
+def attention(request, monkeypatch):
+    if request.param == "plain torch":
+        monkeypatch.setattr(t5_runner, "cpu_ragged_attention", None)
+    elif t5_runner.cpu_ragged_attention is None:
+        pytest.skip("Numba is not installed")
+
+
+class Loop:
+    """The engine's loop without threads: schedules, runs, takes the likeliest token; replays rows after an error."""
+
+    def __init__(self, model, blocks=200, max_running=12, step_tokens=64):
+        with torch.inference_mode():
+            self.runner = T5Runner(model, blocks, BLOCK_TOKENS)
+        manager = BlockManager(blocks, BLOCK_TOKENS)
+        self.scheduler = Scheduler(manager, max_running, 1000, step_tokens, self.runner.reuses_prefixes)
+        self.failed = []
+
+    def add(self, prompt, length, output_ids=()):
+        sampling = SamplingParameters(max_tokens=length, min_tokens=length, temperature=0)
+        request = GenerationRequest("x", prompt, sampling, list(output_ids))
+        sequence = Sequence(request, MergingSlot(sampling), frozenset(), self.runner.start_ids)
+        self.scheduler.add(sequence, 1)
+        return sequence
+
+    def run_all(self):
+        while self.scheduler.sequences:
+            self.step()
+
+    def step(self):
+        rows = self.scheduler.schedule(self.scheduler.step_tokens)
+        try:
+            self.run(rows)
+        except (IndexError, RuntimeError):
+            for row in rows:
+                try:
+                    self.run([row])
+                except IndexError:
+                    self.fail(row.sequence)
+
+    @torch.inference_mode()
+    def run(self, rows):
+        logits = self.runner.run(rows)
+        sampling = [row for row in rows if row.samples]
+        assert logits.shape == (len(sampling), VOCABULARY)
+        logits[:, END_ID] = -torch.inf
+        for row in rows:
+            self.scheduler.complete(row)
+        for row, scores in zip(sampling, logits, strict=True):
+            if scores.isnan().any():
+                self.fail(row.sequence)
+            elif row.sequence.append(int(scores.argmax())):
+                self.scheduler.remove(row.sequence)
+
+    @torch.inference_mode()
+    def fail(self, sequence):
+        self.failed.append(sequence)
+        self.runner.clear(self.scheduler.remove(sequence, forget=True))
+
+
+@pytest.mark.parametrize("architecture", ["t5", "flan"])
+def test_a_staggered_and_preempted_crowd_gets_what_generate_gives(models, attention, architecture):
+    model, expected = models(architecture)
+    # Else the comparison would hold for models that repeat one token, or that do not see their prompt.
+    assert len({tuple(ids) for ids in expected if len(ids) > 4}) == sum(len(ids) > 4 for ids in expected)
+    assert sum(len(set(ids)) > 4 for ids in expected) > len(expected) // 2
+    loop = Loop(model, blocks=FEW_BLOCKS)
+    sequences = []
+    for i, request in enumerate(REQUESTS):
+        sequences.append(loop.add(*request))
+        if i % 3:
+            loop.step()
+    loop.run_all()
+    assert [sequence.output_ids for sequence in sequences] == expected
+    assert loop.scheduler.preempted > 0
+    assert loop.scheduler.blocks.free == loop.scheduler.blocks.total
+
+
+@pytest.mark.parametrize("family", ["MT5", "UMT5"])
+def test_its_relatives_get_what_generate_gives(monkeypatch, family):
+    config, model_class = getattr(hf, f"{family}Config"), getattr(hf, f"{family}ForConditionalGeneration")
+    monkeypatch.setitem(random_models.ARCHITECTURES, family, lambda: model_class(config(**SMALL)))
+    model = random_model(family)
+    requests = make_requests(8, seed=1)
+    loop = Loop(model, blocks=FEW_BLOCKS)
+    sequences = [loop.add(*request) for request in requests]
+    loop.run_all()
+    assert [sequence.output_ids for sequence in sequences] == [greedy(model, *request) for request in requests]
+
+
+def test_distances_beyond_the_furthest_that_is_told_apart_are_exact(attention):
+    model = random_model("flan")
+    prompt, length = [5, 7, 11], 160  # The model tells distances up to 128 apart.
+    loop = Loop(model)
+    sequence = loop.add(prompt, length)
+    loop.run_all()
+    assert sequence.output_ids == greedy(model, prompt, length)
+
+
+def test_rows_may_come_in_any_order_be_left_out_and_run_again(models, attention):
+    model, expected = models("t5")
+    loop = Loop(model)
+    chosen = random.Random(2)
+    sequences = [loop.add(*request) for request in REQUESTS[:20]]
+    with torch.inference_mode():
+        while loop.scheduler.sequences:
+            rows = loop.scheduler.schedule(64)
+            chosen.shuffle(rows)
+            loop.runner.run(rows)
+            loop.runner.probe()
+            loop.run(rows[: chosen.randint(1, len(rows))])
+    assert [sequence.output_ids for sequence in sequences] == expected[:20]
+
+
+@pytest.mark.parametrize("fault", ["prompt", "output"])
+def test_a_row_that_raises_fails_alone(models, fault):
+    model, expected = models("t5")
+    loop = Loop(model)
+    prompt, length = REQUESTS[0]
+    sequences = [loop.add(*request) for request in REQUESTS[:6]]
+    bad = ([*prompt, VOCABULARY], length) if fault == "prompt" else (prompt, 3, [5, VOCABULARY])
+    culprit = loop.add(*bad)
+    sequences += [loop.add(*request) for request in REQUESTS[6:10]]
+    loop.run_all()
+    assert loop.failed == [culprit]
+    assert [sequence.output_ids for sequence in sequences] == expected[:10]
+
+
+def test_steps_that_break_off_half_way_can_be_run_again(models):
+    model, expected = models("t5")
+    loop = Loop(model)
+    passes = 0
+
+    def break_off(module, arguments):
+        nonlocal passes
+        passes += 1
+        if passes % 5 == 0:
+            raise RuntimeError("a passing fault")
+
+    sequences = [loop.add(*request) for request in REQUESTS[:4]]
+    handle = model.decoder.block[1].layer[-1].register_forward_pre_hook(break_off)
+    try:
+        while loop.scheduler.sequences:
+            rows = loop.scheduler.schedule(64)
+            try:
+                loop.run(rows)
+            except RuntimeError:
+                for row in reversed(rows):
+                    loop.run([row])
+    finally:
+        handle.remove()
+    assert passes >= 5
+    assert [sequence.output_ids for sequence in sequences] == expected[:4]
+
+
+@pytest.mark.parametrize("step_tokens", [4, 64])
+def test_it_continues_from_output_of_any_length(attention, step_tokens):
+    model = random_model("flan")
+    prompt, length = [5, 7, 11, 13], 24
+    expected = greedy(model, prompt, length)
+    # With 4 tokens a step, what the request gives of its output is computed in chunks.
+    loop = Loop(model, max_running=4, step_tokens=step_tokens)
+    sequences = [loop.add(prompt, length, expected[:given]) for given in range(length)]
+    loop.run_all()
+    assert [sequence.output_ids for sequence in sequences] == [expected] * length
+
+
+def test_the_next_token_depends_on_every_token_of_the_prompt(attention):
+    runner = Loop(random_model("t5")).runner
+    prompt = [5, 7, 11, 13]
+    prompts = [prompt, *([*prompt[:i], 17, *prompt[i + 1 :]] for i in range(len(prompt)))]
+    rows = []
+    for i, ids in enumerate(prompts):
+        sampling = SamplingParameters()
+        sequence = Sequence(GenerationRequest("x", ids, sampling), MergingSlot(sampling), frozenset(), runner.start_ids)
+        sequence.blocks = [i + 1]
+        rows.append(Row(sequence, 0, len(sequence.ids)))
+    with torch.inference_mode():
+        logits = runner.run(rows)
+    for other in logits[1:]:
+        assert (other - logits[0]).abs().max() > 0.1 * logits[0].abs().max()
+
+
+def test_what_is_not_a_number_stays_with_its_request(attention):
+    model = random_model("flan")
+    requests = make_requests(12, seed=3)
+    expected = [greedy(model, *request) for request in requests]
+    seen = {token for (prompt, _), output in zip(requests, expected, strict=True) for token in [*prompt, *output]}
+    poison = next(token for token in range(3, VOCABULARY) if token not in seen)
+    with torch.no_grad():
+        # Only of the prompts that have it, and not of every token's logits.
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+        model.shared.weight[poison] = torch.nan
+    loop = Loop(model, blocks=FEW_BLOCKS)
+    sequences, culprits = [], []
+    for i, request in enumerate(requests):
+        # The long one fills most of the blocks, which others use after it.
+        culprits.append(loop.add([poison] * (150 if i % 4 else 5), 4))
+        sequences.append(loop.add(*request))
+        loop.step()
+    loop.run_all()
+    assert sorted(loop.failed, key=id) == sorted(culprits, key=id)
+    assert [sequence.output_ids for sequence in sequences] == expected
+
+
+def test_bfloat16_with_packed_weights_is_as_near_as_transformers_own():
+    model = random_model("flan")
+    prompt, output = REQUESTS[6][0], [9, 8, 7, 6]
+
+    def transformers_logits():
+        ids = {"input_ids": torch.tensor([prompt]), "decoder_input_ids": torch.tensor([[0, *output]])}
+        with torch.inference_mode():
+            return model(**ids).logits[0, -1].float()
+
+    exact = transformers_logits()
+    model.to(torch.bfloat16)
+    allowed = 2 * (transformers_logits() - exact).abs().max()
+    pack_linears(model)
+    loop = Loop(model)
+    sequence = loop.add(prompt, 8, output)
+    rows = loop.scheduler.schedule(1000)
+    with torch.inference_mode():
+        logits = loop.runner.run(rows)
+    assert (rows[0].sequence, rows[0].samples) == (sequence, True)
+    assert (logits[0].float() - exact).abs().max() < allowed
+
+
+def test_other_architectures_are_refused():
+    assert T5Runner.supports(random_model("t5"))
+    assert not T5Runner.supports(random_model("bart"))
+    assert not T5Runner.supports(hf.LongT5ForConditionalGeneration(hf.LongT5Config(**SMALL, local_radius=7)))
