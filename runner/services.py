@@ -20,8 +20,7 @@ _ALLOCATOR = {
     "MALLOC_TRIM_THRESHOLD_": "1073741824",
     "MALLOC_TOP_PAD_": "67108864",
 }
-# Idle threads of the model sleep instead of spinning on cores that others need.
-_PREDICTOR_TUNING = _ALLOCATOR | {"OMP_WAIT_POLICY": "passive"}
+_GPU_MEMORY_SHARE = 0.85
 
 # Seconds between SIGTERM and SIGKILL. The stages of `StackPlan` take ten together at most.
 _GRACE_S = {"envoy": 1.5, "transformer": 5.5, "predictor": 5.5, "logger": 2.5}
@@ -70,7 +69,7 @@ def plan(
     return StackPlan(
         logger=spec("logger", "logger", settings.logger_port, _logger(settings)),
         predictors=tuple(
-            spec("predictor", f"predictor-{replica}", port, _predictor(settings, port), _PREDICTOR_TUNING)
+            spec("predictor", f"predictor-{replica}", port, _predictor(settings, port), _predictor_tuning(settings))
             for replica, port in enumerate(settings.predictor_ports)
         ),
         transformer=spec("transformer", "transformer", settings.transformer_port, _transformer(settings), _ALLOCATOR),
@@ -99,6 +98,16 @@ def _predictor(settings: StackSettings, port: int) -> Environment:
         "PREDICTOR_PORT": str(port),
         "PREDICTOR_DEVICE": settings.device,
         "MODELS": settings.models,
+    }
+
+
+def _predictor_tuning(settings: StackSettings) -> Environment:
+    """What the user's environment may say otherwise."""
+    return _ALLOCATOR | {
+        # Idle threads of the model sleep instead of spinning on cores that others need.
+        "OMP_WAIT_POLICY": "passive",
+        # Replicas share the machine's GPU.
+        "PREDICTOR_GPU_MEMORY_SHARE": f"{_GPU_MEMORY_SHARE / settings.predictors:.3f}",
     }
 
 

@@ -40,9 +40,12 @@ class PredictorSettings(ServiceSettings):
     gpu_memory_share: float = Field(
         0.85, gt=0, le=1, description="Share of the GPU's memory to take at most; with N predictors on it, 1/N of that."
     )
+    cuda_graphs: bool = Field(False, description="Record decode steps on CUDA and replay them.")
     step_tokens: int = Field(
         256, ge=16, description="Tokens that one forward pass computes at most, of prompts and outputs together."
     )
-    step_timeout_s: float = Field(
-        120.0, gt=0, description="A forward pass that takes longer is hung: the process ends and is started again."
+    step_timeout: float = Field(
+        120.0,
+        gt=0,
+        description="Seconds; a forward pass that takes longer is hung: the process ends and is started again.",
     )

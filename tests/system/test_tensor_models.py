@@ -28,6 +28,7 @@ from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = ROOT / ".venv-clients" / "bin" / "python"
+SCRIPT = ROOT / "tests" / "clients" / "paced_stream.py"
 INVALID, INTERNAL = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL
 
 # Yields 0, 1, 2 … to n; each after the first once a byte has come through the socket `gate`.
@@ -135,66 +136,10 @@ async def infer(stack, request, **arguments):
         return decode_outputs(await stub.ModelInfer(request, timeout=60, **arguments))
 
 
-TRITON = """
-import queue, socket, sys, threading
-import numpy as np
-import tritonclient.grpc as triton
-
-gateway, path = sys.argv[1:]
-server = socket.socket(socket.AF_UNIX)
-server.bind(path)
-server.listen()
-answers = queue.Queue()
-client = triton.InferenceServerClient(gateway)
-assert client.is_model_ready("paced")
-assert client.get_model_config("paced").config.model_transaction_policy.decoupled
-assert not client.get_model_config("identity").config.model_transaction_policy.decoupled
-assert client.get_model_metadata("embedder").outputs[0].name == "embedding"
-assert client.get_inference_statistics("identity").model_stats[0].name == "identity"
-client.start_stream(callback=lambda result, error: answers.put((result, error)))
-
-def ask(id, **parameters):
-    client.async_stream_infer("paced", [], request_id=id, parameters={"gate": path, **parameters},
-                              enable_empty_final_response=True)
-    gate, _ = server.accept()
-    return gate
-
-gate = ask("counting", n=100)
-for i in range(100):
-    result, error = answers.get(timeout=60)
-    assert error is None, error
-    assert result.get_response().id == "counting"
-    assert result.as_numpy("i").tolist() == [i]
-    assert not result.get_response().parameters["triton_final_response"].bool_param
-    assert answers.empty()
-    if i < 99:
-        gate.sendall(b".")
-result, error = answers.get(timeout=60)
-assert result.get_response().parameters["triton_final_response"].bool_param
-assert len(result.get_response().outputs) == 0
-
-ask("failing", n=3, fail_at=0)
-result, error = answers.get(timeout=60)
-assert "the model failed on this request" in str(error), error
-assert "secret" not in str(error)
-
-ask("after", n=1)
-result, error = answers.get(timeout=60)
-assert result.as_numpy("id").tolist() == [b"after"]
-client.stop_stream()
-
-values = np.arange(1000, dtype=np.float16).reshape(10, 100)
-tensor = triton.InferInput("x", values.shape, "FP16")
-tensor.set_data_from_numpy(values)
-assert (client.infer("identity", [tensor]).as_numpy("x") == values).all()
-print("done")
-"""
-
-
 async def test_tritons_client_streams_the_chunks_of_a_model_py_one_by_one(stack, tmp_path):
     if not CLIENTS.exists():
         pytest.skip("the clients' own environment is not installed (make .venv-clients/.installed)")
-    command = [str(CLIENTS), "-c", TRITON, stack.gateway, str(tmp_path / "socket")]
+    command = [str(CLIENTS), str(SCRIPT), stack.gateway, str(tmp_path / "socket")]
     done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=100)
     assert done.stdout == "done\n", done.stderr
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from millrace.sampling import SamplingParameters
 from services.predictor.engine.blocks import BlockManager
 from services.predictor.engine.engine import ContinuousBatchingEngine
-from services.predictor.engine.interface import EngineLimits
+from services.predictor.engine.interface import Chunk, EngineLimits, GenerationRequest, OutputSlot
+from services.predictor.engine.sampler import SamplingRow, sample
 from services.predictor.engine.scheduler import Scheduler
 from services.predictor.engine.sequence import Row
 
@@ -22,11 +26,13 @@ BLOCK_TOKENS = 4
 
 
 def logits_after(ids: list[int]) -> Tensor:
-    """Logits that depend on every id so far: a model's essence, without the model."""
+    """Logits that depend on every id so far: a model's essence, without the model. They never end a sequence."""
     state = 7
     for token in ids:
         state = (state * 31 + token + 1) % 1_000_003
-    return torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(state)) * 2
+    logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(state)) * 2
+    logits[END] = -torch.inf
+    return logits
 
 
 class FakeRunner:
@@ -65,9 +71,7 @@ class FakeRunner:
         return torch.stack(logits) if logits else torch.empty(0, VOCABULARY)
 
     def logits(self, ids: list[int]) -> Tensor:
-        logits = logits_after(ids)
-        logits[END] = -torch.inf
-        return logits
+        return logits_after(ids)
 
     def clear(self, blocks: Rows[int]) -> None:
         for block in blocks:
@@ -99,3 +103,52 @@ def make_engine(
     )
     limits = EngineLimits(1024, False, VOCABULARY)
     return ContinuousBatchingEngine("fake", runner, scheduler, limits, {END}, step_timeout_s)
+
+
+@contextmanager
+def engines() -> Iterator[Callable[..., ContinuousBatchingEngine]]:
+    """Makes engines as `make_engine` does, and closes them at the end."""
+    made = []
+
+    def make(runner: Any, **limits: Any) -> ContinuousBatchingEngine:
+        made.append(make_engine(runner, **limits))
+        return made[-1]
+
+    try:
+        yield make
+    finally:
+        for engine in made:
+            engine.close()
+
+
+def request(
+    name: str = "a",
+    prompt: Rows[int] = (5, 6),
+    output_ids: Rows[int] = (),
+    deadline: float | None = None,
+    **parameters: Any,
+) -> GenerationRequest:
+    sampling = SamplingParameters(**{"max_tokens": 12, "seed": 3, **parameters})
+    return GenerationRequest(name, list(prompt), sampling, list(output_ids), deadline)
+
+
+async def read_all(slot: OutputSlot) -> tuple[list[int], list[Chunk]]:
+    """Every id of a request, and the chunks they came in; fails where nothing comes for long."""
+    ids: list[int] = []
+    chunks: list[Chunk] = []
+    while True:
+        chunk = await asyncio.wait_for(slot.read(), 30)
+        chunks.append(chunk)
+        ids += chunk.output_ids
+        if chunk.finish_reason is not None:
+            return ids, chunks
+
+
+def expected(prompt: Rows[int], count: int = 12, **parameters: Any) -> list[int]:
+    """What `FakeRunner` gives a request that is alone."""
+    ids: list[int] = []
+    for _ in range(count):
+        logits = logits_after([*prompt, *ids])
+        row = SamplingRow(SamplingParameters(**{"seed": 3, **parameters}), list(prompt), ids, frozenset({END}))
+        ids.append(sample(logits[None], [row]).token_ids[0])
+    return ids

@@ -6,49 +6,15 @@ import time
 import pytest
 
 from millrace.errors import DeadlineError, NotReadyError, OverloadedError, RequestFailedError
-from millrace.sampling import SamplingParameters
-from services.predictor.engine.interface import EngineDeadError, GenerationRequest
-from services.predictor.engine.sampler import SamplingRow, sample
-from tests.unit.fakes import END, FakeRunner, Gate, logits_after, make_engine
+from services.predictor.engine.interface import EngineDeadError
+from tests.unit.fakes import END, FakeRunner, Gate, engines, expected, read_all, request
 from tests.waiting import until
 
 
 @pytest.fixture
 def engine_of():
-    engines = []
-
-    def make(runner, **limits):
-        engines.append(make_engine(runner, **limits))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
-
-
-def request(name="a", prompt=(5, 6), output_ids=(), deadline=None, **parameters):
-    sampling = SamplingParameters(**{"max_tokens": 12, "seed": 3, **parameters})
-    return GenerationRequest(name, list(prompt), sampling, list(output_ids), deadline)
-
-
-async def read_all(slot):
-    ids, chunks = [], []
-    while True:
-        chunk = await slot.read()
-        chunks.append(chunk)
-        ids += chunk.output_ids
-        if chunk.finish_reason is not None:
-            return ids, chunks
-
-
-def expected(prompt, count, **parameters):
-    ids: list[int] = []
-    for _ in range(count):
-        logits = logits_after([*prompt, *ids])
-        logits[END] = -float("inf")
-        row = SamplingRow(SamplingParameters(**{"seed": 3, **parameters}), prompt, ids, frozenset({END}))
-        ids.append(sample(logits[None], [row]).token_ids[0])
-    return ids
+    with engines() as make:
+        yield make
 
 
 async def test_a_crowd_gets_what_each_would_get_alone(engine_of):
@@ -115,8 +81,9 @@ async def test_a_waiting_request_can_be_cancelled(engine_of):
 async def test_the_deadline_ends_running_and_waiting_requests(engine_of):
     gate = Gate()
     engine = engine_of(FakeRunner(gate), max_running=1)
-    slots = [engine.submit(request(name, deadline=time.monotonic() + 0.05, max_tokens=1000)) for name in "ab"]
-    await asyncio.sleep(0.06)
+    deadline = time.monotonic() + 0.05
+    slots = [engine.submit(request(name, deadline=deadline, max_tokens=1000)) for name in "ab"]
+    await until(lambda: time.monotonic() > deadline)
     gate.open(2)
     for slot in slots:
         with pytest.raises(DeadlineError):

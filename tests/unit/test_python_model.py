@@ -1,53 +1,23 @@
 """A user's model.py: streams as it yields, is held back by its reader, ends with its caller, and fails alone."""
 
 import asyncio
-import textwrap
-import threading
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 
 import numpy as np
 import pytest
 
-from millrace.errors import InvalidRequestError, NotReadyError, OverloadedError, RequestFailedError, StartupError
-from millrace.protos.inference_pb2 import ModelInferRequest
+from millrace.errors import InvalidRequestError, NotReadyError, OverloadedError, RequestFailedError
 from millrace.stream_infer import FINAL
-from millrace.tensors import Tensor, add_input, bytes_tensor, decode_outputs
-from services.predictor.served_model import config_of, metadata_of, statistics_of
-from services.predictor.tensor_models.python_model import PythonModel
+from millrace.tensors import decode_outputs
+from services.predictor.served_model import config_of, statistics_of
+from tests.unit.python_models import globals_of, infer, python_models, request
 from tests.waiting import until
 
 
 @pytest.fixture
 def make(tmp_path):
-    """Makes models of code; they end with the test."""
-    made = []
-
-    def start(code, name="mine", max_running=8, max_waiting=8, files=()):
-        folder = tmp_path / f"model-{len(made)}"
-        folder.mkdir()
-        for file, text in {"model.py": textwrap.dedent(code), **dict(files)}.items():
-            (folder / file).write_text(text)
-        made.append(PythonModel(name, folder, max_running, max_waiting))
-        return made[-1]
-
-    yield start
-    for model in made:
-        model.close()
-
-
-def request(*tensors, outputs=(), **parameters):
-    message = ModelInferRequest(model_name="mine", id="r")
-    for tensor in tensors or [Tensor("x", "INT32", np.arange(3, dtype=np.int32))]:
-        add_input(message, tensor)
-    for name in outputs:
-        message.outputs.add(name=name)
-    for name, value in parameters.items():
-        message.parameters[name].int64_param = value
-    return message
-
-
-async def infer(model, message):
-    return {name: tensor.array for name, tensor in decode_outputs(await model.infer(message, None)).items()}
+    with python_models(tmp_path) as start:
+        yield start
 
 
 async def stream(model, message):
@@ -76,11 +46,6 @@ async def execute(request):
     finally:
         closed.append(True)
 """
-
-
-def globals_of(model):
-    """The variables of the model's file."""
-    return model._code.execute.__globals__
 
 
 async def test_a_function_answers_with_arrays(make):
@@ -165,6 +130,27 @@ async def test_a_cancelled_call_ends_the_function(make):
         await call
     await idle(model)
     assert globals_of(model)["state"] == ["begun", "ended"]
+
+
+async def test_callers_that_leave_at_any_moment_leave_nothing_behind(make):
+    model = make(COUNT, max_running=4, max_waiting=200)
+
+    async def leaves_after(steps):
+        call = asyncio.create_task(stream(model, request(n=50, wait=steps % 2)))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.wait([call])
+
+    await asyncio.gather(*(leaves_after(steps) for steps in range(150)))
+    await idle(model)
+    assert (await infer(model, request(n=1)))["i"].tolist() == [0]
+    # Every slot is free again: as many as may run do so at the same time.
+    async with AsyncExitStack() as stack:
+        streams = [model.stream(request(n=1, wait=1), None) for _ in range(4)]
+        for one in streams:
+            stack.push_async_callback(one.aclose)
+        await asyncio.gather(*map(anext, streams))
 
 
 async def test_code_that_blocks_does_not_hold_up_the_event_loop(make):
@@ -262,82 +248,6 @@ async def test_a_task_of_the_code_cannot_end_the_loop(make, caplog):
     assert (await infer(model, request()))["x"].tolist() == [0, 1, 2]
 
 
-DECLARED = """
-INPUTS = {"x": ("FP32", [-1, 3]), "name": ("BYTES", [1])}
-OUTPUTS = {"y": ("INT64", [-1])}
-
-async def execute(request):
-    import numpy
-    return {"y": numpy.array([request.inputs["x"].size])}
-"""
-X, NAME = Tensor("x", "FP32", np.zeros((2, 3), np.float32)), bytes_tensor("name", [b"n"])
-
-
-@pytest.mark.parametrize(
-    ("tensors", "text"),
-    [
-        ([X], "input 'name' is missing"),
-        ([X, NAME, bytes_tensor("z", [])], "unknown input 'z'; the model takes x, name"),
-        ([Tensor("x", "FP64", np.zeros((2, 3))), NAME], "input 'x' must be FP32, not FP64"),
-        ([Tensor("x", "FP32", np.zeros((3, 2), np.float32)), NAME], r"must have shape \[-1, 3\], not \[3, 2\]"),
-        ([Tensor("x", "FP32", np.zeros(3, np.float32)), NAME], r"must have shape \[-1, 3\], not \[3\]"),
-    ],
-)
-async def test_requests_are_held_against_what_is_declared(make, tensors, text):
-    model = make(DECLARED)
-    assert (await infer(model, request(X, NAME)))["y"].tolist() == [6]
-    with pytest.raises(InvalidRequestError, match=text):
-        await infer(model, request(*tensors))
-    metadata = metadata_of(model)
-    assert [(t.name, t.datatype, list(t.shape)) for t in metadata.inputs] == [
-        ("x", "FP32", [-1, 3]),
-        ("name", "BYTES", [1]),
-    ]
-    assert metadata.outputs[0].name == config_of(model).output[0].name == "y"
-
-
-async def test_damaged_tensors_are_refused_though_nothing_is_declared(make):
-    model = make("async def execute(request): return request.raw")
-    for datatype, raw in (("FP32", b"123"), ("BYTES", b"\x05\0\0\0abc"), ("BOOL", b"\x02"), ("FP33", b"")):
-        message = ModelInferRequest(model_name="mine", raw_input_contents=[raw])
-        message.inputs.add(name="x", datatype=datatype, shape=[1])
-        with pytest.raises(InvalidRequestError):
-            await model.infer(message, None)
-
-
-async def test_only_the_outputs_asked_for_are_sent(make):
-    model = make("""
-        import numpy
-        async def execute(request):
-            return {"a": numpy.array([1]), "b": numpy.array([2])}
-    """)
-    assert list(await infer(model, request(outputs=["b"]))) == ["b"]
-    with pytest.raises(InvalidRequestError, match="unknown output 'c'; the model gives a, b"):
-        await infer(model, request(outputs=["c"]))
-
-
-async def test_load_and_unload_run_on_the_models_thread(make, tmp_path):
-    code = """
-        import threading, asyncio
-        from pathlib import Path
-        from . import beside
-        async def load(folder):
-            global where
-            where = (folder / "said").read_text(), threading.current_thread().name
-        async def unload():
-            Path(__file__).with_name("gone").write_text(threading.current_thread().name)
-        async def execute(request):
-            import numpy
-            return {"where": numpy.array([*where, beside.WORD])}
-    """
-    model = make(code, files={"said": "here", "beside.py": "WORD = 'neighbour'"})
-    assert (await infer(model, request()))["where"].tolist() == [b"here", b"model-mine", b"neighbour"]
-    model.close()
-    assert (tmp_path / "model-0" / "gone").read_text() == "model-mine"
-    with pytest.raises(NotReadyError):
-        await infer(model, request())
-
-
 async def test_the_stop_ends_what_is_in_flight(make):
     model = make(COUNT)
     async with aclosing(model.stream(request(n=1, wait=1), None)) as responses:
@@ -346,27 +256,3 @@ async def test_the_stop_ends_what_is_in_flight(make):
         with pytest.raises(NotReadyError):
             await anext(responses)
     assert globals_of(model)["closed"] == [True]
-
-
-@pytest.mark.parametrize(
-    ("code", "text"),
-    [
-        ("import nothing_like_it", "line 1 cannot be imported: ModuleNotFoundError: No module named 'nothing_like_it'"),
-        ("def execute(:", "cannot be imported: SyntaxError"),
-        ("x = 1\nraise SystemExit(2)", "line 2 cannot be imported: SystemExit: 2"),
-        ("x = 1", "has no `async def execute(request)`"),
-        ("def execute(request): return {}", "has no `async def execute(request)`"),
-        ("INPUTS = ['x']\nasync def execute(request): return {}", "INPUTS of"),
-        ("INPUTS = {'x': ('FP33', [1])}\nasync def execute(request): return {}", "INPUTS of"),
-        ("async def load(folder): raise OSError('no weights')\nasync def execute(request): return {}",
-         "line 1 load() failed: OSError: no weights"),
-    ],
-)  # fmt: skip
-async def test_a_file_that_cannot_be_served_is_named_in_one_line(make, code, text):
-    threads = threading.active_count()
-    with pytest.raises(StartupError) as raised:
-        make(code)
-    assert text in str(raised.value)
-    assert "model mine: " in str(raised.value)
-    assert "\n" not in str(raised.value)
-    assert threading.active_count() == threads

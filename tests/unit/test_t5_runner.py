@@ -7,9 +7,11 @@ import torch
 import transformers as hf
 
 from millrace.sampling import SamplingParameters
-from services.predictor.engine import t5_runner
+from services.predictor.engine import kernel
 from services.predictor.engine.blocks import BlockManager
+from services.predictor.engine.cache import BLOCK_TOKENS
 from services.predictor.engine.interface import GenerationRequest
+from services.predictor.engine.memory import cache_shape
 from services.predictor.engine.packed_linear import pack_linears
 from services.predictor.engine.scheduler import Scheduler
 from services.predictor.engine.sequence import Row, Sequence
@@ -18,7 +20,6 @@ from services.predictor.engine.t5_runner import T5Runner
 from tests import random_models
 from tests.random_models import VOCABULARY, greedy, random_model
 
-BLOCK_TOKENS = 16
 END_ID = 2  # `greedy` generates a given length, so never this.
 FEW_BLOCKS = 20  # The longest request takes seven.
 SMALL = {"vocab_size": VOCABULARY, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
@@ -28,7 +29,7 @@ SMALL |= {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": END_ID
 def make_requests(count, seed=0):
     """Prompts and output lengths, both ragged."""
     chosen = random.Random(seed)
-    lengths = [(chosen.choice([1, 2, 5, 15, 16, 17, 33, 75]), chosen.randint(1, 24)) for _ in range(count)]
+    lengths = [(chosen.choice([1, 2, 5, 31, 32, 33, 65, 75]), chosen.randint(1, 24)) for _ in range(count)]
     return [([chosen.randrange(3, VOCABULARY) for _ in range(prompt)], output) for prompt, output in lengths]
 
 
@@ -52,8 +53,8 @@ def models():
 @pytest.fixture(params=["compiled", "plain torch"])
 def attention(request, monkeypatch):
     if request.param == "plain torch":
-        monkeypatch.setattr(t5_runner, "cpu_ragged_attention", None)
-    elif t5_runner.cpu_ragged_attention is None:
+        monkeypatch.setattr(kernel, "takes", lambda query: False)
+    elif kernel.cpu_attention is None:
         pytest.skip("Numba is not installed")
 
 
@@ -62,7 +63,7 @@ class Loop:
 
     def __init__(self, model, blocks=200, max_running=12, step_tokens=64):
         with torch.inference_mode():
-            self.runner = T5Runner(model, blocks, BLOCK_TOKENS)
+            self.runner = T5Runner(model, cache_shape(model), blocks)
         manager = BlockManager(blocks, BLOCK_TOKENS)
         self.scheduler = Scheduler(manager, max_running, 1000, step_tokens, self.runner.reuses_prefixes)
         self.failed = []

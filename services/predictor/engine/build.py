@@ -15,6 +15,7 @@ import torch
 
 from services.predictor.engine.blocks import BlockManager
 from services.predictor.engine.cache import BLOCK_TOKENS, CacheShape
+from services.predictor.engine.decode_graphs import record_cuda_graph
 from services.predictor.engine.engine import ContinuousBatchingEngine
 from services.predictor.engine.interface import Engine, EngineLimits
 from services.predictor.engine.memory import cache_shape, plan_memory
@@ -35,7 +36,7 @@ def build_engine(name: str, model: Any, settings: PredictorSettings) -> Engine:
     context, blocks = plan_memory(name, model, shape, settings)
     vocabulary = model.get_input_embeddings().num_embeddings
     with torch.inference_mode():
-        runner = _choose_runner(name, model, shape, blocks, vocabulary)
+        runner = _choose_runner(name, model, shape, blocks, vocabulary, settings.cuda_graphs)
     scheduler = Scheduler(
         BlockManager(blocks, BLOCK_TOKENS),
         settings.max_running,
@@ -49,20 +50,23 @@ def build_engine(name: str, model: Any, settings: PredictorSettings) -> Engine:
         scheduler,
         EngineLimits(context, bool(model.config.is_encoder_decoder), vocabulary),
         _end_ids(model.generation_config.eos_token_id),
-        settings.step_timeout_s,
+        settings.step_timeout,
     )
 
 
-def _choose_runner(name: str, model: Any, shape: CacheShape, blocks: int, vocabulary: int) -> ModelRunner:
+def _choose_runner(
+    name: str, model: Any, shape: CacheShape, blocks: int, vocabulary: int, cuda_graphs: bool
+) -> ModelRunner:
     runner: ModelRunner
     if T5Runner.supports(model):
         pack_linears(model)
-        runner = T5Runner(model, blocks, BLOCK_TOKENS)
+        runner = T5Runner(model, shape, blocks)
     elif model.config.is_encoder_decoder:
         runner = EncoderDecoderRunner(model)
     elif (reason := self_test(model, shape, vocabulary)) is None:
         pack_linears(model)
-        runner = PagedRunner(model, shape, blocks)
+        records = cuda_graphs and model.device.type == "cuda"
+        runner = PagedRunner(model, shape, blocks, record_cuda_graph if records else None)
     else:
         logger.warning("model %s is run one row at a time: %s", name, reason)
         runner = CausalRunner(model) if _keeps_keys_and_values(model) else CachelessRunner(model)

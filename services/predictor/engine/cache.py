@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BLOCK_TOKENS = 16
+BLOCK_TOKENS = 32
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,20 @@
-"""Attention of one query a row over paged keys and values, compiled for the CPU by Numba.
+"""Attention over paged keys and values, compiled for the CPU by Numba.
 
 torch has no such operation: it needs the blocks copied together first, and the copy and a batch of
 tiny matrix products cost several times what reading the cache once does (an OPT-125M step of 32 rows
 spent two thirds of its time there).
 
-Shapes: query and output [rows, query heads, head size]; key and value, which are written to the cache
-first, [rows, heads, head size]; the cache's keys [blocks, heads, head size, BLOCK_TOKENS] and values
-[blocks, heads, BLOCK_TOKENS, head size]; table int32 [rows, blocks of the longest row]; lengths int32
-[rows], counting the new token. Either all float32, or all bfloat16 given as their bits, uint16; sums
-are float32. Each row is computed by itself, so its result does not depend on the batch.
+Every token is computed by itself and always in the same order, so its result does not depend, to the
+last bit, on what else is in the step or on how its sequence was cut into chunks.
+
+Shapes, T being the step's tokens: query and output [T, query heads, head size]; key and value, which
+are written to the cache first, [T, heads, head size], or [0, heads, head size] where nothing is to be
+written; the cache's keys [blocks, heads, head size, BLOCK_TOKENS] and values [blocks, heads,
+BLOCK_TOKENS, head size]. table int32 [sequences, blocks of the longest]; owners int32 [T], each token's
+row of it; firsts and ends int32 [T], the range of positions that a token looks at, its own being
+ends - 1 where keys are written. bias float32 [query heads, n] is added to scores: n - 1 is the distance
+from which on it stays the same, the furthest first; [query heads, 0] for none. Either all float32, or
+all bfloat16 given as their bits, uint16; sums are float32. Of values none at or beyond a token's end is read.
 
 exp is 2^n times a polynomial of degree 6 (Cody and Waite's reduction), within 2e-7 of the true value.
 """
@@ -24,7 +30,8 @@ from llvmlite import ir
 from numba import njit, prange, types
 from numba.extending import intrinsic
 
-BLOCK_TOKENS = 16  # One 512-bit register of float32 holds a block's scores.
+from services.predictor.engine.cache import BLOCK_TOKENS
+
 _UNROLL = 8  # The head size must be a multiple of it.
 
 _THREADS = threading.Lock()
@@ -100,110 +107,139 @@ def _exp(x: Any) -> Any:
 
 
 # Without the checks of Python's semantics: the caller has made the shapes, so no exception can arise.
-_OPTIONS = {
-    "fastmath": {"reassoc", "contract", "arcp", "nsz", "afn"},
-    "nogil": True,
-    "error_model": "numpy",
-    "cache": True,
-}
+_OPTIONS = {"nogil": True, "error_model": "numpy", "cache": True}
+# Sums in the order that is written here, whatever calls it: that is what makes results the same everywhere.
+_EXACT = {"fastmath": {"contract", "nsz"}, **_OPTIONS}
+# A row's maximum and sum may be taken by lanes, which depends on nothing but the row's range.
+_BY_LANES = {"fastmath": {"reassoc", "contract", "arcp", "nsz"}, **_OPTIONS}
 
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]
-def _attend_row(
-    i: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    keys: Any,
-    values: Any,
-    table: Any,
-    lengths: Any,
-    scale: Any,
-    window: Any,
-    out: Any,
+def _write(key: Any, value: Any, keys: Any, values: Any, table: Any, owners: Any, ends: Any) -> None:
+    """All before any is read: a token looks at those before it, which may be of the same step."""
+    tokens, heads, size = key.shape
+    for i in range(tokens):
+        position = ends[i] - 1
+        block, offset = table[owners[i], position // BLOCK_TOKENS], position % BLOCK_TOKENS
+        for h in range(heads):
+            for d in range(size):
+                keys[block, h, d, offset] = key[i, h, d]
+                values[block, h, offset, d] = value[i, h, d]
+
+
+@njit(**_EXACT)  # type: ignore[untyped-decorator]
+def _score(query: Any, key: Any, scores: Any) -> None:
+    """Scores [BLOCK_TOKENS] of one query [head size] with a block's keys [head size, BLOCK_TOKENS]."""
+    for t in range(BLOCK_TOKENS):
+        scores[t] = _ZERO
+    for d in range(0, len(query), _UNROLL):
+        q0, q1, q2, q3 = query[d], query[d + 1], query[d + 2], query[d + 3]
+        q4, q5, q6, q7 = query[d + 4], query[d + 5], query[d + 6], query[d + 7]
+        for t in range(BLOCK_TOKENS):
+            scores[t] += (
+                (q0 * _widen(key[d, t]) + q1 * _widen(key[d + 1, t]))
+                + (q2 * _widen(key[d + 2, t]) + q3 * _widen(key[d + 3, t]))
+            ) + (
+                (q4 * _widen(key[d + 4, t]) + q5 * _widen(key[d + 5, t]))
+                + (q6 * _widen(key[d + 6, t]) + q7 * _widen(key[d + 7, t]))
+            )
+
+
+@njit(**_EXACT)  # type: ignore[untyped-decorator]
+def _add(weights: Any, value: Any, sums: Any) -> None:
+    """Adds a block's values [BLOCK_TOKENS, head size], each times its weight."""
+    for t in range(0, BLOCK_TOKENS, _UNROLL):
+        w0, w1, w2, w3 = weights[t], weights[t + 1], weights[t + 2], weights[t + 3]
+        w4, w5, w6, w7 = weights[t + 4], weights[t + 5], weights[t + 6], weights[t + 7]
+        for d in range(len(sums)):
+            sums[d] += (
+                (w0 * _widen(value[t, d]) + w1 * _widen(value[t + 1, d]))
+                + (w2 * _widen(value[t + 2, d]) + w3 * _widen(value[t + 3, d]))
+            ) + (
+                (w4 * _widen(value[t + 4, d]) + w5 * _widen(value[t + 5, d]))
+                + (w6 * _widen(value[t + 6, d]) + w7 * _widen(value[t + 7, d]))
+            )
+
+
+@njit(**_BY_LANES)  # type: ignore[untyped-decorator]
+def _normalise(scores: Any, first: Any, end: Any, bias: Any) -> None:
+    """Turns scores into weights that sum to one over [first, end) and are zero elsewhere."""
+    furthest = len(bias) - 1
+    if furthest >= 0:
+        near = max(first, end - 1 - furthest)
+        for t in range(first, near):
+            scores[t] += bias[0]
+        for t in range(near, end):
+            scores[t] += bias[t - end + 1 + furthest]
+    highest = _LOWEST
+    for t in range(first, end):
+        highest = max(highest, scores[t])
+    total = _ZERO
+    for t in range(first, end):
+        weight = _exp(scores[t] - highest)
+        scores[t] = weight
+        total += weight
+    inverse = _ONE / total
+    for t in range(first, end):
+        scores[t] *= inverse
+    for t in range(first // BLOCK_TOKENS * BLOCK_TOKENS, first):
+        scores[t] = _ZERO
+    for t in range(end, (end + BLOCK_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS):
+        scores[t] = _ZERO
+
+
+@njit(**_EXACT)  # type: ignore[untyped-decorator]
+def _attend_token(
+    query: Any, keys: Any, values: Any, blocks: Any, first: Any, end: Any, bias: Any, scale: Any, out: Any
 ) -> None:
-    """Row i; see the module. `window` > 0 is how many of the last tokens it looks at."""
-    query_heads, size = query.shape[1:]
+    """One token: query and output [query heads, head size], `blocks` those of its sequence."""
+    query_heads, size = query.shape
     heads = keys.shape[1]
     group = query_heads // heads
-    length = lengths[i]
-    blocks = (length + BLOCK_TOKENS - 1) // BLOCK_TOKENS
-    first = max(0, length - window) if window > 0 else 0
-    first_block = first // BLOCK_TOKENS
-
-    last, offset = table[i, blocks - 1], (length - 1) % BLOCK_TOKENS
-    for h in range(heads):
-        for d in range(size):
-            keys[last, h, d, offset] = key[i, h, d]
-            values[last, h, offset, d] = value[i, h, d]
-
-    scaled = np.empty((query_heads, size), np.float32)
-    for h in range(query_heads):
-        for d in range(size):
-            scaled[h, d] = _widen(query[i, h, d]) * scale
-
-    scores = np.empty((query_heads, blocks * BLOCK_TOKENS), np.float32)
-    for b in range(first_block, blocks):
-        for h in range(heads):
-            k = keys[table[i, b], h]
-            for a in range(h * group, (h + 1) * group):
-                q = scaled[a]
-                s = scores[a, b * BLOCK_TOKENS : (b + 1) * BLOCK_TOKENS]
-                for t in range(BLOCK_TOKENS):
-                    s[t] = _ZERO
-                for d in range(0, size, _UNROLL):
-                    for t in range(BLOCK_TOKENS):
-                        s[t] += (
-                            q[d] * _widen(k[d, t])
-                            + q[d + 1] * _widen(k[d + 1, t])
-                            + q[d + 2] * _widen(k[d + 2, t])
-                            + q[d + 3] * _widen(k[d + 3, t])
-                            + q[d + 4] * _widen(k[d + 4, t])
-                            + q[d + 5] * _widen(k[d + 5, t])
-                            + q[d + 6] * _widen(k[d + 6, t])
-                            + q[d + 7] * _widen(k[d + 7, t])
-                        )
+    first_block, end_block = first // BLOCK_TOKENS, (end + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+    wide = np.empty((query_heads, size), np.float32)
+    scores = np.empty((query_heads, end_block * BLOCK_TOKENS), np.float32)
+    sums = np.zeros((query_heads, size), np.float32)
+    # What several queries read, or what has to be filled up with zeros, is copied first.
+    key = np.empty((size, BLOCK_TOKENS), np.float32)
+    value = np.empty((BLOCK_TOKENS, size), np.float32)
 
     for a in range(query_heads):
-        s = scores[a]
-        highest = _LOWEST
-        for t in range(first, length):
-            highest = max(highest, s[t])
-        total = _ZERO
-        for t in range(first, length):
-            weight = _exp(s[t] - highest)
-            s[t] = weight
-            total += weight
-        inverse = _ONE / total
-        for t in range(first, length):
-            s[t] *= inverse
-        for t in range(first_block * BLOCK_TOKENS, first):
-            s[t] = _ZERO
-        for t in range(length, blocks * BLOCK_TOKENS):
-            s[t] = _ZERO
-
-    sums = np.zeros((query_heads, size), np.float32)
-    for b in range(first_block, blocks):
-        for h in range(heads):
-            v = values[table[i, b], h]
-            for a in range(h * group, (h + 1) * group):
-                o = sums[a]
-                w = scores[a, b * BLOCK_TOKENS : (b + 1) * BLOCK_TOKENS]
-                for t in range(0, BLOCK_TOKENS, _UNROLL):
-                    for d in range(size):
-                        o[d] += (
-                            w[t] * _widen(v[t, d])
-                            + w[t + 1] * _widen(v[t + 1, d])
-                            + w[t + 2] * _widen(v[t + 2, d])
-                            + w[t + 3] * _widen(v[t + 3, d])
-                            + w[t + 4] * _widen(v[t + 4, d])
-                            + w[t + 5] * _widen(v[t + 5, d])
-                            + w[t + 6] * _widen(v[t + 6, d])
-                            + w[t + 7] * _widen(v[t + 7, d])
-                        )
-    for h in range(query_heads):
         for d in range(size):
-            out[i, h, d] = _narrow(sums[h, d], query[i, h, d])
+            wide[a, d] = _widen(query[a, d]) * scale
+    for b in range(first_block, end_block):
+        start = b * BLOCK_TOKENS
+        for h in range(heads):
+            stored = keys[blocks[b], h]
+            if group == 1:
+                _score(wide[h], stored, scores[h, start : start + BLOCK_TOKENS])
+                continue
+            for d in range(size):
+                for t in range(BLOCK_TOKENS):
+                    key[d, t] = _widen(stored[d, t])
+            for a in range(h * group, (h + 1) * group):
+                _score(wide[a], key, scores[a, start : start + BLOCK_TOKENS])
+    for a in range(query_heads):
+        _normalise(scores[a], first, end, bias[a])
+    for b in range(first_block, end_block):
+        start = b * BLOCK_TOKENS
+        used = min(BLOCK_TOKENS, end - start)
+        for h in range(heads):
+            stored = values[blocks[b], h]
+            if group == 1 and used == BLOCK_TOKENS:
+                _add(scores[h, start : start + BLOCK_TOKENS], stored, sums[h])
+                continue
+            for t in range(used):
+                for d in range(size):
+                    value[t, d] = _widen(stored[t, d])
+            for t in range(used, BLOCK_TOKENS):
+                for d in range(size):
+                    value[t, d] = _ZERO
+            for a in range(h * group, (h + 1) * group):
+                _add(scores[a, start : start + BLOCK_TOKENS], value, sums[a])
+    for a in range(query_heads):
+        for d in range(size):
+            out[a, d] = _narrow(sums[a, d], query[a, d])
 
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]
@@ -214,13 +250,16 @@ def _attend_in_turn(
     keys: Any,
     values: Any,
     table: Any,
-    lengths: Any,
+    owners: Any,
+    firsts: Any,
+    ends: Any,
+    bias: Any,
     scale: Any,
-    window: Any,
     out: Any,
 ) -> None:
+    _write(key, value, keys, values, table, owners, ends)
     for i in range(len(query)):
-        _attend_row(i, query, key, value, keys, values, table, lengths, scale, window, out)
+        _attend_token(query[i], keys, values, table[owners[i]], firsts[i], ends[i], bias, scale, out[i])
 
 
 @njit(parallel=True, **_OPTIONS)  # type: ignore[untyped-decorator]
@@ -231,17 +270,20 @@ def _attend_in_parallel(
     keys: Any,
     values: Any,
     table: Any,
-    lengths: Any,
+    owners: Any,
+    firsts: Any,
+    ends: Any,
+    bias: Any,
     scale: Any,
-    window: Any,
     out: Any,
 ) -> None:
+    _write(key, value, keys, values, table, owners, ends)
     for i in prange(len(query)):
-        _attend_row(i, query, key, value, keys, values, table, lengths, scale, window, out)
+        _attend_token(query[i], keys, values, table[owners[i]], firsts[i], ends[i], bias, scale, out[i])
 
 
 def attend(threads: int, *arguments: Any) -> None:
-    """Computes all rows with so many threads; see the module for the arguments, of which the last is the output."""
+    """Computes all tokens with so many threads; see the module for the arguments, of which the last is the output."""
     if threads == 1:
         _attend_in_turn(*arguments)
     else:

@@ -40,6 +40,7 @@ from services.predictor.engine.slot import MergingSlot, Reader, wake
 
 logger = logging.getLogger(__name__)
 
+_STOP_TIMEOUT_S = 5.0
 _Result = tuple[Row, int, Logprobs | None]
 
 
@@ -60,7 +61,7 @@ class ContinuousBatchingEngine:
         self.description = {"runner": runner.description}
         self._runner = runner
         self._scheduler = scheduler
-        self._pace = PrefillPace(scheduler.step_tokens)
+        self._pace = PrefillPace()
         self._end_ids = frozenset(end_ids)
         self._changed = threading.Condition()  # Guards the scheduler; notified of new work and of the stop.
         self._closing = False
@@ -100,10 +101,10 @@ class ContinuousBatchingEngine:
         with self._changed:
             self._closing = True
             self._changed.notify()
-        self._thread.join(timeout=5)
+        self._thread.join(_STOP_TIMEOUT_S)
         # The thread has done so, unless its step hangs.
         self._end_all()
-        self._watchdog.join(timeout=5)
+        self._watchdog.join(_STOP_TIMEOUT_S)
 
     def _run(self) -> None:
         try:
@@ -127,9 +128,9 @@ class ContinuousBatchingEngine:
                 logger.critical("a step takes longer than %g s; in flight: %s", self._step_timeout_s, in_flight)
                 try:
                     faulthandler.dump_traceback(all_threads=True)
-                finally:
-                    # Even where there is no standard error to write to.
-                    self._end_all()
+                except (RuntimeError, ValueError, OSError) as error:
+                    logger.warning("standard error takes no traceback: %s", error)
+                self._end_all()
 
     def _end_all(self) -> None:
         self._dead.set()
@@ -153,7 +154,7 @@ class ContinuousBatchingEngine:
             self._publish(results)
             self._scheduler.regain()
             elapsed = time.perf_counter() - started
-            self._pace.observe(rows, elapsed)
+            self._pace.observe(sum(row.count for row in rows), elapsed)
             self.statistics.steps += 1
             self.statistics.step_ns += int(elapsed * 1e9)
 
@@ -166,7 +167,11 @@ class ContinuousBatchingEngine:
             elif sequence.expired(now):
                 self._fail(sequence, DeadlineError("the deadline passed during generation"))
         with self._changed:
-            rows = self._scheduler.schedule(self._pace.tokens)
+            streams, prompts = self._scheduler.streams, self._scheduler.prompts
+            shared = streams > 0 and prompts > 0
+            rows = self._scheduler.schedule(
+                self._pace.limit(streams, prompts) if shared else self._scheduler.step_tokens
+            )
             self.statistics.preempted = self._scheduler.preempted
         for row in rows:
             if row.sequence.started_at is None:

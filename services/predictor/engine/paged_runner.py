@@ -18,10 +18,11 @@ from millrace.sampling import SamplingParameters
 from services.predictor.engine.attention import NAME
 from services.predictor.engine.blocks import RESERVED
 from services.predictor.engine.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
+from services.predictor.engine.decode_graphs import DecodeGraphs, Record
 from services.predictor.engine.interface import GenerationRequest
 from services.predictor.engine.sequence import Row, Sequence
 from services.predictor.engine.slot import MergingSlot
-from services.predictor.engine.step_plan import StepPlanner
+from services.predictor.engine.step_plan import StepPlan, StepPlanner
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +38,12 @@ class PagedRunner:
     start_ids: tuple[int, ...] = ()
     reuses_prefixes = True
 
-    def __init__(self, model: Any, shape: CacheShape, blocks: int) -> None:
+    def __init__(self, model: Any, shape: CacheShape, blocks: int, record: Record | None = None) -> None:
+        """With `record`, steps that only decode are recorded and replayed."""
         self._model = model
         self._cache = KeyValueCache(shape, blocks, model.device)
         self._planner = StepPlanner(self._cache)
+        self._graphs = DecodeGraphs(self._forward, self._cache, record) if record else None
         model.set_attn_implementation(NAME)
 
     def run(self, rows: Rows[Row]) -> Tensor:
@@ -56,19 +59,30 @@ class PagedRunner:
             positions += range(row.start, end)
             if row.samples:
                 last.append(len(ids) - 1)
-        device = self._cache.device
-        logits: Tensor = self._model(
-            input_ids=torch.tensor([ids], device=device),
-            position_ids=torch.tensor([positions], device=device),
-            step_plan=self._planner.plan(packed),
-            use_cache=False,
-            # 0 is all of them.
-            logits_to_keep=0 if len(last) == len(ids) else torch.tensor(last, dtype=torch.long, device=device),
-        ).logits[0]
+        plan = self._planner.plan(packed)
+        tensors = self._tensor([ids]), self._tensor([positions])
+        if len(last) < len(ids):
+            logits = self._forward(*tensors, plan, self._tensor(last))
+        elif self._graphs:
+            logits = self._graphs.run(*tensors, plan)
+        else:
+            logits = self._forward(*tensors, plan)
         sampled = [i for i in order if rows[i].samples]
-        if sampled == sorted(sampled):
-            return logits
-        return logits[torch.tensor(sampled, device=device).argsort()]
+        return logits if sampled == sorted(sampled) else logits[self._tensor(sampled).argsort()]
+
+    def _forward(self, ids: Tensor, positions: Tensor, plan: StepPlan, last: Tensor | None = None) -> Tensor:
+        """Logits of the tokens at `last`, by default of all."""
+        logits: Tensor = self._model(
+            input_ids=ids,
+            position_ids=positions,
+            step_plan=plan,
+            use_cache=False,
+            logits_to_keep=0 if last is None else last,  # 0 is all of them.
+        ).logits[0]
+        return logits
+
+    def _tensor(self, values: list[Any]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self._cache.device)
 
     def clear(self, blocks: Rows[int]) -> None:
         self._cache.clear(blocks)

@@ -42,12 +42,25 @@ class Scheduler:
         self._arrivals = counter()
 
     @property
+    def streams(self) -> int:
+        """Running sequences of which nothing is missing but the next token."""
+        return sum(sequence.remaining == 1 for sequence in self.running)
+
+    @property
+    def prompts(self) -> int:
+        """Sequences that have more to compute, running ones and those for which there is a place."""
+        places = self.max_running - len(self.running)
+        return len(self.running) - self.streams + min(places, len(self.waiting))
+
+    @property
     def sequences(self) -> list[Sequence]:
         """All that have not ended, the running ones first."""
         return [*self.running, *self.waiting]
 
     def add(self, sequence: Sequence, retry_after_ms: int) -> None:
         """Queues a sequence; refuses what can never fit and what finds the queue full."""
+        if not sequence.ids:
+            raise InvalidRequestError("the prompt is empty")
         if self.blocks.blocks_for(sequence.longest) > self.blocks.total:
             held = self.blocks.total * self.blocks.block_tokens
             raise InvalidRequestError(f"prompt and max_tokens need {sequence.longest} tokens, the cache holds {held}")

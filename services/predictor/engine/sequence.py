@@ -50,7 +50,8 @@ class Sequence:
     @property
     def longest(self) -> int:
         """Tokens whose keys and values it may come to hold."""
-        return len(self.ids) - len(self.output_ids) + (self.request.sampling.max_tokens or 0)
+        produced = len(self.output_ids)
+        return len(self.ids) - produced + max(self.request.sampling.max_tokens or 0, produced + 1)
 
     @property
     def remaining(self) -> int:

@@ -1,12 +1,13 @@
 """What a step's attention needs to know: which tokens are whose, and in which blocks their keys and values lie.
 
 The tokens of a step are packed into one row [1, T]: first those of `decodes` sequences that compute
-one id each, then chunks of prompts. The decode part is tensors of fixed meaning (table, lengths), so
-that a recorded pass can be fed with other contents.
+one id each, then chunks of prompts. All is tensors of fixed meaning, so that a recorded pass over
+decodes can be fed with other contents.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
@@ -14,52 +15,63 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.predictor.engine.cache import KeyValueCache
+from services.predictor.engine.cache import BLOCK_TOKENS, KeyValueCache
 from services.predictor.engine.sequence import Row
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Ids of one sequence: positions `start` to `start + count` in it, `at` on in the packed row."""
+    """Tokens `at` to `at + count` of the packed row, positions from `start` on of the table's row `owner`."""
 
+    owner: int
     at: int
     count: int
     start: int
-    blocks: Tensor  # int64, those that hold the sequence up to the chunk's end.
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Handed to every layer's attention. `written` are block and offset [T] of each token of the chunks."""
+    """Handed to every layer's attention; what several layers derive from it is derived once."""
 
     cache: KeyValueCache
     decodes: int
-    table: Tensor  # int32 [decodes, blocks of the longest], filled up with block 0.
-    lengths: Tensor  # int32 [decodes], counting the token that is computed.
     chunks: list[Chunk]
-    written: tuple[Tensor, Tensor]
-    _masks: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
+    table: Tensor  # int32 [sequences, blocks of the longest], filled up with block 0.
+    owners: Tensor  # int32 [T], each token's row of the table.
+    ends: Tensor  # int32 [T], each token's position + 1: what it looks at ends there.
+    _derived: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
 
-    def chunk_mask(self, chunk: Chunk, window: int) -> Tensor:
-        """Which of the sequence's tokens [chunk, sequence] each token of the chunk looks at."""
-        key = (chunk.start, chunk.count, window)
-        if key not in self._masks:
-            device = chunk.blocks.device
-            queries = torch.arange(chunk.start, chunk.start + chunk.count, device=device)[:, None]
-            keys = torch.arange(chunk.start + chunk.count, device=device)[None]
-            mask = keys <= queries
-            self._masks[key] = mask & (keys > queries - window) if window else mask
-        return self._masks[key]
+    def firsts(self, window: int) -> Tensor:
+        """The first position [T] that each token looks at; `window` is how many at most, 0 for all."""
+        if not window:
+            return self._once(("firsts",), lambda: torch.zeros_like(self.ends))
+        return self._once(("firsts", window), lambda: (self.ends - window).clamp(min=0))
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """The block and the offset in it [T] of each token's own keys and values."""
+        position = self._once(("position",), lambda: self.ends.long() - 1)
+        block = self._once(("block",), lambda: self.table[self.owners.long(), position // BLOCK_TOKENS].long())
+        return block, self._once(("offset",), lambda: position % BLOCK_TOKENS)
 
     def decode_mask(self, window: int) -> Tensor:
-        """Which of the table's tokens [decodes, tokens] each decoding row looks at."""
-        key = (-1, -1, window)
-        if key not in self._masks:
-            tokens = torch.arange(self.table.shape[1] * self.cache.block_tokens, device=self.table.device)[None]
-            lengths = self.lengths[:, None]
-            mask = tokens < lengths
-            self._masks[key] = mask & (tokens >= lengths - window) if window else mask
-        return self._masks[key]
+        """Which tokens of its blocks each decoding row looks at: [decodes, 1, 1, tokens]."""
+        return self._once(("decodes", window), lambda: self._mask(slice(0, self.decodes), self.table.shape[1], window))
+
+    def chunk_mask(self, chunk: Chunk, window: int) -> Tensor:
+        """Which tokens of its blocks each token of a chunk looks at: [1, 1, chunk, tokens]."""
+        tokens = slice(chunk.at, chunk.at + chunk.count)
+        blocks = -(-(chunk.start + chunk.count) // BLOCK_TOKENS)
+        return self._once((chunk, window), lambda: self._mask(tokens, blocks, window).permute(1, 2, 0, 3))
+
+    def _mask(self, tokens: slice, blocks: int, window: int) -> Tensor:
+        positions = torch.arange(blocks * BLOCK_TOKENS, device=self.ends.device)[None]
+        mask = (positions < self.ends[tokens, None]) & (positions >= self.firsts(window)[tokens, None])
+        return mask[:, None, None]
+
+    def _once(self, key: tuple[object, ...], derive: Callable[[], Tensor]) -> Tensor:
+        if key not in self._derived:
+            self._derived[key] = derive()
+        return self._derived[key]
 
 
 class StepPlanner:
@@ -68,45 +80,38 @@ class StepPlanner:
     def __init__(self, cache: KeyValueCache) -> None:
         self._cache = cache
         self._table = np.zeros((0, 0), dtype=np.int32)
-        self._filled: list[tuple[int, int]] = []
+        self._filled: list[list[int]] = []  # The blocks in each of its rows.
 
     def plan(self, rows: Rows[Row]) -> StepPlan:
         """The plan of rows of which those with one id come first."""
-        device = self._cache.device
-        decodes = [row for row in rows if row.count == 1]
+        decodes = sum(row.count == 1 for row in rows)
         chunks = []
-        at = len(decodes)
-        size = self._cache.block_tokens
-        blocks: list[int] = []
-        offsets: list[int] = []
-        for row in rows[at:]:
-            end = row.start + row.count
-            held = row.sequence.blocks[: -(-end // size)]
-            chunks.append(Chunk(at, row.count, row.start, torch.tensor(held, device=device)))
-            blocks += [held[position // size] for position in range(row.start, end)]
-            offsets += [position % size for position in range(row.start, end)]
-            at += row.count
-        lengths = [row.start + 1 for row in decodes]
+        owners = list(range(decodes))
+        ends = [row.start + 1 for row in rows[:decodes]]
+        for owner, row in enumerate(rows[decodes:], decodes):
+            chunks.append(Chunk(owner, len(ends), row.count, row.start))
+            owners += [owner] * row.count
+            ends += range(row.start + 1, row.start + row.count + 1)
+        device = self._cache.device
         return StepPlan(
             self._cache,
-            len(decodes),
-            self._decode_table(decodes, -(-max(lengths, default=0) // size)).to(device),
-            torch.tensor(lengths, dtype=torch.int32, device=device),
+            decodes,
             chunks,
-            (torch.tensor(blocks, device=device), torch.tensor(offsets, device=device)),
+            self._blocks(rows, -(-max(ends) // BLOCK_TOKENS)).to(device),
+            torch.tensor(owners, dtype=torch.int32, device=device),
+            torch.tensor(ends, dtype=torch.int32, device=device),
         )
 
-    def _decode_table(self, decodes: list[Row], width: int) -> Tensor:
-        if self._table.shape[0] < len(decodes) or self._table.shape[1] < width:
+    def _blocks(self, rows: Rows[Row], width: int) -> Tensor:
+        if self._table.shape[0] < len(rows) or self._table.shape[1] < width:
             # Twice as large as needed, so that it grows rarely.
-            self._table = np.zeros((2 * len(decodes), 2 * width), dtype=np.int32)
-            self._filled = [(-1, 0)] * (2 * len(decodes))
-        for i, row in enumerate(decodes):
-            sequence = row.sequence
-            state = (sequence.number, sequence.blocks[-1] if sequence.blocks else 0)
-            if self._filled[i] != state or len(sequence.blocks) > width:
-                held = sequence.blocks[:width]
+            self._table = np.zeros((2 * len(rows), 2 * width), dtype=np.int32)
+            self._filled = [[]] * (2 * len(rows))
+        for i, row in enumerate(rows):
+            blocks = row.sequence.blocks[: self._table.shape[1]]
+            # After a preemption any of them may be another.
+            if self._filled[i] != blocks:
                 self._table[i] = 0
-                self._table[i, : len(held)] = held
-                self._filled[i] = state
-        return torch.from_numpy(np.ascontiguousarray(self._table[: len(decodes), :width]))
+                self._table[i, : len(blocks)] = blocks
+                self._filled[i] = blocks
+        return torch.from_numpy(np.ascontiguousarray(self._table[: len(rows), :width]))

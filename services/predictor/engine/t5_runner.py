@@ -26,17 +26,11 @@ from torch import Tensor
 from transformers import MT5ForConditionalGeneration, T5ForConditionalGeneration, UMT5ForConditionalGeneration
 
 from millrace.sampling import SamplingParameters
-from services.predictor.engine.cache import BLOCK_TOKENS, KeyValueCache
+from services.predictor.engine import kernel
+from services.predictor.engine.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
 from services.predictor.engine.interface import GenerationRequest
-from services.predictor.engine.memory import cache_shape
-from services.predictor.engine.packed_linear import PackedLinear
 from services.predictor.engine.sequence import Row, Sequence
 from services.predictor.engine.slot import MergingSlot
-
-try:
-    from services.predictor.engine import cpu_ragged_attention
-except ImportError:  # Numba is optional.
-    cpu_ragged_attention = None  # type: ignore[assignment]
 
 # Whether the decoder's outputs are scaled by the root of their size before the vocabulary's projection.
 _SCALES_OUTPUTS: dict[type, Callable[[Any], bool]] = {
@@ -73,21 +67,15 @@ class T5Runner:
     description = "ragged decoder"
     reuses_prefixes = False
 
-    def __init__(self, model: Any, blocks: int, block_tokens: int = BLOCK_TOKENS) -> None:
-        if block_tokens != BLOCK_TOKENS:
-            raise ValueError(f"the cache's blocks hold {BLOCK_TOKENS} tokens, not {block_tokens}")
+    def __init__(self, model: Any, shape: CacheShape, blocks: int) -> None:
         config = model.config
         start = model.generation_config.decoder_start_token_id
         self.start_ids: tuple[int, ...] = (config.decoder_start_token_id if start is None else start,)
         self._model = model
         self._scale = config.d_model**-0.5 if _SCALES_OUTPUTS[type(model)](config) else None
-        self._cache = KeyValueCache(cache_shape(model), blocks, model.device)
+        self._cache = KeyValueCache(shape, blocks, model.device)
         self._biases = _biases(model.decoder)
         self._no_bias = torch.zeros((config.num_heads, 1), device=model.device)
-        for module in model.modules():
-            if isinstance(module, PackedLinear):
-                # T5's dense layers ask whether the next layer's weight is a tensor of another dtype.
-                module.register_parameter("weight", None)
         # Compiles what is to be compiled before the first request.
         self.probe()
 
@@ -194,30 +182,17 @@ class T5Runner:
         written: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Output [tokens, heads x head size]; keys and values to be written are each range's last, and read too."""
-        if not _uses_kernel(query):
+        if not kernel.takes(query):
             if written is not None:
                 last = looks_at.ends.long() - 1
                 block = table.gather(1, (last // BLOCK_TOKENS)[:, None])[:, 0].long()
                 self._cache.write(layer, (block, last % BLOCK_TOKENS), *written)
             return self._attend_in_copies(layer, table, looks_at, query, bias)
-        output = torch.empty_like(query)
-        key, value = written or (query[:0], query[:0])
-        attend = cpu_ragged_attention.attend
-        if torch.get_num_threads() > 1:
-            attend = cpu_ragged_attention.attend_in_parallel
-        attend(
-            _array(query),
-            _array(key),
-            _array(value),
-            _array(self._cache.keys[layer]),
-            _array(self._cache.values[layer]),
-            table.numpy(),
-            looks_at.firsts.numpy(),
-            looks_at.ends.numpy(),
-            bias.numpy(),
-            _array(output),
+        owners = torch.arange(len(query), dtype=torch.int32)
+        attended = kernel.attend(
+            *(self._cache, layer, table, owners, looks_at.firsts, looks_at.ends), *(query, written), bias=bias
         )
-        return output.view(len(query), -1)
+        return attended.view(len(query), -1)
 
     def _attend_in_copies(self, layer: int, table: Tensor, looks_at: _Range, query: Tensor, bias: Tensor) -> Tensor:
         """The same in plain torch, from blocks copied together, a bounded number at a time."""
@@ -283,18 +258,3 @@ def _bounded(hidden: Tensor) -> Tensor:
     largest = torch.finfo(torch.float16).max
     bound = torch.where(torch.isinf(hidden).any(), largest - 1000, largest)
     return hidden.clamp(-bound, bound)
-
-
-def _uses_kernel(query: Tensor) -> bool:
-    return (
-        cpu_ragged_attention is not None
-        and query.device.type == "cpu"
-        and query.dtype in (torch.float32, torch.bfloat16)
-        and query.shape[-1] % 8 == 0
-    )
-
-
-def _array(tensor: Tensor) -> NDArray[Any]:
-    """The tensor's memory as the kernel takes it."""
-    tensor = tensor.contiguous()
-    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

@@ -88,7 +88,9 @@ class PythonModel:
                         f"model {self.name!r} answers this with more than one response; use ModelStreamInfer"
                     )
                 answer = response
-        return answer or pb.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
+        if answer is None:
+            return pb.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
+        return answer
 
     async def stream(
         self, request: pb.ModelInferRequest, time_remaining_s: float | None

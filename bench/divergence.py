@@ -1,0 +1,89 @@
+"""How often bfloat16 changes an answer: alone against in a crowd of 32, and continued from half. `python -m bench.divergence`.
+
+Batch shapes change the order of additions, so bfloat16's coarse logits can tie or turn differently;
+in float32 the same experiment must find nothing. Writes bench/results/divergence.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from millrace.sampling import SamplingParameters
+from services.predictor.engine.build import build_engine
+from services.predictor.engine.interface import Engine, GenerationRequest
+from services.predictor.settings import PredictorSettings
+
+_ROOT = Path(__file__).resolve().parent.parent
+_RESULTS = _ROOT / "bench" / "results" / "divergence.json"
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_CROWD = 32
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, default=_ROOT / "models" / "storyteller")
+    parser.add_argument("--sequences", type=int, default=96)
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--out", type=Path, default=_RESULTS)
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)
+    results = {
+        dtype: asyncio.run(_measure(arguments.model, dtype, arguments.sequences, arguments.tokens)) for dtype in _DTYPES
+    }
+    arguments.out.parent.mkdir(exist_ok=True)
+    arguments.out.write_text(
+        json.dumps({"model": arguments.model.name, "tokens": arguments.tokens, "diverged": results}, indent=2) + "\n"
+    )
+    for dtype, counts in results.items():
+        print(dtype, *(f"{case}: {different} of {arguments.sequences}" for case, different in counts.items()), sep="  ")
+
+
+async def _measure(folder: Path, dtype: str, sequences: int, tokens: int) -> dict[str, int]:
+    """How many sequences differ from the one that the same request gets alone, by case."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=_DTYPES[dtype]).eval()
+    engine = build_engine(folder.name, model, PredictorSettings(dtype=dtype, max_running=_CROWD))
+    generator = random.Random(7)  # noqa: S311  # prompts, not secrets
+    prompts = [
+        [generator.randrange(3, engine.limits.vocabulary_size) for _ in range(generator.randrange(4, 60))]
+        for _ in range(sequences)
+    ]
+    counts = {}
+    for kind, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+
+        def request(i: int, output_ids: list[int], temperature: float = temperature) -> GenerationRequest:
+            sampling = SamplingParameters(max_tokens=tokens, ignore_eos=True, temperature=temperature, seed=i)
+            # Salted, so that nothing of the run before is used again.
+            salted = sampling.model_copy(update={"cache_salt": str(generator.random())})
+            return GenerationRequest(str(i), prompts[i], salted, output_ids)
+
+        alone = [await _generate(engine, request(i, [])) for i in range(sequences)]
+        crowd = await asyncio.gather(*(_generate(engine, request(i, [])) for i in range(sequences)))
+        half = tokens // 2
+        rest = await asyncio.gather(*(_generate(engine, request(i, alone[i][:half])) for i in range(sequences)))
+        counts[f"{kind}, in a crowd"] = sum(a != b for a, b in zip(alone, crowd, strict=True))
+        counts[f"{kind}, continued"] = sum(a[half:] != b for a, b in zip(alone, rest, strict=True))
+    engine.close()
+    return counts
+
+
+async def _generate(engine: Engine, request: GenerationRequest) -> list[int]:
+    slot = engine.submit(request)
+    ids: list[int] = []
+    while True:
+        chunk = await slot.read()
+        ids += chunk.output_ids
+        if chunk.finish_reason is not None:
+            return ids
+
+
+if __name__ == "__main__":
+    main()
