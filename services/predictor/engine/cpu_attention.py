@@ -12,9 +12,10 @@ are written to the cache first, [T, heads, head size], or [0, heads, head size] 
 written; the cache's keys [blocks, heads, head size, BLOCK_TOKENS] and values [blocks, heads,
 BLOCK_TOKENS, head size]. table int32 [sequences, blocks of the longest]; owners int32 [T], each token's
 row of it; firsts and ends int32 [T], the range of positions that a token looks at, its own being
-ends - 1 where keys are written. bias float32 [query heads, n] is added to scores: n - 1 is the distance
-from which on it stays the same, the furthest first; [query heads, 0] for none. Either all float32, or
-all bfloat16 given as their bits, uint16; sums are float32. Of values none at or beyond a token's end is read.
+ends - 1 where keys are written; both ascend along the tokens of a sequence. bias float32 [query heads,
+n] is added to scores: n - 1 is the distance from which on it stays the same, the furthest first; [query
+heads, 0] for none. Either all float32, or all bfloat16 given as their bits, uint16; sums are float32. Of
+values none at or beyond a tile's end is read.
 
 exp is 2^n times a polynomial of degree 6 (Cody and Waite's reduction), within 2e-7 of the true value.
 """
@@ -32,6 +33,7 @@ from numba.extending import intrinsic
 
 from services.predictor.engine.cache import BLOCK_TOKENS
 
+_TILE_TOKENS = 8  # So many read the cache together: a prompt's tokens look at nearly the same.
 _UNROLL = 8  # The head size must be a multiple of it.
 
 _THREADS = threading.Lock()
@@ -189,45 +191,51 @@ def _normalise(scores: Any, first: Any, end: Any, bias: Any) -> None:
 
 
 @njit(**_EXACT)  # type: ignore[untyped-decorator]
-def _attend_token(
-    query: Any, keys: Any, values: Any, blocks: Any, first: Any, end: Any, bias: Any, scale: Any, out: Any
+def _attend_tile(
+    query: Any, keys: Any, values: Any, blocks: Any, firsts: Any, ends: Any, bias: Any, scale: Any, out: Any
 ) -> None:
-    """One token: query and output [query heads, head size], `blocks` those of its sequence."""
-    query_heads, size = query.shape
+    """Neighbouring tokens [tokens, query heads, head size] of one sequence, whose blocks these are."""
+    tokens, query_heads, size = query.shape
     heads = keys.shape[1]
     group = query_heads // heads
-    first_block, end_block = first // BLOCK_TOKENS, (end + BLOCK_TOKENS - 1) // BLOCK_TOKENS
-    wide = np.empty((query_heads, size), np.float32)
-    scores = np.empty((query_heads, end_block * BLOCK_TOKENS), np.float32)
-    sums = np.zeros((query_heads, size), np.float32)
+    alone = tokens * group == 1
+    # Ranges begin and end later from token to token.
+    first_block, end_block = firsts[0] // BLOCK_TOKENS, (ends[tokens - 1] + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+    wide = np.empty((tokens, query_heads, size), np.float32)
+    scores = np.empty((tokens, query_heads, end_block * BLOCK_TOKENS), np.float32)
+    sums = np.zeros((tokens, query_heads, size), np.float32)
     # What several queries read, or what has to be filled up with zeros, is copied first.
     key = np.empty((size, BLOCK_TOKENS), np.float32)
     value = np.empty((BLOCK_TOKENS, size), np.float32)
 
-    for a in range(query_heads):
-        for d in range(size):
-            wide[a, d] = _widen(query[a, d]) * scale
+    for i in range(tokens):
+        for a in range(query_heads):
+            for d in range(size):
+                wide[i, a, d] = _widen(query[i, a, d]) * scale
     for b in range(first_block, end_block):
         start = b * BLOCK_TOKENS
         for h in range(heads):
             stored = keys[blocks[b], h]
-            if group == 1:
-                _score(wide[h], stored, scores[h, start : start + BLOCK_TOKENS])
+            if alone:
+                _score(wide[0, h], stored, scores[0, h, start : start + BLOCK_TOKENS])
                 continue
             for d in range(size):
                 for t in range(BLOCK_TOKENS):
                     key[d, t] = _widen(stored[d, t])
-            for a in range(h * group, (h + 1) * group):
-                _score(wide[a], key, scores[a, start : start + BLOCK_TOKENS])
-    for a in range(query_heads):
-        _normalise(scores[a], first, end, bias[a])
+            for i in range(tokens):
+                if start < ends[i] and start + BLOCK_TOKENS > firsts[i]:
+                    for a in range(h * group, (h + 1) * group):
+                        _score(wide[i, a], key, scores[i, a, start : start + BLOCK_TOKENS])
+    for i in range(tokens):
+        for a in range(query_heads):
+            _normalise(scores[i, a], firsts[i], ends[i], bias[a])
     for b in range(first_block, end_block):
         start = b * BLOCK_TOKENS
-        used = min(BLOCK_TOKENS, end - start)
+        used = min(BLOCK_TOKENS, ends[tokens - 1] - start)
         for h in range(heads):
             stored = values[blocks[b], h]
-            if group == 1 and used == BLOCK_TOKENS:
-                _add(scores[h, start : start + BLOCK_TOKENS], stored, sums[h])
+            if alone and used == BLOCK_TOKENS:
+                _add(scores[0, h, start : start + BLOCK_TOKENS], stored, sums[0, h])
                 continue
             for t in range(used):
                 for d in range(size):
@@ -235,11 +243,27 @@ def _attend_token(
             for t in range(used, BLOCK_TOKENS):
                 for d in range(size):
                     value[t, d] = _ZERO
-            for a in range(h * group, (h + 1) * group):
-                _add(scores[a, start : start + BLOCK_TOKENS], value, sums[a])
-    for a in range(query_heads):
-        for d in range(size):
-            out[a, d] = _narrow(sums[a, d], query[a, d])
+            for i in range(tokens):
+                if start < ends[i] and start + BLOCK_TOKENS > firsts[i]:
+                    for a in range(h * group, (h + 1) * group):
+                        _add(scores[i, a, start : start + BLOCK_TOKENS], value, sums[i, a])
+    for i in range(tokens):
+        for a in range(query_heads):
+            for d in range(size):
+                out[i, a, d] = _narrow(sums[i, a, d], query[i, a, d])
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def _tiles(owners: Any) -> Any:
+    """Where each run of at most _TILE_TOKENS neighbours with one owner begins, and the end of the last."""
+    begins = np.empty(len(owners) + 1, np.int64)
+    count = 0
+    for i in range(len(owners)):
+        if i == 0 or owners[i] != owners[i - 1] or i - begins[count - 1] == _TILE_TOKENS:
+            begins[count] = i
+            count += 1
+    begins[count] = len(owners)
+    return begins[: count + 1]
 
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]
@@ -258,8 +282,10 @@ def _attend_in_turn(
     out: Any,
 ) -> None:
     _write(key, value, keys, values, table, owners, ends)
-    for i in range(len(query)):
-        _attend_token(query[i], keys, values, table[owners[i]], firsts[i], ends[i], bias, scale, out[i])
+    tiles = _tiles(owners)
+    for n in range(len(tiles) - 1):
+        i, j = tiles[n], tiles[n + 1]
+        _attend_tile(query[i:j], keys, values, table[owners[i]], firsts[i:j], ends[i:j], bias, scale, out[i:j])
 
 
 @njit(parallel=True, **_OPTIONS)  # type: ignore[untyped-decorator]
@@ -278,8 +304,10 @@ def _attend_in_parallel(
     out: Any,
 ) -> None:
     _write(key, value, keys, values, table, owners, ends)
-    for i in prange(len(query)):
-        _attend_token(query[i], keys, values, table[owners[i]], firsts[i], ends[i], bias, scale, out[i])
+    tiles = _tiles(owners)
+    for n in prange(len(tiles) - 1):
+        i, j = tiles[n], tiles[n + 1]
+        _attend_tile(query[i:j], keys, values, table[owners[i]], firsts[i:j], ends[i:j], bias, scale, out[i:j])
 
 
 def attend(threads: int, *arguments: Any) -> None:

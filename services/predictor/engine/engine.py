@@ -154,7 +154,8 @@ class ContinuousBatchingEngine:
             self._publish(results)
             self._scheduler.regain()
             elapsed = time.perf_counter() - started
-            self._pace.observe(sum(row.count for row in rows), elapsed)
+            streams = sum(row.count == 1 for row in rows)
+            self._pace.observe(streams, sum(row.count for row in rows) - streams, elapsed)
             self.statistics.steps += 1
             self.statistics.step_ns += int(elapsed * 1e9)
 
