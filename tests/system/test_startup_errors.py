@@ -42,7 +42,7 @@ CASES = {
     "no CUDA": ({"DEVICE": "cuda"}, "DEVICE=cuda, but torch finds no CUDA device; install its CUDA build"),
     "cache too small": (
         {"PREDICTOR_KV_CACHE_MEMORY": "100KiB", "PREDICTOR_MAX_CONTEXT": "512"},
-        "model storyteller: context 512 needs 0.0016 GB, have 0.0001",
+        "model storyteller: context 512 needs 0.0017 GB, have 0.0001",
     ),
     "context too long": ({"PREDICTOR_MAX_CONTEXT": "5000"}, "PREDICTOR_MAX_CONTEXT=5000, but its context is 1024"),
     "malformed": ({"PREDICTOR_THREADS": "many"}, "PREDICTOR_THREADS=many: Input should be a valid integer"),

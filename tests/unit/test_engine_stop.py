@@ -186,6 +186,8 @@ async def test_a_full_queue_says_how_long_requests_take_to_end(engine_of, monkey
     engine = engine_of(runner, max_running=1, max_waiting=100)
     gate.open(1)
     await read_all(engine.submit(request("before", max_tokens=1)))
+    # Else the hour would be the step's, which ends a little after its reader is woken.
+    await until(lambda: engine._step_started is None)
     now[0] += 3600
     timed = [engine.submit(request("timed", max_tokens=1)) for _ in range(40)]
     gate.open(40)
