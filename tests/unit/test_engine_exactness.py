@@ -123,9 +123,12 @@ async def test_fixed_buffers_of_padded_rows_and_blocks_give_the_same(engine_of, 
     assert len(recorded) > 2
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5"])
-async def test_sampling_alone_in_a_crowd_and_continued_gives_the_same(architecture, engine_of):
-    model = random_model(architecture)
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [("llama", torch.float32), ("gpt2", torch.float32), ("t5", torch.float32), ("llama", torch.bfloat16)],
+)
+async def test_sampling_alone_in_a_crowd_and_continued_gives_the_same(architecture, dtype, engine_of):
+    model = random_model(architecture).to(dtype)
     sampling = {"temperature": 0.8, "top_p": 0.95, "top_k": 200, "repetition_penalty": 1.1, "presence_penalty": 0.3}
 
     def sampled(i, **given):

@@ -136,10 +136,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def end(self, one, forget=False):
         released = self.scheduler.remove(one, forget)
         assert (one.blocks, one.computed, one.announced) == ([], 0, [])
-        if forget:
-            self.forgot = True
-            for block in released:
-                self.memory[block] = VOID[:]
+        self.forgot |= forget
+        # What is void may be wiped: nobody can read it any more.
+        for block in released:
+            self.memory[block] = VOID[:]
 
     @invariant()
     def every_reference_has_a_holder(self):

@@ -97,7 +97,7 @@ class BlockManager:
             self._names[block] = name
 
     def release(self, blocks: Iterable[int], forget: bool = False) -> list[int]:
-        """Drops a reference to each; those that nobody else uses. With `forget` their contents are void."""
+        """Drops a reference to each; those whose contents nobody can use any more. With `forget` all are void."""
         released = []
         # The end of a sequence is of less use to others than its beginning: it is evicted first.
         for block in reversed(list(blocks)):
@@ -105,9 +105,9 @@ class BlockManager:
                 self._forget(block)
             self._references[block] -= 1
             if self._references[block] == 0:
-                released.append(block)
                 self._idle[block] = None
                 if self._names[block] is None:
+                    released.append(block)
                     self._idle.move_to_end(block, last=False)
         return released
 

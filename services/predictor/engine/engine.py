@@ -266,20 +266,24 @@ class ContinuousBatchingEngine:
         return sequence.slot.publish(token_id, logprobs, finish)
 
     def _fail(self, sequence: Sequence, error: MillraceError, forget: bool = False) -> None:
-        released = self._release(sequence, "failed", forget)
-        # First, since clearing may fail where the device has.
-        sequence.slot.fail(error)
-        if forget:
-            self._runner.clear(released)
+        self._end(sequence, "failed", error, forget)
 
     def _cancel(self, sequence: Sequence) -> None:
-        self._release(sequence, "cancelled")
-        sequence.slot.fail(RequestFailedError("the request was cancelled"))
+        self._end(sequence, "cancelled", RequestFailedError("the request was cancelled"))
+
+    def _end(
+        self, sequence: Sequence, outcome: Literal["failed", "cancelled"], error: MillraceError, forget: bool = False
+    ) -> None:
+        void = self._release(sequence, outcome, forget)
+        # First, since clearing may fail where the device has.
+        sequence.slot.fail(error)
+        if forget or not sequence.proven:
+            self._runner.clear(void)
 
     def _release(
         self, sequence: Sequence, outcome: Literal["succeeded", "failed", "cancelled"], forget: bool = False
     ) -> list[int]:
-        """Frees what a sequence held and counts it, before its reader learns that it ended; the freed blocks."""
+        """Frees what a sequence held and counts it, before its reader learns that it ended; the void blocks."""
         with self._changed:
             released = self._scheduler.remove(sequence, forget)
         statistics, now = self.statistics, time.monotonic()

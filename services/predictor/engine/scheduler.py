@@ -100,7 +100,7 @@ class Scheduler:
                     self.blocks.name(sequence.blocks[index], names[index])
 
     def remove(self, sequence: Sequence, forget: bool = False) -> list[int]:
-        """Takes out a sequence that has ended; the blocks nobody uses now. With `forget` nobody reuses them."""
+        """Takes out a sequence that has ended; the blocks that are void now. With `forget` nobody reuses any."""
         if sequence in self.running:
             self.running.remove(sequence)
         else:

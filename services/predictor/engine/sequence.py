@@ -59,6 +59,11 @@ class Sequence:
         return len(self.ids) - self.computed
 
     @property
+    def proven(self) -> bool:
+        """Whether it has got a token: what it left in its blocks is numbers."""
+        return len(self.output_ids) > len(self.request.output_ids)
+
+    @property
     def usage(self) -> Usage:
         return Usage(len(self.request.input_ids), self.cached_tokens, len(self.output_ids))
 

@@ -1,0 +1,65 @@
+"""The cache takes what there is, never what another needs, and says so where that is too little."""
+
+import pytest
+import torch
+
+from millrace.errors import StartupError
+from services.predictor.engine import memory
+from services.predictor.engine.memory import cache_memory, cache_shape, container_memory_left, plan_memory
+from services.predictor.settings import PredictorSettings
+from tests.random_models import random_model
+
+CPU = torch.device("cpu")
+GIB = 1 << 30
+
+
+def cgroup(folder, limit, used, file_pages=0):
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {file_pages}\n")
+    return folder
+
+
+def test_a_containers_limit_counts_without_the_pages_of_files(tmp_path):
+    assert container_memory_left(cgroup(tmp_path, 4 * GIB, 3 * GIB, GIB)) == 2 * GIB
+
+
+def test_no_container_or_no_limit_is_told_apart_from_none_left(tmp_path):
+    assert container_memory_left(tmp_path / "absent") is None
+    assert container_memory_left(cgroup(tmp_path, "max", 3 * GIB)) is None
+
+
+@pytest.mark.parametrize(("left", "expected"), [(None, GIB), (8 * GIB, GIB), (GIB, GIB // 2)])
+def test_the_default_is_a_gibibyte_or_half_of_what_a_small_container_has_left(monkeypatch, left, expected):
+    monkeypatch.setattr(memory, "container_memory_left", lambda: left)
+    assert cache_memory("m", CPU, PredictorSettings()) == expected
+
+
+def test_more_than_the_container_has_left_is_refused(monkeypatch):
+    monkeypatch.setattr(memory, "container_memory_left", lambda: GIB)
+    with pytest.raises(StartupError, match=r"is 2\.1 GB, but only 1\.1 are left"):
+        cache_memory("m", CPU, PredictorSettings(kv_cache_memory="2GiB"))
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_replicas_on_one_gpu_take_their_shares_whatever_the_order(monkeypatch, replicas):
+    total, taken = 80 * GIB, 0
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * GIB)
+    settings = PredictorSettings(gpu_memory_share=0.85 / replicas)
+    for _ in range(replicas):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=total - taken - 2 * GIB: (free, total))
+        memory_of_one = cache_memory("m", torch.device("cuda"), settings)
+        assert memory_of_one == int(total * 0.85 / replicas) - 2 * GIB
+        taken += memory_of_one + 2 * GIB
+    assert taken <= total
+
+
+def test_an_encoder_decoder_model_needs_room_for_prompt_and_output():
+    model = random_model("t5")
+    shape = cache_shape(model)
+    settings = PredictorSettings(kv_cache_memory=str(shape.bytes_per_token * 700), max_context=300)
+    context, blocks = plan_memory("t5", model, shape, settings)
+    assert context == 300
+    assert blocks >= 600 / 32
+    with pytest.raises(StartupError, match="context 400 needs"):
+        plan_memory("t5", model, shape, settings.model_copy(update={"max_context": 400}))
