@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from pathlib import Path
 
 from services.predictor.__main__ import serve
 from services.predictor.engine import build
@@ -22,6 +23,7 @@ class Gate:
 
     def __init__(self, path: str) -> None:
         self._permits = threading.Semaphore(0)
+        Path(path).unlink(missing_ok=True)  # A process that was killed left it.
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(path)
         threading.Thread(target=self._receive, name="gate", daemon=True).start()

@@ -5,20 +5,30 @@ import asyncio
 import numpy as np
 import pytest
 
+from millrace.protos import inference_pb2, inference_pb2_grpc
 from millrace.tensors import Tensor
 from tests.random_models import greedy, save_random_model
-from tests.system.calls import generate, ids_request, infer, text_of
+from tests.system.calls import channel, generate, ids_request, infer, text_of
 
 PROMPTS = [[5, 6, 7, 8], list(range(20, 52)), [300, 17, 1200, 44, 9, 81]]
 LENGTH = 16
-# One of each runner; all of them are held against `generate` in tests/unit/test_engine_exactness.py.
-NAMES = ("llama", "opt", "qwen3", "gpt2", "t5", "bloom", "mamba", "bart")
+# Of each runner some; all are held against `generate` in tests/unit/test_engine_exactness.py.
+RUNNERS = {
+    "llama": "paged",
+    "opt": "paged",
+    "qwen3": "paged",
+    "gpt2": "paged",
+    "t5": "ragged decoder",
+    "bloom": "one row",
+    "mamba": "one row, no cache",
+    "bart": "one row",
+}
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    return {name: (folder / name, save_random_model(name, folder / name)) for name in NAMES}
+    return {name: (folder / name, save_random_model(name, folder / name)) for name in RUNNERS}
 
 
 async def test_every_architecture_streams_what_generate_gives(models, new_stack):
@@ -32,7 +42,14 @@ async def test_every_architecture_streams_what_generate_gives(models, new_stack)
         outputs = await infer(stack.gateway, request, authority="predictor")
         return outputs["output_ids"].array.tolist()
 
+    async def runner(name):
+        async with channel(stack.gateway, "predictor") as open_channel:
+            stub = inference_pb2_grpc.GRPCInferenceServiceStub(open_channel)
+            response = await stub.ModelConfig(inference_pb2.ModelConfigRequest(name=name), timeout=30)
+        return response.config.parameters["runner"].string_value
+
     for name, (_, model) in models.items():
+        assert await runner(name) == RUNNERS[name]
         expected = [greedy(model, prompt, LENGTH) for prompt in PROMPTS]
         # Else the comparison would hold for models that repeat one token, too.
         assert len({tuple(ids) for ids in expected}) == len(PROMPTS)
