@@ -1,7 +1,7 @@
-"""How often bfloat16 changes an answer: alone against in a crowd of 32, and continued from half. `python -m bench.divergence`.
+"""How often the batch changes an answer: alone against in a crowd of 32, and continued from half.
 
-Batch shapes change the order of additions, so bfloat16's coarse logits can tie or turn differently;
-in float32 the same experiment must find nothing. Writes bench/results/divergence.json.
+Where products add up in an order that depends on the batch, coarse logits tie or turn differently now and
+then. `python -m bench.divergence` counts it, and writes bench/results/divergence.json.
 """
 
 from __future__ import annotations
