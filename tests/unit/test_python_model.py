@@ -1,14 +1,16 @@
 """A user's model.py: streams as it yields, is held back by its reader, ends with its caller, and fails alone."""
 
 import asyncio
+import re
 from contextlib import AsyncExitStack, aclosing
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from millrace.errors import InvalidRequestError, NotReadyError, OverloadedError, RequestFailedError
 from millrace.stream_infer import FINAL
-from millrace.tensors import decode_outputs
+from millrace.tensors import Tensor, decode_outputs
 from services.predictor.served_model import config_of, statistics_of
 from tests.unit.python_models import globals_of, infer, python_models, request
 from tests.waiting import until
@@ -59,6 +61,17 @@ async def test_a_function_answers_with_arrays(make):
     assert answer["double"].dtype == np.int32
     assert answer["id"].tolist() == [b"r", b"7"]
     assert not config_of(model).model_transaction_policy.decoupled
+
+
+async def test_the_readmes_model_does_what_it_says(make):
+    readme = (Path(__file__).parent.parent.parent / "README.md").read_text()
+    [code] = re.findall(r"^```py\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    model = make(code)
+    rows = np.arange(6, dtype=np.float32).reshape(2, 3)
+    responses = await stream(model, request(Tensor("x", "FP32", rows)))
+    assert [decode_outputs(response)["row"].array.tolist() for response in responses] == rows.tolist()
+    with pytest.raises(InvalidRequestError, match="x is empty"):
+        await stream(model, request(Tensor("x", "FP32", rows[:0])))
 
 
 async def test_a_generator_answers_once_for_each_yield(make):
