@@ -18,11 +18,11 @@ import logging
 import threading
 import time
 from collections.abc import Iterable
-from typing import Literal
 
 import torch
 
 from millrace.errors import DeadlineError, MillraceError, NotReadyError, RequestFailedError
+from services.predictor.counts import Outcome
 from services.predictor.engine.faults import is_device_error, is_out_of_memory
 from services.predictor.engine.interface import (
     EngineDeadError,
@@ -271,28 +271,19 @@ class ContinuousBatchingEngine:
     def _cancel(self, sequence: Sequence) -> None:
         self._end(sequence, "cancelled", RequestFailedError("the request was cancelled"))
 
-    def _end(
-        self, sequence: Sequence, outcome: Literal["failed", "cancelled"], error: MillraceError, forget: bool = False
-    ) -> None:
+    def _end(self, sequence: Sequence, outcome: Outcome, error: MillraceError, forget: bool = False) -> None:
         void = self._release(sequence, outcome, forget)
         # First, since clearing may fail where the device has.
         sequence.slot.fail(error)
         if forget or not sequence.proven:
             self._runner.clear(void)
 
-    def _release(
-        self, sequence: Sequence, outcome: Literal["succeeded", "failed", "cancelled"], forget: bool = False
-    ) -> list[int]:
+    def _release(self, sequence: Sequence, outcome: Outcome, forget: bool = False) -> list[int]:
         """Frees what a sequence held and counts it, before its reader learns that it ended; the void blocks."""
         with self._changed:
             released = self._scheduler.remove(sequence, forget)
-        statistics, now = self.statistics, time.monotonic()
-        started = sequence.started_at or now
-        statistics.queue_ns += int((started - sequence.submitted_at) * 1e9)
-        statistics.compute_ns += int((now - started) * 1e9)
-        statistics.request_ns += int((now - sequence.submitted_at) * 1e9)
-        statistics.last_inference_ms = int(time.time() * 1000)
-        setattr(statistics, outcome, getattr(statistics, outcome) + 1)
+        now = time.monotonic()
+        self.statistics.add(outcome, sequence.submitted_at, sequence.started_at or now, now)
         if self._last_end is not None:
             self._end_interval_s += 0.1 * (min(now - self._last_end, 60.0) - self._end_interval_s)
         self._last_end = now

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from millrace.sampling import ContextLimits, SamplingParameters
+from services.predictor.counts import RequestCounts
 
 
 @dataclass(frozen=True)
@@ -75,23 +76,15 @@ class EngineLimits(ContextLimits):
 
 
 @dataclass
-class EngineStatistics:
+class EngineStatistics(RequestCounts):
     """Counters since the engine started; durations in nanoseconds."""
 
-    steps: int = 0
     step_ns: int = 0
     forward_ns: int = 0
     tokens: int = 0
     tokens_after_cancel: int = 0
     cached_tokens: int = 0
     preempted: int = 0
-    succeeded: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    queue_ns: int = 0
-    compute_ns: int = 0
-    request_ns: int = 0
-    last_inference_ms: int = 0
 
 
 class Engine(Protocol):

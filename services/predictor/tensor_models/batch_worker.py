@@ -18,9 +18,9 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from millrace.errors import DeadlineError, MillraceError, NotReadyError, RequestFailedError
+from services.predictor.counts import Outcome, RequestCounts
 from services.predictor.engine.interface import EngineDeadError
 from services.predictor.tensor_models.batching import BatchQueue, Waiting
-from services.predictor.tensor_models.counts import Outcome, RequestCounts
 
 logger = logging.getLogger(__name__)
 

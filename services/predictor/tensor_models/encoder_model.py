@@ -16,9 +16,9 @@ from millrace.errors import MillraceError, StartupError
 from millrace.protos import inference_pb2 as pb
 from millrace.stream_infer import FINAL
 from millrace.tensors import Tensor, add_output
+from services.predictor.counts import RequestCounts
 from services.predictor.served_model import VERSION, ModelDescription
 from services.predictor.tensor_models.batch_worker import BatchWorker
-from services.predictor.tensor_models.counts import RequestCounts
 from services.predictor.tensor_models.row_network import RowNetwork, Vectors
 from services.predictor.tensor_models.rows import ATTENTION_MASK, INPUT_IDS, RowLimits, Rows, read_rows
 

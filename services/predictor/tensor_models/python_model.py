@@ -44,11 +44,11 @@ from pathlib import Path
 from millrace.errors import InvalidRequestError, MillraceError, NotReadyError, RequestFailedError
 from millrace.protos import inference_pb2 as pb
 from millrace.stream_infer import FINAL
+from services.predictor.counts import Outcome, RequestCounts
 from services.predictor.engine.interface import EngineDeadError
 from services.predictor.served_model import VERSION, ModelDescription
 from services.predictor.tensor_models.admission import Admission
 from services.predictor.tensor_models.channel import Channel, ReaderLeftError
-from services.predictor.tensor_models.counts import Outcome, RequestCounts
 from services.predictor.tensor_models.loop_thread import LoopThread
 from services.predictor.tensor_models.python_code import PythonCode, check_inputs
 from services.predictor.tensor_models.python_request import BadResultError, Request, write_result

@@ -1,4 +1,4 @@
-"""What a tensor model counts of its requests; see `Counts` of served_model.py."""
+"""What a model counts of its requests; see `Counts` of served_model.py."""
 
 from __future__ import annotations
 
