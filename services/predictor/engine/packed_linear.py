@@ -44,8 +44,11 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(model: Any) -> None:
-    """Replaces the linear layers of a model that nobody trains."""
+    """Replaces the linear layers of a model that nobody trains, where oneDNN knows device and dtype."""
     if model.device.type != "cpu" or model.dtype not in _DTYPES or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return
+    # Its bfloat16 wants vectors of 512 bits.
+    if model.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
