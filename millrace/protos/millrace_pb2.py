@@ -22,42 +22,53 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.api import annotations_pb2 as google_dot_api_dot_annotations__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1emillrace/protos/millrace.proto\x12\x0bmillrace.v1\x1a\x1fgoogle/protobuf/timestamp.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xbc\x06\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x06prompt\x18\x02 \x01(\tH\x00\x88\x01\x01\x12*\n\x08messages\x18\x03 \x03(\x0b\x32\x18.millrace.v1.ChatMessage\x12\x17\n\nmax_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x06 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x07 \x01(\rH\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x01H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x04H\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0c \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\r \x01(\x01H\t\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x0e \x01(\rH\n\x88\x01\x01\x12\x17\n\nignore_eos\x18\x0f \x01(\x08H\x0b\x88\x01\x01\x12\x15\n\x08logprobs\x18\x10 \x01(\x08H\x0c\x88\x01\x01\x12\x19\n\x0c\x63hunk_tokens\x18\x11 \x01(\rH\r\x88\x01\x01\x12\x15\n\x08\x63hunk_ms\x18\x12 \x01(\rH\x0e\x88\x01\x01\x12\x17\n\nrequest_id\x18\x13 \x01(\tH\x0f\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x14 \x03(\r\x12\x19\n\x0ctop_logprobs\x18\x15 \x01(\rH\x10\x88\x01\x01\x12\x17\n\ncache_salt\x18\x16 \x01(\tH\x11\x88\x01\x01\x42\t\n\x07_promptB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x0f\n\r_chunk_tokensB\x0b\n\t_chunk_msB\r\n\x0b_request_idB\x0f\n\r_top_logprobsB\r\n\x0b_cache_salt\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"2\n\x0bTopLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"\xd5\x01\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x1a\n\rfinish_reason\x18\x04 \x01(\tH\x00\x88\x01\x01\x12&\n\x05usage\x18\x05 \x01(\x0b\x32\x12.millrace.v1.UsageH\x01\x88\x01\x01\x12.\n\x0ctop_logprobs\x18\x06 \x03(\x0b\x32\x18.millrace.v1.TopLogprobsB\x10\n\x0e_finish_reasonB\x08\n\x06_usage\"B\n\x0cPayloadChunk\x12\x11\n\toffset_ms\x18\x01 \x01(\x01\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\"\xaa\x03\n\rPayloadRecord\x12\x11\n\trecord_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12(\n\x04time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05model\x18\x04 \x01(\t\x12\x10\n\x08protocol\x18\x05 \x01(\t\x12\x0e\n\x06prompt\x18\x06 \x01(\t\x12\x0c\n\x04text\x18\x07 \x01(\t\x12)\n\x06\x63hunks\x18\x08 \x03(\x0b\x32\x19.millrace.v1.PayloadChunk\x12\x15\n\rfinish_reason\x18\t \x01(\t\x12\x0e\n\x06status\x18\n \x01(\t\x12\x0f\n\x07message\x18\x0b \x01(\t\x12\x12\n\nfailed_hop\x18\x0c \x01(\t\x12!\n\x05usage\x18\r \x01(\x0b\x32\x12.millrace.v1.Usage\x12\x14\n\x07ttft_ms\x18\x0e \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0b\x64uration_ms\x18\x0f \x01(\x01\x12\x10\n\x08trace_id\x18\x10 \x01(\t\x12\x12\n\nparameters\x18\x11 \x01(\t\x12\x12\n\npage_token\x18\x12 \x01(\tB\n\n\x08_ttft_ms\"E\n\x11GetPayloadRequest\x12\x13\n\trecord_id\x18\x01 \x01(\tH\x00\x12\x14\n\nrequest_id\x18\x02 \x01(\tH\x00\x42\x05\n\x03key\"\x9a\x04\n\x14QueryPayloadsRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x00\x88\x01\x01\x12.\n\x05since\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.TimestampH\x01\x88\x01\x01\x12.\n\x05until\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.TimestampH\x02\x88\x01\x01\x12\x13\n\x06status\x18\x04 \x01(\tH\x03\x88\x01\x01\x12\x1a\n\rfinish_reason\x18\x05 \x01(\tH\x04\x88\x01\x01\x12\x1a\n\rtext_contains\x18\x06 \x01(\tH\x05\x88\x01\x01\x12\x17\n\nrequest_id\x18\x07 \x01(\tH\x06\x88\x01\x01\x12\x15\n\x08trace_id\x18\x08 \x01(\tH\x07\x88\x01\x01\x12\x1c\n\x0fmin_duration_ms\x18\t \x01(\x01H\x08\x88\x01\x01\x12\x18\n\x0bmin_ttft_ms\x18\n \x01(\x01H\t\x88\x01\x01\x12\x16\n\tpage_size\x18\x0b \x01(\rH\n\x88\x01\x01\x12\x17\n\npage_token\x18\x0c \x01(\tH\x0b\x88\x01\x01\x42\x08\n\x06_modelB\x08\n\x06_sinceB\x08\n\x06_untilB\t\n\x07_statusB\x10\n\x0e_finish_reasonB\x10\n\x0e_text_containsB\r\n\x0b_request_idB\x0b\n\t_trace_idB\x12\n\x10_min_duration_msB\x0e\n\x0c_min_ttft_msB\x0c\n\n_page_sizeB\r\n\x0b_page_token\"]\n\rAppendRequest\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12*\n\x06record\x18\x03 \x01(\x0b\x32\x1a.millrace.v1.PayloadRecord\"\"\n\x0e\x41ppendResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x32[\n\x0eTextGeneration\x12I\n\x08Generate\x12\x1c.millrace.v1.GenerateRequest\x1a\x1d.millrace.v1.GenerateResponse0\x01\x32\x99\x01\n\nPayloadLog\x12\x41\n\x03Get\x12\x1e.millrace.v1.GetPayloadRequest\x1a\x1a.millrace.v1.PayloadRecord\x12H\n\x05Query\x12!.millrace.v1.QueryPayloadsRequest\x1a\x1a.millrace.v1.PayloadRecord0\x01\x32V\n\rPayloadIngest\x12\x45\n\x06\x41ppend\x12\x1a.millrace.v1.AppendRequest\x1a\x1b.millrace.v1.AppendResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1emillrace/protos/millrace.proto\x12\x0bmillrace.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1fgoogle/protobuf/timestamp.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xbc\x06\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x06prompt\x18\x02 \x01(\tH\x00\x88\x01\x01\x12*\n\x08messages\x18\x03 \x03(\x0b\x32\x18.millrace.v1.ChatMessage\x12\x17\n\nmax_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x06 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x07 \x01(\rH\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x01H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x04H\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0c \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\r \x01(\x01H\t\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x0e \x01(\rH\n\x88\x01\x01\x12\x17\n\nignore_eos\x18\x0f \x01(\x08H\x0b\x88\x01\x01\x12\x15\n\x08logprobs\x18\x10 \x01(\x08H\x0c\x88\x01\x01\x12\x19\n\x0c\x63hunk_tokens\x18\x11 \x01(\rH\r\x88\x01\x01\x12\x15\n\x08\x63hunk_ms\x18\x12 \x01(\rH\x0e\x88\x01\x01\x12\x17\n\nrequest_id\x18\x13 \x01(\tH\x0f\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x14 \x03(\r\x12\x19\n\x0ctop_logprobs\x18\x15 \x01(\rH\x10\x88\x01\x01\x12\x17\n\ncache_salt\x18\x16 \x01(\tH\x11\x88\x01\x01\x42\t\n\x07_promptB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x0f\n\r_chunk_tokensB\x0b\n\t_chunk_msB\r\n\x0b_request_idB\x0f\n\r_top_logprobsB\r\n\x0b_cache_salt\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"2\n\x0bTopLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"\xd5\x01\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x1a\n\rfinish_reason\x18\x04 \x01(\tH\x00\x88\x01\x01\x12&\n\x05usage\x18\x05 \x01(\x0b\x32\x12.millrace.v1.UsageH\x01\x88\x01\x01\x12.\n\x0ctop_logprobs\x18\x06 \x03(\x0b\x32\x18.millrace.v1.TopLogprobsB\x10\n\x0e_finish_reasonB\x08\n\x06_usage\"B\n\x0cPayloadChunk\x12\x11\n\toffset_ms\x18\x01 \x01(\x01\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\"\xaa\x03\n\rPayloadRecord\x12\x11\n\trecord_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12(\n\x04time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05model\x18\x04 \x01(\t\x12\x10\n\x08protocol\x18\x05 \x01(\t\x12\x0e\n\x06prompt\x18\x06 \x01(\t\x12\x0c\n\x04text\x18\x07 \x01(\t\x12)\n\x06\x63hunks\x18\x08 \x03(\x0b\x32\x19.millrace.v1.PayloadChunk\x12\x15\n\rfinish_reason\x18\t \x01(\t\x12\x0e\n\x06status\x18\n \x01(\t\x12\x0f\n\x07message\x18\x0b \x01(\t\x12\x12\n\nfailed_hop\x18\x0c \x01(\t\x12!\n\x05usage\x18\r \x01(\x0b\x32\x12.millrace.v1.Usage\x12\x14\n\x07ttft_ms\x18\x0e \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0b\x64uration_ms\x18\x0f \x01(\x01\x12\x10\n\x08trace_id\x18\x10 \x01(\t\x12\x12\n\nparameters\x18\x11 \x01(\t\x12\x12\n\npage_token\x18\x12 \x01(\tB\n\n\x08_ttft_ms\"E\n\x11GetPayloadRequest\x12\x13\n\trecord_id\x18\x01 \x01(\tH\x00\x12\x14\n\nrequest_id\x18\x02 \x01(\tH\x00\x42\x05\n\x03key\"\x9a\x04\n\x14QueryPayloadsRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x00\x88\x01\x01\x12.\n\x05since\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.TimestampH\x01\x88\x01\x01\x12.\n\x05until\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.TimestampH\x02\x88\x01\x01\x12\x13\n\x06status\x18\x04 \x01(\tH\x03\x88\x01\x01\x12\x1a\n\rfinish_reason\x18\x05 \x01(\tH\x04\x88\x01\x01\x12\x1a\n\rtext_contains\x18\x06 \x01(\tH\x05\x88\x01\x01\x12\x17\n\nrequest_id\x18\x07 \x01(\tH\x06\x88\x01\x01\x12\x15\n\x08trace_id\x18\x08 \x01(\tH\x07\x88\x01\x01\x12\x1c\n\x0fmin_duration_ms\x18\t \x01(\x01H\x08\x88\x01\x01\x12\x18\n\x0bmin_ttft_ms\x18\n \x01(\x01H\t\x88\x01\x01\x12\x16\n\tpage_size\x18\x0b \x01(\rH\n\x88\x01\x01\x12\x17\n\npage_token\x18\x0c \x01(\tH\x0b\x88\x01\x01\x42\x08\n\x06_modelB\x08\n\x06_sinceB\x08\n\x06_untilB\t\n\x07_statusB\x10\n\x0e_finish_reasonB\x10\n\x0e_text_containsB\r\n\x0b_request_idB\x0b\n\t_trace_idB\x12\n\x10_min_duration_msB\x0e\n\x0c_min_ttft_msB\x0c\n\n_page_sizeB\r\n\x0b_page_token\"\xd7\x02\n\x13TailPayloadsRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x13\n\x06status\x18\x02 \x01(\tH\x01\x88\x01\x01\x12\x1a\n\rfinish_reason\x18\x03 \x01(\tH\x02\x88\x01\x01\x12\x1a\n\rtext_contains\x18\x04 \x01(\tH\x03\x88\x01\x01\x12\x17\n\nrequest_id\x18\x05 \x01(\tH\x04\x88\x01\x01\x12\x15\n\x08trace_id\x18\x06 \x01(\tH\x05\x88\x01\x01\x12\x1c\n\x0fmin_duration_ms\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x18\n\x0bmin_ttft_ms\x18\x08 \x01(\x01H\x07\x88\x01\x01\x42\x08\n\x06_modelB\t\n\x07_statusB\x10\n\x0e_finish_reasonB\x10\n\x0e_text_containsB\r\n\x0b_request_idB\x0b\n\t_trace_idB\x12\n\x10_min_duration_msB\x0e\n\x0c_min_ttft_ms\"]\n\rAppendRequest\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12*\n\x06record\x18\x03 \x01(\x0b\x32\x1a.millrace.v1.PayloadRecord\"\"\n\x0e\x41ppendResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x32}\n\x0eTextGeneration\x12k\n\x08Generate\x12\x1c.millrace.v1.GenerateRequest\x1a\x1d.millrace.v1.GenerateResponse\" \x82\xd3\xe4\x93\x02\x1a\"\x15/millrace/v1/generate:\x01*0\x01\x32\xcf\x02\n\nPayloadLog\x12l\n\x03Get\x12\x1e.millrace.v1.GetPayloadRequest\x1a\x1a.millrace.v1.PayloadRecord\")\x82\xd3\xe4\x93\x02#\x12!/millrace/v1/payloads/{record_id}\x12g\n\x05Query\x12!.millrace.v1.QueryPayloadsRequest\x1a\x1a.millrace.v1.PayloadRecord\"\x1d\x82\xd3\xe4\x93\x02\x17\x12\x15/millrace/v1/payloads0\x01\x12j\n\x04Tail\x12 .millrace.v1.TailPayloadsRequest\x1a\x1a.millrace.v1.PayloadRecord\"\"\x82\xd3\xe4\x93\x02\x1c\x12\x1a/millrace/v1/payloads:tail0\x01\x32V\n\rPayloadIngest\x12\x45\n\x06\x41ppend\x12\x1a.millrace.v1.AppendRequest\x1a\x1b.millrace.v1.AppendResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'millrace.protos.millrace_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CHATMESSAGE']._serialized_start=80
-  _globals['_CHATMESSAGE']._serialized_end=124
-  _globals['_GENERATEREQUEST']._serialized_start=127
-  _globals['_GENERATEREQUEST']._serialized_end=955
-  _globals['_USAGE']._serialized_start=957
-  _globals['_USAGE']._serialized_end=1037
-  _globals['_TOPLOGPROBS']._serialized_start=1039
-  _globals['_TOPLOGPROBS']._serialized_end=1089
-  _globals['_GENERATERESPONSE']._serialized_start=1092
-  _globals['_GENERATERESPONSE']._serialized_end=1305
-  _globals['_PAYLOADCHUNK']._serialized_start=1307
-  _globals['_PAYLOADCHUNK']._serialized_end=1373
-  _globals['_PAYLOADRECORD']._serialized_start=1376
-  _globals['_PAYLOADRECORD']._serialized_end=1802
-  _globals['_GETPAYLOADREQUEST']._serialized_start=1804
-  _globals['_GETPAYLOADREQUEST']._serialized_end=1873
-  _globals['_QUERYPAYLOADSREQUEST']._serialized_start=1876
-  _globals['_QUERYPAYLOADSREQUEST']._serialized_end=2414
-  _globals['_APPENDREQUEST']._serialized_start=2416
-  _globals['_APPENDREQUEST']._serialized_end=2509
-  _globals['_APPENDRESPONSE']._serialized_start=2511
-  _globals['_APPENDRESPONSE']._serialized_end=2545
-  _globals['_TEXTGENERATION']._serialized_start=2547
-  _globals['_TEXTGENERATION']._serialized_end=2638
-  _globals['_PAYLOADLOG']._serialized_start=2641
-  _globals['_PAYLOADLOG']._serialized_end=2794
-  _globals['_PAYLOADINGEST']._serialized_start=2796
-  _globals['_PAYLOADINGEST']._serialized_end=2882
+  _globals['_TEXTGENERATION'].methods_by_name['Generate']._loaded_options = None
+  _globals['_TEXTGENERATION'].methods_by_name['Generate']._serialized_options = b'\202\323\344\223\002\032\"\025/millrace/v1/generate:\001*'
+  _globals['_PAYLOADLOG'].methods_by_name['Get']._loaded_options = None
+  _globals['_PAYLOADLOG'].methods_by_name['Get']._serialized_options = b'\202\323\344\223\002#\022!/millrace/v1/payloads/{record_id}'
+  _globals['_PAYLOADLOG'].methods_by_name['Query']._loaded_options = None
+  _globals['_PAYLOADLOG'].methods_by_name['Query']._serialized_options = b'\202\323\344\223\002\027\022\025/millrace/v1/payloads'
+  _globals['_PAYLOADLOG'].methods_by_name['Tail']._loaded_options = None
+  _globals['_PAYLOADLOG'].methods_by_name['Tail']._serialized_options = b'\202\323\344\223\002\034\022\032/millrace/v1/payloads:tail'
+  _globals['_CHATMESSAGE']._serialized_start=110
+  _globals['_CHATMESSAGE']._serialized_end=154
+  _globals['_GENERATEREQUEST']._serialized_start=157
+  _globals['_GENERATEREQUEST']._serialized_end=985
+  _globals['_USAGE']._serialized_start=987
+  _globals['_USAGE']._serialized_end=1067
+  _globals['_TOPLOGPROBS']._serialized_start=1069
+  _globals['_TOPLOGPROBS']._serialized_end=1119
+  _globals['_GENERATERESPONSE']._serialized_start=1122
+  _globals['_GENERATERESPONSE']._serialized_end=1335
+  _globals['_PAYLOADCHUNK']._serialized_start=1337
+  _globals['_PAYLOADCHUNK']._serialized_end=1403
+  _globals['_PAYLOADRECORD']._serialized_start=1406
+  _globals['_PAYLOADRECORD']._serialized_end=1832
+  _globals['_GETPAYLOADREQUEST']._serialized_start=1834
+  _globals['_GETPAYLOADREQUEST']._serialized_end=1903
+  _globals['_QUERYPAYLOADSREQUEST']._serialized_start=1906
+  _globals['_QUERYPAYLOADSREQUEST']._serialized_end=2444
+  _globals['_TAILPAYLOADSREQUEST']._serialized_start=2447
+  _globals['_TAILPAYLOADSREQUEST']._serialized_end=2790
+  _globals['_APPENDREQUEST']._serialized_start=2792
+  _globals['_APPENDREQUEST']._serialized_end=2885
+  _globals['_APPENDRESPONSE']._serialized_start=2887
+  _globals['_APPENDRESPONSE']._serialized_end=2921
+  _globals['_TEXTGENERATION']._serialized_start=2923
+  _globals['_TEXTGENERATION']._serialized_end=3048
+  _globals['_PAYLOADLOG']._serialized_start=3051
+  _globals['_PAYLOADLOG']._serialized_end=3386
+  _globals['_PAYLOADINGEST']._serialized_start=3388
+  _globals['_PAYLOADINGEST']._serialized_end=3474
 # @@protoc_insertion_point(module_scope)

@@ -564,6 +564,79 @@ class QueryPayloadsRequest(_message.Message):
 Global___QueryPayloadsRequest: _TypeAlias = QueryPayloadsRequest  # noqa: Y015
 
 @_typing.final
+class TailPayloadsRequest(_message.Message):
+    """The filters of QueryPayloadsRequest, for what is to come."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    TEXT_CONTAINS_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TRACE_ID_FIELD_NUMBER: _builtins.int
+    MIN_DURATION_MS_FIELD_NUMBER: _builtins.int
+    MIN_TTFT_MS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    status: _builtins.str
+    finish_reason: _builtins.str
+    text_contains: _builtins.str
+    request_id: _builtins.str
+    trace_id: _builtins.str
+    min_duration_ms: _builtins.float
+    min_ttft_ms: _builtins.float
+    def __init__(
+        self,
+        *,
+        model: _builtins.str | None = ...,
+        status: _builtins.str | None = ...,
+        finish_reason: _builtins.str | None = ...,
+        text_contains: _builtins.str | None = ...,
+        request_id: _builtins.str | None = ...,
+        trace_id: _builtins.str | None = ...,
+        min_duration_ms: _builtins.float | None = ...,
+        min_ttft_ms: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_min_duration_ms", b"_min_duration_ms", "_min_ttft_ms", b"_min_ttft_ms", "_model", b"_model", "_request_id", b"_request_id", "_status", b"_status", "_text_contains", b"_text_contains", "_trace_id", b"_trace_id", "finish_reason", b"finish_reason", "min_duration_ms", b"min_duration_ms", "min_ttft_ms", b"min_ttft_ms", "model", b"model", "request_id", b"request_id", "status", b"status", "text_contains", b"text_contains", "trace_id", b"trace_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_min_duration_ms", b"_min_duration_ms", "_min_ttft_ms", b"_min_ttft_ms", "_model", b"_model", "_request_id", b"_request_id", "_status", b"_status", "_text_contains", b"_text_contains", "_trace_id", b"_trace_id", "finish_reason", b"finish_reason", "min_duration_ms", b"min_duration_ms", "min_ttft_ms", b"min_ttft_ms", "model", b"model", "request_id", b"request_id", "status", b"status", "text_contains", b"text_contains", "trace_id", b"trace_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__finish_reason: _TypeAlias = _typing.Literal["finish_reason"]  # noqa: Y015
+    _WhichOneofArgType__finish_reason: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason"]  # noqa: Y015
+    _WhichOneofReturnType__min_duration_ms: _TypeAlias = _typing.Literal["min_duration_ms"]  # noqa: Y015
+    _WhichOneofArgType__min_duration_ms: _TypeAlias = _typing.Literal["_min_duration_ms", b"_min_duration_ms"]  # noqa: Y015
+    _WhichOneofReturnType__min_ttft_ms: _TypeAlias = _typing.Literal["min_ttft_ms"]  # noqa: Y015
+    _WhichOneofArgType__min_ttft_ms: _TypeAlias = _typing.Literal["_min_ttft_ms", b"_min_ttft_ms"]  # noqa: Y015
+    _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
+    _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
+    _WhichOneofReturnType__request_id: _TypeAlias = _typing.Literal["request_id"]  # noqa: Y015
+    _WhichOneofArgType__request_id: _TypeAlias = _typing.Literal["_request_id", b"_request_id"]  # noqa: Y015
+    _WhichOneofReturnType__status: _TypeAlias = _typing.Literal["status"]  # noqa: Y015
+    _WhichOneofArgType__status: _TypeAlias = _typing.Literal["_status", b"_status"]  # noqa: Y015
+    _WhichOneofReturnType__text_contains: _TypeAlias = _typing.Literal["text_contains"]  # noqa: Y015
+    _WhichOneofArgType__text_contains: _TypeAlias = _typing.Literal["_text_contains", b"_text_contains"]  # noqa: Y015
+    _WhichOneofReturnType__trace_id: _TypeAlias = _typing.Literal["trace_id"]  # noqa: Y015
+    _WhichOneofArgType__trace_id: _TypeAlias = _typing.Literal["_trace_id", b"_trace_id"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__finish_reason) -> _WhichOneofReturnType__finish_reason | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_duration_ms) -> _WhichOneofReturnType__min_duration_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_ttft_ms) -> _WhichOneofReturnType__min_ttft_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__model) -> _WhichOneofReturnType__model | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__request_id) -> _WhichOneofReturnType__request_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__status) -> _WhichOneofReturnType__status | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__text_contains) -> _WhichOneofReturnType__text_contains | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__trace_id) -> _WhichOneofReturnType__trace_id | None: ...
+
+Global___TailPayloadsRequest: _TypeAlias = TailPayloadsRequest  # noqa: Y015
+
+@_typing.final
 class AppendRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -122,6 +122,11 @@ class PayloadLogStub:
                 request_serializer=millrace_dot_protos_dot_millrace__pb2.QueryPayloadsRequest.SerializeToString,
                 response_deserializer=millrace_dot_protos_dot_millrace__pb2.PayloadRecord.FromString,
                 _registered_method=True)
+        self.Tail = channel.unary_stream(
+                '/millrace.v1.PayloadLog/Tail',
+                request_serializer=millrace_dot_protos_dot_millrace__pb2.TailPayloadsRequest.SerializeToString,
+                response_deserializer=millrace_dot_protos_dot_millrace__pb2.PayloadRecord.FromString,
+                _registered_method=True)
 
 
 class PayloadLogServicer:
@@ -142,6 +147,13 @@ class PayloadLogServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tail(self, request, context):
+        """Records that pass every filter, as they are committed; ends only when the caller does, or is too slow to read.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PayloadLogServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -153,6 +165,11 @@ def add_PayloadLogServicer_to_server(servicer, server):
             'Query': grpc.unary_stream_rpc_method_handler(
                     servicer.Query,
                     request_deserializer=millrace_dot_protos_dot_millrace__pb2.QueryPayloadsRequest.FromString,
+                    response_serializer=millrace_dot_protos_dot_millrace__pb2.PayloadRecord.SerializeToString,
+            ),
+            'Tail': grpc.unary_stream_rpc_method_handler(
+                    servicer.Tail,
+                    request_deserializer=millrace_dot_protos_dot_millrace__pb2.TailPayloadsRequest.FromString,
                     response_serializer=millrace_dot_protos_dot_millrace__pb2.PayloadRecord.SerializeToString,
             ),
     }
@@ -210,6 +227,33 @@ class PayloadLog:
             target,
             '/millrace.v1.PayloadLog/Query',
             millrace_dot_protos_dot_millrace__pb2.QueryPayloadsRequest.SerializeToString,
+            millrace_dot_protos_dot_millrace__pb2.PayloadRecord.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tail(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/millrace.v1.PayloadLog/Tail',
+            millrace_dot_protos_dot_millrace__pb2.TailPayloadsRequest.SerializeToString,
             millrace_dot_protos_dot_millrace__pb2.PayloadRecord.FromString,
             options,
             channel_credentials,

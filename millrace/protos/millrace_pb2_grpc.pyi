@@ -74,6 +74,8 @@ class PayloadLogStub:
     """NOT_FOUND unless a record has the given record_id or, newest first, the given request_id."""
     Query: _grpc.UnaryStreamMultiCallable[_millrace_pb2.QueryPayloadsRequest, _millrace_pb2.PayloadRecord]
     """Records that pass every filter, newest first."""
+    Tail: _grpc.UnaryStreamMultiCallable[_millrace_pb2.TailPayloadsRequest, _millrace_pb2.PayloadRecord]
+    """Records that pass every filter, as they are committed; ends only when the caller does, or is too slow to read."""
 
 @_typing.type_check_only
 class PayloadLogAsyncStub(PayloadLogStub):
@@ -84,6 +86,8 @@ class PayloadLogAsyncStub(PayloadLogStub):
     """NOT_FOUND unless a record has the given record_id or, newest first, the given request_id."""
     Query: _aio.UnaryStreamMultiCallable[_millrace_pb2.QueryPayloadsRequest, _millrace_pb2.PayloadRecord]  # type: ignore[assignment]
     """Records that pass every filter, newest first."""
+    Tail: _aio.UnaryStreamMultiCallable[_millrace_pb2.TailPayloadsRequest, _millrace_pb2.PayloadRecord]  # type: ignore[assignment]
+    """Records that pass every filter, as they are committed; ends only when the caller does, or is too slow to read."""
 
 class PayloadLogServicer(metaclass=_abc_1.ABCMeta):
     """Reads what the transformer recorded of each request."""
@@ -103,6 +107,14 @@ class PayloadLogServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_millrace_pb2.PayloadRecord], _abc.AsyncIterator[_millrace_pb2.PayloadRecord]]:
         """Records that pass every filter, newest first."""
+
+    @_abc_1.abstractmethod
+    def Tail(
+        self,
+        request: _millrace_pb2.TailPayloadsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_millrace_pb2.PayloadRecord], _abc.AsyncIterator[_millrace_pb2.PayloadRecord]]:
+        """Records that pass every filter, as they are committed; ends only when the caller does, or is too slow to read."""
 
 def add_PayloadLogServicer_to_server(servicer: PayloadLogServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

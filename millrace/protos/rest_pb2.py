@@ -27,23 +27,67 @@ from google.api import httpbody_pb2 as google_dot_api_dot_httpbody__pb2
 from google.protobuf import empty_pb2 as google_dot_protobuf_dot_empty__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1amillrace/protos/rest.proto\x12\x10millrace.rest.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x19google/api/httpbody.proto\x1a\x1bgoogle/protobuf/empty.proto2\x83\x02\n\x06OpenAI\x12t\n\x0b\x43ompletions\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"7\x82\xd3\xe4\x93\x02\x31\"\x0f/v1/completions:\x01*Z\x1b\"\x16/openai/v1/completions:\x01*0\x01\x12\x82\x01\n\x0f\x43hatCompletions\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"A\x82\xd3\xe4\x93\x02;\"\x14/v1/chat/completions:\x01*Z \"\x1b/openai/v1/chat/completions:\x01*0\x01\x32\xaf\x01\n\rOpenInference\x12M\n\x04Live\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x17\x82\xd3\xe4\x93\x02\x11\x12\x0f/v2/health/live\x12O\n\x05Ready\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x18\x82\xd3\xe4\x93\x02\x12\x12\x10/v2/health/readyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1amillrace/protos/rest.proto\x12\x10millrace.rest.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x19google/api/httpbody.proto\x1a\x1bgoogle/protobuf/empty.proto\".\n\x0cModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"O\n\tModelBody\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\"\n\x04\x62ody\x18\x03 \x01(\x0b\x32\x14.google.api.HttpBody\"3\n\x13SharedMemoryRequest\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06region\x18\x02 \x01(\t2\xd3\x04\n\x06OpenAI\x12\x61\n\x06Models\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\'\x82\xd3\xe4\x93\x02!\x12\n/v1/modelsZ\x13\x12\x11/openai/v1/models0\x01\x12x\n\x05Model\x12\x1e.millrace.rest.v1.ModelRequest\x1a\x14.google.api.HttpBody\"7\x82\xd3\xe4\x93\x02\x31\x12\x12/v1/models/{model}Z\x1b\x12\x19/openai/v1/models/{model}0\x01\x12t\n\x0b\x43ompletions\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"7\x82\xd3\xe4\x93\x02\x31\"\x0f/v1/completions:\x01*Z\x1b\"\x16/openai/v1/completions:\x01*0\x01\x12\x82\x01\n\x0f\x43hatCompletions\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"A\x82\xd3\xe4\x93\x02;\"\x14/v1/chat/completions:\x01*Z \"\x1b/openai/v1/chat/completions:\x01*0\x01\x12q\n\nEmbeddings\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"5\x82\xd3\xe4\x93\x02/\"\x0e/v1/embeddings:\x01*Z\x1a\"\x15/openai/v1/embeddings:\x01*0\x01\x32\x97\x13\n\rOpenInference\x12K\n\x0eServerMetadata\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x0b\x82\xd3\xe4\x93\x02\x05\x12\x03/v2\x12M\n\x04Live\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x17\x82\xd3\xe4\x93\x02\x11\x12\x0f/v2/health/live\x12O\n\x05Ready\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x18\x82\xd3\xe4\x93\x02\x12\x12\x10/v2/health/ready\x12\x8a\x01\n\rModelMetadata\x12\x1e.millrace.rest.v1.ModelRequest\x1a\x14.google.api.HttpBody\"C\x82\xd3\xe4\x93\x02=\x12\x12/v2/models/{model}Z\'\x12%/v2/models/{model}/versions/{version}\x12\x93\x01\n\nModelReady\x12\x1e.millrace.rest.v1.ModelRequest\x1a\x14.google.api.HttpBody\"O\x82\xd3\xe4\x93\x02I\x12\x18/v2/models/{model}/readyZ-\x12+/v2/models/{model}/versions/{version}/ready\x12\x96\x01\n\x0bModelConfig\x12\x1e.millrace.rest.v1.ModelRequest\x1a\x14.google.api.HttpBody\"Q\x82\xd3\xe4\x93\x02K\x12\x19/v2/models/{model}/configZ.\x12,/v2/models/{model}/versions/{version}/config\x12\xac\x01\n\x0fModelStatistics\x12\x1e.millrace.rest.v1.ModelRequest\x1a\x14.google.api.HttpBody\"c\x82\xd3\xe4\x93\x02]\x12\x18/v2/models/{model}/statsZ-\x12+/v2/models/{model}/versions/{version}/statsZ\x12\x12\x10/v2/models/stats\x12\x97\x01\n\x05Infer\x12\x1b.millrace.rest.v1.ModelBody\x1a\x14.google.api.HttpBody\"[\x82\xd3\xe4\x93\x02U\"\x18/v2/models/{model}/infer:\x04\x62odyZ3\"+/v2/models/{model}/versions/{version}/infer:\x04\x62ody\x12\xa0\x01\n\x08Generate\x12\x1b.millrace.rest.v1.ModelBody\x1a\x14.google.api.HttpBody\"a\x82\xd3\xe4\x93\x02[\"\x1b/v2/models/{model}/generate:\x04\x62odyZ6\"./v2/models/{model}/versions/{version}/generate:\x04\x62ody\x12\xb6\x01\n\x0eGenerateStream\x12\x1b.millrace.rest.v1.ModelBody\x1a\x14.google.api.HttpBody\"o\x82\xd3\xe4\x93\x02i\"\"/v2/models/{model}/generate_stream:\x04\x62odyZ=\"5/v2/models/{model}/versions/{version}/generate_stream:\x04\x62ody0\x01\x12^\n\x0fRepositoryIndex\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1f\x82\xd3\xe4\x93\x02\x19\"\x14/v2/repository/index:\x01*\x12u\n\x0eRepositoryLoad\x12\x1b.millrace.rest.v1.ModelBody\x1a\x14.google.api.HttpBody\"0\x82\xd3\xe4\x93\x02*\"\"/v2/repository/models/{model}/load:\x04\x62ody\x12y\n\x10RepositoryUnload\x12\x1b.millrace.rest.v1.ModelBody\x1a\x14.google.api.HttpBody\"2\x82\xd3\xe4\x93\x02,\"$/v2/repository/models/{model}/unload:\x04\x62ody\x12\x87\x01\n\x10ReadTraceSetting\x12\x1e.millrace.rest.v1.ModelRequest\x1a\x14.google.api.HttpBody\"=\x82\xd3\xe4\x93\x02\x37\x12\x11/v2/trace/settingZ\"\x12 /v2/models/{model}/trace/setting\x12\x91\x01\n\x11WriteTraceSetting\x12\x1b.millrace.rest.v1.ModelBody\x1a\x14.google.api.HttpBody\"I\x82\xd3\xe4\x93\x02\x43\"\x11/v2/trace/setting:\x04\x62odyZ(\" /v2/models/{model}/trace/setting:\x04\x62ody\x12T\n\x0fReadLogSettings\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x13\x82\xd3\xe4\x93\x02\r\x12\x0b/v2/logging\x12V\n\x10WriteLogSettings\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x16\x82\xd3\xe4\x93\x02\x10\"\x0b/v2/logging:\x01*\x12\x99\x02\n\x0cSharedMemory\x12%.millrace.rest.v1.SharedMemoryRequest\x1a\x14.google.api.HttpBody\"\xcb\x01\x82\xd3\xe4\x93\x02\xc4\x01\x12\x13/v2/{kind=*}/statusZ%\x12#/v2/{kind=*}/region/{region}/statusZ\x17\"\x15/v2/{kind=*}/registerZ\x19\"\x17/v2/{kind=*}/unregisterZ\'\"%/v2/{kind=*}/region/{region}/registerZ)\"\'/v2/{kind=*}/region/{region}/unregisterb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'millrace.protos.rest_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_OPENAI'].methods_by_name['Models']._loaded_options = None
+  _globals['_OPENAI'].methods_by_name['Models']._serialized_options = b'\202\323\344\223\002!\022\n/v1/modelsZ\023\022\021/openai/v1/models'
+  _globals['_OPENAI'].methods_by_name['Model']._loaded_options = None
+  _globals['_OPENAI'].methods_by_name['Model']._serialized_options = b'\202\323\344\223\0021\022\022/v1/models/{model}Z\033\022\031/openai/v1/models/{model}'
   _globals['_OPENAI'].methods_by_name['Completions']._loaded_options = None
   _globals['_OPENAI'].methods_by_name['Completions']._serialized_options = b'\202\323\344\223\0021\"\017/v1/completions:\001*Z\033\"\026/openai/v1/completions:\001*'
   _globals['_OPENAI'].methods_by_name['ChatCompletions']._loaded_options = None
   _globals['_OPENAI'].methods_by_name['ChatCompletions']._serialized_options = b'\202\323\344\223\002;\"\024/v1/chat/completions:\001*Z \"\033/openai/v1/chat/completions:\001*'
+  _globals['_OPENAI'].methods_by_name['Embeddings']._loaded_options = None
+  _globals['_OPENAI'].methods_by_name['Embeddings']._serialized_options = b'\202\323\344\223\002/\"\016/v1/embeddings:\001*Z\032\"\025/openai/v1/embeddings:\001*'
+  _globals['_OPENINFERENCE'].methods_by_name['ServerMetadata']._loaded_options = None
+  _globals['_OPENINFERENCE'].methods_by_name['ServerMetadata']._serialized_options = b'\202\323\344\223\002\005\022\003/v2'
   _globals['_OPENINFERENCE'].methods_by_name['Live']._loaded_options = None
   _globals['_OPENINFERENCE'].methods_by_name['Live']._serialized_options = b'\202\323\344\223\002\021\022\017/v2/health/live'
   _globals['_OPENINFERENCE'].methods_by_name['Ready']._loaded_options = None
   _globals['_OPENINFERENCE'].methods_by_name['Ready']._serialized_options = b'\202\323\344\223\002\022\022\020/v2/health/ready'
-  _globals['_OPENAI']._serialized_start=135
-  _globals['_OPENAI']._serialized_end=394
-  _globals['_OPENINFERENCE']._serialized_start=397
-  _globals['_OPENINFERENCE']._serialized_end=572
+  _globals['_OPENINFERENCE'].methods_by_name['ModelMetadata']._loaded_options = None
+  _globals['_OPENINFERENCE'].methods_by_name['ModelMetadata']._serialized_options = b'\202\323\344\223\002=\022\022/v2/models/{model}Z\'\022%/v2/models/{model}/versions/{version}'
+  _globals['_OPENINFERENCE'].methods_by_name['ModelReady']._loaded_options = None
+  _globals['_OPENINFERENCE'].methods_by_name['ModelReady']._serialized_options = b'\202\323\344\223\002I\022\030/v2/models/{model}/readyZ-\022+/v2/models/{model}/versions/{version}/ready'
+  _globals['_OPENINFERENCE'].methods_by_name['ModelConfig']._loaded_options = None
+  _globals['_OPENINFERENCE'].methods_by_name['ModelConfig']._serialized_options = b'\202\323\344\223\002K\022\031/v2/models/{model}/configZ.\022,/v2/models/{model}/versions/{version}/config'
+  _globals['_OPENINFERENCE'].methods_by_name['ModelStatistics']._loaded_options = None
+  _globals['_OPENINFERENCE'].methods_by_name['ModelStatistics']._serialized_options = b'\202\323\344\223\002]\022\030/v2/models/{model}/statsZ-\022+/v2/models/{model}/versions/{version}/statsZ\022\022\020/v2/models/stats'
+  _globals['_OPENINFERENCE'].methods_by_name['Infer']._loaded_options = None
+  _globals['_OPENINFERENCE'].methods_by_name['Infer']._serialized_options = b'\202\323\344\223\002U\"\030/v2/models/{model}/infer:\004bodyZ3\"+/v2/models/{model}/versions/{version}/infer:\004body'
+  _globals['_OPENINFERENCE'].methods_by_name['Generate']._loaded_options = None
+  _globals['_OPENINFERENCE'].methods_by_name['Generate']._serialized_options = b'\202\323\344\223\002[\"\033/v2/models/{model}/generate:\004bodyZ6\"./v2/models/{model}/versions/{version}/generate:\004body'
+  _globals['_OPENINFERENCE'].methods_by_name['GenerateStream']._loaded_options = None
+  _globals['_OPENINFERENCE'].methods_by_name['GenerateStream']._serialized_options = b'\202\323\344\223\002i\"\"/v2/models/{model}/generate_stream:\004bodyZ=\"5/v2/models/{model}/versions/{version}/generate_stream:\004body'
+  _globals['_OPENINFERENCE'].methods_by_name['RepositoryIndex']._loaded_options = None
+  _globals['_OPENINFERENCE'].methods_by_name['RepositoryIndex']._serialized_options = b'\202\323\344\223\002\031\"\024/v2/repository/index:\001*'
+  _globals['_OPENINFERENCE'].methods_by_name['RepositoryLoad']._loaded_options = None
+  _globals['_OPENINFERENCE'].methods_by_name['RepositoryLoad']._serialized_options = b'\202\323\344\223\002*\"\"/v2/repository/models/{model}/load:\004body'
+  _globals['_OPENINFERENCE'].methods_by_name['RepositoryUnload']._loaded_options = None
+  _globals['_OPENINFERENCE'].methods_by_name['RepositoryUnload']._serialized_options = b'\202\323\344\223\002,\"$/v2/repository/models/{model}/unload:\004body'
+  _globals['_OPENINFERENCE'].methods_by_name['ReadTraceSetting']._loaded_options = None
+  _globals['_OPENINFERENCE'].methods_by_name['ReadTraceSetting']._serialized_options = b'\202\323\344\223\0027\022\021/v2/trace/settingZ\"\022 /v2/models/{model}/trace/setting'
+  _globals['_OPENINFERENCE'].methods_by_name['WriteTraceSetting']._loaded_options = None
+  _globals['_OPENINFERENCE'].methods_by_name['WriteTraceSetting']._serialized_options = b'\202\323\344\223\002C\"\021/v2/trace/setting:\004bodyZ(\" /v2/models/{model}/trace/setting:\004body'
+  _globals['_OPENINFERENCE'].methods_by_name['ReadLogSettings']._loaded_options = None
+  _globals['_OPENINFERENCE'].methods_by_name['ReadLogSettings']._serialized_options = b'\202\323\344\223\002\r\022\013/v2/logging'
+  _globals['_OPENINFERENCE'].methods_by_name['WriteLogSettings']._loaded_options = None
+  _globals['_OPENINFERENCE'].methods_by_name['WriteLogSettings']._serialized_options = b'\202\323\344\223\002\020\"\013/v2/logging:\001*'
+  _globals['_OPENINFERENCE'].methods_by_name['SharedMemory']._loaded_options = None
+  _globals['_OPENINFERENCE'].methods_by_name['SharedMemory']._serialized_options = b'\202\323\344\223\002\304\001\022\023/v2/{kind=*}/statusZ%\022#/v2/{kind=*}/region/{region}/statusZ\027\"\025/v2/{kind=*}/registerZ\031\"\027/v2/{kind=*}/unregisterZ\'\"%/v2/{kind=*}/region/{region}/registerZ)\"\'/v2/{kind=*}/region/{region}/unregister'
+  _globals['_MODELREQUEST']._serialized_start=134
+  _globals['_MODELREQUEST']._serialized_end=180
+  _globals['_MODELBODY']._serialized_start=182
+  _globals['_MODELBODY']._serialized_end=261
+  _globals['_SHAREDMEMORYREQUEST']._serialized_start=263
+  _globals['_SHAREDMEMORYREQUEST']._serialized_end=314
+  _globals['_OPENAI']._serialized_start=317
+  _globals['_OPENAI']._serialized_end=912
+  _globals['_OPENINFERENCE']._serialized_start=915
+  _globals['_OPENINFERENCE']._serialized_end=3370
 # @@protoc_insertion_point(module_scope)
