@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ByteSize, Field
-from pydantic_settings import SettingsConfigDict
+from pydantic import BeforeValidator, ByteSize, DirectoryPath, Field
+from pydantic_settings import NoDecode, SettingsConfigDict
 
 from millrace.settings import Models, Port, ServiceSettings, models_field
+
+_PATTERN = re.compile(r"[\w.*?-]+(/[\w.*?-]+)?")
+
+
+def _parse_patterns(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    patterns = tuple(item.strip() for item in value.split(",") if item.strip())
+    for pattern in patterns:
+        if not _PATTERN.fullmatch(pattern):
+            raise ValueError(f"{pattern!r} is no pattern of hub ids, such as org/* or org/name")
+    return patterns
 
 
 class PredictorSettings(ServiceSettings):
@@ -42,10 +55,20 @@ class PredictorSettings(ServiceSettings):
     )
     cuda_graphs: bool = Field(False, description="Record decode steps on CUDA and replay them.")
     step_tokens: int = Field(
-        256, ge=16, description="Tokens that one forward pass computes at most, of prompts and outputs together."
+        2048, ge=16, description="Tokens that one forward pass computes at most, of prompts and outputs together."
     )
     step_timeout: float = Field(
         120.0,
         gt=0,
         description="Seconds; a forward pass that takes longer is hung: the process ends and is started again.",
     )
+    model_repository: DirectoryPath | None = Field(
+        None, description="Folder whose sub-folders are models that RepositoryModelLoad may load by their names."
+    )
+    hub_allow: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_parse_patterns)] = Field(
+        (), description="Comma list of hub ids that RepositoryModelLoad may load; * and ? are wildcards, as in org/*."
+    )
+    payload_log: Literal["off", "on"] = Field(
+        "off", description="on records the requests that reach the predictor without the transformer."
+    )
+    logger: str = Field("127.0.0.1:9002", description="The payload logger, for payload_log.")

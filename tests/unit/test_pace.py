@@ -48,3 +48,12 @@ def test_it_goes_on_whatever_it_has_seen():
     for observation in ((1, 0, 0.0), (1, 0, 5.0), (0, 1, 0.0), (3, 7, 1e-9), (1, 1, 1e9)):
         pace.observe(*observation)
         assert pace.limit(5, 5) > 0
+
+
+def test_prompts_alone_get_a_quarter_of_a_second_and_no_less_than_an_ordinary_prompt_needs(pace):
+    assert seconds(pace.limit(streams=0, prompts=9)) == pytest.approx(0.25, rel=0.05)
+    slow = PrefillPace()
+    assert slow.limit(streams=0, prompts=9) == 256
+    for streams in (1, 4, 16):
+        slow.observe(streams, 0, 100 * seconds(streams))
+    assert slow.limit(streams=0, prompts=9) == 256

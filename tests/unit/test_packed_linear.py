@@ -21,10 +21,34 @@ def test_a_row_gets_the_same_bits_in_every_batch(dtype, width):
     x = torch.randn(1, 70, width, generator=generator).to(dtype)
     with torch.inference_mode():
         torch.testing.assert_close(packed(x), layer(x), atol=2e-2, rtol=2e-2)
-        whole = packed(x)
-        for rows in (1, 2, 3, 8, 17, 33):
-            for begin in (0, 5, 70 - rows):
-                assert torch.equal(packed(x[:, begin : begin + rows]), whole[:, begin : begin + rows])
+        other = torch.randn(1, 70, 96, generator=generator).to(dtype)
+        for compute in (
+            lambda x, other: packed(x),
+            lambda x, other: packed(x, "relu"),
+            lambda x, other: packed(x, "swish"),
+            lambda x, other: packed.plus(x, other),
+            lambda x, other: packed.times(x, other),
+        ):
+            whole = compute(x, other)
+            for rows in (1, 2, 3, 8, 17, 33):
+                for begin in (0, 5, 70 - rows):
+                    part = slice(begin, begin + rows)
+                    assert torch.equal(compute(x[:, part], other[:, part].contiguous()), whole[:, part])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_follows_a_product_is_done_with_it(dtype):
+    generator = torch.Generator().manual_seed(1)
+    first, second = nn.Linear(64, 96).to(dtype), nn.Linear(64, 32).to(dtype)
+    packed, both = PackedLinear(first.weight, first.bias), PackedLinear.of(first, second)
+    x, other = (torch.randn(1, 5, width, generator=generator).to(dtype) for width in (64, 96))
+    close = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 5e-2, "rtol": 2e-2}
+    with torch.inference_mode():
+        torch.testing.assert_close(packed(x, "relu"), first(x).relu(), **close)
+        torch.testing.assert_close(packed(x, "swish"), nn.functional.silu(first(x)), **close)
+        torch.testing.assert_close(packed.plus(x, other), first(x) + other, **close)
+        torch.testing.assert_close(packed.times(x, other), first(x) * other, **close)
+        torch.testing.assert_close(both(x), torch.cat((first(x), second(x)), -1), **close)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5"])

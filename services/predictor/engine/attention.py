@@ -52,9 +52,24 @@ def _attend_compiled(
     plan: StepPlan, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int
 ) -> Tensor:
     """Output [T, heads, head size]."""
+    packed = torch.cat((queries, keys, values), dim=1)
+    return attend_packed(plan, layer, packed, queries.shape[1], scale, window)
+
+
+def attend_packed(
+    plan: StepPlan,
+    layer: int,
+    packed: Tensor,
+    query_heads: int,
+    scale: float,
+    window: int,
+    rotary: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Output [T, query heads, head size] of packed [T, all heads, head size], as the kernel takes it."""
     return kernel.attend(
         *(plan.cache, layer, plan.table, plan.owners, plan.firsts(window), plan.ends),
-        *(queries, (keys, values), scale),
+        *(packed, query_heads, scale),
+        rotary=rotary,
     )
 
 

@@ -17,6 +17,7 @@ from services.predictor.engine.blocks import BlockManager
 from services.predictor.engine.cache import BLOCK_TOKENS, CacheShape
 from services.predictor.engine.decode_graphs import record_cuda_graph
 from services.predictor.engine.engine import ContinuousBatchingEngine
+from services.predictor.engine.fused_layers import fuse_layers
 from services.predictor.engine.interface import Engine, EngineLimits
 from services.predictor.engine.memory import cache_shape, plan_memory
 from services.predictor.engine.packed_linear import pack_linears
@@ -64,6 +65,7 @@ def _choose_runner(
     elif model.config.is_encoder_decoder:
         runner = EncoderDecoderRunner(model)
     elif (reason := self_test(model, shape, vocabulary)) is None:
+        fuse_layers(model)
         pack_linears(model)
         records = cuda_graphs and model.device.type == "cuda"
         runner = PagedRunner(model, shape, blocks, record_cuda_graph if records else None)

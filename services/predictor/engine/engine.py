@@ -169,10 +169,7 @@ class ContinuousBatchingEngine:
                 self._fail(sequence, DeadlineError("the deadline passed during generation"))
         with self._changed:
             streams, prompts = self._scheduler.streams, self._scheduler.prompts
-            shared = streams > 0 and prompts > 0
-            rows = self._scheduler.schedule(
-                self._pace.limit(streams, prompts) if shared else self._scheduler.step_tokens
-            )
+            rows = self._scheduler.schedule(self._pace.limit(streams, prompts) if prompts else 0)
             self.statistics.preempted = self._scheduler.preempted
         for row in rows:
             if row.sequence.started_at is None:

@@ -21,7 +21,11 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class PackedLinear(nn.Module):
-    """x [..., in] to x·weightᵀ + bias [..., out]; `weight` is [out, in]."""
+    """x [..., in] to x·weightᵀ + bias [..., out]; `weight` is [out, in].
+
+    What follows the product can be done with it, before it is rounded: an activation, or a sum or a
+    product with another tensor [..., out].
+    """
 
     # Some of transformers' layers ask for the dtype of the next one's weight, where it has any.
     weight = None
@@ -33,22 +37,55 @@ class PackedLinear(nn.Module):
         trial = torch.randn(2, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
         self._needs_two_rows = not torch.equal(self._product(trial)[:1], self._product(trial[:1]))
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self._needs_two_rows and x.numel() == x.shape[-1]:
-            two = x.expand(*x.shape[:-2], 2, x.shape[-1]).contiguous()
-            return self._product(two)[..., :1, :]
-        return self._product(x)
+    @classmethod
+    def of(cls, *linears: nn.Linear) -> PackedLinear:
+        """One for layers that get the same input; their outputs one behind the other."""
+        biases = [linear.bias for linear in linears]
+        bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
+        return cls(torch.cat([linear.weight.detach() for linear in linears]), bias)
 
-    def _product(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, activation: str = "none") -> Tensor:
+        """`activation`: "none", or "relu", or "swish"."""
+        if self._is_lone_row(x):
+            return self._product(_twice(x), activation)[..., :1, :]
+        return self._product(x, activation)
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """The output and `other` [..., out] added up."""
+        return self._combined(x, other, "add")
+
+    def times(self, x: Tensor, other: Tensor) -> Tensor:
+        """The output and `other` [..., out] multiplied."""
+        return self._combined(x, other, "mul")
+
+    def _is_lone_row(self, x: Tensor) -> bool:
+        return self._needs_two_rows and x.numel() == x.shape[-1]
+
+    def _combined(self, x: Tensor, other: Tensor, how: str) -> Tensor:
+        combine = torch.ops.mkldnn._linear_pointwise.binary
+        if self._is_lone_row(x):
+            return combine(_twice(x), _twice(other), self._packed, self._bias, how)[..., :1, :]  # type: ignore[no-any-return]
+        return combine(x, other, self._packed, self._bias, how)  # type: ignore[no-any-return]
+
+    def _product(self, x: Tensor, activation: str = "none") -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, activation, [], "")  # type: ignore[no-any-return]
+
+
+def _twice(x: Tensor) -> Tensor:
+    return x.expand(*x.shape[:-2], 2, x.shape[-1]).contiguous()
+
+
+def packs(model: Any) -> bool:
+    """Whether oneDNN has packed products for the model's device and dtype."""
+    if model.device.type != "cpu" or model.dtype not in _DTYPES or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    # Its bfloat16 wants vectors of 512 bits.
+    return model.dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def pack_linears(model: Any) -> None:
-    """Replaces the linear layers of a model that nobody trains, where oneDNN knows device and dtype."""
-    if model.device.type != "cpu" or model.dtype not in _DTYPES or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return
-    # Its bfloat16 wants vectors of 512 bits.
-    if model.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    """Replaces the linear layers of a model that nobody trains, where they can be packed."""
+    if not packs(model):
         return
     for module in list(model.modules()):
         for name, child in list(module.named_children()):

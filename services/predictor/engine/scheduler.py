@@ -71,14 +71,12 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def schedule(self, prefill_tokens: int) -> list[Row]:
-        """The rows of the next step; beside sequences that decode, `prefill_tokens` go to prompts at most."""
+        """The rows of the next step: all sequences that decode, and `prefill_tokens` of prompts at most."""
         rows: dict[Sequence, Row] = {}
         for sequence in list(self.running):
             if sequence.remaining == 1:
                 self._plan(sequence, 1, rows)
-        budget = self.step_tokens - len(rows)
-        if rows:
-            budget = min(budget, prefill_tokens)
+        budget = min(self.step_tokens - len(rows), prefill_tokens)
         for sequence in list(self.running):
             if budget <= 0:
                 break

@@ -189,8 +189,9 @@ class T5Runner:
                 self._cache.write(layer, (block, last % BLOCK_TOKENS), *written)
             return self._attend_in_copies(layer, table, looks_at, query, bias)
         owners = torch.arange(len(query), dtype=torch.int32)
+        packed = query if written is None else torch.cat((query, *written), dim=1)
         attended = kernel.attend(
-            *(self._cache, layer, table, owners, looks_at.firsts, looks_at.ends), *(query, written), bias=bias
+            *(self._cache, layer, table, owners, looks_at.firsts, looks_at.ends), *(packed, query.shape[1]), bias=bias
         )
         return attended.view(len(query), -1)
 
