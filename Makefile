@@ -10,6 +10,8 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 RUN_DEPENDENCIES := $(VENV)/.installed-run
 DEV_DEPENDENCIES := $(VENV)/.installed-dev
 CLIENTS := .venv-clients/.installed
+TRITON := .venv-triton/.installed
+KSERVE := .venv-kserve/.installed
 NODE_TOOLS := .tools/.installed
 BUF := @bufbuild/buf@1.75.0
 
@@ -29,6 +31,10 @@ down: $(RUN_DEPENDENCIES) ## stop a running stack
 load: $(DEV_DEPENDENCIES) ## Locust's browser UI against a running stack
 	@port=$${LOCUST_PORT:-$$(sed -n 's/^LOCUST_PORT=//p' .env)}; gateway=$${GATEWAY_PORT:-$$(sed -n 's/^GATEWAY_PORT=//p' .env)}; \
 	exec $(VENV)/bin/locust -f loadtest/locustfile.py --web-host 127.0.0.1 --web-port $$port --host http://127.0.0.1:$$gateway
+
+.PHONY: smoke
+smoke: $(RUN_DEPENDENCIES) ## every endpoint of a model, against a running stack (MODEL=, GATEWAY_PORT=)
+	@exec $(VENV)/bin/python -m runner.smoke --model '$(MODEL)'
 
 .PHONY: bench
 bench: $(RUN_DEPENDENCIES) ## the engine beside its peers, installed once (BENCH="--rounds 3 --only llama-10M")
@@ -84,6 +90,17 @@ $(DEV_DEPENDENCIES): $(RUN_DEPENDENCIES)
 $(CLIENTS): tests/clients/requirements.txt
 	@$(PYTHON) -m venv .venv-clients
 	@.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+# Other servers, which tests put before or behind ours where these are installed.
+$(TRITON): tests/triton/requirements.txt
+	@$(PYTHON) -m venv .venv-triton
+	@.venv-triton/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
+$(KSERVE): tests/kserve/requirements.txt
+	@$(PYTHON) -m venv .venv-kserve
+	@.venv-kserve/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
 $(NODE_TOOLS):

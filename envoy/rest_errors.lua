@@ -1,10 +1,11 @@
 -- What the transcoder leaves undone for REST clients; gRPC calls pass untouched.
 --
 -- Requests: the service keeps the deadline of the header x-timeout-ms, so that it can say in the stream that
--- it passed; the gRPC deadline, a second later, ends a service that does not.
+-- it passed; the gRPC deadline, a second later, ends a service that does not. A body that is compressed in a way that
+-- nobody behind the gateway reads is refused, for it would be taken for what it is not.
 -- Answers: the service's x-http-status becomes the HTTP status, retry-after-ms also Retry-After, gRPC's
--- own headers go, and every error has its API's shape. Bodies are read of errors alone, so that
--- streams stay unbuffered.
+-- own headers go, a stream of lines says that it is one, and every error has its API's shape. Bodies are read of
+-- errors alone, so that streams stay unbuffered.
 
 local METADATA = "millrace.rest"
 local INTERNAL = {
@@ -14,6 +15,12 @@ local INTERNAL = {
   "grpc-encoding",
   "grpc-accept-encoding",
   "x-http-status",
+}
+-- Paths whose answers are lines of JSON.
+local LINES = {
+  ["/millrace/v1/generate"] = true,
+  ["/millrace/v1/payloads"] = true,
+  ["/millrace/v1/payloads:tail"] = true,
 }
 local OPENAI_TYPES = {
   ["400"] = "invalid_request_error",
@@ -28,6 +35,20 @@ local function remove_internal(fields)
   for _, name in ipairs(INTERNAL) do
     fields:remove(name)
   end
+end
+
+-- Bytes that are no UTF-8, which Envoy quotes from a body it cannot read, become question marks.
+local function utf8(text)
+  return (text:gsub("[\128-\255]+", function(bytes)
+    return (bytes:gsub("([\192-\255]?)([\128-\191]*)", function(lead, rest)
+      local first, second = lead:byte() or 0, rest:byte() or 0
+      local wanted = first >= 240 and 3 or first >= 224 and 2 or 1
+      local is_character = first >= 194 and first <= 244 and #rest == wanted
+        and not (first == 224 and second < 160) and not (first == 237 and second > 159)
+        and not (first == 240 and second < 144) and not (first == 244 and second > 143)
+      return is_character and lead .. rest or string.rep("?", #lead + #rest)
+    end))
+  end))
 end
 
 local function json_string(text)
@@ -49,7 +70,15 @@ function envoy_on_request(handle)
   end
   local path = headers:get(":path")
   local is_openai = path:find("^/v1/") or path:find("^/openai/")
-  handle:streamInfo():dynamicMetadata():set(METADATA, "api", is_openai and "openai" or "v2")
+  local metadata = handle:streamInfo():dynamicMetadata()
+  metadata:set(METADATA, "api", is_openai and "openai" or "v2")
+  metadata:set(METADATA, "lines", LINES[path:match("^[^?]*")] or false)
+
+  local coding = (headers:get("content-encoding") or "identity"):lower()
+  if coding ~= "identity" and coding ~= "gzip" and not (coding == "deflate" and path:find("^/v2/")) then
+    handle:respond({ [":status"] = "400" }, "a body with this content-encoding is not read; gzip is")
+    return
+  end
 
   headers:remove("grpc-timeout")
   local timeout = headers:get("x-timeout-ms")
@@ -82,6 +111,9 @@ function envoy_on_response(handle)
 
   local status = headers:get(":status")
   if tonumber(status) < 400 then
+    if rest["lines"] then
+      headers:replace("content-type", "application/x-ndjson")
+    end
     if handle:streamInfo():protocol() == "HTTP/2" then -- HTTP/1.1 clients get no trailers.
       for _ in handle:bodyChunks() do -- Each chunk has gone on when the next is awaited.
       end
@@ -104,8 +136,12 @@ function envoy_on_response(handle)
     end
     message = json_string(text)
   end
-  local length = body:setBytes(error_body(rest["api"], status, message))
+  if status == "429" and message:find("message larger than max", 1, true) then -- gRPC's own refusal, which is unsigned.
+    status, message = "413", '"the request is larger than 64 MiB"'
+  end
+  local length = body:setBytes(error_body(rest["api"], status, utf8(message)))
   headers = handle:headers() -- The earlier reference died while the body was read.
+  headers:replace(":status", status)
   headers:replace("content-length", tostring(length))
   headers:replace("content-type", "application/json")
   if not headers:get("x-failed-hop") then -- Envoy signs its own, so this is who spoke.

@@ -1,7 +1,20 @@
 #!/usr/bin/env bash
-# Runs Envoy in its container, with the arguments given. Envoy itself cuts every call at SIGTERM; here it
+# Runs Envoy in its container, with the arguments given and the configuration beside this file, into which
+# GATEWAY_ALLOWED_ORIGINS is written as runner/envoy_config.py does it. Envoy itself cuts every call at SIGTERM; here it
 # takes no new ones, and those in flight have DRAIN_S seconds first. Bash alone: the image has no curl.
 set -euo pipefail
+
+# The configuration with the origins of GATEWAY_ALLOWED_ORIGINS, whose letters mean nothing in YAML.
+configuration() {
+  local origins=${GATEWAY_ALLOWED_ORIGINS:-} origin='https?://[][A-Za-z0-9.:-]+' matchers text
+  if ! [[ $origins =~ ^(\*|$origin(,$origin)*)?$ ]]; then
+    echo "GATEWAY_ALLOWED_ORIGINS=$origins: is neither * nor a comma list of origins such as https://host:port" >&2
+    return 78
+  fi
+  matchers=${origins:+"{exact: \"${origins//,/'"}, {exact: "'}\"}"}
+  text=$(<"$(dirname "${BASH_SOURCE[0]}")/envoy.yaml")
+  printf '%s\n' "${text/'[]  # GATEWAY_ALLOWED_ORIGINS'/"[$matchers]"}"
+}
 
 # What the admin page answers: ask METHOD PATH.
 ask() {
@@ -29,7 +42,9 @@ drain() {
 # shared with the model, one is faster than two.
 workers=$(($(nproc) / 4))
 # Hot restart is for two Envoys on one machine; a container has one.
-envoy "$@" --disable-hot-restart --concurrency $((workers > 0 ? workers : 1)) --drain-strategy immediate \
+config=${TMPDIR:-/tmp}/envoy.yaml
+configuration >"$config"
+envoy --config-path "$config" "$@" --disable-hot-restart --concurrency $((workers > 0 ? workers : 1)) --drain-strategy immediate \
   --drain-time-s "$DRAIN_S" &
 envoy=$!
 trap drain TERM INT

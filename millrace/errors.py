@@ -50,10 +50,23 @@ class MillraceError(Exception):
 
 
 class InvalidRequestError(MillraceError):
-    """Bad parameter, dtype, shape or token id, prompt too long, endpoint the model does not support."""
+    """Bad parameter, dtype, shape or token id, prompt too long, endpoint the model does not support.
+
+    `param` names the field at fault, where it is one; it does not travel from hop to hop.
+    """
 
     status = StatusCode.INVALID_ARGUMENT
     http_status = 400
+
+    def __init__(
+        self, message: str, *, hop: str | None = None, retry_after_ms: int | None = None, param: str | None = None
+    ) -> None:
+        super().__init__(message, hop=hop, retry_after_ms=retry_after_ms)
+        self.param = param
+
+
+class ContextLengthError(InvalidRequestError):
+    """The prompt, or the output asked for, does not fit the model's context."""
 
 
 class UnauthenticatedError(MillraceError):
@@ -160,6 +173,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError, hop: str) -> MillraceError:
             return NotReadyError(f"no {hop} is ready", hop=hop)
         if code is StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in message:
             return TooLargeError(message, hop=hop)
+        if code is StatusCode.DEADLINE_EXCEEDED:
+            return DeadlineError("the deadline passed", hop=hop)
         if code in (StatusCode.UNAVAILABLE, StatusCode.INTERNAL, StatusCode.UNKNOWN, StatusCode.CANCELLED):
             return HopBrokenError(f"the connection to the {hop} broke", hop=hop)
     http_status = metadata.get(HTTP_STATUS, "")

@@ -32,21 +32,27 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
 Guard: TypeAlias = "Callable[[Context], AbstractAsyncContextManager[None]]"
+Reader: TypeAlias = "Callable[[Any, Context], Awaitable[Any]]"
 
 
-def guard_handler(handler: Handler, guard: Guard, read: Callable[[Any], Any] | None = None) -> Handler:
+def guard_handler(handler: Handler, guard: Guard, read: Reader | None = None) -> Handler:
     """The same handler with each of its calls run inside `guard(context)`.
 
-    With `read`, which makes of raw requests what the handler takes, parsing happens inside as well.
+    With `read`, which makes of a stream of raw requests what the handler takes, receiving and parsing
+    happen inside as well.
     """
     behaviour: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     deserializer = handler.request_deserializer if read is None else None
-    read = read or (lambda request: request)
+    request_streaming = handler.request_streaming or read is not None
+
+    async def received(request: Any, context: Context) -> Any:
+        return request if read is None else await read(request, context)
+
     if inspect.isasyncgenfunction(behaviour):
         # It writes by itself: were it a generator, a call cancelled during a write would leave it open
         # until the garbage collector came by, and the engine at work for nobody.
         async def write_all(request: Any, context: Any) -> None:
-            async with guard(context), aclosing(behaviour(read(request), context)) as responses:
+            async with guard(context), aclosing(behaviour(await received(request, context), context)) as responses:
                 async for response in responses:
                     await context.write(response)
 
@@ -55,7 +61,7 @@ def guard_handler(handler: Handler, guard: Guard, read: Callable[[Any], Any] | N
 
         async def call(request: Any, context: Any) -> Any:
             async with guard(context):
-                result = behaviour(read(request), context)
+                result = behaviour(await received(request, context), context)
                 return await result if inspect.isawaitable(result) else result
 
         guarded = call
@@ -65,25 +71,38 @@ def guard_handler(handler: Handler, guard: Guard, read: Callable[[Any], Any] | N
         (False, True): grpc.unary_stream_rpc_method_handler,
         (True, False): grpc.stream_unary_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
-    }[handler.request_streaming, handler.response_streaming]
+    }[request_streaming, handler.response_streaming]
     return factory(guarded, deserializer, handler.response_serializer)
 
 
-def _reader(handler: Handler) -> Callable[[Any], Any]:
-    """Parses a handler's raw requests; left to grpc, what cannot be parsed is answered with grpc's insides."""
+def _reader(handler: Handler) -> Reader:
+    """Takes and parses a handler's raw requests.
+
+    Left to grpc, what cannot be parsed is answered with grpc's insides, and a call that ends without the
+    one message of its method is not answered at all: grpc.aio's handlers of such methods just return.
+    """
     parse = handler.request_deserializer or bytes
 
-    def read(raw: bytes) -> Any:
+    def parsed(raw: bytes) -> Any:
         try:
             return parse(raw)
         except DecodeError:
             raise InvalidRequestError("the request is not the message that the method takes") from None
 
-    async def read_each(raw_requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-        async for raw in raw_requests:
-            yield read(raw)
+    async def read_one(_: Any, context: Context) -> Any:
+        raw: Any = await context.read()
+        if raw is grpc.aio.EOF:
+            raise InvalidRequestError("the call carries no message")
+        return parsed(raw)
 
-    return read_each if handler.request_streaming else read
+    async def each(raw_requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        async for raw in raw_requests:
+            yield parsed(raw)
+
+    async def read_all(raw_requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
+        return each(raw_requests)
+
+    return read_all if handler.request_streaming else read_one
 
 
 async def _refuse(_: Any, __: Any) -> None:

@@ -11,20 +11,31 @@ from typing import Any
 DEFAULT_MODELS = "storyteller=models/storyteller,normalizer=models/normalizer"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_MAX_NAME = 255  # Of a file's name on any common file system.
+_REVISION = re.compile(r"[\w][\w./-]*")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """One served model: its public name, and a local folder or a hub id with an optional revision."""
+    """One served model: its public name, and a local folder or a hub id with an optional revision.
+
+    With `from_hub` the location is a hub id even where a folder has the same name.
+    """
 
     name: str
     location: str
     revision: str | None = None
+    from_hub: bool = False
 
     @property
     def is_local(self) -> bool:
-        return Path(self.location).is_dir()
+        return not self.from_hub and Path(self.location).is_dir()
+
+    @property
+    def where(self) -> str:
+        """The location and revision as `MODELS` names them."""
+        return self.location if self.revision is None else f"{self.location}@{self.revision}"
 
 
 def read_config(folder: Path, name: str) -> dict[str, Any]:
@@ -43,6 +54,21 @@ def parse_models(text: str) -> tuple[ModelSource, ...]:
         if names.count(name) > 1:
             raise ValueError(f"names the model {name!r} twice")
     return sources
+
+
+def is_name(text: str) -> bool:
+    """Whether a local model can be called so: one part of a path at most, and never a hidden one."""
+    return len(text) <= _MAX_NAME and _NAME.fullmatch(text) is not None
+
+
+def parse_hub_id(name: str, text: str) -> ModelSource:
+    """The source that a hub id with an optional revision means, whatever folders there are; raises ValueError."""
+    hub_id, at, revision = text.partition("@")
+    if not _HUB_ID.fullmatch(hub_id) or any(part.strip(".") == "" for part in hub_id.split("/")):
+        raise ValueError(f"{text!r} is no hub id")
+    if at and not _REVISION.fullmatch(revision):
+        raise ValueError(f"{revision!r} is no revision")
+    return ModelSource(name, hub_id, revision or None, from_hub=True)
 
 
 def _parse_one(item: str) -> ModelSource:

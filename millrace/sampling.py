@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from millrace.errors import InvalidRequestError
+from millrace.errors import ContextLengthError, InvalidRequestError
 from millrace.protos import inference_pb2
 
 DEFAULT_MAX_TOKENS = 256
@@ -99,22 +99,26 @@ class SamplingParameters(BaseModel):
             first = error.errors()[0]
             name = str(first["loc"][0]) if first["loc"] else "parameters"
             if first["type"] == "extra_forbidden":
-                raise InvalidRequestError(f"unknown parameter {name!r}") from None
+                raise InvalidRequestError(f"unknown parameter {name!r}", param=name) from None
             raise InvalidRequestError(
-                f"{name}={reprlib.repr(first['input'])}: {first['msg'].removeprefix('Value error, ')}"
+                f"{name}={reprlib.repr(first['input'])}: {first['msg'].removeprefix('Value error, ')}", param=name
             ) from None
 
-    def resolved(self, room: int) -> SamplingParameters:
+    def resolved(self, room: int, default_max_tokens: int = DEFAULT_MAX_TOKENS) -> SamplingParameters:
         """With a seed, and with `max_tokens` within the `room` that the context has left for output."""
         if room < 1:
-            raise InvalidRequestError("the prompt fills the context: no room is left for output")
+            raise ContextLengthError("the prompt fills the context: no room is left for output")
         if self.max_tokens is not None and self.max_tokens > room:
-            raise InvalidRequestError(f"max_tokens={self.max_tokens}: the context has room for {room} after the prompt")
-        max_tokens = self.max_tokens or min(DEFAULT_MAX_TOKENS, room)
+            raise ContextLengthError(
+                f"max_tokens={self.max_tokens}: the context has room for {room} after the prompt", param="max_tokens"
+            )
+        max_tokens = self.max_tokens or min(default_max_tokens, room)
         if self.min_tokens > max_tokens:
-            raise InvalidRequestError(f"min_tokens={self.min_tokens} is more than max_tokens={max_tokens}")
+            raise InvalidRequestError(
+                f"min_tokens={self.min_tokens} is more than max_tokens={max_tokens}", param="min_tokens"
+            )
         if self.top_logprobs and not self.logprobs:
-            raise InvalidRequestError(f"top_logprobs={self.top_logprobs} needs logprobs")
+            raise InvalidRequestError(f"top_logprobs={self.top_logprobs} needs logprobs", param="top_logprobs")
         seed = secrets.randbits(63) if self.seed is None else self.seed
         return self.model_copy(update={"max_tokens": max_tokens, "seed": seed})
 

@@ -36,7 +36,6 @@ MESSAGE_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *MESSAGE_OPTIONS,
-    ("grpc.so_reuseport", 0),  # A port that is taken must be an error, not a silent share.
     ("grpc.http2.lookahead_bytes", _STREAM_WINDOW_BYTES),
     # Envoy's pings on idle connections must not be taken for abuse.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
@@ -50,10 +49,20 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 class Server:
     """A grpc.aio server with health, reflection, error mapping and tracing.
 
-    `hop` signs the errors; `public_services` are what reflection lists beside health and itself.
+    `hop` signs the errors; `public_services` are what reflection lists beside health and itself. A port
+    that is taken is an error, unless `shares_port`: then it is one of several processes for which
+    somebody else has reserved the port.
     """
 
-    def __init__(self, hop: str, host: str, port: int, drain_s: float, public_services: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        hop: str,
+        host: str,
+        port: int,
+        drain_s: float,
+        public_services: Iterable[str] = (),
+        shares_port: bool = False,
+    ) -> None:
         self._address = f"{host}:{port}"
         self._drain_s = drain_s
         self._tasks: set[asyncio.Task[None]] = set()
@@ -61,7 +70,8 @@ class Server:
         self._stop = asyncio.Event()
         self._at_stop: list[Callable[[], Awaitable[None]]] = []
         self.grpc = grpc.aio.server(
-            interceptors=(TracingServerInterceptor(), ErrorServerInterceptor(hop)), options=SERVER_OPTIONS
+            interceptors=(TracingServerInterceptor(), ErrorServerInterceptor(hop)),
+            options=(*SERVER_OPTIONS, ("grpc.so_reuseport", int(shares_port))),
         )
         self.health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)

@@ -5,21 +5,23 @@ gives a response with `error_message` and its id, and the stream goes on; with t
 `triton_grpc_error: true` (Triton's own switch) the first error ends the call with its real status
 instead. Half-close ends the call after the last answer; cancelling it cancels every request.
 
-`triton_final_response` is true on the last response of a request, which `answer` marks. A request
-with the parameter `triton_enable_empty_final_response` gets an empty response as its last one instead.
+`triton_final_response` is true on the last response of a request, which `answer` marks, and on an error.
+A request with the parameter `triton_enable_empty_final_response` gets an empty response as its last one
+instead, unless it fails. Answers in bytes, a serialized ModelStreamInferResponse each, pass as they are:
+they come from a server that has marked them itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol, TypeVar, overload
 
 from millrace.errors import MillraceError, RequestFailedError
 from millrace.interceptors import Context
-from millrace.protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
+from millrace.protos.inference_pb2 import InferParameter, ModelInferResponse, ModelStreamInferResponse
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +31,25 @@ _UNREAD_RESPONSES = 16  # Beyond these, requests wait for the reader, and their 
 FINAL = "triton_final_response"
 EMPTY_FINAL = "triton_enable_empty_final_response"
 
-Answer = Callable[[ModelInferRequest], AsyncGenerator[ModelInferResponse, None]]
+
+class StreamRequest(Protocol):
+    """What is read here of a ModelInferRequest."""
+
+    @property
+    def model_name(self) -> str: ...
+
+    @property
+    def model_version(self) -> str: ...
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def parameters(self) -> Mapping[str, InferParameter]: ...
+
+
+RequestT = TypeVar("RequestT", bound=StreamRequest)
+Answer = Callable[[RequestT], AsyncGenerator[ModelInferResponse | bytes, None]]
 
 
 def errors_as_status(context: Context) -> bool:
@@ -37,14 +57,28 @@ def errors_as_status(context: Context) -> bool:
     return ("triton_grpc_error", "true") in tuple(context.invocation_metadata() or ())
 
 
+@overload
+def multiplex(
+    requests: AsyncIterator[RequestT],
+    answer: Callable[[RequestT], AsyncGenerator[ModelInferResponse, None]],
+    as_status: bool,
+) -> AsyncGenerator[ModelStreamInferResponse, None]: ...
+
+
+@overload
+def multiplex(
+    requests: AsyncIterator[RequestT], answer: Answer[RequestT], as_status: bool
+) -> AsyncGenerator[ModelStreamInferResponse | bytes, None]: ...
+
+
 async def multiplex(
-    requests: AsyncIterator[ModelInferRequest], answer: Answer, as_status: bool
-) -> AsyncGenerator[ModelStreamInferResponse, None]:
+    requests: AsyncIterator[RequestT], answer: Answer[RequestT], as_status: bool
+) -> AsyncGenerator[Any, None]:
     """Answers every request of a stream with what `answer` yields for it."""
-    responses: asyncio.Queue[ModelStreamInferResponse | MillraceError | None] = asyncio.Queue(_UNREAD_RESPONSES)
+    responses: asyncio.Queue[ModelStreamInferResponse | bytes | MillraceError | None] = asyncio.Queue(_UNREAD_RESPONSES)
     room = asyncio.Semaphore(MAX_IN_FLIGHT)
 
-    async def run(request: ModelInferRequest) -> None:
+    async def run(request: RequestT) -> None:
         try:
             await _answer_one(request, answer, responses)
         except MillraceError as error:
@@ -83,10 +117,14 @@ async def multiplex(
         await asyncio.gather(reader, return_exceptions=True)
 
 
-async def _answer_one(request: ModelInferRequest, answer: Answer, responses: asyncio.Queue[Any]) -> None:
+async def _answer_one(request: RequestT, answer: Answer[RequestT], responses: asyncio.Queue[Any]) -> None:
     empty_final = EMPTY_FINAL in request.parameters and request.parameters[EMPTY_FINAL].bool_param
     async with aclosing(answer(request)) as answers:
         async for response in answers:
+            if isinstance(response, bytes):
+                empty_final = False
+                await responses.put(response)
+                continue
             final = response.parameters[FINAL].bool_param and not empty_final
             response.parameters[FINAL].bool_param = final
             await responses.put(ModelStreamInferResponse(infer_response=response))
@@ -96,7 +134,8 @@ async def _answer_one(request: ModelInferRequest, answer: Answer, responses: asy
         await responses.put(ModelStreamInferResponse(infer_response=last))
 
 
-def _error_response(request: ModelInferRequest, message: str) -> ModelStreamInferResponse:
-    """Carries the id, by which a client with many requests on the stream knows which one failed."""
+def _error_response(request: StreamRequest, message: str) -> ModelStreamInferResponse:
+    """Carries the id, by which a client with many requests on the stream knows which one failed; nothing follows."""
     about = ModelInferResponse(model_name=request.model_name, model_version=request.model_version, id=request.id)
+    about.parameters[FINAL].bool_param = True
     return ModelStreamInferResponse(error_message=message, infer_response=about)

@@ -107,6 +107,28 @@ def raw_inputs(request: inference_pb2.ModelInferRequest) -> dict[str, RawTensor]
     return tensors
 
 
+def raw_outputs(response: inference_pb2.ModelInferResponse) -> dict[str, RawTensor]:
+    """The response's outputs by name, whose raw contents are not looked at."""
+    tensors = {}
+    for name, description, raw in _described(response.outputs, response.raw_output_contents, "output"):
+        dtype, shape = _dtype(name, description.datatype), _shape(name, description.shape)
+        if raw is None:
+            array = _from_typed(name, description.datatype, dtype, shape, description.contents)
+            raw = encode_raw(Tensor(name, description.datatype, array))
+        tensors[name] = RawTensor(description.datatype, shape, raw)
+    return tensors
+
+
+def dtype_of(name: str, datatype: str) -> np.dtype[Any]:
+    """The numpy type that holds a datatype; `name` is the tensor's, for the error."""
+    return _dtype(name, datatype)
+
+
+def checked_shape(name: str, dimensions: Sequence[int]) -> tuple[int, ...]:
+    """The dimensions, where they are a shape that numpy can hold."""
+    return _shape(name, dimensions)
+
+
 def decode_raw(name: str, tensor: RawTensor) -> Array:
     """The tensor's array."""
     return _from_raw(name, tensor.datatype, _dtype(name, tensor.datatype), tensor.shape, tensor.data)

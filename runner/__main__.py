@@ -62,6 +62,7 @@ async def _serve(stack: Stack, started: float) -> None:
     await stack.wait_ready()
     for name, address in stack.addresses.items():
         _say(f"{name:<12} {address}")
+    _say(f"{'playground':<12} http://{stack.gateway}/")
     _say(f"ready in {time.monotonic() - started:.1f} s. Try:")
     request = json.dumps({"model": stack.settings.first_model, "prompt": "Once upon a time"})
     method = "millrace.v1.TextGeneration/Generate"

@@ -1,12 +1,13 @@
 """Derives the local Envoy's configuration from `envoy/envoy.yaml`; pure but for reading that file.
 
 What changes: the addresses of listeners, clusters and the admin page, one endpoint for each
-predictor, the folder of the files it refers to, and the percentage of requests traced. Everything
-else, every limit included, is what docker compose runs.
+predictor, the folder of the files it refers to, the percentage of requests traced, and the origins
+whose pages may call. Everything else, every limit included, is what docker compose runs.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import yaml
 from runner.settings import LOOPBACK, ROOT, StackSettings
 
 ENVOY_FOLDER = ROOT / "envoy"
+NO_ORIGINS = "[]  # GATEWAY_ALLOWED_ORIGINS"
 _CONTAINER_FOLDER = "/etc/envoy/"
 
 Config = dict[str, Any]
@@ -24,7 +26,9 @@ Address = tuple[str, int]
 
 def derive(settings: StackSettings) -> Config:
     """The configuration of the stack that `settings` describes."""
-    config: Config = _with_local_files(yaml.safe_load((ENVOY_FOLDER / "envoy.yaml").read_text()))
+    origins = json.dumps(allowed_origins(settings.gateway_allowed_origins))
+    text = (ENVOY_FOLDER / "envoy.yaml").read_text().replace(NO_ORIGINS, origins)
+    config: Config = _with_local_files(yaml.safe_load(text))
     admin = (LOOPBACK, settings.gateway_admin_port)
     config["admin"]["address"] = _address(admin)
     config["layered_runtime"]["layers"][0]["static_layer"]["tracing"]["random_sampling"] = (
@@ -54,6 +58,11 @@ def derive(settings: StackSettings) -> Config:
 def write(settings: StackSettings, path: Path) -> None:
     """Writes the derived configuration as YAML."""
     path.write_text(yaml.safe_dump(derive(settings), sort_keys=False, width=120))
+
+
+def allowed_origins(setting: str) -> list[Config]:
+    """GATEWAY_ALLOWED_ORIGINS as Envoy's string matchers; envoy/start.sh does the same in a container."""
+    return [{"exact": origin} for origin in setting.split(",") if origin]
 
 
 def _address(address: Address) -> Config:

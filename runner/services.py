@@ -76,7 +76,7 @@ def plan(
         envoy=ProcessSpec(
             name="envoy",
             command=commands.get("envoy", _envoy_command(envoy_config)),
-            environment=inherited,
+            environment=inherited | _envoy(settings),
             port=settings.gateway_port,
             grace_s=_GRACE_S["envoy"],
             fatal_exit_codes=frozenset({_ENVOY_REFUSED}),
@@ -97,6 +97,7 @@ def _predictor(settings: StackSettings, port: int) -> Environment:
         "PREDICTOR_HOST": LOOPBACK,
         "PREDICTOR_PORT": str(port),
         "PREDICTOR_DEVICE": settings.device,
+        "PREDICTOR_LOGGER": f"{LOOPBACK}:{settings.logger_port}",
         "MODELS": settings.models,
     }
 
@@ -116,9 +117,14 @@ def _transformer(settings: StackSettings) -> Environment:
         "TRANSFORMER_HOST": LOOPBACK,
         "TRANSFORMER_PORT": str(settings.transformer_port),
         "TRANSFORMER_PREDICTOR": f"{LOOPBACK}:{settings.gateway_inner_port}",
+        "TRANSFORMER_PREDICTOR_REPLICAS": ",".join(f"{LOOPBACK}:{port}" for port in settings.predictor_ports),
         "TRANSFORMER_LOGGER": f"{LOOPBACK}:{settings.logger_port}",
         "MODELS": settings.models,
     }
+
+
+def _envoy(settings: StackSettings) -> Environment:
+    return {"TRACE_PAGE": settings.gateway_trace_page}
 
 
 def _envoy_command(config: Path) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ A malformed value or an unknown `GATEWAY_*` is refused with one line. Settings o
 from __future__ import annotations
 
 import os
+import re
 from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,6 +27,8 @@ REPLICA_STRIDE = 10  # Predictors listen on 9000, 9010, 9020, …
 _ENV_FILE = ROOT / ".env"
 _PASSED_ON = ("TRANSFORMER_", "PREDICTOR_", "LOGGER_", "OTEL_", "HF_")
 
+_ORIGIN = r"https?://[A-Za-z0-9.\[\]:-]+"
+
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
@@ -41,6 +44,12 @@ class StackSettings(BaseSettings):
     gateway_inner_port: Port = Field(8090, description="Port that leads from the transformer to the predictors.")
     gateway_admin_port: Port = Field(9901, description="Envoy's admin port.")
     gateway_trace_percent: int = Field(100, ge=0, le=100, description="Percentage of requests that Envoy traces.")
+    gateway_allowed_origins: str = Field(
+        "", description="Comma list of the origins (https://host:port) whose pages may call the gateway, or *."
+    )
+    gateway_trace_page: str = Field(
+        "", description="Where the playground links to; the trace's id is appended. Empty: no links."
+    )
     transformer_port: Port = Field(9001, description="The transformer's port.")
     predictor_port: Port = Field(9000, description="The first predictor's port; the next ones are +10, +20, …")
     logger_port: Port = Field(9002, description="The logger's port.")
@@ -57,6 +66,20 @@ class StackSettings(BaseSettings):
         if not urlsplit(url).hostname or urlsplit(url).port is None:
             raise ValueError("is not http://host:port")
         return url
+
+    @field_validator("gateway_allowed_origins")
+    @classmethod
+    def _lists_origins(cls, value: str) -> str:
+        if not re.fullmatch(rf"(\*|{_ORIGIN}(,{_ORIGIN})*)?", value):
+            raise ValueError("is neither * nor a comma list of origins such as https://host:port")
+        return value
+
+    @field_validator("gateway_trace_page")
+    @classmethod
+    def _is_an_address(cls, value: str) -> str:
+        if not re.fullmatch(r"(https?://\S+)?", value):
+            raise ValueError("does not begin with http:// or https://")
+        return value
 
     @property
     def predictor_ports(self) -> tuple[int, ...]:

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertModel,
     LlamaConfig,
     LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
     RobertaConfig,
     RobertaModel,
     T5Config,
@@ -66,3 +68,18 @@ def save_pooling(folder: Path, pooling: Mapping[str, Any], *more: str) -> None:
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+
+
+def save_words_tokenizer(folder: Path, *words: str) -> Any:
+    """Adds a tokenizer that knows these words, with BERT's special tokens around each text, and returns it."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary = {word: i for i, word in enumerate([*special, *words])}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", vocabulary["[CLS]"]), ("[SEP]", vocabulary["[SEP]"])]
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]")
+    fast.save_pretrained(folder)
+    return fast

@@ -278,10 +278,13 @@ class GenerateResponse(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """What is new since the response before."""
     finish_reason: _builtins.str
     """In the last response: "stop" or "length"."""
+    error: _builtins.str
+    """Over REST alone, where no status follows a stream: why it ended early."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens generated since then; text may lag behind them."""
@@ -307,15 +310,20 @@ class GenerateResponse(_message.Message):
         finish_reason: _builtins.str | None = ...,
         usage: Global___Usage | None = ...,
         top_logprobs: _abc.Iterable[Global___TopLogprobs] | None = ...,
+        error: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_usage", b"_usage", "finish_reason", b"finish_reason", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_finish_reason", b"_finish_reason", "_usage", b"_usage", "error", b"error", "finish_reason", b"finish_reason", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_usage", b"_usage", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_finish_reason", b"_finish_reason", "_usage", b"_usage", "error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__error: _TypeAlias = _typing.Literal["error"]  # noqa: Y015
+    _WhichOneofArgType__error: _TypeAlias = _typing.Literal["_error", b"_error"]  # noqa: Y015
     _WhichOneofReturnType__finish_reason: _TypeAlias = _typing.Literal["finish_reason"]  # noqa: Y015
     _WhichOneofArgType__finish_reason: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason"]  # noqa: Y015
     _WhichOneofReturnType__usage: _TypeAlias = _typing.Literal["usage"]  # noqa: Y015
     _WhichOneofArgType__usage: _TypeAlias = _typing.Literal["_usage", b"_usage"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__error) -> _WhichOneofReturnType__error | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__finish_reason) -> _WhichOneofReturnType__finish_reason | None: ...
     @_typing.overload
@@ -372,6 +380,7 @@ class PayloadRecord(_message.Message):
     TRACE_ID_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
     record_id: _builtins.str
     """UUIDv7: the key, and the order of arrival."""
     request_id: _builtins.str
@@ -394,6 +403,8 @@ class PayloadRecord(_message.Message):
     """Sampling parameters as JSON."""
     page_token: _builtins.str
     """In answers of Query: continues after this record."""
+    error: _builtins.str
+    """Over REST alone, where no status follows a stream: why it ended early. No record."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
@@ -421,13 +432,19 @@ class PayloadRecord(_message.Message):
         trace_id: _builtins.str = ...,
         parameters: _builtins.str = ...,
         page_token: _builtins.str = ...,
+        error: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_ttft_ms", b"_ttft_ms", "time", b"time", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_ttft_ms", b"_ttft_ms", "error", b"error", "time", b"time", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttft_ms", b"_ttft_ms", "chunks", b"chunks", "duration_ms", b"duration_ms", "failed_hop", b"failed_hop", "finish_reason", b"finish_reason", "message", b"message", "model", b"model", "page_token", b"page_token", "parameters", b"parameters", "prompt", b"prompt", "protocol", b"protocol", "record_id", b"record_id", "request_id", b"request_id", "status", b"status", "text", b"text", "time", b"time", "trace_id", b"trace_id", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_ttft_ms", b"_ttft_ms", "chunks", b"chunks", "duration_ms", b"duration_ms", "error", b"error", "failed_hop", b"failed_hop", "finish_reason", b"finish_reason", "message", b"message", "model", b"model", "page_token", b"page_token", "parameters", b"parameters", "prompt", b"prompt", "protocol", b"protocol", "record_id", b"record_id", "request_id", b"request_id", "status", b"status", "text", b"text", "time", b"time", "trace_id", b"trace_id", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__error: _TypeAlias = _typing.Literal["error"]  # noqa: Y015
+    _WhichOneofArgType__error: _TypeAlias = _typing.Literal["_error", b"_error"]  # noqa: Y015
     _WhichOneofReturnType__ttft_ms: _TypeAlias = _typing.Literal["ttft_ms"]  # noqa: Y015
     _WhichOneofArgType__ttft_ms: _TypeAlias = _typing.Literal["_ttft_ms", b"_ttft_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__error) -> _WhichOneofReturnType__error | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_ms) -> _WhichOneofReturnType__ttft_ms | None: ...
 
 Global___PayloadRecord: _TypeAlias = PayloadRecord  # noqa: Y015

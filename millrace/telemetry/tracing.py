@@ -25,10 +25,15 @@ def set_up_tracing(service: str) -> Callable[[], None]:
     # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win over the name given here.
     attributes = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": service}
     provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
-    if any(os.environ.get(name) for name in _ENDPOINTS):
+    if exports_spans():
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     trace.set_tracer_provider(provider)
     return provider.shutdown
+
+
+def exports_spans() -> bool:
+    """Whether the environment names a collector."""
+    return any(os.environ.get(name) for name in _ENDPOINTS)
 
 
 def current_trace_id() -> str:

@@ -11,6 +11,7 @@ from millrace.service import run_service
 from services.logger.servicer import PayloadIngestServicer, PayloadLogServicer
 from services.logger.settings import LoggerSettings
 from services.logger.store import SqliteStore, Store
+from services.logger.tails import Tails
 
 PAYLOAD_LOG = millrace_pb2.DESCRIPTOR.services_by_name["PayloadLog"].full_name
 
@@ -22,10 +23,13 @@ async def serve(settings: LoggerSettings) -> None:
     server = Server("logger", settings.host, settings.port, settings.drain_s, [PAYLOAD_LOG])
     store = SqliteStore(settings.database)
     server.at_stop(store.close)
-    millrace_pb2_grpc.add_PayloadLogServicer_to_server(PayloadLogServicer(store), server.grpc)
-    millrace_pb2_grpc.add_PayloadIngestServicer_to_server(PayloadIngestServicer(store, server.stopping), server.grpc)
+    tails = Tails()
+    ingest = PayloadIngestServicer(store, tails, server.stopping)
+    millrace_pb2_grpc.add_PayloadLogServicer_to_server(PayloadLogServicer(store, tails), server.grpc)
+    millrace_pb2_grpc.add_PayloadIngestServicer_to_server(ingest, server.grpc)
     await _report_health(server, store)
     server.own("store probe", _probe(server, store))
+    server.own("end of tails", _end_tails(server, tails))
     await server.run()
 
 
@@ -43,6 +47,11 @@ async def _probe(server: Server, store: Store) -> None:
     while True:
         await asyncio.sleep(_PROBE_S)
         await _report_health(server, store)
+
+
+async def _end_tails(server: Server, tails: Tails) -> None:
+    await server.stopping.wait()
+    tails.end()
 
 
 if __name__ == "__main__":

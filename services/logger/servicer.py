@@ -1,11 +1,15 @@
-"""The logger's gRPC services over a `Store`: PayloadLog reads, PayloadIngest takes records in."""
+"""The logger's gRPC services over a `Store`: PayloadLog reads, PayloadIngest takes records in.
+
+Every record that is committed is shown to the calls of Tail, by `Tails`, after the commit and once.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 
 from millrace.errors import InvalidRequestError, NotFoundError
 from millrace.interceptors import Context
@@ -16,8 +20,12 @@ from millrace.protos.millrace_pb2 import (
     GetPayloadRequest,
     PayloadRecord,
     QueryPayloadsRequest,
+    TailPayloadsRequest,
 )
+from millrace.rest_streams import errors_in_band
+from services.logger.filters import Filters
 from services.logger.store import Store
+from services.logger.tails import OpenTail, Tails
 
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
@@ -27,10 +35,11 @@ _MAX_SEQUENCE = 2**63 - 1
 
 
 class PayloadLogServicer(millrace_pb2_grpc.PayloadLogServicer):
-    """Reads records by key and by filter."""
+    """Reads records by key, by filter, and as they come."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, tails: Tails) -> None:
         self._store = store
+        self._tails = tails
 
     async def Get(self, request: GetPayloadRequest, context: Context) -> PayloadRecord:
         match request.WhichOneof("key"):
@@ -38,7 +47,8 @@ class PayloadLogServicer(millrace_pb2_grpc.PayloadLogServicer):
                 record = await self._store.get(request.record_id)
                 key = f"record_id {request.record_id!r}"
             case "request_id":
-                newest = self._store.query(QueryPayloadsRequest(request_id=request.request_id), None, limit=1)
+                filters = Filters(QueryPayloadsRequest(request_id=request.request_id))
+                newest = self._store.query(filters, None, limit=1)
                 record = await anext(newest, None)
                 key = f"request_id {request.request_id!r}"
             case _:
@@ -47,25 +57,40 @@ class PayloadLogServicer(millrace_pb2_grpc.PayloadLogServicer):
             raise NotFoundError(f"no record has the {key}")
         return record
 
-    async def Query(self, request: QueryPayloadsRequest, context: Context) -> AsyncIterator[PayloadRecord]:
+    @errors_in_band(PayloadRecord)
+    async def Query(self, request: QueryPayloadsRequest, context: Context) -> AsyncGenerator[PayloadRecord, None]:
         limit = request.page_size or DEFAULT_PAGE_SIZE
         if limit > MAX_PAGE_SIZE:
             raise InvalidRequestError(f"page_size {limit} is above {MAX_PAGE_SIZE}")
         before = _record_id(request.page_token) if request.page_token else None
-        async for record in self._store.query(request, before, limit):
+        async for record in self._store.query(Filters(request), before, limit):
             record.page_token = _page_token(record.record_id)
             yield record
 
+    async def Tail(self, request: TailPayloadsRequest, context: Context) -> AsyncGenerator[PayloadRecord, None]:
+        with self._tails.open(Filters(request)) as tail:
+            # Says that the tail has begun: whoever queries after this misses no record between the two.
+            await context.send_initial_metadata(())
+            async with aclosing(self._follow(tail, context)) as records:
+                async for record in records:
+                    yield record
+
+    @errors_in_band(PayloadRecord, headers_are_out=True)
+    async def _follow(self, tail: OpenTail, context: Context) -> AsyncGenerator[PayloadRecord, None]:
+        while True:
+            yield await tail.next()
+
 
 class PayloadIngestServicer(millrace_pb2_grpc.PayloadIngestServicer):
-    """Commits what taps send, batch by batch.
+    """Commits what taps send, batch by batch, and shows the new records to `tails`.
 
     A call has no end of its own, so it ends when `stopping` is set: with what had arrived committed
     and acknowledged. The tap sends the rest to the next process.
     """
 
-    def __init__(self, store: Store, stopping: asyncio.Event) -> None:
+    def __init__(self, store: Store, tails: Tails, stopping: asyncio.Event) -> None:
         self._store = store
+        self._tails = tails
         self._stopping = stopping
 
     async def Append(
@@ -75,7 +100,7 @@ class PayloadIngestServicer(millrace_pb2_grpc.PayloadIngestServicer):
         collector = asyncio.create_task(arrivals.collect(request_iterator, self._stopping), name="append collector")
         try:
             while batch := await arrivals.take():
-                await self._store.append(batch)
+                self._tails.show(await self._store.append(batch))
                 yield AppendResponse(sequence=max(request.sequence for request in batch))
             await collector
         finally:

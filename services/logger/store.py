@@ -16,18 +16,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import sqlalchemy as sql
-from google.protobuf.timestamp_pb2 import Timestamp
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.exc import DatabaseError
 
 from millrace.errors import NotReadyError, StartupError
-from millrace.protos.millrace_pb2 import AppendRequest, PayloadRecord, QueryPayloadsRequest
+from millrace.protos.millrace_pb2 import AppendRequest, PayloadRecord
+from services.logger.filters import Filters, columns_of
 
 logger = logging.getLogger(__name__)
 
@@ -64,34 +64,21 @@ _records = sql.Table(
 )
 _column = _records.c
 
-# A filter of QueryPayloadsRequest → what its value demands of a row; `text_contains` is looked for in the body.
-_CLAUSES: Mapping[str, Callable[[Any], sql.ColumnElement[bool]]] = {
-    "model": lambda value: _column.model == value,
-    "since": lambda value: _column.time_us >= _ceil_us(value),
-    "until": lambda value: _column.time_us < _ceil_us(value),
-    "status": lambda value: _column.status == value,
-    "finish_reason": lambda value: _column.finish_reason == value,
-    "request_id": lambda value: _column.request_id == value,
-    "trace_id": lambda value: _column.trace_id == value,
-    "min_duration_ms": lambda value: _column.duration_ms >= value,
-    "min_ttft_ms": lambda value: _column.ttft_ms >= value,
-}
-
 T = TypeVar("T")
 
 
 class Store(Protocol):
     """Payload records by key and by filter."""
 
-    async def append(self, requests: Sequence[AppendRequest]) -> None:
-        """Commits the records, all or none; those that are there already are left as they are."""
+    async def append(self, requests: Sequence[AppendRequest]) -> list[PayloadRecord]:
+        """Commits the records, all or none, and returns the new ones; those that are there already stay as they are."""
         ...
 
     async def get(self, record_id: str) -> PayloadRecord | None:
         """The record of that key."""
         ...
 
-    def query(self, filters: QueryPayloadsRequest, before: str | None, limit: int) -> AsyncIterator[PayloadRecord]:
+    def query(self, filters: Filters, before: str | None, limit: int) -> AsyncIterator[PayloadRecord]:
         """At most `limit` records that pass every filter, newest first, from the one before record_id `before`."""
         ...
 
@@ -112,21 +99,18 @@ class SqliteStore:
         self._writer = ThreadPoolExecutor(1, "store-writer")
         self._readers = ThreadPoolExecutor(_READERS, "store-reader")
 
-    async def append(self, requests: Sequence[AppendRequest]) -> None:
-        if requests:
-            await self._run(self._writer, self._insert, requests)
+    async def append(self, requests: Sequence[AppendRequest]) -> list[PayloadRecord]:
+        return await self._run(self._writer, self._insert, requests) if requests else []
 
     async def get(self, record_id: str) -> PayloadRecord | None:
         statement = sql.select(_column.record_id, _column.body).where(_column.record_id == record_id)
         rows = await self._run(self._readers, self._select, statement)
         return PayloadRecord.FromString(rows[0].body) if rows else None
 
-    async def query(
-        self, filters: QueryPayloadsRequest, before: str | None, limit: int
-    ) -> AsyncIterator[PayloadRecord]:
-        clauses = [_CLAUSES[field.name](value) for field, value in filters.ListFields() if field.name in _CLAUSES]
+    async def query(self, filters: Filters, before: str | None, limit: int) -> AsyncIterator[PayloadRecord]:
+        clauses = filters.clauses(_records)
         newest_first = sql.select(_column.record_id, _column.body).where(*clauses).order_by(_column.record_id.desc())
-        text = filters.text_contains
+        text = filters.text
         rows_per_read = _ROWS_PER_READ if text else min(limit, _ROWS_PER_READ)
         while True:
             page = newest_first if before is None else newest_first.where(_column.record_id < before)
@@ -136,7 +120,7 @@ class SqliteStore:
                 if text.encode() not in row.body:
                     continue
                 record = PayloadRecord.FromString(row.body)
-                if text in record.prompt or text in record.text:
+                if filters.has_text(record):
                     yield record
                     limit -= 1
                     if limit == 0:
@@ -160,9 +144,14 @@ class SqliteStore:
             logger.error("the database failed: %s", error.orig)
             raise NotReadyError("the payload store does not answer") from error
 
-    def _insert(self, requests: Sequence[AppendRequest]) -> None:
+    def _insert(self, requests: Sequence[AppendRequest]) -> list[PayloadRecord]:
+        statement = insert(_records).on_conflict_do_nothing().returning(_column.record_id)
         with self._engine.begin() as connection:
-            connection.execute(insert(_records).on_conflict_do_nothing(), [_row(request) for request in requests])
+            new = set(connection.execute(statement, [_row(request) for request in requests]).scalars())
+        records: dict[str, PayloadRecord] = {}
+        for request in requests:
+            records.setdefault(request.record.record_id, request.record)
+        return [record for record_id, record in records.items() if record_id in new]
 
     def _select(self, statement: sql.Select[Any]) -> Sequence[sql.Row[Any]]:
         with self._engine.connect() as connection:
@@ -170,31 +159,11 @@ class SqliteStore:
 
 
 def _row(request: AppendRequest) -> dict[str, Any]:
-    record = request.record
-    return {
-        "record_id": record.record_id,
+    return columns_of(request.record) | {
         "source": request.source,
         "sequence": request.sequence,
-        "time_us": _microseconds(record.time, record.time.nanos // 1_000),
-        "model": record.model,
-        "request_id": record.request_id,
-        "trace_id": record.trace_id,
-        "status": record.status,
-        "finish_reason": record.finish_reason,
-        "duration_ms": record.duration_ms,
-        "ttft_ms": record.ttft_ms if record.HasField("ttft_ms") else None,
-        "body": record.SerializeToString(),
+        "body": request.record.SerializeToString(),
     }
-
-
-def _ceil_us(time: Timestamp) -> int:
-    """Records lie at whole microseconds: the first of them that is at or after `time`."""
-    return _microseconds(time, -(-time.nanos // 1_000))
-
-
-def _microseconds(time: Timestamp, fraction_us: int) -> int:
-    """Microseconds since 1970, kept within the 64 bits of an SQLite integer."""
-    return max(-(2**63), min(time.seconds * 1_000_000 + fraction_us, 2**63 - 1))
 
 
 def _open(path: Path) -> sql.Engine:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,9 +20,12 @@ class RequestCounts:
     cancelled: int = 0
     queue_ns: int = 0
     compute_ns: int = 0
-    request_ns: int = 0
-    last_inference_ms: int = 0
     mean_compute_s: float = 0.1
+
+    @property
+    def ended(self) -> int:
+        """Requests that are done, however they ended."""
+        return self.succeeded + self.failed + self.cancelled
 
     @property
     def retry_after_ms(self) -> int:
@@ -36,6 +38,4 @@ class RequestCounts:
         self.queue_ns += int((started_at - submitted_at) * 1e9)
         self.compute_ns += int((ended_at - started_at) * 1e9)
         if outcome == "succeeded":
-            self.request_ns += int((ended_at - submitted_at) * 1e9)
             self.mean_compute_s += _WEIGHT * (ended_at - started_at - self.mean_compute_s)
-        self.last_inference_ms = int(time.time() * 1000)

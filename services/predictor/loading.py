@@ -1,12 +1,16 @@
 """Loads a model of any kind: brings its files, decides its kind, and makes of it what the servicer serves.
 
-`load` blocks: minutes for a download, seconds for the weights. What is wrong with a model is said
-here in one line (StartupError), not by the first request.
+In two steps, which block: `bring`, minutes for a download; `build`, seconds for the weights. What is
+wrong with a model is said here in one line (StartupError), not by the first request.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -28,26 +32,48 @@ _FILES = ("*.json", "*.safetensors")
 
 def load(source: ModelSource, settings: PredictorSettings, device: torch.device, report: Report) -> ServedModel:
     """The model, running; tells `report` how far it is; raises StartupError."""
+    return build(source, bring(source, report), settings, device, report)
+
+
+@dataclass(frozen=True)
+class Brought:
+    """A model's files on the local disk, and its kind."""
+
+    folder: Path
+    kind: ModelKind
+
+
+def bring(source: ModelSource, report: Report) -> Brought:
+    """Downloads what is not here yet; takes no memory worth mentioning; raises StartupError."""
+    with _told_in_one_line(source.name):
+        folder = fetch(source, _FILES, report)
+        return Brought(folder, kind_of(source, folder))
+
+
+def build(
+    source: ModelSource, brought: Brought, settings: PredictorSettings, device: torch.device, report: Report
+) -> ServedModel:
+    """The model, running; raises StartupError."""
+    with _told_in_one_line(source.name):
+        if brought.kind is ModelKind.PYTHON:
+            report("loading model.py")
+            return PythonModel(source.name, brought.folder, settings.max_running, settings.max_waiting)
+        report("loading the weights")
+        if brought.kind is ModelKind.GENERATION:
+            return GenerationModel(load_generation(source.name, brought.folder, settings, device))
+        return load_encoder(source.name, brought.folder, brought.kind, settings, device)
+
+
+@contextmanager
+def _told_in_one_line(name: str) -> Iterator[None]:
+    """Damaged files fail in many libraries' own ways; none of them is cured by another try."""
     try:
-        return _load(source, settings, device, report)
+        yield
     except StartupError:
         raise
     except Exception as error:
-        # Damaged files fail in many libraries' own ways; none of them is cured by another try.
-        logger.debug("model %s cannot be loaded", source.name, exc_info=True)
-        raise StartupError(f"model {source.name} cannot be loaded: {_first_line(error)}") from None
-
-
-def _load(source: ModelSource, settings: PredictorSettings, device: torch.device, report: Report) -> ServedModel:
-    folder = fetch(source, _FILES, report)
-    kind = kind_of(source, folder)
-    if kind is ModelKind.PYTHON:
-        report("loading model.py")
-        return PythonModel(source.name, folder, settings.max_running, settings.max_waiting)
-    report("loading the weights")
-    if kind is ModelKind.GENERATION:
-        return GenerationModel(load_generation(source.name, folder, settings, device))
-    return load_encoder(source.name, folder, kind, settings, device)
+        logger.debug("model %s cannot be loaded", name, exc_info=True)
+        raise StartupError(f"model {name} cannot be loaded: {_first_line(error)}") from None
 
 
 def _first_line(error: Exception) -> str:

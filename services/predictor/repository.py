@@ -1,69 +1,292 @@
-"""The models that are served, and the state of each: loading, ready, or gone with what runs it."""
+"""The models that are served, and the state of each; loads and unloads them while the others are served.
+
+A model is LOADING, READY, UNLOADING (requests in flight may end, new ones are refused) or
+UNAVAILABLE, with a reason. Loads run one at a time, each as a task of the repository: a caller that
+leaves does not stop one, and finds out by the index what became of it.
+
+- A load of a model that is loaded replaces it. The new one is made beside the old one, which serves until
+  then and goes on if the new one fails; but one that generates is unloaded first, once its files have been
+  found, because its cache is planned by the memory that is free.
+- An unload drains: requests in flight have `drain_s`, then end as UNAVAILABLE. Then its threads end and
+  its memory is given back.
+- A load that fails is told to who asked for it, and leaves the rest as it is.
+
+`ready` says that every model is there that should be: those of `MODELS` and those loaded later, but for
+what was unloaded or could not be loaded on request.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import partial
+from typing import NamedTuple, NoReturn
 
 import torch
 
-from millrace.errors import NotFoundError, NotReadyError
+from millrace.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    NotReadyError,
+    OverloadedError,
+    RequestFailedError,
+    StartupError,
+)
+from millrace.model_kinds import ModelKind
 from millrace.model_sources import ModelSource
 from millrace.threads import run_in_daemon_thread
-from services.predictor.loading import load
-from services.predictor.served_model import VERSION, ServedModel
+from services.predictor.engine.interface import EngineDeadError
+from services.predictor.loading import bring, build
+from services.predictor.memory_release import release_memory
+from services.predictor.model_locations import ModelLocations
+from services.predictor.operations import Operations
+from services.predictor.served_model import VERSION
+from services.predictor.serving import Serving
 from services.predictor.settings import PredictorSettings
 from services.predictor.weights import choose_device
 
+logger = logging.getLogger(__name__)
+
+_MAX_MODELS = 1024  # That are known; each name that was ever loaded is.
+_UNLOADED = "unloaded"
+
+
+class State(StrEnum):
+    """In Triton's words."""
+
+    LOADING = "LOADING"
+    READY = "READY"
+    UNLOADING = "UNLOADING"
+    UNAVAILABLE = "UNAVAILABLE"
+
+
+class IndexRow(NamedTuple):
+    """What RepositoryIndex says of a model."""
+
+    name: str
+    state: State
+    reason: str
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A model that is, was, or is to be loaded."""
+
+    source: ModelSource
+    state: State
+    reason: str = ""
+    wanted: bool = False
+    serving: Serving | None = None
+    watch: asyncio.Task[None] | None = None
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # Held by what changes it.
+
+    def set(self, state: State, reason: str = "") -> None:
+        self.state, self.reason = state, reason
+
 
 class ModelRepository:
-    """Owned by the event loop; loading runs on a thread of its own."""
+    """Owned by the event loop; `tell_ready` is told each time that `ready` changes."""
 
-    def __init__(self, settings: PredictorSettings) -> None:
+    def __init__(self, settings: PredictorSettings, tell_ready: Callable[[bool], Awaitable[None]]) -> None:
         self._settings = settings
-        self._models: dict[str, ServedModel] = {}
-        self._progress = {source.name: "waiting to be loaded" for source in settings.models}
-        self.sources: Sequence[ModelSource] = settings.models
+        self._locations = ModelLocations(settings)
+        self._tell_ready = tell_ready
+        self._told = False
+        self._device = torch.device("cpu")
+        self._entries = {
+            source.name: _Entry(source, State.LOADING, "waiting to be loaded", wanted=True)
+            for source in settings.models
+        }
+        self._loading = asyncio.Lock()
+        self._operations = Operations()
+        self._dead = asyncio.Event()
+        self._death: EngineDeadError | None = None
 
     async def load_all(self) -> None:
-        """Loads every model and tries each once; raises StartupError."""
+        """Loads the configured models and tries each once; raises StartupError."""
         torch.set_num_threads(self._settings.threads or max(1, torch.get_num_threads() - 1))
-        device = choose_device(self._settings.device)
-        for source in self.sources:
-            report = partial(self._progress.__setitem__, source.name)
-            loading = partial(load, source, self._settings, device, report)
-            model = await run_in_daemon_thread(f"load-{source.name}", loading)
-            await model.warm_up()
-            self._models[source.name] = model
+        self._device = choose_device(self._settings.device)
+        for entry in list(self._entries.values()):
+            if entry.serving is None:
+                await self._load(entry, entry.source)
 
-    async def engine_death(self) -> None:
-        """Waits until one of the models can serve no more, then raises a group with its EngineDeadError."""
-        async with asyncio.TaskGroup() as group:
-            for model in self._models.values():
-                group.create_task(model.died())
+    async def load(self, name: str, source: str = "", time_remaining_s: float | None = None) -> None:
+        """Loads a model, or once more one that is loaded; `source` is a hub id where the name is not its own."""
+        if not name:
+            raise InvalidRequestError("the request names no model")
+        found = await asyncio.to_thread(self._locations.find, name, source)
+        await self._operations.run(f"load of {name}", self._load_for_caller(found), time_remaining_s)
+
+    async def unload(self, name: str, time_remaining_s: float | None = None) -> None:
+        """Takes a model out; one that is not loaded stays so; raises NotFoundError for one that is not known."""
+        entry = self._entries.get(name)
+        if entry is None:
+            if name not in await asyncio.to_thread(self._locations.names):
+                raise NotFoundError(f"no model {name!r}")
+            return
+        await self._operations.run(f"unload of {name}", self._unload(entry), time_remaining_s)
+
+    async def index(self) -> list[IndexRow]:
+        """Every model that is known, and those of the repository folder that could be loaded."""
+        rows = [IndexRow(name, entry.state, entry.reason) for name, entry in self._entries.items()]
+        names = await asyncio.to_thread(self._locations.names)
+        return rows + [IndexRow(name, State.UNAVAILABLE, "not loaded") for name in names if name not in self._entries]
+
+    async def engine_death(self) -> NoReturn:
+        """Waits until one of the models can serve no more, then raises its EngineDeadError."""
+        await self._dead.wait()
+        raise self._death or EngineDeadError("an engine died")
 
     @property
     def ready(self) -> bool:
-        return len(self._models) == len(self.sources)
+        return all(entry.state is State.READY for entry in self._entries.values() if entry.wanted)
+
+    @property
+    def served(self) -> Sequence[Serving]:
+        """The models that are ready."""
+        return [e.serving for e in self._entries.values() if e.serving is not None and e.state is State.READY]
 
     def is_ready(self, name: str, version: str = "") -> bool:
-        return name in self._models and version in ("", VERSION)
+        known = self._entries.get(name)
+        return known is not None and known.state is State.READY and version in ("", VERSION)
 
-    def progress(self, name: str) -> str:
-        """How far the loading of a model is; empty once it is ready."""
-        return "" if name in self._models else self._progress[name]
-
-    def get(self, name: str, version: str = "") -> ServedModel:
-        """The model; raises NotFoundError, or NotReadyError while it loads."""
-        if not any(source.name == name for source in self.sources):
-            raise NotFoundError(f"no model {name!r}")
+    def get(self, name: str, version: str = "") -> Serving:
+        """The model; raises NotFoundError, or NotReadyError while it loads or is on its way out."""
+        entry = self._entries.get(name)
+        if entry is None:
+            raise NotFoundError(f"no model {name!r}" if name else "the request names no model")
         if version not in ("", VERSION):
             raise NotFoundError(f"model {name!r} has no version {version!r}, only {VERSION}")
-        if name not in self._models:
-            raise NotReadyError(f"model {name!r} is not ready: {self.progress(name)}")
-        return self._models[name]
+        if entry.state in (State.LOADING, State.UNLOADING):
+            raise NotReadyError(f"model {name!r} is not ready: {entry.reason}")
+        if entry.serving is None:
+            raise NotFoundError(f"model {name!r} is not loaded")
+        return entry.serving
+
+    def source(self, name: str) -> str:
+        """Where a model that `get` gives came from, as `MODELS` would name it."""
+        return self._entries[name].source.where
 
     async def close(self) -> None:
-        for model in self._models.values():
-            await asyncio.to_thread(model.close)
+        """Stops every model; a load that is under way is left to end with the process."""
+        await self._operations.close()
+        for entry in self._entries.values():
+            await self._unwatch(entry)
+            if entry.serving is not None:
+                await entry.serving.stop()
+
+    async def _load_for_caller(self, source: ModelSource) -> None:
+        try:
+            await self._load(self._entries.get(source.name) or self._add(source), source)
+        except StartupError as error:
+            raise RequestFailedError(str(error)) from None
+
+    def _add(self, source: ModelSource) -> _Entry:
+        if len(self._entries) >= _MAX_MODELS:
+            idle = (name for name, entry in self._entries.items() if entry.state is State.UNAVAILABLE)
+            if (forgotten := next(idle, None)) is None:
+                raise OverloadedError(f"{_MAX_MODELS} models are loaded already")
+            del self._entries[forgotten]
+        entry = self._entries[source.name] = _Entry(source, State.LOADING)
+        return entry
+
+    async def _load(self, entry: _Entry, source: ModelSource) -> None:
+        async with entry.turn:
+            if entry.serving is None:
+                entry.set(State.LOADING, "waits for another load")
+            try:
+                async with self._loading:
+                    new = await self._make(entry, source)
+            except BaseException as error:
+                if entry.serving is None:
+                    entry.set(State.UNAVAILABLE, str(error) or type(error).__name__)
+                    entry.wanted = False
+                await self._changed()
+                raise
+            await self._unwatch(entry)
+            replaced, entry.serving, entry.source = entry.serving, new, source
+            entry.watch = asyncio.create_task(self._watch(new), name=f"watch-{source.name}")
+            entry.set(State.READY)
+            entry.wanted = True
+            await self._changed()
+            if replaced is not None:
+                await self._end(replaced)
+                del replaced
+                await asyncio.to_thread(release_memory)
+
+    async def _make(self, entry: _Entry, source: ModelSource) -> Serving:
+        """The model, tried; what its entry holds is unloaded first where both do not fit."""
+
+        def report(progress: str) -> None:
+            if entry.state is State.LOADING:
+                entry.reason = progress
+
+        thread = f"load-{source.name}"
+        brought = await run_in_daemon_thread(thread, partial(bring, source, report))
+        if brought.kind is ModelKind.GENERATION and entry.serving is not None:
+            await self._take_out(entry)
+            entry.set(State.LOADING, "loading")
+        building = partial(build, source, brought, self._settings, self._device, report)
+        try:
+            model = await run_in_daemon_thread(thread, building)
+            try:
+                await model.warm_up()
+            except BaseException:
+                await asyncio.to_thread(model.close)
+                raise
+        except StartupError:
+            await asyncio.to_thread(release_memory)
+            raise
+        return Serving(model)
+
+    async def _unload(self, entry: _Entry) -> None:
+        async with entry.turn:
+            if entry.state is State.LOADING:
+                raise NotReadyError(f"model {entry.source.name!r} waits to be loaded")
+            entry.wanted = False
+            if entry.serving is not None:
+                await self._take_out(entry)
+                await self._changed()
+
+    async def _take_out(self, entry: _Entry) -> None:
+        """Ends what is served; whoever holds the entry's turn says what comes next."""
+        serving = entry.serving
+        if serving is not None:
+            entry.set(State.UNLOADING, "ends what is in flight")
+            await self._changed()
+            await self._end(serving, entry)
+            entry.serving = None
+            # The last reference, but for this frame's.
+            del serving
+            await asyncio.to_thread(release_memory)
+        entry.set(State.UNAVAILABLE, _UNLOADED)
+
+    async def _end(self, serving: Serving, watched: _Entry | None = None) -> None:
+        left = await serving.drain(self._settings.drain_s)
+        if left:
+            logger.warning("model %s: %d requests are ended with it", serving.model.name, left)
+        if watched is not None:
+            # An engine that is closed has not died.
+            await self._unwatch(watched)
+        await serving.stop()
+
+    async def _watch(self, serving: Serving) -> None:
+        try:
+            await serving.model.died()
+        except EngineDeadError as error:
+            self._death = error
+            self._dead.set()
+
+    async def _unwatch(self, entry: _Entry) -> None:
+        if entry.watch is not None:
+            entry.watch.cancel()
+            await asyncio.gather(entry.watch, return_exceptions=True)
+            entry.watch = None
+
+    async def _changed(self) -> None:
+        if self.ready != self._told:
+            self._told = self.ready
+            await self._tell_ready(self._told)

@@ -29,26 +29,29 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """What metadata and configuration say of a model; a decoupled one may give several responses to a request."""
+    """What metadata and configuration say of a model; a decoupled one may give several responses to a request.
+
+    With a `max_batch_size` the first dimension of every tensor is the batch; 0 means that there is none.
+    """
 
     platform: str
     inputs: Sequence[TensorSpec] = ()
     outputs: Sequence[TensorSpec] = ()
     decoupled: bool = False
+    max_batch_size: int = 0
     parameters: Mapping[str, str] = field(default_factory=dict)
 
 
 class Counts(Protocol):
-    """Counters since the model was loaded, of requests but for `steps`; durations in nanoseconds."""
+    """What only the model itself can count, since it was made; durations in nanoseconds."""
 
     steps: int
-    succeeded: int
-    failed: int
-    cancelled: int
     queue_ns: int
     compute_ns: int
-    request_ns: int
-    last_inference_ms: int
+
+    @property
+    def ended(self) -> int:
+        """Requests that are done, however they ended; what was refused at once is not among them."""
 
 
 class ServedModel(Protocol):
@@ -99,20 +102,27 @@ def metadata_of(model: ServedModel) -> pb.ModelMetadataResponse:
 
 
 def config_of(model: ServedModel) -> model_config_pb2.ModelConfig:
-    """What ModelConfig says of a model."""
+    """What ModelConfig says of a model; a batch's dimension is not among its dims, as Triton has it."""
     description = model.description
+    batch_dimensions = 1 if description.max_batch_size else 0
     config = model_config_pb2.ModelConfig(
         name=model.name,
         platform=description.platform,
         backend="millrace",
+        max_batch_size=description.max_batch_size,
         input=[
             model_config_pb2.ModelInput(
-                name=spec.name, data_type=_config_type(spec.datatype), dims=spec.shape, optional=spec.optional
+                name=spec.name,
+                data_type=_config_type(spec.datatype),
+                dims=spec.shape[batch_dimensions:],
+                optional=spec.optional,
             )
             for spec in description.inputs
         ],
         output=[
-            model_config_pb2.ModelOutput(name=spec.name, data_type=_config_type(spec.datatype), dims=spec.shape)
+            model_config_pb2.ModelOutput(
+                name=spec.name, data_type=_config_type(spec.datatype), dims=spec.shape[batch_dimensions:]
+            )
             for spec in description.outputs
         ],
         model_transaction_policy=model_config_pb2.ModelTransactionPolicy(decoupled=description.decoupled),
@@ -120,26 +130,6 @@ def config_of(model: ServedModel) -> model_config_pb2.ModelConfig:
     for key, value in description.parameters.items():
         config.parameters[key].string_value = value
     return config
-
-
-def statistics_of(model: ServedModel) -> pb.ModelStatistics:
-    """What ModelStatistics says of a model."""
-    counted = model.statistics
-    finished = counted.succeeded + counted.failed + counted.cancelled
-    duration = pb.StatisticDuration
-    return pb.ModelStatistics(
-        name=model.name,
-        version=VERSION,
-        last_inference=counted.last_inference_ms,
-        inference_count=counted.succeeded,
-        execution_count=counted.steps,
-        inference_stats=pb.InferStatistics(
-            success=duration(count=counted.succeeded, ns=counted.request_ns),
-            fail=duration(count=counted.failed),
-            queue=duration(count=finished, ns=counted.queue_ns),
-            compute_infer=duration(count=finished, ns=counted.compute_ns),
-        ),
-    )
 
 
 def _config_type(datatype: str) -> model_config_pb2.DataType.ValueType:

@@ -1,26 +1,44 @@
-"""The predictor's `GRPCInferenceService`: token ids and tensors."""
+"""The predictor's `GRPCInferenceService`: token ids and tensors, and the models that are served."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 
 from millrace import __version__
+from millrace.errors import InvalidRequestError, NotFoundError, NotImplementedMethodError
 from millrace.interceptors import Context
+from millrace.open_inference import OpenInferenceBase
+from millrace.payload_tap import PayloadTap
 from millrace.protos import inference_pb2 as pb
-from millrace.protos import inference_pb2_grpc
+from millrace.recorded_call import is_recorded, recorded, request_id_of
 from millrace.stream_infer import errors_as_status, multiplex
-from services.predictor.repository import ModelRepository
-from services.predictor.served_model import VERSION, config_of, metadata_of, statistics_of
+from services.predictor.repository import ModelRepository, State
+from services.predictor.served_model import VERSION, config_of, metadata_of
 
-_EXTENSIONS = ("model_configuration", "statistics", "model_repository", "binary_tensor_data", "parameters")
+_SERVICE = "inference.GRPCInferenceService"
+_EXTENSIONS = (
+    "model_repository",
+    "model_repository(unload_dependents)",
+    "model_configuration",
+    "statistics",
+    "trace",
+    "logging",
+    "binary_tensor_data",
+    "parameters",
+)
+_SOURCE = "source"
 
 
-class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
-    """Thin: everything is the repository's or the model's."""
+class InferenceServicer(OpenInferenceBase):
+    """Thin: everything is the repository's or the model's. With a tap, what is asked of the models is recorded."""
 
-    def __init__(self, repository: ModelRepository) -> None:
+    def __init__(self, repository: ModelRepository, tap: PayloadTap | None = None) -> None:
         self._repository = repository
+        self._tap = tap
+
+    def check_model(self, name: str) -> None:
+        self._repository.get(name)
 
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)
@@ -35,38 +53,92 @@ class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         return pb.ServerMetadataResponse(name="millrace-predictor", version=__version__, extensions=_EXTENSIONS)
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
-        return metadata_of(self._repository.get(request.name, request.version))
+        return metadata_of(self._repository.get(request.name, request.version).model)
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
-        return pb.ModelConfigResponse(config=config_of(self._repository.get(request.name, request.version)))
+        config = config_of(self._repository.get(request.name, request.version).model)
+        # Who brings text to the model finds its tokenizer there.
+        config.parameters[_SOURCE].string_value = self._repository.source(request.name)
+        return pb.ModelConfigResponse(config=config)
 
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
-        names = [request.name] if request.name else [source.name for source in self._repository.sources]
-        models = [self._repository.get(name, request.version) for name in names]
-        return pb.ModelStatisticsResponse(model_stats=[statistics_of(model) for model in models])
+        if request.name:
+            served = [self._repository.get(request.name, request.version)]
+        elif request.version in ("", VERSION):
+            served = list(self._repository.served)
+        else:
+            raise NotFoundError(f"no model has a version {request.version!r}, only {VERSION}")
+        return pb.ModelStatisticsResponse(model_stats=[serving.statistics() for serving in served])
 
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
+        _check_repository_name(request.repository_name)
         response = pb.RepositoryIndexResponse()
-        for name in (source.name for source in self._repository.sources):
-            ready = self._repository.is_ready(name)
-            if ready or not request.ready:
-                state, reason = ("READY", "") if ready else ("LOADING", self._repository.progress(name))
-                response.models.add(name=name, version=VERSION, state=state, reason=reason)
+        for row in await self._repository.index():
+            if row.state is State.READY or not request.ready:
+                response.models.add(name=row.name, version=VERSION, state=row.state, reason=row.reason)
         return response
 
+    async def RepositoryModelLoad(
+        self, request: pb.RepositoryModelLoadRequest, context: Context
+    ) -> pb.RepositoryModelLoadResponse:
+        _check_repository_name(request.repository_name)
+        _check_parameters(request.parameters, {_SOURCE: "string_param"})
+        source = request.parameters[_SOURCE].string_param if _SOURCE in request.parameters else ""
+        await self._repository.load(request.model_name, source, context.time_remaining())
+        return pb.RepositoryModelLoadResponse()
+
+    async def RepositoryModelUnload(
+        self, request: pb.RepositoryModelUnloadRequest, context: Context
+    ) -> pb.RepositoryModelUnloadResponse:
+        _check_repository_name(request.repository_name)
+        # No model depends on another: there is nothing more to unload.
+        _check_parameters(request.parameters, {"unload_dependents": "bool_param"})
+        await self._repository.unload(request.model_name, context.time_remaining())
+        return pb.RepositoryModelUnloadResponse()
+
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
-        model = self._repository.get(request.model_name, request.model_version)
-        return await model.infer(request, context.time_remaining())
+        with self._recorded(request, context, "ModelInfer"):
+            serving = self._repository.get(request.model_name, request.model_version)
+            return await serving.infer(request, context.time_remaining())
 
     async def ModelStreamInfer(
         self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context
     ) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
         async def answer(request: pb.ModelInferRequest) -> AsyncGenerator[pb.ModelInferResponse, None]:
-            model = self._repository.get(request.model_name, request.model_version)
-            async with aclosing(model.stream(request, context.time_remaining())) as responses:
-                async for response in responses:
-                    yield response
+            with self._recorded(request, context, "ModelStreamInfer"):
+                serving = self._repository.get(request.model_name, request.model_version)
+                async with aclosing(serving.stream(request, context.time_remaining())) as responses:
+                    async for response in responses:
+                        yield response
 
         async with aclosing(multiplex(request_iterator, answer, errors_as_status(context))) as responses:
             async for response in responses:
                 yield response
+
+    @contextmanager
+    def _recorded(self, request: pb.ModelInferRequest, context: Context, method: str) -> Iterator[None]:
+        """Records what becomes of the request in the block, unless its caller does."""
+        if self._tap is None or is_recorded(context):
+            yield
+            return
+        with recorded(
+            self._tap,
+            request_id=request_id_of(context, request.id),
+            model=request.model_name,
+            protocol=f"{_SERVICE}/{method}",
+            timeout_s=context.time_remaining(),
+        ):
+            yield
+
+
+def _check_repository_name(name: str) -> None:
+    if name:
+        raise NotImplementedMethodError("repository_name is not supported: there is one repository")
+
+
+def _check_parameters(given: Mapping[str, pb.ModelRepositoryParameter], known: Mapping[str, str]) -> None:
+    for name, parameter in given.items():
+        if name not in known:
+            raise InvalidRequestError(f"parameter {name!r} is not supported; known: {', '.join(known)}")
+        if parameter.WhichOneof("parameter_choice") != known[name]:
+            raise InvalidRequestError(f"parameter {name!r} must be a {known[name].removesuffix('_param')}")

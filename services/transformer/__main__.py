@@ -1,4 +1,4 @@
-"""Starts the transformer."""
+"""Starts the transformer, or several on one port."""
 
 from __future__ import annotations
 
@@ -7,54 +7,83 @@ from concurrent.futures import ThreadPoolExecutor
 from millrace.channel import open_channel
 from millrace.health import watch_serving
 from millrace.payload_tap import PayloadTap
-from millrace.protos.inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from millrace.protos.millrace_pb2_grpc import add_TextGenerationServicer_to_server
 from millrace.protos.rest_pb2_grpc import add_OpenAIServicer_to_server, add_OpenInferenceServicer_to_server
 from millrace.server import READY, Server
 from millrace.service import run_service
 from millrace.threads import run_in_daemon_thread
 from services.transformer.settings import TransformerSettings
+from services.transformer.workers import supervise
 
 # The public face: what reflection lists and health answers for. The payload log is the logger's, behind the
 # same address.
 _OWN = ("inference.GRPCInferenceService", "millrace.v1.TextGeneration")
 _PAYLOAD_LOG = "millrace.v1.PayloadLog"
 _TAP_DRAIN_S = 3.0
+_WORKER_READY_S = 2.0
 
 
 async def serve(settings: TransformerSettings) -> None:
+    """Runs one transformer, or the parent of several."""
+    if settings.workers > 1:
+        await supervise(settings.host, settings.port, settings.workers, settings.drain_s)
+    else:
+        await _serve(settings, shares_port=False)
+
+
+async def serve_worker(settings: TransformerSettings) -> None:
+    """Runs one of several transformers."""
+    await _serve(settings, shares_port=True)
+
+
+async def _serve(settings: TransformerSettings, shares_port: bool) -> None:
     # transformers takes seconds to import: a wrong setting is told before.
     from services.transformer.catalogue import Catalogue
+    from services.transformer.inference import Inference
     from services.transformer.inference_servicer import InferenceServicer
     from services.transformer.open_inference_servicer import OpenInferenceServicer
+    from services.transformer.openai.embeddings import Embedder
     from services.transformer.openai_servicer import OpenAIServicer
     from services.transformer.pipeline import Pipeline
     from services.transformer.predictor_client import PredictorClient
+    from services.transformer.processors import RunningProcessor
     from services.transformer.relay import Relay
+    from services.transformer.replicas import Replicas
     from services.transformer.text_generation_servicer import TextGenerationServicer
+    from services.transformer.work_pool import WorkPool
 
     predictor = PredictorClient(settings.predictor)
     log = open_channel(settings.logger, "logger")
     tap = PayloadTap(settings.logger, settings.payload_queue_memory, hop="transformer")
     pool = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="tokenizer")
-    catalogue = Catalogue(settings.models, predictor, pool)
+    replicas = Replicas(settings.predictor_replicas, predictor)
+    work = WorkPool(settings.processor_threads, settings.processor_waiting, "processor")
+    processors = {source.name: RunningProcessor(source, work) for source in settings.processors}
+    catalogue = Catalogue(settings.models, predictor, replicas, pool, processors)
     pipeline = Pipeline(catalogue, predictor, tap)
-    server = Server("transformer", settings.host, settings.port, settings.drain_s, (*_OWN, _PAYLOAD_LOG))
+    public = (*_OWN, _PAYLOAD_LOG)
+    server = Server("transformer", settings.host, settings.port, settings.drain_s, public, shares_port)
 
-    # Methods that a servicer does not override answer UNIMPLEMENTED.
-    inference = InferenceServicer(pipeline, catalogue, Relay(predictor, tap))  # type: ignore[abstract]
-    add_GRPCInferenceServiceServicer_to_server(inference, server.grpc)
+    inference = InferenceServicer(Inference(pipeline, catalogue, Relay(predictor), tap), catalogue, predictor, replicas)
+    inference.add_to_server(server.grpc)
     add_TextGenerationServicer_to_server(TextGenerationServicer(pipeline), server.grpc)
-    add_OpenAIServicer_to_server(OpenAIServicer(pipeline), server.grpc)
-    add_OpenInferenceServicer_to_server(OpenInferenceServicer(catalogue), server.grpc)
+    openai = OpenAIServicer(pipeline, catalogue, Embedder(catalogue, predictor, tap))
+    add_OpenAIServicer_to_server(openai, server.grpc)
+    v2_rest = OpenInferenceServicer(inference, pipeline)
+    add_OpenInferenceServicer_to_server(v2_rest, server.grpc)
 
     async def tell(ready: bool) -> None:
         await server.set_serving(READY, ready)
 
-    async def load_and_watch() -> None:
+    async def load() -> None:
         await run_in_daemon_thread("load-tokenizers", catalogue.load_all)
+        for processor in processors.values():
+            await processor.load()
         for name in ("", *_OWN):
             await server.set_serving(name, True)
+
+    async def load_and_watch() -> None:
+        await load()
         await catalogue.watch(tell)
 
     async def tell_of_log(serving: bool) -> None:
@@ -65,14 +94,24 @@ async def serve(settings: TransformerSettings) -> None:
 
     for name in ("", READY, *_OWN, _PAYLOAD_LOG):
         await server.set_serving(name, False)
-    server.own("load-and-watch", load_and_watch())
     server.own("payload-shipper", tap.ship())
     server.own("payload-log-health", watch_serving(log, _PAYLOAD_LOG, tell_of_log))
     server.at_stop(log.close)
     server.at_stop(predictor.close)
+    server.at_stop(replicas.close)
     server.at_stop(drain_tap)
+    server.at_stop(v2_rest.close)
+    if shares_port:
+        # It listens once it can serve: another one takes the connections until then.
+        await load()
+        server.own("watch", catalogue.watch(tell))
+        await catalogue.wait_ready(_WORKER_READY_S)
+    else:
+        # It listens while it loads, so that a download of minutes can be told from a hang.
+        server.own("load-and-watch", load_and_watch())
     await server.run()
     pool.shutdown(wait=False, cancel_futures=True)
+    work.close()
 
 
 if __name__ == "__main__":

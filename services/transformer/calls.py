@@ -40,6 +40,12 @@ def rest_timeout_s(context: Context) -> float | None:
     return context.time_remaining()
 
 
+def timeout_of(context: Context) -> float | None:
+    """Seconds that a caller of any protocol has left: its gRPC deadline or its `x-timeout-ms`, whichever is sooner."""
+    given = [timeout for timeout in (rest_timeout_s(context), context.time_remaining()) if timeout is not None]
+    return min(given, default=None)
+
+
 def as_metadata(value: str) -> str:
     """Text as gRPC metadata allows it: printable ASCII."""
     return "".join(c if " " <= c <= "~" else "?" for c in value)

@@ -1,19 +1,36 @@
-"""The models: a text model's tokenizer and defaults, and what the predictor says of it; which ones are relayed."""
+"""The models: which there are, as the predictor says, and what each needs of the transformer.
+
+The catalogue follows the predictor's RepositoryIndex: a model that is loaded there appears here, with
+the tokenizer of its own folder or hub id, and one that is unloaded disappears. A model that makes
+`output_ids` of `input_ids` and whose tokenizer can be read takes text; any other is relayed. A server
+without an index is asked for the models of `MODELS`, and what else a caller names is relayed to it.
+
+Everything belongs to the event loop; files are read on threads of their own.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from millrace.errors import InvalidRequestError, MillraceError, NotFoundError, NotReadyError, StartupError
-from millrace.hub import fetch
-from millrace.model_kinds import ModelKind, kind_of
-from millrace.model_sources import ModelSource, read_config
-from millrace.sampling import ContextLimits, SamplingParameters, defaults_of
+from millrace.model_sources import ModelSource, parse_models
+from millrace.sampling import ContextLimits, SamplingParameters
+from millrace.telemetry.untraced import leave_untraced
+from millrace.threads import run_in_daemon_thread
+from services.transformer.model_text import ModelText, read_text
 from services.transformer.predictor_client import PredictorClient
-from services.transformer.tokenizer import FILES, TextTokenizer
+from services.transformer.predictor_models import OURS, Dialect, PredictorModel
+from services.transformer.processors import RunningProcessor
+from services.transformer.replicas import LOADING, READY, UNAVAILABLE, ModelState, Replicas
+from services.transformer.tokenizer import TextTokenizer
+
+logger = logging.getLogger(__name__)
 
 VERSION = "1"
 _PROBE_INTERVAL_S = 1.0
@@ -22,98 +39,268 @@ _STARTING_INTERVAL_S = 0.1
 
 @dataclass(frozen=True)
 class TextModel:
-    """A model that generates text."""
+    """A model that generates text; one that resumes goes on after ids that were given before."""
 
     name: str
     tokenizer: TextTokenizer
     defaults: SamplingParameters
+    limits: ContextLimits
+    resumes: bool = True
+    dialect: Dialect = OURS
+    versions: Sequence[str] = (VERSION,)
 
 
 @dataclass(frozen=True)
 class RelayedModel:
-    """A model that needs no text processing."""
+    """A model that needs no text processing; one that embeds has a tokenizer where its folder has one."""
 
     name: str
+    tokenizer: TextTokenizer | None = None
+    versions: Sequence[str] = ()  # None known: the predictor will say.
+    context_length: int | None = None  # Of a model that embeds: tokens a row at most.
 
 
-def load_model(source: ModelSource, pool: ThreadPoolExecutor) -> TextModel | RelayedModel:
-    """Decides a model's kind and reads a text model's tokenizer; blocks; raises StartupError."""
-    folder = fetch(source, FILES)
+@dataclass(frozen=True)
+class ProcessedModel:
+    """A processor of the user's own, before and after the model of the predictor that it names."""
 
-    try:
-        if kind_of(source, folder) is not ModelKind.GENERATION:
-            return RelayedModel(source.name)
-        is_encoder_decoder = bool(read_config(folder, "config.json").get("is_encoder_decoder"))
-        defaults = defaults_of(read_config(folder, "generation_config.json"), is_encoder_decoder)
-    except (ValueError, MillraceError) as error:
-        raise StartupError(f"model {source.name}: {folder}: {error}") from None
-    return TextModel(source.name, TextTokenizer(source.name, folder, pool), defaults)
+    name: str
+    processor: RunningProcessor
+    versions: Sequence[str] = (VERSION,)
+
+
+Model = TextModel | RelayedModel | ProcessedModel
 
 
 class Catalogue:
-    """Owned by the event loop."""
+    """See the module."""
 
-    def __init__(self, sources: Sequence[ModelSource], predictor: PredictorClient, pool: ThreadPoolExecutor) -> None:
-        self._sources = sources
+    def __init__(
+        self,
+        sources: Sequence[ModelSource],
+        predictor: PredictorClient,
+        replicas: Replicas,
+        pool: ThreadPoolExecutor,
+        processors: Mapping[str, RunningProcessor] | None = None,
+    ) -> None:
+        self._sources = {source.name: source for source in sources}
         self._predictor = predictor
+        self._replicas = replicas
         self._pool = pool
+        self._processors = processors or {}
+        self._texts: dict[str, ModelText] = {}
+        self._states: Mapping[str, ModelState] = {name: ModelState(LOADING) for name in self._sources}
+        self._is_told = False  # Until the predictor first says which models it has.
+        self._is_complete = True  # False: the predictor has no index, and may know more models.
         self._models: dict[str, TextModel | RelayedModel] = {}
-        self._limits: dict[str, ContextLimits] = {}
+        self._learned: set[str] = set()  # Of `_models`, those known of the predictor that answers now.
+        self._learning: dict[str, asyncio.Task[None]] = {}
+        self._troubles: dict[str, str] = {}  # What was last logged of a model that cannot be learned.
+        self._looking = asyncio.Lock()
+        self._tasks: asyncio.TaskGroup | None = None  # There while `watch` runs, and so is `_tell`.
+        self._tell: Callable[[bool], Awaitable[None]]
+        self._first_ready = asyncio.Event()
         self.ready = False
 
     @property
+    def states(self) -> dict[str, ModelState]:
+        """Every model that callers can name, and the state it is in."""
+        processed = {name: self._state(running.model) for name, running in self._processors.items()}
+        return {**self._states, **processed}
+
+    @property
     def names(self) -> list[str]:
-        return [source.name for source in self._sources]
+        """The models that are loaded or will soon be."""
+        return [name for name, told in self.states.items() if told.state != UNAVAILABLE]
 
     def load_all(self) -> None:
-        """Makes every model known, one by one; blocks; raises StartupError."""
-        for source in self._sources:
-            self._models[source.name] = load_model(source, self._pool)
+        """Reads the text side of every model that is configured, one by one; blocks; raises StartupError."""
+        for source in self._sources.values():
+            self._texts[source.name] = read_text(source, self._pool)
 
     def get(self, name: str, version: str = "") -> TextModel:
-        """The text model; raises as `is_relayed`, and InvalidRequestError where the model is relayed."""
-        model = self._find(name, version)
-        if isinstance(model, RelayedModel):
+        """The text model; raises as `find`, and InvalidRequestError where the model takes no text."""
+        model = self.find(name, version)
+        if not isinstance(model, TextModel):
             raise InvalidRequestError(f"model {name!r} takes tensors, not text; call it by ModelInfer")
         return model
 
     def is_relayed(self, name: str, version: str = "") -> bool:
-        """Whether the model needs no text processing; raises NotFoundError, or NotReadyError while it loads."""
-        return isinstance(self._find(name, version), RelayedModel)
+        """Whether the model needs nothing of the transformer; raises as `find`."""
+        return isinstance(self.find(name, version), RelayedModel)
 
-    def _find(self, name: str, version: str) -> TextModel | RelayedModel:
-        if name not in self.names:
-            raise NotFoundError(f"no model {name!r}" if name else "the request names no model")
-        if version not in ("", VERSION):
-            raise NotFoundError(f"model {name!r} has no version {version!r}, only {VERSION}")
-        if name not in self._models:
-            raise NotReadyError(f"model {name!r} is loading")
-        return self._models[name]
-
-    async def limits(self, name: str) -> ContextLimits:
-        """What the predictor says of a model, which is asked once a life of the predictor."""
-        if name not in self._limits:
-            self._limits[name] = await self._predictor.limits(name)
-        return self._limits[name]
-
-    async def watch(self, tell: Callable[[bool], Awaitable[None]]) -> None:
-        """Keeps `ready` true to whether a generation would work now, and tells of each change."""
-        while True:
-            ready = await self._probe()
-            if ready != self.ready:
-                self.ready = ready
-                await tell(ready)
-            await asyncio.sleep(_PROBE_INTERVAL_S if ready else _STARTING_INTERVAL_S)
-
-    async def _probe(self) -> bool:
-        if len(self._models) < len(self._sources) or not await self._predictor.ready():
-            # It may come back with other models and limits.
-            self._limits.clear()
-            return False
+    def is_ready(self, name: str, version: str = "") -> bool:
+        """Whether the model can be called now."""
         try:
-            for model in self._models.values():
-                if isinstance(model, TextModel):
-                    await self.limits(model.name)
+            self.find(name, version)
         except MillraceError:
             return False
-        return True
+        return self.ready
+
+    def lists(self, name: str) -> bool:
+        """Whether the predictor has said anything of the model; of others it is asked at each call."""
+        return name in self.states
+
+    def find(self, name: str, version: str = "") -> Model:
+        """The model, whatever its kind; raises NotFoundError, or NotReadyError where that will change."""
+        if not name:
+            raise NotFoundError("the request names no model")
+        processor = self._processors.get(name)
+        model: Model = self._called(name if processor is None else processor.model)
+        if processor is not None:
+            model = ProcessedModel(name, processor)
+        if version and model.versions and version not in model.versions:
+            raise NotFoundError(f"model {name!r} has no version {version!r}, only {', '.join(model.versions)}")
+        return model
+
+    def _called(self, name: str) -> TextModel | RelayedModel:
+        told = self._state(name)
+        if told.state == UNAVAILABLE:
+            if not self._is_told:
+                raise NotReadyError("no predictor has told its models yet", hop="predictor")
+            if not self._is_complete and name not in self._states:
+                return RelayedModel(name)
+            raise NotFoundError(f"model {name!r} is not loaded: {told.reason}" if told.reason else f"no model {name!r}")
+        if name not in self._models:
+            state = "about to be ready" if told.state == READY else told.state.lower()
+            raise NotReadyError(f"model {name!r} is {state}", hop="predictor")
+        return self._models[name]
+
+    def _state(self, name: str) -> ModelState:
+        return self._states.get(name, ModelState(UNAVAILABLE))
+
+    async def limits(self, name: str) -> ContextLimits:
+        """How many tokens a text model holds."""
+        return self.get(name).limits
+
+    async def watch(self, tell: Callable[[bool], Awaitable[None]]) -> None:
+        """Follows the predictor for ever; keeps `ready` true to whether a generation would work now, and tells it."""
+        leave_untraced()
+        self._tell = tell
+        async with asyncio.TaskGroup() as self._tasks:
+            while True:
+                await self._look()
+                await asyncio.sleep(_PROBE_INTERVAL_S if self.ready else _STARTING_INTERVAL_S)
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Returns once a generation has been possible, or when the time is up."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._first_ready.wait(), timeout_s)
+
+    async def refresh(self, reloaded: str = "") -> None:
+        """Follows the predictor now, to the end; the model `reloaded` is made known anew."""
+        if self._tasks is None:
+            raise NotReadyError("starting")
+        self._texts.pop(reloaded, None)
+        self._learned.discard(reloaded)
+        await self._look()
+        if learning := tuple(self._learning.values()):
+            await asyncio.wait(learning)
+            await self._look()
+
+    async def _look(self) -> None:
+        async with self._looking:
+            ready = await self._follow()
+            if ready != self.ready:
+                self.ready = ready
+                await self._tell(ready)
+            if ready:
+                self._first_ready.set()
+
+    async def _follow(self) -> bool:
+        """Takes over what the predictor serves; whether its models can be called."""
+        try:
+            self._states = await self._index()
+            self._is_told = True
+        except MillraceError:
+            # It may come back with other models; until then calls get its own errors.
+            self._learned.clear()
+            return False
+        for name in (*self._models, *self._learning):
+            if self._state(name).state != READY:
+                self._forget(name)
+            if self._state(name).state == UNAVAILABLE:
+                self._texts.pop(name, None)
+        ready = [name for name, told in self._states.items() if told.state == READY]
+        for name in ready:
+            if name not in self._learned and name not in self._learning and self._tasks is not None:
+                self._learning[name] = self._tasks.create_task(self._learn(name), name=f"learn-{name}")
+        # A model that joins others takes nothing from them while it is made known.
+        known = self.ready or self._learned.issuperset(ready)
+        return known and await self._predictor.ready()
+
+    def _forget(self, name: str) -> None:
+        self._models.pop(name, None)
+        self._learned.discard(name)
+        if task := self._learning.pop(name, None):
+            task.cancel()
+
+    async def _index(self) -> Mapping[str, ModelState]:
+        index = await self._replicas.index()
+        self._is_complete = index is not None
+        if index is not None:
+            return index
+        wanted = dict.fromkeys([*self._sources, *(running.model for running in self._processors.values())])
+        ready = await asyncio.gather(*(self._predictor.model_ready(name) for name in wanted))
+        return {
+            name: ModelState(READY if is_ready else UNAVAILABLE) for name, is_ready in zip(wanted, ready, strict=True)
+        }
+
+    async def _learn(self, name: str) -> None:
+        """Makes a model known that the predictor serves; where that fails, the next look tries again."""
+        try:
+            described = await self._replicas.describe(name)
+            self._models[name] = _model_of(name, described, await self._text_of(name, described))
+            self._learned.add(name)
+            self._troubles.pop(name, None)
+        except MillraceError as error:
+            if self._troubles.get(name) != error.message:
+                logger.warning("model %s: the predictor does not describe it: %s", name, error.message)
+            self._troubles[name] = error.message
+        finally:
+            if self._learning.get(name) is asyncio.current_task():
+                del self._learning[name]
+
+    async def _text_of(self, name: str, described: PredictorModel) -> ModelText:
+        """The text side of a model; empty where it has none or it cannot be read."""
+        if name in self._texts:
+            return self._texts[name]
+        source = self._sources.get(name)
+        if (source is None and not described.source) or not (described.generates or described.embeds):
+            return ModelText()
+        try:
+            source = source or parse_models(f"{name}={described.source}")[0]
+            text = await run_in_daemon_thread(f"tokenizer-{name}", partial(read_text, source, self._pool))
+        except (StartupError, ValueError) as error:
+            logger.warning("model %s takes ids and no text: %s", name, error)
+            return ModelText()
+        self._texts[name] = text
+        return text
+
+
+def _model_of(name: str, described: PredictorModel, text: ModelText) -> TextModel | RelayedModel:
+    if not described.generates:
+        tokenizer = text.tokenizer if described.embeds else None
+        return RelayedModel(name, tokenizer, described.versions, described.context_length)
+    limits = _limits_of(described, text)
+    if text.tokenizer is None or limits is None:
+        return RelayedModel(name, None, described.versions)
+    return TextModel(
+        name=name,
+        tokenizer=text.tokenizer,
+        defaults=text.defaults,
+        limits=limits,
+        resumes=described.resumes,
+        dialect=described.dialect,
+        versions=described.versions or (VERSION,),
+    )
+
+
+def _limits_of(described: PredictorModel, text: ModelText) -> ContextLimits | None:
+    """The predictor's own, which may be less than the model's files say."""
+    if described.context_length is None:
+        return text.limits
+    is_encoder_decoder = described.is_encoder_decoder
+    if is_encoder_decoder is None:
+        is_encoder_decoder = text.limits is not None and text.limits.is_encoder_decoder
+    return ContextLimits(described.context_length, is_encoder_decoder)

@@ -1,56 +1,107 @@
-"""OIP v2 for text models, with the tensor names of Triton's vLLM backend.
+"""The Open Inference Protocol's `GRPCInferenceService`, as the gateway's callers see it.
 
-Inputs: `text_input` BYTES [1]; optional `stream` BOOL [1], `sampling_parameters` BYTES [1] (JSON),
-`exclude_input_in_output` BOOL [1] (default true). Output: `text_output` BYTES [1]. Sampling
-parameters are read from the request's `parameters` too, which win. `ModelInfer` answers whole,
-`ModelStreamInfer` streams unless `stream` is false.
-
-Requests to a model that needs no text processing are relayed; one stream may mix both.
+Thin: what a request does is `Inference`'s; which models there are is the catalogue's, which follows
+the predictor. Requests and answers of relayed models pass as bytes, see `add_to_server`. The other
+front ends of the protocol call the same object with messages: `ModelInfer` for the one answer to a
+request, `answer` for all of them as they come.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any
 
-import orjson
+import grpc
+from google.protobuf.message import Message
 
 from millrace import __version__
-from millrace.errors import InvalidRequestError
 from millrace.interceptors import Context
+from millrace.open_inference import OpenInferenceBase
 from millrace.protos import inference_pb2 as pb
-from millrace.protos import inference_pb2_grpc, model_config_pb2
-from millrace.sampling import parameters_of, set_parameters
-from millrace.stream_infer import FINAL, errors_as_status, multiplex
-from millrace.tensors import BYTES, Tensor, add_output, bytes_tensor, decode_inputs
-from services.transformer.calls import request_id_of
-from services.transformer.catalogue import VERSION, Catalogue
-from services.transformer.pipeline import Origin, Pipeline, TextChunk, TextRequest
-from services.transformer.relay import Relay
+from millrace.protos.inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
+from millrace.stream_infer import errors_as_status, multiplex
+from services.transformer import processed, text_tensors
+from services.transformer.calls import request_id_of, timeout_of
+from services.transformer.catalogue import Catalogue, ProcessedModel, TextModel
+from services.transformer.infer_request import InferRequest
+from services.transformer.inference import Inference
+from services.transformer.pipeline import Origin
+from services.transformer.predictor_client import PROBE_TIMEOUT_S, PredictorClient, answered_soon
+from services.transformer.replicas import READY, Replicas
 
-_SERVICE = "inference.GRPCInferenceService"
-_TEXT_INPUT = "text_input"
-_TEXT_OUTPUT = "text_output"
-_INPUTS = {_TEXT_INPUT: BYTES, "stream": "BOOL", "sampling_parameters": BYTES, "exclude_input_in_output": "BOOL"}
-_PLATFORM = "millrace_text"
+SERVICE = "inference.GRPCInferenceService"
+_INFER, _STREAM = f"{SERVICE}/ModelInfer", f"{SERVICE}/ModelStreamInfer"
+_EXTENSIONS = (
+    "binary_tensor_data",
+    "generate",
+    "logging",
+    "model_configuration",
+    "model_repository",
+    "parameters",
+    "statistics",
+    "trace",
+)
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """A parsed request."""
-
-    text: TextRequest
-    stream: bool
-    echo: str  # What goes before the answer: the prompt or nothing.
-
-
-class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
-    def __init__(self, pipeline: Pipeline, catalogue: Catalogue, relay: Relay) -> None:
-        self._pipeline = pipeline
+class InferenceServicer(OpenInferenceBase):
+    def __init__(
+        self, inference: Inference, catalogue: Catalogue, predictor: PredictorClient, replicas: Replicas
+    ) -> None:
+        self._inference = inference
         self._catalogue = catalogue
-        self._relay = relay
+        self._predictor = predictor
+        self._replicas = replicas
+
+    def check_model(self, name: str) -> None:
+        self._catalogue.find(name)
+
+    # ------------------------------------------------------------------ inference
+
+    async def ModelInfer(
+        self, request: pb.ModelInferRequest, context: Context, protocol: str = _INFER
+    ) -> pb.ModelInferResponse:
+        answer = await self._infer(InferRequest.parsed(request), context, protocol)
+        return answer if isinstance(answer, pb.ModelInferResponse) else pb.ModelInferResponse.FromString(answer)
+
+    async def answer(
+        self, request: pb.ModelInferRequest, context: Context, protocol: str = _STREAM
+    ) -> AsyncGenerator[pb.ModelInferResponse, None]:
+        """All answers to one request, as they come, the last with `triton_final_response`; raises MillraceError.
+
+        `protocol` is what the record says of the method that was called. Closing it cancels the request.
+        """
+        async with aclosing(self._stream(InferRequest.parsed(request), context, protocol)) as answers:
+            async for answer in answers:
+                if isinstance(answer, bytes):
+                    answer = pb.ModelStreamInferResponse.FromString(answer).infer_response
+                yield answer
+
+    async def ModelStreamInfer(  # type: ignore[override]  # Its requests are those of `add_to_server`.
+        self, requests: AsyncIterator[InferRequest], context: Context
+    ) -> AsyncGenerator[pb.ModelStreamInferResponse | bytes, None]:
+        async def answer(request: InferRequest) -> AsyncGenerator[pb.ModelInferResponse | bytes, None]:
+            async with aclosing(self._stream(request, context, _STREAM)) as answers:
+                async for response in answers:
+                    yield response
+
+        async with aclosing(multiplex(requests, answer, errors_as_status(context))) as responses:
+            async for response in responses:
+                yield response
+
+    async def _infer(
+        self, request: InferRequest, context: Context, protocol: str = _INFER
+    ) -> pb.ModelInferResponse | bytes:
+        """ModelInfer."""
+        origin = Origin(protocol, request_id_of(context, request.id))
+        return await self._inference.infer(request, origin, timeout_of(context))
+
+    def _stream(
+        self, request: InferRequest, context: Context, protocol: str
+    ) -> AsyncGenerator[pb.ModelInferResponse | bytes, None]:
+        origin = Origin(protocol, request_id_of(context, request.id))
+        return self._inference.stream(request, origin, timeout_of(context))
+
+    # ------------------------------------------------------------------ the server and its models
 
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)
@@ -59,169 +110,83 @@ class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         return pb.ServerReadyResponse(ready=self._catalogue.ready)
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
-        known = request.name in self._catalogue.names and request.version in ("", VERSION)
-        ready = self._catalogue.ready and known
+        ready = self._catalogue.is_ready(request.name, request.version)
+        if ready and not self._catalogue.lists(request.name):
+            ready = await self._predictor.model_ready(request.name, request.version)
         return pb.ModelReadyResponse(ready=ready)
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
-        return pb.ServerMetadataResponse(name="millrace", version=__version__, extensions=["model_configuration"])
+        return pb.ServerMetadataResponse(name="millrace", version=__version__, extensions=_EXTENSIONS)
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
-        if self._catalogue.is_relayed(request.name, request.version):
-            return await self._relay.metadata(request)
-        model = self._catalogue.get(request.name, request.version)
-        tensor = pb.ModelMetadataResponse.TensorMetadata
-        return pb.ModelMetadataResponse(
-            name=model.name,
-            versions=[VERSION],
-            platform=_PLATFORM,
-            inputs=[tensor(name=name, datatype=datatype, shape=[1]) for name, datatype in _INPUTS.items()],
-            outputs=[tensor(name=_TEXT_OUTPUT, datatype=BYTES, shape=[1])],
-        )
+        model = self._catalogue.find(request.name, request.version)
+        if isinstance(model, TextModel):
+            return text_tensors.metadata_of(model)
+        if isinstance(model, ProcessedModel):
+            return processed.metadata_of(model)
+        with answered_soon():
+            return await self._predictor.inference.ModelMetadata(request, timeout=PROBE_TIMEOUT_S)
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
-        if self._catalogue.is_relayed(request.name, request.version):
-            return await self._relay.config(request)
-        model = self._catalogue.get(request.name, request.version)
-        kinds = {BYTES: model_config_pb2.TYPE_STRING, "BOOL": model_config_pb2.TYPE_BOOL}
-        tensor_in, tensor_out = model_config_pb2.ModelInput, model_config_pb2.ModelOutput
-        config = model_config_pb2.ModelConfig(
-            name=model.name,
-            platform=_PLATFORM,
-            backend="millrace",
-            input=[
-                tensor_in(name=name, data_type=kinds[datatype], dims=[1], optional=name != _TEXT_INPUT)
-                for name, datatype in _INPUTS.items()
-            ],
-            output=[tensor_out(name=_TEXT_OUTPUT, data_type=kinds[BYTES], dims=[1])],
-            model_transaction_policy=model_config_pb2.ModelTransactionPolicy(decoupled=True),
-        )
-        config.parameters["context_length"].string_value = str(
-            (await self._catalogue.limits(model.name)).context_length
-        )
-        return pb.ModelConfigResponse(config=config)
+        model = self._catalogue.find(request.name, request.version)
+        if isinstance(model, TextModel):
+            return pb.ModelConfigResponse(config=text_tensors.config_of(model))
+        name = model.processor.model if isinstance(model, ProcessedModel) else model.name
+        with answered_soon():
+            asked = pb.ModelConfigRequest(name=name, version=request.version)
+            answer = await self._predictor.inference.ModelConfig(asked, timeout=PROBE_TIMEOUT_S)
+        if isinstance(model, ProcessedModel):
+            return pb.ModelConfigResponse(config=processed.config_of(model, answer.config))
+        return answer
 
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
-        return await self._relay.statistics(request)
+        """What the predictors have counted; requests that were refused before are not among them."""
+        model = self._catalogue.find(request.name, request.version) if request.name else None
+        if isinstance(model, ProcessedModel) and model.processor.model != request.name:
+            asked = pb.ModelStatisticsRequest(name=model.processor.model, version=request.version)
+            answer = await self._replicas.statistics(asked)
+            for statistics in answer.model_stats:
+                statistics.name = request.name
+            return answer
+        return await self._replicas.statistics(request)
 
-    async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
-        origin = _origin(request, context, "ModelInfer")
-        if self._is_relayed(request, origin):
-            return await self._relay.infer(request, origin, context.time_remaining())
-        return await self._whole(request, self._parse(request, origin, context))
+    # ------------------------------------------------------------------ the repository
 
-    async def ModelStreamInfer(
-        self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context
-    ) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
-        async def answer(request: pb.ModelInferRequest) -> AsyncGenerator[pb.ModelInferResponse, None]:
-            origin = _origin(request, context, "ModelStreamInfer")
-            if self._is_relayed(request, origin):
-                async with aclosing(self._relay.stream(request, origin, context.time_remaining())) as relayed:
-                    async for response in relayed:
-                        yield response
-                return
-            asked = self._parse(request, origin, context)
-            if not asked.stream:
-                response = await self._whole(request, asked)
-                response.parameters[FINAL].bool_param = True
-                yield response
-                return
-            echo = asked.echo
-            async with aclosing(self._pipeline.generate(asked.text)) as chunks:
-                async for chunk in chunks:
-                    response = _response(request, echo + chunk.text, chunk)
-                    response.parameters[FINAL].bool_param = chunk.finish_reason is not None
-                    echo = ""
-                    yield response
+    async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
+        response = pb.RepositoryIndexResponse()
+        for name, told in self._catalogue.states.items():
+            if told.state == READY or not request.ready:
+                response.models.add(name=name, version=told.version, state=told.state, reason=told.reason)
+        return response
 
-        async with aclosing(multiplex(request_iterator, answer, errors_as_status(context))) as responses:
-            async for response in responses:
-                yield response
+    async def RepositoryModelLoad(
+        self, request: pb.RepositoryModelLoadRequest, context: Context
+    ) -> pb.RepositoryModelLoadResponse:
+        """Loads a model at every predictor; returns once it can be called."""
+        await self._replicas.load(request, timeout_of(context))
+        await self._catalogue.refresh(reloaded=request.model_name)
+        return pb.RepositoryModelLoadResponse()
 
-    def _is_relayed(self, request: pb.ModelInferRequest, origin: Origin) -> bool:
-        with self._pipeline.recording_refusals(origin, request.model_name):
-            return self._catalogue.is_relayed(request.model_name, request.model_version)
+    async def RepositoryModelUnload(
+        self, request: pb.RepositoryModelUnloadRequest, context: Context
+    ) -> pb.RepositoryModelUnloadResponse:
+        await self._replicas.unload(request, timeout_of(context))
+        await self._catalogue.refresh()
+        return pb.RepositoryModelUnloadResponse()
 
-    def _parse(self, request: pb.ModelInferRequest, origin: Origin, context: Context) -> _Asked:
-        with self._pipeline.recording_refusals(origin, request.model_name):
-            return _parse(request, origin, context.time_remaining())
+    # ------------------------------------------------------------------ wiring
 
-    async def _whole(self, request: pb.ModelInferRequest, asked: _Asked) -> pb.ModelInferResponse:
-        text, last = asked.echo, None
-        async with aclosing(self._pipeline.generate(asked.text)) as chunks:
-            async for last in chunks:
-                text += last.text
-        return _response(request, text, last)
+    def add_to_server(self, server: grpc.aio.Server) -> None:
+        """Registers the service; the two inference methods take requests of which only the head is parsed."""
+        add_GRPCInferenceServiceServicer_to_server(self, server)
+        handlers = {
+            "ModelInfer": grpc.unary_unary_rpc_method_handler(self._infer, InferRequest.received, _serialized),
+            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(
+                self.ModelStreamInfer, InferRequest.received, _serialized
+            ),
+        }
+        server.add_registered_method_handlers(SERVICE, handlers)  # The later registration counts.
 
 
-def _origin(request: pb.ModelInferRequest, context: Context, method: str) -> Origin:
-    return Origin(f"{_SERVICE}/{method}", request_id_of(context, request.id))
-
-
-def _parse(request: pb.ModelInferRequest, origin: Origin, timeout_s: float | None) -> _Asked:
-    tensors = decode_inputs(request)
-    for name, tensor in tensors.items():
-        if name not in _INPUTS:
-            raise InvalidRequestError(f"unknown input {name!r}; a text model takes {', '.join(_INPUTS)}")
-        if tensor.datatype != _INPUTS[name]:
-            raise InvalidRequestError(f"{name} must be {_INPUTS[name]}, not {tensor.datatype}")
-        if tensor.array.size != 1:
-            raise InvalidRequestError(f"{name} must hold one element, not {tensor.array.size}")
-    for output in request.outputs:
-        if output.name != _TEXT_OUTPUT:
-            raise InvalidRequestError(f"unknown output {output.name!r}; a text model gives {_TEXT_OUTPUT}")
-    if _TEXT_INPUT not in tensors:
-        raise InvalidRequestError(f"input {_TEXT_INPUT!r} is missing")
-    prompt = _text(tensors[_TEXT_INPUT])
-    sampling = _sampling_object(tensors.get("sampling_parameters")) | parameters_of(request.parameters)
-    text = TextRequest(
-        origin=origin,
-        model=request.model_name,
-        version=request.model_version,
-        prompt=prompt,
-        stop=_stop(sampling.pop("stop", None)),
-        sampling=sampling,
-        timeout_s=timeout_s,
-    )
-    exclude = _flag(tensors.get("exclude_input_in_output"), default=True)
-    return _Asked(text, _flag(tensors.get("stream"), default=True), "" if exclude else prompt)
-
-
-def _sampling_object(tensor: Tensor | None) -> dict[str, Any]:
-    if tensor is None:
-        return {}
-    try:
-        values = orjson.loads(_text(tensor))
-    except ValueError as error:
-        raise InvalidRequestError(f"sampling_parameters is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise InvalidRequestError("sampling_parameters must be a JSON object")
-    return values
-
-
-def _stop(value: Any) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    values = [value] if isinstance(value, str) else value
-    if not isinstance(values, list) or not all(isinstance(item, str) for item in values):
-        raise InvalidRequestError("stop must be a string or a list of strings")
-    return tuple(values)
-
-
-def _text(tensor: Tensor) -> str:
-    try:
-        return str(tensor.array.ravel()[0], "utf-8")
-    except UnicodeDecodeError:
-        raise InvalidRequestError(f"{tensor.name} is not UTF-8") from None
-
-
-def _flag(tensor: Tensor | None, default: bool) -> bool:
-    return default if tensor is None else bool(tensor.array.ravel()[0])
-
-
-def _response(request: pb.ModelInferRequest, text: str, last: TextChunk | None) -> pb.ModelInferResponse:
-    response = pb.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
-    add_output(response, bytes_tensor(_TEXT_OUTPUT, [text.encode()]))
-    if last is not None and last.finish_reason is not None:
-        set_parameters(response.parameters, {"finish_reason": last.finish_reason})
-    return response
+def _serialized(answer: Message | bytes) -> bytes:
+    return answer if isinstance(answer, bytes) else answer.SerializeToString()

@@ -1,27 +1,207 @@
-"""The V2 protocol's REST: health."""
+"""The V2 protocol's REST with Triton's extensions: bodies to the messages of the gRPC servicer, and back.
+
+Nothing is decided here but what a body says: each method asks the `InferenceServicer` its gRPC twin. What
+that raises becomes the status and body of a REST error at the gateway, see rest.py.
+"""
 
 from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, NoReturn, TypeVar
 
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
 
-from millrace.errors import NotReadyError
+from millrace.errors import (
+    InvalidRequestError,
+    MillraceError,
+    NotFoundError,
+    NotImplementedMethodError,
+    NotReadyError,
+)
 from millrace.interceptors import Context
+from millrace.protos import inference_pb2 as pb
 from millrace.protos import rest_pb2_grpc
-from services.transformer.catalogue import Catalogue
-from services.transformer.rest import json_body
+from millrace.protos.rest_pb2 import ModelBody, ModelRequest, SharedMemoryRequest
+from services.transformer.calls import request_id_of, timeout_of
+from services.transformer.inference_servicer import InferenceServicer
+from services.transformer.pipeline import Origin, Pipeline
+from services.transformer.rest import EVENTS, JSON, json_body, rest_errors
+from services.transformer.v2_rest import documents
+from services.transformer.v2_rest.body_threads import BodyThreads
+from services.transformer.v2_rest.content_coding import CONTENT_ENCODING, DEFLATE, inflated, most_inflated
+from services.transformer.v2_rest.generate_body import read_generate, write_answer
+from services.transformer.v2_rest.infer_body import HEADER_LENGTH, InferCall, read_body, read_raw_body, write_body
+
+_SERVICE = "millrace.rest.v1.OpenInference"
+_BINARY = "application/octet-stream"
+_SHARED_MEMORY = ("systemsharedmemory", "cudasharedmemory", "xpusharedmemory")
+
+T = TypeVar("T")
+
+
+def v2_error(error: MillraceError) -> dict[str, Any]:
+    """The body of the V2 protocol's errors."""
+    return {"error": error.message}
 
 
 class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
-    def __init__(self, catalogue: Catalogue) -> None:
-        self._catalogue = catalogue
+    def __init__(self, inference: InferenceServicer, pipeline: Pipeline) -> None:
+        self._inference = inference
+        self._pipeline = pipeline
+        self._threads = BodyThreads()
+
+    async def close(self) -> None:
+        await self._threads.close()
+
+    # ------------------------------------------------------------------ the server and its models
+
+    async def ServerMetadata(self, request: Empty, context: Context) -> HttpBody:
+        answer = await self._inference.ServerMetadata(pb.ServerMetadataRequest(), context)
+        return json_body(documents.plain(answer))
 
     async def Live(self, request: Empty, context: Context) -> HttpBody:
-        return json_body({"live": True})
+        answer = await self._inference.ServerLive(pb.ServerLiveRequest(), context)
+        return json_body({"live": answer.live})
 
     async def Ready(self, request: Empty, context: Context) -> HttpBody:
         """200 where a generation would work now, else 503: what load balancers look at."""
-        ready = self._catalogue.ready
-        if not ready:
-            await context.send_initial_metadata(NotReadyError("not ready", hop="predictor").trailing_metadata(""))
-        return json_body({"ready": ready})
+        answer = await self._inference.ServerReady(pb.ServerReadyRequest(), context)
+        await _tell_readiness(answer.ready, context)
+        return json_body({"ready": answer.ready})
+
+    async def ModelReady(self, request: ModelRequest, context: Context) -> HttpBody:
+        """As `Ready`, and 404 where there is no such model or version."""
+        asked = pb.ModelReadyRequest(name=request.model, version=request.version)
+        answer = await self._inference.ModelReady(asked, context)
+        if not answer.ready:
+            await self._metadata(request, context)  # Which says so where there is none.
+        await _tell_readiness(answer.ready, context)
+        return json_body({"name": request.model, "ready": answer.ready})
+
+    async def ModelMetadata(self, request: ModelRequest, context: Context) -> HttpBody:
+        return json_body(documents.plain(await self._metadata(request, context)))
+
+    async def ModelConfig(self, request: ModelRequest, context: Context) -> HttpBody:
+        asked = pb.ModelConfigRequest(name=request.model, version=request.version)
+        return json_body(documents.plain((await self._inference.ModelConfig(asked, context)).config))
+
+    async def ModelStatistics(self, request: ModelRequest, context: Context) -> HttpBody:
+        asked = pb.ModelStatisticsRequest(name=request.model, version=request.version)
+        return json_body(documents.plain(await self._inference.ModelStatistics(asked, context), unset=True))
+
+    # ------------------------------------------------------------------ inference
+
+    async def Infer(self, request: ModelBody, context: Context) -> HttpBody:
+        method = f"{_SERVICE}/Infer"
+        call = await self._read(self._read_infer, request, context, method)
+        response = await self._inference.ModelInfer(call.request, context, method)
+        body, header_length = await self._threads.run(
+            response.ByteSize(), lambda: write_body(call, response), timeout_of(context)
+        )
+        if header_length is None:
+            return HttpBody(content_type=JSON, data=body)
+        await context.send_initial_metadata(((HEADER_LENGTH, str(header_length)),))
+        return HttpBody(content_type=_BINARY, data=body)
+
+    async def Generate(self, request: ModelBody, context: Context) -> HttpBody:
+        method = f"{_SERVICE}/Generate"
+        asked = await self._read(self._read_generate, request, context, method)
+        response = await self._inference.ModelInfer(asked, context, method)
+        return HttpBody(content_type=JSON, data=await self._write(response, context))
+
+    @rest_errors(v2_error)
+    async def GenerateStream(self, request: ModelBody, context: Context) -> AsyncGenerator[HttpBody, None]:
+        method = f"{_SERVICE}/GenerateStream"
+        asked = await self._read(self._read_generate, request, context, method)
+        async with aclosing(self._inference.answer(asked, context, method)) as responses:
+            async for response in responses:
+                if response.outputs:  # One without says only that there is no more.
+                    data = await self._write(response, context)
+                    yield HttpBody(content_type=EVENTS, data=b"data: " + data + b"\n\n")
+
+    async def _read(
+        self, read: Callable[[ModelBody, Context], Awaitable[T]], request: ModelBody, context: Context, method: str
+    ) -> T:
+        """What a body asks for; one that is refused is on record like any other request."""
+        with self._pipeline.recording_refusals(Origin(method, request_id_of(context)), request.model):
+            return await read(request, context)
+
+    async def _read_infer(self, request: ModelBody, context: Context) -> InferCall:
+        data, length = await self._body(request, context), _header_length(context)
+        if length == 0:
+            return read_raw_body(request.model, request.version, await self._metadata(request, context), data)
+        return await self._threads.run(
+            len(data), lambda: read_body(request.model, request.version, data, length), timeout_of(context)
+        )
+
+    async def _read_generate(self, request: ModelBody, context: Context) -> pb.ModelInferRequest:
+        metadata, data = await self._metadata(request, context), await self._body(request, context)
+        return await self._threads.run(
+            len(data), lambda: read_generate(request.model, request.version, metadata, data), timeout_of(context)
+        )
+
+    async def _body(self, request: ModelBody, context: Context) -> bytes:
+        data: bytes = request.body.data
+        if (CONTENT_ENCODING, DEFLATE) not in tuple(context.invocation_metadata() or ()):
+            return data
+        return await self._threads.run(most_inflated(len(data)), lambda: inflated(data), timeout_of(context))
+
+    async def _write(self, response: pb.ModelInferResponse, context: Context) -> bytes:
+        return await self._threads.run(response.ByteSize(), lambda: write_answer(response), timeout_of(context))
+
+    async def _metadata(self, request: ModelRequest | ModelBody, context: Context) -> pb.ModelMetadataResponse:
+        asked = pb.ModelMetadataRequest(name=request.model, version=request.version)
+        return await self._inference.ModelMetadata(asked, context)
+
+    # ------------------------------------------------------------------ administration
+
+    async def RepositoryIndex(self, request: HttpBody, context: Context) -> HttpBody:
+        answer = await self._inference.RepositoryIndex(documents.index_request(request.data), context)
+        return json_body(documents.index_of(answer))
+
+    async def RepositoryLoad(self, request: ModelBody, context: Context) -> HttpBody:
+        asked = documents.load_request(request.model, request.body.data)
+        await self._inference.RepositoryModelLoad(asked, context)
+        return json_body({})
+
+    async def RepositoryUnload(self, request: ModelBody, context: Context) -> HttpBody:
+        asked = documents.unload_request(request.model, request.body.data)
+        await self._inference.RepositoryModelUnload(asked, context)
+        return json_body({})
+
+    async def ReadTraceSetting(self, request: ModelRequest, context: Context) -> HttpBody:
+        answer = await self._inference.TraceSetting(pb.TraceSettingRequest(model_name=request.model), context)
+        return json_body(documents.trace_settings(answer))
+
+    async def WriteTraceSetting(self, request: ModelBody, context: Context) -> HttpBody:
+        asked = documents.trace_request(request.model, request.body.data)
+        return json_body(documents.trace_settings(await self._inference.TraceSetting(asked, context)))
+
+    async def ReadLogSettings(self, request: Empty, context: Context) -> HttpBody:
+        return json_body(documents.log_settings(await self._inference.LogSettings(pb.LogSettingsRequest(), context)))
+
+    async def WriteLogSettings(self, request: HttpBody, context: Context) -> HttpBody:
+        answer = await self._inference.LogSettings(documents.log_request(request.data), context)
+        return json_body(documents.log_settings(answer))
+
+    async def SharedMemory(self, request: SharedMemoryRequest, context: Context) -> NoReturn:
+        if request.kind not in _SHARED_MEMORY:
+            raise NotFoundError("unknown path")
+        raise NotImplementedMethodError("shared memory is not supported; send tensors in the request")
+
+
+async def _tell_readiness(ready: bool, context: Context) -> None:
+    """The answer keeps its body where its status is 503."""
+    if not ready:
+        await context.send_initial_metadata(NotReadyError("not ready", hop="predictor").trailing_metadata(""))
+
+
+def _header_length(context: Context) -> int | None:
+    for key, value in context.invocation_metadata() or ():
+        if key == HEADER_LENGTH:
+            if not isinstance(value, str) or not value.isascii() or not value.isdigit() or len(value) > 18:
+                raise InvalidRequestError(f"{HEADER_LENGTH} must be a whole number")
+            return int(value)
+    return None

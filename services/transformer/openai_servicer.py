@@ -1,78 +1,87 @@
-"""OpenAI's completions and chat completions.
+"""OpenAI's API: models, completions, chat completions and embeddings.
 
-`stream: true` answers with server-sent events ending in `data: [DONE]`.
+`stream: true` answers with server-sent events ending in `data: [DONE]`, the choices among each other
+as they come. Each choice is one generation, with a record of its own under the request's id.
 Source: OpenAI's API reference for the shapes of answers, chunks and errors.
 """
 
 from __future__ import annotations
 
 import time
-import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 from google.api.httpbody_pb2 import HttpBody
+from google.protobuf.empty_pb2 import Empty
 
-from millrace.errors import MillraceError
+from millrace.errors import NotFoundError, NotReadyError
 from millrace.interceptors import Context
-from millrace.protos import rest_pb2_grpc
-from millrace.protos.millrace_pb2 import Usage
+from millrace.protos import rest_pb2, rest_pb2_grpc
 from services.transformer.calls import request_id_of, rest_timeout_s
-from services.transformer.openai_requests import ChatCompletionRequest, CompletionRequest, parse
+from services.transformer.catalogue import Catalogue, RelayedModel, TextModel
+from services.transformer.openai.answers import ChatFormat, CompletionFormat, Echoes
+from services.transformer.openai.bodies import answer
+from services.transformer.openai.choices import choices_of
+from services.transformer.openai.embeddings import Embedder, EmbeddingsRequest, embeddings_json
+from services.transformer.openai.errors import openai_error
+from services.transformer.openai.generation_requests import (
+    COMPLETION_MAX_TOKENS,
+    ChatCompletionRequest,
+    CompletionRequest,
+)
+from services.transformer.openai.requests import parse
 from services.transformer.pipeline import Origin, Pipeline, TextRequest
-from services.transformer.rest import EVENTS, event, json_body, rest_errors
-
-_DONE = b"data: [DONE]\n\n"
-_ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-
-
-def openai_error(error: MillraceError) -> dict[str, Any]:
-    """The body of OpenAI's errors."""
-    kind = "invalid_request_error" if error.http_status < 500 else "server_error"
-    kind = _ERROR_TYPES.get(error.http_status, kind)
-    return {"error": {"message": error.message, "type": kind, "code": error.status.name.lower(), "param": None}}
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """How one of the two APIs writes its answers."""
-
-    id_prefix: str
-    whole: str
-    chunk: str
-    whole_choice: Callable[[str], dict[str, Any]]
-    chunk_choice: Callable[[str, bool], dict[str, Any]]  # Text, and whether it is the first.
-
-
-def _chat_delta(text: str, first: bool) -> dict[str, Any]:
-    return {"delta": {"role": "assistant", "content": text} if first else {"content": text}}
-
-
-_COMPLETION = _Shape(
-    "cmpl", "text_completion", "text_completion", lambda text: {"text": text}, lambda text, _: {"text": text}
-)
-_CHAT = _Shape(
-    "chatcmpl",
-    "chat.completion",
-    "chat.completion.chunk",
-    lambda text: {"message": {"role": "assistant", "content": text}},
-    _chat_delta,
-)
+from services.transformer.rest import JSON, json_body, rest_errors
+from services.transformer.tokenizer import TextTokenizer
 
 
 class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: Pipeline, catalogue: Catalogue, embedder: Embedder) -> None:
         self._pipeline = pipeline
+        self._catalogue = catalogue
+        self._embedder = embedder
+        self._started = int(time.time())
+
+    @rest_errors(openai_error)
+    async def Models(self, request: Empty, context: Context) -> AsyncGenerator[HttpBody, None]:
+        cards = []
+        for name in self._catalogue.names:
+            try:
+                cards.append(self._card(name))
+            except (NotFoundError, NotReadyError):
+                continue  # It is of another API, or it will be listed when it has loaded.
+        yield json_body({"object": "list", "data": cards})
+
+    @rest_errors(openai_error)
+    async def Model(self, request: rest_pb2.ModelRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
+        yield json_body(self._card(request.model))
 
     @rest_errors(openai_error)
     async def Completions(self, request: HttpBody, context: Context) -> AsyncGenerator[HttpBody, None]:
         origin = Origin("millrace.rest.v1.OpenAI/Completions", request_id_of(context))
         with self._pipeline.recording_refusals(origin):
             asked = parse(CompletionRequest, request.data)
-        text = _text_request(asked, origin, context, prompt=asked.prompt)
-        async with aclosing(self._answer(text, asked, _COMPLETION)) as bodies:
+        echoes = Echoes(asked.prompt, asked.n, self._tokenizer(origin, asked.model)) if asked.echo else None
+        tokens = None if asked.logprobs is None else self._tokenizer(origin, asked.model).token_bytes
+        generations = [
+            choice
+            for prompt in asked.prompt
+            for choice in choices_of(
+                TextRequest(
+                    origin=origin,
+                    model=asked.model,
+                    prompt=prompt if isinstance(prompt, str) else None,
+                    prompt_ids=None if isinstance(prompt, str) else prompt,
+                    sampling=asked.sampling(),
+                    default_max_tokens=COMPLETION_MAX_TOKENS,
+                    stop=asked.stop,
+                    timeout_s=rest_timeout_s(context),
+                ),
+                asked.n,
+            )
+        ]
+        async with aclosing(answer(self._pipeline, generations, asked, CompletionFormat(echoes, tokens))) as bodies:
             async for body in bodies:
                 yield body
 
@@ -81,58 +90,43 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         origin = Origin("millrace.rest.v1.OpenAI/ChatCompletions", request_id_of(context))
         with self._pipeline.recording_refusals(origin):
             asked = parse(ChatCompletionRequest, request.data)
-        messages = [(message.role, message.text) for message in asked.messages]
-        text = _text_request(asked, origin, context, messages=messages)
-        async with aclosing(self._answer(text, asked, _CHAT)) as bodies:
+        generations = choices_of(
+            TextRequest(
+                origin=origin,
+                model=asked.model,
+                messages=[(message.role, message.content) for message in asked.messages],
+                template_options=asked.chat_template_kwargs,
+                sampling=asked.sampling(),
+                stop=asked.stop,
+                timeout_s=rest_timeout_s(context),
+            ),
+            asked.n,
+        )
+        shape = ChatFormat(self._tokenizer(origin, asked.model).token_bytes if asked.logprobs else None)
+        async with aclosing(answer(self._pipeline, generations, asked, shape)) as bodies:
             async for body in bodies:
                 yield body
 
-    async def _answer(
-        self, text: TextRequest, asked: CompletionRequest | ChatCompletionRequest, shape: _Shape
-    ) -> AsyncGenerator[HttpBody, None]:
-        head = {"id": f"{shape.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
-        async with aclosing(self._pipeline.generate(text)) as chunks:
-            if not asked.stream:
-                whole = [chunk async for chunk in chunks]
-                choice = shape.whole_choice("".join(chunk.text for chunk in whole))
-                choice |= {"index": 0, "logprobs": None, "finish_reason": whole[-1].finish_reason}
-                yield json_body(head | {"object": shape.whole, "choices": [choice], "usage": _usage(whole[-1].usage)})
-                return
-            head["object"] = shape.chunk
-            first, usage = True, None
-            # With include_usage every event has the field; the last one fills it.
-            no_usage = {"usage": None} if asked.include_usage else {}
-            async for chunk in chunks:
-                usage = chunk.usage
-                # Text that is held back makes no event of its own.
-                if first or chunk.text or chunk.finish_reason is not None:
-                    choice = shape.chunk_choice(chunk.text, first)
-                    choice |= {"index": 0, "logprobs": None, "finish_reason": chunk.finish_reason}
-                    yield HttpBody(content_type=EVENTS, data=event(head | {"choices": [choice]} | no_usage))
-                    first = False
-            if asked.include_usage:
-                yield HttpBody(data=event(head | {"choices": [], "usage": _usage(usage)}))
-            yield HttpBody(data=_DONE)
+    @rest_errors(openai_error)
+    async def Embeddings(self, request: HttpBody, context: Context) -> AsyncGenerator[HttpBody, None]:
+        origin = Origin("millrace.rest.v1.OpenAI/Embeddings", request_id_of(context))
+        with self._pipeline.recording_refusals(origin):
+            asked = parse(EmbeddingsRequest, request.data)
+        vectors, tokens = await self._embedder.embed(asked, origin, rest_timeout_s(context))
+        for piece in embeddings_json(asked, vectors, tokens):
+            yield HttpBody(content_type=JSON, data=piece)
 
+    def _tokenizer(self, origin: Origin, model: str) -> TextTokenizer:
+        with self._pipeline.recording_refusals(origin, model):
+            return self._catalogue.get(model).tokenizer
 
-def _text_request(
-    asked: CompletionRequest | ChatCompletionRequest, origin: Origin, context: Context, **prompt: Any
-) -> TextRequest:
-    return TextRequest(
-        origin=origin,
-        model=asked.model,
-        sampling=asked.sampling(),
-        stop=asked.stops,
-        timeout_s=rest_timeout_s(context),
-        **prompt,
-    )
-
-
-def _usage(usage: Usage | None) -> dict[str, Any]:
-    usage = usage or Usage()
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
+    def _card(self, name: str) -> dict[str, Any]:
+        """What is told of a model; NotFoundError where OpenAI's API has no use for it."""
+        model = self._catalogue.find(name)
+        if isinstance(model, TextModel):
+            kind = "generation"
+        elif isinstance(model, RelayedModel) and model.tokenizer is not None:
+            kind = "embedding"
+        else:
+            raise NotFoundError(f"model {name!r} takes tensors; OpenAI's API does not serve it")
+        return {"id": name, "object": "model", "created": self._started, "owned_by": "millrace", "kind": kind}

@@ -11,20 +11,23 @@ import json
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from millrace.errors import DeadlineError, InvalidRequestError, MillraceError
 from millrace.payload_tap import PayloadTap, Recording
 from millrace.protos.millrace_pb2 import Usage
+from millrace.sampling import DEFAULT_MAX_TOKENS
 from millrace.telemetry.tracing import current_trace_id
 from services.transformer.catalogue import Catalogue, TextModel
 from services.transformer.detokenizer import Detokenizer
 from services.transformer.predictor_client import PredictorClient, TokenChunk
+from services.transformer.tokenizer import check_token_count
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_RECORDED_CHARACTERS = 1024 * 1024
+_MAX_RECORDED_IDS = 128 * 1024
 
 
 @dataclass(frozen=True)
@@ -37,16 +40,21 @@ class Origin:
 
 @dataclass(frozen=True)
 class TextRequest:
-    """What a front end asks for: one of `prompt` and `messages`, and the sampling parameters given.
+    """What a front end asks for: one of `prompt`, `prompt_ids` and `messages`, and the sampling parameters given.
 
-    `timeout_s` is what the caller's deadline has left; None is no deadline.
+    `template_options` are variables of the chat template. Where `sampling` has no max_tokens,
+    `default_max_tokens` or what the context has left counts. `timeout_s` is what the caller's deadline
+    has left; None is no deadline.
     """
 
     origin: Origin
     model: str
     prompt: str | None = None
+    prompt_ids: Sequence[int] | None = None
     messages: Sequence[tuple[str, str]] = ()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    default_max_tokens: int = DEFAULT_MAX_TOKENS
     stop: Sequence[str] = ()
     version: str = ""
     timeout_s: float | None = None
@@ -57,7 +65,7 @@ class TextChunk:
     """New text and the token ids behind it; the last one has `finish_reason` and `usage`.
 
     `logprobs` has one for each id where asked for, and so has `top_logprobs`: the likeliest tokens
-    there with their log probabilities, best first.
+    there with their log probabilities, best first. `prompt_tokens` is the same in every chunk.
     """
 
     text: str
@@ -67,6 +75,18 @@ class TextChunk:
     finish_reason: str | None = None
     usage: Usage | None = None
     elapsed_s: float = 0.0  # Since the request arrived.
+    prompt_tokens: int = 0
+
+
+def joined(chunks: Sequence[TextChunk]) -> TextChunk:
+    """A whole answer as one chunk."""
+    return replace(
+        chunks[-1],
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=[token_id for chunk in chunks for token_id in chunk.token_ids],
+        logprobs=[logprob for chunk in chunks for logprob in chunk.logprobs],
+        top_logprobs=[top for chunk in chunks for top in chunk.top_logprobs],
+    )
 
 
 class Pipeline:
@@ -121,7 +141,7 @@ class Pipeline:
         _check_stop(request.stop)
         limits = await self._catalogue.limits(model.name)
         prompt_ids = await self._prompt_ids(request, model, limits.context_length)
-        sampling = sampling.resolved(limits.room(len(prompt_ids)))
+        sampling = sampling.resolved(limits.room(len(prompt_ids)), request.default_max_tokens)
 
         follows = [] if limits.is_encoder_decoder else prompt_ids
         detokenizer = Detokenizer(model.tokenizer.backend, follows, request.stop, sampling.min_tokens)
@@ -129,7 +149,9 @@ class Pipeline:
         timeout_s = None if request.timeout_s is None else request.timeout_s - (time.monotonic() - arrived)
         if timeout_s is not None and timeout_s <= 0:
             raise DeadlineError("the deadline passed before generation began")
-        tokens = self._predictor.generate(model.name, request.origin.request_id, prompt_ids, sampling, timeout_s)
+        tokens = self._predictor.generate(
+            *(model.name, request.origin.request_id, prompt_ids, sampling, timeout_s, model.dialect)
+        )
         async with aclosing(tokens):
             async for token_chunk in tokens:
                 yield assembler.take(token_chunk, time.monotonic() - arrived)
@@ -137,13 +159,16 @@ class Pipeline:
                     return  # Which cancels what the predictor would still make.
 
     async def _prompt_ids(self, request: TextRequest, model: TextModel, context_length: int) -> list[int]:
-        if (request.prompt is None) == (not request.messages):
+        if (request.prompt is not None) + (request.prompt_ids is not None) + bool(request.messages) != 1:
             raise InvalidRequestError("give either a prompt or messages")
         if request.prompt is not None:
             if not request.prompt:
                 raise InvalidRequestError("the prompt is empty")
             return await model.tokenizer.encode(request.prompt, context_length)
-        text = model.tokenizer.render_chat(request.messages, context_length)
+        if request.prompt_ids is not None:
+            check_token_count(len(request.prompt_ids), context_length)
+            return list(request.prompt_ids)
+        text = model.tokenizer.render_chat(request.messages, context_length, request.template_options)
         # The template has written the special tokens already.
         return await model.tokenizer.encode(text, context_length, add_special_tokens=False)
 
@@ -178,7 +203,8 @@ class _Assembler:
             cached = usage.cached_tokens if usage else 0
             usage = Usage(prompt_tokens=self._prompt_tokens, cached_tokens=cached, completion_tokens=self._produced)
         logprobs, top_logprobs = chunk.logprobs[:used], chunk.top_logprobs[:used]
-        return TextChunk(text, chunk.token_ids[:used], logprobs, top_logprobs, reason, usage, elapsed_s)
+        token_ids = chunk.token_ids[:used]
+        return TextChunk(text, token_ids, logprobs, top_logprobs, reason, usage, elapsed_s, self._prompt_tokens)
 
     def _ends_with_stop_token(self, chunk: TokenChunk) -> bool:
         return chunk.finish_reason == "stop" and not self._stop_token_ids.isdisjoint(chunk.token_ids[-1:])
@@ -186,16 +212,18 @@ class _Assembler:
 
 def _check_stop(stop: Sequence[str]) -> None:
     if len(stop) > MAX_STOP_STRINGS:
-        raise InvalidRequestError(f"{len(stop)} stop strings, at most {MAX_STOP_STRINGS} are allowed")
+        raise InvalidRequestError(f"{len(stop)} stop strings, at most {MAX_STOP_STRINGS} are allowed", param="stop")
     for text in stop:
         if not text or len(text) > MAX_STOP_LENGTH:
-            raise InvalidRequestError(f"a stop string must have 1 to {MAX_STOP_LENGTH} characters")
+            raise InvalidRequestError(f"a stop string must have 1 to {MAX_STOP_LENGTH} characters", param="stop")
 
 
 def _recorded_prompt(request: TextRequest) -> str:
-    """The prompt or the messages as JSON; the end of what is far beyond any context is cut off."""
+    """The prompt, or its ids or the messages as JSON; the end of what is far beyond any context is cut off."""
     if request.prompt is not None:
         return _cut(request.prompt)
+    if request.prompt_ids is not None:
+        return _cut(json.dumps(list(request.prompt_ids[:_MAX_RECORDED_IDS])))
     messages = [{"role": _cut(role), "content": _cut(content)} for role, content in request.messages]
     return _cut(json.dumps(messages, ensure_ascii=False))
 
@@ -208,4 +236,6 @@ def _cut(text: str) -> str:
 def _recorded_parameters(request: TextRequest) -> str:
     given = dict(request.sampling) | ({"stop": list(request.stop)} if request.stop else {})
     given.pop("cache_salt", None)  # Who knows it can tell what its owner's prompts share with others.
+    if request.template_options:
+        given["chat_template_kwargs"] = dict(request.template_options)
     return _cut(json.dumps(given, ensure_ascii=False, default=str)) if given else ""

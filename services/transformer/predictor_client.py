@@ -1,33 +1,46 @@
 """The predictors, through Envoy's inner listener: one `ModelStreamInfer` call a generation.
 
 One call each, so that cancel, deadline and flow control are HTTP/2's own; through Envoy, because one
-long-lived connection would pin every call to one replica.
+long-lived connection would pin every call to one replica. Any server of the protocol can stand there:
+what it lacks of ours (health by the name `ready`, ModelConfig) is asked in another way.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 
 import grpc
 import numpy as np
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace.channel import open_channel
-from millrace.errors import DeadlineError, HopBrokenError, MillraceError, NotReadyError, RequestFailedError
-from millrace.health import is_serving
+from millrace.errors import (
+    DeadlineError,
+    HopBrokenError,
+    MillraceError,
+    NotFoundError,
+    NotImplementedMethodError,
+    NotReadyError,
+    RequestFailedError,
+)
 from millrace.protos import inference_pb2, inference_pb2_grpc
 from millrace.protos.millrace_pb2 import Usage
-from millrace.sampling import ContextLimits, SamplingParameters, parameters_of, set_parameters
+from millrace.recorded_call import RECORDED
+from millrace.sampling import SamplingParameters, parameters_of, set_parameters
 from millrace.server import READY
-from millrace.tensors import Tensor, add_input, decode_outputs
+from millrace.tensors import Tensor, add_input, decode_outputs, dtype_of
+from services.transformer.predictor_models import INPUT_IDS, OURS, OUTPUT_IDS, Dialect
 
-_USAGE = ("prompt_tokens", "cached_tokens", "completion_tokens")
 PROBE_TIMEOUT_S = 2.0
-_END_TIMEOUT_S = 1.0
 # Triton's own switch: an error ends the call with its status, not with a text inside the stream.
 ERRORS_AS_STATUS = ("triton_grpc_error", "true")
+
+_SERVICE = "/inference.GRPCInferenceService"
+_USAGE = ("prompt_tokens", "cached_tokens", "completion_tokens")
+_END_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -41,57 +54,98 @@ class TokenChunk:
     usage: Usage | None
 
 
+@contextmanager
+def answered_soon() -> Iterator[None]:
+    """A question about a model: its time limit is ours and not the caller's."""
+    try:
+        yield
+    except DeadlineError:
+        raise NotReadyError("the predictor does not answer", hop="predictor") from None
+
+
 class PredictorClient:
     """Every method raises MillraceError signed with the hop that failed."""
 
     def __init__(self, target: str) -> None:
         self._channel = open_channel(target, "predictor")
         self.inference = inference_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+        # Without serializers: messages as the bytes they are on the wire.
+        self.infer_bytes: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(
+            f"{_SERVICE}/ModelInfer"
+        )
+        self.stream_bytes: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(
+            f"{_SERVICE}/ModelStreamInfer"
+        )
 
     async def close(self) -> None:
         await self._channel.close()
 
     async def ready(self) -> bool:
         """Whether a predictor says that a generation would work now."""
-        return await is_serving(self._channel, READY)
+        request = health_pb2.HealthCheckRequest(service=READY)
+        try:
+            response = await self._health.Check(request, timeout=PROBE_TIMEOUT_S)  # type: ignore[attr-defined]
+            return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+        except (NotFoundError, NotImplementedMethodError):
+            return await self._server_ready()
+        except MillraceError:
+            return False
 
-    async def limits(self, model: str) -> ContextLimits:
-        """What the predictor says of a model."""
-        request = inference_pb2.ModelConfigRequest(name=model)
+    async def _server_ready(self) -> bool:
         try:
-            config = (await self.inference.ModelConfig(request, timeout=PROBE_TIMEOUT_S)).config
-        except DeadlineError:
-            raise NotReadyError("the predictor does not answer", hop="predictor") from None
+            answer = await self.inference.ServerReady(inference_pb2.ServerReadyRequest(), timeout=PROBE_TIMEOUT_S)
+        except MillraceError:
+            return False
+        return answer.ready
+
+    async def model_ready(self, name: str, version: str = "") -> bool:
+        """Whether a predictor says that a model can be called now."""
+        request = inference_pb2.ModelReadyRequest(name=name, version=version)
         try:
-            return ContextLimits(
-                int(config.parameters["context_length"].string_value),
-                config.parameters["is_encoder_decoder"].string_value == "true",
-            )
-        except ValueError:
-            raise HopBrokenError(f"model {model!r} does not say its context_length", hop="predictor") from None
+            return (await self.inference.ModelReady(request, timeout=PROBE_TIMEOUT_S)).ready
+        except MillraceError:
+            return False
 
     async def generate(
-        self, model: str, request_id: str, prompt_ids: list[int], sampling: SamplingParameters, timeout_s: float | None
+        self,
+        model: str,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling: SamplingParameters,
+        timeout_s: float | None,
+        dialect: Dialect = OURS,
     ) -> AsyncGenerator[TokenChunk, None]:
         """Chunks of one generation; closing the generator cancels it at the predictor."""
         request = inference_pb2.ModelInferRequest(model_name=model, id=request_id)
-        add_input(request, Tensor("input_ids", "INT32", np.array(prompt_ids, dtype=np.int32)))
+        add_input(request, _ids_tensor(prompt_ids, dialect))
         set_parameters(request.parameters, sampling.model_dump(exclude_none=True))
 
         async def requests() -> AsyncIterator[inference_pb2.ModelInferRequest]:
             yield request
 
-        call = self.inference.ModelStreamInfer(requests(), timeout=timeout_s, metadata=(ERRORS_AS_STATUS,))
+        metadata = (ERRORS_AS_STATUS, RECORDED)
+        call = self.inference.ModelStreamInfer(requests(), timeout=timeout_s, metadata=metadata)
+        produced = 0
         try:
             async with aclosing(_chunks(call)) as chunks:
                 async for chunk in chunks:
+                    produced += len(chunk.token_ids)
                     yield chunk
                     if chunk.finish_reason is not None:
                         await _until_end(chunks)
                         return
-            raise HopBrokenError("the predictor ended the stream before its last token", hop="predictor")
+            if dialect.tells_reason:
+                raise HopBrokenError("the predictor ended the stream before its last token", hop="predictor")
+            reason = "length" if produced >= (sampling.max_tokens or 0) else "stop"
+            yield TokenChunk([], [], [], reason, Usage(prompt_tokens=len(prompt_ids), completion_tokens=produced))
         finally:
             call.cancel()
+
+
+def _ids_tensor(ids: list[int], dialect: Dialect) -> Tensor:
+    array = np.array(ids, dtype=dtype_of(INPUT_IDS, dialect.datatype))
+    return Tensor(INPUT_IDS, dialect.datatype, array[None] if dialect.batched else array)
 
 
 async def _until_end(chunks: AsyncIterator[TokenChunk]) -> None:
@@ -115,8 +169,10 @@ async def _chunks(
         usage = None
         if reason is not None:
             usage = Usage(**{name: int(parameters.get(name, 0)) for name in _USAGE})
-        logprobs = outputs["logprobs"].array.tolist() if "logprobs" in outputs else []
-        yield TokenChunk(outputs["output_ids"].array.tolist(), logprobs, _top_logprobs(outputs), reason, usage)
+        token_ids, logprobs = (
+            outputs[name].array.ravel().tolist() if name in outputs else [] for name in (OUTPUT_IDS, "logprobs")
+        )
+        yield TokenChunk(token_ids, logprobs, _top_logprobs(outputs), reason, usage)
 
 
 def _top_logprobs(outputs: Mapping[str, Tensor]) -> list[list[tuple[int, float]]]:

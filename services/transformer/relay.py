@@ -1,96 +1,61 @@
-"""Models that need no text processing: the protocol's messages go to a predictor and back as they are.
+"""Requests as bytes to a predictor, and its answers as bytes back: what needs no text processing.
 
 One call at the predictor for each request, as for a generation: cancel, deadline and flow control are
-HTTP/2's own. Errors keep their status and the hop that failed. A request leaves a record of metadata:
-model, outcome and duration, but no tensors.
+HTTP/2's own. Errors keep their status and the hop that failed. The predictor is told that the request
+is recorded here.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
 
-from millrace.errors import DeadlineError, NotReadyError, RequestFailedError
-from millrace.payload_tap import PayloadTap
+from google.protobuf.message import DecodeError
+
+from millrace.errors import HopBrokenError, RequestFailedError
 from millrace.protos import inference_pb2 as pb
-from millrace.stream_infer import EMPTY_FINAL
-from millrace.telemetry.tracing import current_trace_id
-from services.transformer.pipeline import Origin
-from services.transformer.predictor_client import ERRORS_AS_STATUS, PROBE_TIMEOUT_S, PredictorClient
+from millrace.recorded_call import RECORDED
+from services.transformer.infer_request import fields
+from services.transformer.predictor_client import ERRORS_AS_STATUS, PredictorClient
+
+_ERROR_MESSAGE = 1  # Field number in ModelStreamInferResponse.
 
 
 class Relay:
     """Owned by the event loop; one for all requests; its methods raise MillraceError."""
 
-    def __init__(self, predictor: PredictorClient, tap: PayloadTap) -> None:
-        self._inference = predictor.inference
-        self._tap = tap
+    def __init__(self, predictor: PredictorClient) -> None:
+        self._predictor = predictor
 
-    async def infer(
-        self, request: pb.ModelInferRequest, origin: Origin, timeout_s: float | None
-    ) -> pb.ModelInferResponse:
-        """The one answer to a request."""
-        with self._recorded(request, origin, timeout_s):
-            return await self._inference.ModelInfer(request, timeout=timeout_s)
+    async def infer(self, request: bytes, timeout_s: float | None) -> bytes:
+        """The one answer to a serialized ModelInferRequest, a serialized ModelInferResponse."""
+        return await self._predictor.infer_bytes(request, timeout=timeout_s, metadata=(RECORDED,))
 
-    async def stream(
-        self, request: pb.ModelInferRequest, origin: Origin, timeout_s: float | None
-    ) -> AsyncGenerator[pb.ModelInferResponse, None]:
-        """The answers to a request as they come; closing the generator cancels it at the predictor."""
-        # The front end answers this one itself; two empty responses would be one too many.
-        request.parameters.pop(EMPTY_FINAL, None)
+    async def stream(self, request: bytes, timeout_s: float | None) -> AsyncGenerator[bytes, None]:
+        """The answers as they come, each a serialized ModelStreamInferResponse without error_message.
 
-        async def requests() -> AsyncIterator[pb.ModelInferRequest]:
+        Closing the generator cancels the request at the predictor. Marks of the last response are the
+        predictor's: it reads what the request says of them.
+        """
+
+        async def requests() -> AsyncIterator[bytes]:
             yield request
 
-        with self._recorded(request, origin, timeout_s):
-            call = self._inference.ModelStreamInfer(requests(), timeout=timeout_s, metadata=(ERRORS_AS_STATUS,))
-            try:
-                async for message in call:
-                    if message.error_message:
-                        raise RequestFailedError(message.error_message, hop="predictor")
-                    yield message.infer_response
-            finally:
-                call.cancel()
-
-    async def metadata(self, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
-        with _answered_soon():
-            return await self._inference.ModelMetadata(request, timeout=PROBE_TIMEOUT_S)
-
-    async def config(self, request: pb.ModelConfigRequest) -> pb.ModelConfigResponse:
-        with _answered_soon():
-            return await self._inference.ModelConfig(request, timeout=PROBE_TIMEOUT_S)
-
-    async def statistics(self, request: pb.ModelStatisticsRequest) -> pb.ModelStatisticsResponse:
-        """What one replica has counted, whichever the gateway asks."""
-        with _answered_soon():
-            return await self._inference.ModelStatistics(request, timeout=PROBE_TIMEOUT_S)
-
-    @contextmanager
-    def _recorded(self, request: pb.ModelInferRequest, origin: Origin, timeout_s: float | None) -> Iterator[None]:
-        begun = time.monotonic()
-        with self._tap.begin(
-            request_id=origin.request_id,
-            model=request.model_name,
-            protocol=origin.protocol,
-            trace_id=current_trace_id(),
-        ) as recording:
-            try:
-                yield
-            except (asyncio.CancelledError, GeneratorExit):
-                # gRPC cancels a call whose deadline passes; that is not the caller's doing.
-                if timeout_s is not None and time.monotonic() - begun >= timeout_s:
-                    recording.end("DEADLINE_EXCEEDED", "the deadline passed")
-                raise
-            recording.end("OK")
+        call = self._predictor.stream_bytes(requests(), timeout=timeout_s, metadata=(ERRORS_AS_STATUS, RECORDED))
+        try:
+            async for response in call:
+                _raise_error(response)
+                yield response
+        finally:
+            call.cancel()
 
 
-@contextmanager
-def _answered_soon() -> Iterator[None]:
-    """The time limit of a question about a model is ours and not the caller's."""
+def _raise_error(response: bytes) -> None:
+    """Raises the error that a response carries, of a predictor that does not end the call with it."""
     try:
-        yield
-    except DeadlineError:
-        raise NotReadyError("the predictor does not answer", hop="predictor") from None
+        if all(field != _ERROR_MESSAGE for field, *_ in fields(response)):
+            return
+        message = pb.ModelStreamInferResponse.FromString(response).error_message
+    except DecodeError:
+        raise HopBrokenError("the predictor's answer is not the message that it must be", hop="predictor") from None
+    if message:
+        raise RequestFailedError(message, hop="predictor")

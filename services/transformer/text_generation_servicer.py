@@ -9,8 +9,9 @@ from typing import Any
 from millrace.interceptors import Context
 from millrace.protos import millrace_pb2 as pb
 from millrace.protos import millrace_pb2_grpc
+from millrace.rest_streams import errors_in_band
 from millrace.sampling import MAX_STOP_TOKEN_IDS
-from services.transformer.calls import REQUEST_ID, TTFT_MS, as_metadata, check_message_count, request_id_of
+from services.transformer.calls import REQUEST_ID, TTFT_MS, as_metadata, check_message_count, request_id_of, timeout_of
 from services.transformer.pipeline import Origin, Pipeline, TextChunk, TextRequest
 
 _PROTOCOL = "millrace.v1.TextGeneration/Generate"
@@ -21,6 +22,7 @@ class TextGenerationServicer(millrace_pb2_grpc.TextGenerationServicer):
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
 
+    @errors_in_band(pb.GenerateResponse)
     async def Generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
@@ -36,7 +38,7 @@ class TextGenerationServicer(millrace_pb2_grpc.TextGenerationServicer):
             messages=[(message.role, message.content) for message in request.messages],
             sampling=_sampling(request),
             stop=tuple(request.stop),
-            timeout_s=context.time_remaining(),
+            timeout_s=timeout_of(context),
         )
         first = True
         async with aclosing(self._pipeline.generate(asked)) as chunks:

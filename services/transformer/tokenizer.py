@@ -11,18 +11,30 @@ truncation and padding were switched off once: the wrapper's own settings leak b
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import inspect
+import json
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from millrace.errors import InvalidRequestError, StartupError
+from millrace.errors import ContextLengthError, InvalidRequestError, StartupError
+from millrace.model_kinds import MODULES_FILE
+from services.transformer.token_bytes import TokenBytes
 
 FILES = ("*.json", "*.model", "*.txt", "*.jinja")
+_VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")  # Without one, AutoTokenizer makes up its own.
 _INLINE_BYTES = 8 * 1024
+# What `apply_chat_template` takes for itself, another template among it, and not for the template.
+_NOT_TEMPLATE_OPTIONS = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {
+    "add_generation_prompt"
+}
+# Templates are programs: what they meet in a caller's messages may end them in many ways.
+_TEMPLATE_ERRORS = (jinja2.TemplateError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
 
 
 class TextTokenizer:
@@ -52,31 +64,66 @@ class TextTokenizer:
         else:
             loop = asyncio.get_running_loop()
             ids = await loop.run_in_executor(self._pool, self._encode_long, text, add_special_tokens)
-        if len(ids) > max_tokens:
-            raise InvalidRequestError(f"the prompt has {len(ids)} tokens, the context is {max_tokens}")
-        if not ids:
-            raise InvalidRequestError("the prompt is empty")
+        check_token_count(len(ids), max_tokens)
         return ids
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """What each token stands for."""
+        return TokenBytes(self.backend)
 
     def _refuse_oversize(self, size: int, max_tokens: int) -> None:
         if size > max_tokens * self._longest_token_bytes:
-            raise InvalidRequestError(f"the prompt has {size} bytes, more than fit a context of {max_tokens} tokens")
+            raise ContextLengthError(f"the prompt has {size} bytes, more than fit a context of {max_tokens} tokens")
 
     def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
-    def render_chat(self, messages: Sequence[tuple[str, str]], max_tokens: int) -> str:
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
+    def render_chat(
+        self, messages: Sequence[tuple[str, str]], max_tokens: int, options: Mapping[str, Any] | None = None
+    ) -> str:
         """(role, content) pairs as the prompt that the model's chat template makes of them.
 
-        What cannot fit `max_tokens` tokens is refused unread.
+        `options` are further variables of the template. What cannot fit `max_tokens` tokens is refused unread.
         """
-        self._refuse_oversize(sum(len(role) + len(content) for role, content in messages), max_tokens)
-        if not self._tokenizer.chat_template:
+        options = options or {}
+        size = sum(len(role) + len(content) for role, content in messages)
+        self._refuse_oversize(size + (len(json.dumps(options)) if options else 0), max_tokens)
+        if not self.has_chat_template:
             raise InvalidRequestError(f"model {self._name!r} has no chat template; use completions with a prompt")
+        for name in options:
+            if name in _NOT_TEMPLATE_OPTIONS:
+                raise InvalidRequestError(f"{name!r} is no variable of a chat template", param="chat_template_kwargs")
         conversation = [{"role": role, "content": content} for role, content in messages]
+        arguments = {"add_generation_prompt": True, **options}
         try:
-            text: str = self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-        except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
+            text: str = self._tokenizer.apply_chat_template(conversation, tokenize=False, **arguments)
+        except _TEMPLATE_ERRORS as error:
             raise InvalidRequestError(f"the chat template of {self._name!r} refuses the messages: {error}") from None
         return text
+
+
+def check_token_count(count: int, max_tokens: int) -> None:
+    """Refuses a prompt of no tokens and one of more than `max_tokens`."""
+    if count > max_tokens:
+        raise ContextLengthError(f"the prompt has {count} tokens, the context is {max_tokens}")
+    if not count:
+        raise InvalidRequestError("the prompt is empty")
+
+
+def embedding_tokenizer(name: str, folder: Path, pool: ThreadPoolExecutor) -> TextTokenizer | None:
+    """The tokenizer of a model that embeds; None where its folder has none, for ids alone will do; blocks.
+
+    It lies beside the weights, which sentence-transformers may put into a folder of their own.
+    """
+    modules = json.loads((folder / MODULES_FILE).read_text()) if (folder / MODULES_FILE).is_file() else []
+    parts = [module.get("path", "") for module in modules if str(module.get("type")).endswith("Transformer")]
+    for place in (folder, *(folder / part for part in parts)):
+        if any(file.is_file() for pattern in _VOCABULARIES for file in place.glob(pattern)):
+            return TextTokenizer(name, place, pool)
+    return None

@@ -7,6 +7,7 @@ import http.client
 import json
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -100,7 +101,9 @@ def http_request(
     data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
     answer, begun = Answer(), time.monotonic()
     try:
-        connection.request(method, path, data, {"content-type": "application/json", **(headers or {})})
+        # The answer to a body that is too large comes before all of it has been read.
+        with suppress(ConnectionResetError, BrokenPipeError):
+            connection.request(method, path, data, {"content-type": "application/json", **(headers or {})})
         response = connection.getresponse()
         answer.status = response.status
         answer.headers = {name.lower(): value for name, value in response.getheaders()}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import http.client
 import json
 import os
+import zlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +33,7 @@ HttpBody = httpbody_pb2.HttpBody
 Context = grpc.aio.ServicerContext[Any, Any]
 JSON = "application/json"
 OPENAI, V2 = "/v1/completions", "/v2/health/ready"
+ORIGIN = "https://page.example"
 
 
 class FakeOpenAI(rest_pb2_grpc.OpenAIServicer):
@@ -152,7 +155,7 @@ def start_envoy(settings: StackSettings, folder: Path) -> Process:
 async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
     """Envoy with a fake behind each of its clusters."""
     folder = tmp_path_factory.mktemp("envoy")
-    settings = free_settings(folder)
+    settings = free_settings(folder, gateway_allowed_origins=ORIGIN)
     openai = FakeOpenAI()
     ports = {
         "transformer": settings.transformer_port,
@@ -314,6 +317,21 @@ async def test_a_request_id_is_made_or_kept_passed_on_and_returned(gateway: Gate
     assert made.headers["x-request-id"] == made.json["metadata"]["x-request-id"]
 
 
+@pytest.mark.parametrize("path", ["/", "/nothing", "/v1/nothing"])
+async def test_answers_of_the_gateway_itself_carry_the_request_id(gateway: Gateway, path: str) -> None:
+    kept = await gateway.request("GET", path, x_request_id="mine")
+    assert kept.headers["x-request-id"] == "mine"
+    made = await gateway.request("GET", path)
+    assert len(made.headers["x-request-id"]) == 36
+    refused = await gateway.request("POST", OPENAI, b"{}", x_request_id="mine", x_timeout_ms="0")
+    assert (refused.status, refused.headers["x-request-id"]) == (400, "mine")
+
+
+async def test_the_trace_s_id_is_told(gateway: Gateway) -> None:
+    answer = await gateway.post()
+    assert answer.headers["x-trace-id"] == answer.json["metadata"]["traceparent"].split("-")[1]
+
+
 async def test_a_sampled_trace_reaches_the_service_whatever_the_request_id(gateway: Gateway) -> None:
     answer = await gateway.request("POST", OPENAI, b"{}", x_request_id="mine")
     assert answer.json["metadata"]["traceparent"].endswith("-01")
@@ -323,6 +341,12 @@ async def test_a_client_cannot_change_retries_or_timeouts(gateway: Gateway) -> N
     answer = await gateway.request("POST", OPENAI, b"{}", x_envoy_upstream_rq_timeout_ms="1", x_envoy_force_trace="1")
     assert answer.status == 200
     assert "x-envoy-force-trace" not in answer.json["metadata"]
+
+
+async def test_a_client_cannot_keep_a_call_out_of_the_payload_log(gateway: Gateway) -> None:
+    answer = await gateway.request("POST", OPENAI, b"{}", x_millrace_recorded="true")
+    assert answer.status == 200
+    assert "x-millrace-recorded" not in answer.json["metadata"]
 
 
 @pytest.mark.parametrize(
@@ -363,3 +387,69 @@ async def test_a_hop_that_is_away_is_named_to_rest_clients(lonely_gateway: Gatew
     v2 = await lonely_gateway.request("GET", V2)
     assert v2.headers["x-failed-hop"] == "transformer"
     assert isinstance(v2.json["error"], str)
+
+
+async def test_gzip_is_read_and_what_nobody_reads_is_refused(gateway: Gateway) -> None:
+    body = json.dumps({"answer": {"read": True}}).encode()
+    assert (await gateway.request("POST", OPENAI, gzip.compress(body), content_encoding="gzip")).json == {"read": True}
+    refused = await gateway.request("POST", OPENAI, zlib.compress(body), content_encoding="deflate")
+    assert (refused.status, refused.headers["x-failed-hop"]) == (400, "gateway")
+    assert "content-encoding" in refused.json["error"]["message"]
+
+
+async def test_a_page_of_an_allowed_origin_may_call(gateway: Gateway) -> None:
+    for path in (OPENAI, V2, "/millrace/v1/generate", "/inference.GRPCInferenceService/ModelInfer"):
+        asked = {"origin": ORIGIN, "access_control_request_method": "POST", "access_control_request_headers": "x-a"}
+        preflight = await gateway.request("OPTIONS", path, **asked)
+        assert preflight.status == 200
+        assert preflight.headers["access-control-allow-origin"] == ORIGIN
+        assert preflight.headers["access-control-allow-headers"].startswith("*")
+    for answer in (
+        await gateway.request("POST", OPENAI, b"{}", origin=ORIGIN),
+        await gateway.request("POST", OPENAI, b"{}", origin=ORIGIN, x_timeout_ms="0"),
+        await gateway.request("GET", V2, origin=ORIGIN),
+        await gateway.request("GET", "/nothing", origin=ORIGIN),
+    ):
+        assert answer.headers["access-control-allow-origin"] == ORIGIN
+        assert answer.headers["access-control-expose-headers"] == "*"
+
+
+async def test_a_page_of_another_origin_may_not(gateway: Gateway, lonely_gateway: Gateway) -> None:
+    for asked, origin in ((gateway, "https://other.example"), (lonely_gateway, ORIGIN)):
+        preflight = await asked.request("OPTIONS", OPENAI, origin=origin, access_control_request_method="POST")
+        assert preflight.status == 404
+        answers = (preflight, await asked.request("POST", OPENAI, b"{}", origin=origin))
+        assert not [name for answer in answers for name in answer.headers if name.startswith("access-control-")]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("", "html"), ("playground/script.js", "javascript"), ("playground/style.css", "css")]
+)
+async def test_the_page_is_served_and_may_run_nothing_but_its_own(gateway: Gateway, name: str, kind: str) -> None:
+    answer = await gateway.request("GET", f"/{name}")
+    assert answer.status == 200
+    assert answer.headers["content-type"] == f"text/{kind}; charset=utf-8"
+    assert answer.body == (envoy_config.ENVOY_FOLDER / "playground" / (Path(name).name or "index.html")).read_bytes()
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    if not name:
+        assert "script-src 'self'" in answer.headers["content-security-policy"]
+        assert "unsafe" not in answer.headers["content-security-policy"]
+    assert (await gateway.request("POST", f"/{name}")).status == 404
+
+
+async def test_grpc_web_passes_and_fails_as_grpc(gateway: Gateway) -> None:
+    async def call(method: str, message: bytes) -> tuple[Answer, dict[str, str]]:
+        frame = bytes(1) + len(message).to_bytes(4, "big") + message
+        answer = await gateway.request("POST", method, frame, content_type="application/grpc-web+proto")
+        assert answer.headers["content-type"].startswith("application/grpc-web")
+        trailers = answer.body[answer.body.find(b"\x80") + 5 :].decode() if b"\x80" in answer.body else ""
+        return answer, answer.headers | dict(line.split(":", 1) for line in trailers.split("\r\n") if line)
+
+    service = "/inference.GRPCInferenceService"
+    answer, told = await call(f"{service}/ServerMetadata", b"")
+    assert told["grpc-status"] == "0"
+    assert b"transformer" in answer.body
+    _, told = await call(f"{service}/ModelReady", b"")
+    assert (told["grpc-status"], told["x-failed-hop"], told["retry-after-ms"]) == ("8", "predictor", "1500")
+    _, told = await call("/nobody.Knows/This", b"")
+    assert (told["grpc-status"], told["x-failed-hop"]) == ("12", "gateway")

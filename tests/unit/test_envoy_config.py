@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from ipaddress import IPv4Address
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 import envoy
 from runner import envoy_config
@@ -21,6 +23,7 @@ STREAMS = (
     "/inference.GRPCInferenceService/ModelStreamInfer",
     "/millrace.v1.TextGeneration/",
     "/millrace.rest.v1.OpenAI/",
+    "/millrace.rest.v1.OpenInference/GenerateStream",
     "/millrace.v1.PayloadLog/",
     "/grpc.health.v1.Health/Watch",
 )
@@ -73,9 +76,10 @@ def test_envoy_accepts_the_file_with_the_repository_s_paths(tmp_path: Path) -> N
     assert "deprecated" not in result.stderr.lower()
 
 
-def test_envoy_accepts_the_derived_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("origins", ["", "*", "https://a.example,http://127.0.0.1:3000"])
+def test_envoy_accepts_the_derived_file(tmp_path: Path, origins: str) -> None:
     path = tmp_path / "envoy.yaml"
-    envoy_config.write(StackSettings(predictors=3, run_folder=tmp_path), path)
+    envoy_config.write(StackSettings(predictors=3, run_folder=tmp_path, gateway_allowed_origins=origins), path)
     result = validate("--config-path", str(path))
     assert result.returncode == 0, result.stderr
 
@@ -141,11 +145,67 @@ def test_no_time_limit_ends_a_stream(config: Config) -> None:
         assert connection_manager(config, listener)["stream_idle_timeout"] == "600s"
 
 
+@pytest.mark.parametrize("origins", ["", "*", "https://a.example", "https://a.example,http://[::1]:3000"])
+def test_the_container_allows_the_origins_that_the_local_runner_allows(tmp_path: Path, origins: str) -> None:
+    assert start(tmp_path, origins).returncode == 0
+    in_container = yaml.safe_load((tmp_path / "envoy.yaml").read_text())
+    locally = envoy_config.derive(StackSettings(run_folder=tmp_path, gateway_allowed_origins=origins))
+    assert cors(in_container) == cors(locally)
+    assert len(cors(locally)["allow_origin_string_match"]) == len([one for one in origins.split(",") if one])
+
+
+@pytest.mark.parametrize("origins", ["a.example", "https://a.example, https://b.example", 'https://a"', "*,https://a"])
+def test_what_is_no_origin_is_refused_alike(tmp_path: Path, origins: str) -> None:
+    started = start(tmp_path, origins)
+    assert started.returncode != 0
+    assert "neither * nor a comma list of origins" in started.stderr
+    with pytest.raises(ValidationError, match="neither \\* nor a comma list of origins"):
+        StackSettings(run_folder=tmp_path, gateway_allowed_origins=origins)
+
+
+def start(folder: Path, origins: str) -> subprocess.CompletedProcess[str]:
+    """Runs what the container runs, with `true` as its Envoy; the configuration is left in the folder."""
+    (folder / "envoy").symlink_to("/bin/true")
+    variables = {"PATH": f"{folder}:{os.environ['PATH']}", "TMPDIR": str(folder), "DRAIN_S": "1"}
+    return subprocess.run(
+        ["bash", envoy_config.ENVOY_FOLDER / "start.sh"],
+        env=variables | {"GATEWAY_ALLOWED_ORIGINS": origins},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def cors(config: Config) -> Config:
+    hosts = connection_manager(config, "ingress")["route_config"]["virtual_hosts"]
+    (public,) = [one for one in hosts if one["name"] == "public"]
+    return dict(public["typed_per_filter_config"]["envoy.filters.http.cors"])
+
+
+def test_every_cluster_of_a_route_exists_but_that_of_unknown_paths(config: Config) -> None:
+    named = {(path, route["route"]["cluster"]) for path, route in every_route(config) if "route" in route}
+    assert {path for path, cluster in named if cluster not in clusters(config)} == {"/"}
+    assert routes(config, "ingress", "public")["/"]["route"]["cluster_not_found_response_code"] == "NOT_FOUND"
+
+
 def test_the_inner_service_of_the_logger_has_no_route(config: Config) -> None:
-    for path, route in every_route(config):
-        assert (
-            not "/millrace.v1.PayloadIngest/".startswith(path) or route.get("direct_response", {}).get("status") == 404
-        )
+    matching = [route for path, route in every_route(config) if "/millrace.v1.PayloadIngest/".startswith(path)]
+    assert matching
+    for route in matching:
+        answer = route.get("direct_response", {}).get("status") or route["route"]["cluster_not_found_response_code"]
+        assert answer in (404, "NOT_FOUND")
+
+
+def test_the_playground_is_one_file_each_and_fits_the_limit(config: Config) -> None:
+    limit = connection_manager(config, "ingress")["route_config"]["max_direct_response_body_size_bytes"]
+    files = {file.name for file in (envoy_config.ENVOY_FOLDER / "playground").iterdir()}
+    (public,) = [
+        one for one in connection_manager(config, "ingress")["route_config"]["virtual_hosts"] if one["name"] == "public"
+    ]
+    bodies = [route["direct_response"].get("body", {}) for route in public["routes"] if "direct_response" in route]
+    assert {Path(body["filename"]).name for body in bodies if "filename" in body} == files
+    for name in files:
+        assert (envoy_config.ENVOY_FOLDER / "playground" / name).stat().st_size < limit
 
 
 def test_the_admin_page_is_shown_by_its_metrics_alone(config: Config) -> None:

@@ -194,6 +194,14 @@ async def test_an_unknown_method_is_not_implemented():
             await channel.unary_unary("/test/other")(b"")
 
 
+@pytest.mark.parametrize("method", ["/test/unary", "/test/stream"])
+async def test_a_call_that_ends_without_its_message_is_refused(method):
+    async with serving("predictor", nothing) as channel:
+        with pytest.raises(InvalidRequestError, match="no message"):
+            async for _ in channel.stream_stream(method)(iter(()), timeout=10):
+                pass
+
+
 async def test_a_message_beyond_the_limit_is_too_large():
     async with serving("predictor", nothing, (("grpc.max_receive_message_length", 1000),)) as channel:
         with pytest.raises(TooLargeError):

@@ -14,8 +14,10 @@ from millrace.errors import InvalidRequestError, NotFoundError, NotReadyError, S
 from millrace.interceptors import ErrorServerInterceptor
 from millrace.protos import millrace_pb2_grpc
 from millrace.protos.millrace_pb2 import AppendRequest, GetPayloadRequest, PayloadRecord, QueryPayloadsRequest
+from services.logger.filters import Filters
 from services.logger.servicer import PayloadLogServicer
 from services.logger.store import SCHEMA_VERSION, SqliteStore
+from services.logger.tails import Tails
 
 SOURCE = str(uuid.uuid4())
 
@@ -37,7 +39,7 @@ def timestamp(time_ns):
 
 
 async def numbers(store, limit=1000, **filters):
-    found = [record async for record in store.query(QueryPayloadsRequest(**filters), None, limit)]
+    found = [record async for record in store.query(Filters(QueryPayloadsRequest(**filters)), None, limit)]
     return [uuid.UUID(record.record_id).int for record in found]
 
 
@@ -51,7 +53,7 @@ async def store(tmp_path):
 @pytest.fixture
 async def stub(store):
     server = grpc.aio.server(interceptors=(ErrorServerInterceptor("logger"),))
-    millrace_pb2_grpc.add_PayloadLogServicer_to_server(PayloadLogServicer(store), server)
+    millrace_pb2_grpc.add_PayloadLogServicer_to_server(PayloadLogServicer(store, Tails()), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with open_channel(f"127.0.0.1:{port}", "logger") as channel:
@@ -245,7 +247,7 @@ async def test_writing_waits_off_the_event_loop_and_reading_does_not_wait(store,
 
 async def test_a_query_that_is_not_read_on_holds_no_transaction(store, tmp_path):
     await store.append([append_request(n) for n in range(1, 301)])
-    query = store.query(QueryPayloadsRequest(), None, 300)
+    query = store.query(Filters(QueryPayloadsRequest()), None, 300)
     await anext(query)
     await store.append([append_request(301)])
     with sqlite3.connect(tmp_path / "payloads.sqlite3") as connection:

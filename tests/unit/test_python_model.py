@@ -11,7 +11,7 @@ import pytest
 from millrace.errors import InvalidRequestError, NotReadyError, OverloadedError, RequestFailedError
 from millrace.stream_infer import FINAL
 from millrace.tensors import Tensor, decode_outputs
-from services.predictor.served_model import config_of, statistics_of
+from services.predictor.served_model import config_of
 from tests.unit.python_models import globals_of, infer, python_models, request
 from tests.waiting import until
 
@@ -122,7 +122,7 @@ async def test_a_caller_that_leaves_ends_the_generator_and_frees_its_slot(make, 
     await idle(model)
     assert globals_of(model)["closed"] == [True] * 3
     await until(lambda: model.statistics.cancelled == 3)
-    assert statistics_of(model).execution_count == 3
+    assert model.statistics.steps == 3
 
 
 async def test_a_cancelled_call_ends_the_function(make):

@@ -72,6 +72,7 @@ async def test_a_failing_request_leaves_the_stream_usable(name, text, caplog):
     responses = await collect(multiplex(sent(request(name), request("good")), two_parts, False))
     errors = [r for r in responses if r.error_message]
     assert [(r.error_message, r.infer_response.id) for r in errors] == [(text, name)]
+    assert errors[0].infer_response.parameters[FINAL].bool_param
     assert [r.infer_response.id for r in responses if not r.error_message] == ["good", "good"]
 
 
@@ -104,3 +105,78 @@ async def test_requests_that_cannot_be_read_end_the_call(caplog):
 
     with pytest.raises(Exception, match="internal error"):
         await asyncio.wait_for(collect(multiplex(broken(), two_parts, False)), 5)
+
+
+async def test_a_request_that_fails_after_responses_ends_with_its_error_and_nothing_more():
+    async def answer(message):
+        async for response in two_parts(message):
+            response.parameters[FINAL].bool_param = False
+            yield response
+        raise InvalidRequestError("too late")
+
+    responses = await collect(multiplex(sent(request("a", empty_final=True)), answer, False))
+    assert [r.error_message for r in responses] == ["", "", "too late"]
+    assert [r.infer_response.parameters[FINAL].bool_param for r in responses] == [False, False, True]
+
+
+async def test_the_empty_final_response_is_the_only_one_where_there_is_none_else():
+    async def nothing(message):
+        for never in ():
+            yield never
+
+    responses = await collect(multiplex(sent(request("a", empty_final=True), request("b")), nothing, False))
+    assert [r.infer_response.id for r in responses] == ["a"]
+    assert responses[0].infer_response.parameters[FINAL].bool_param
+
+
+async def test_half_close_ends_the_call_after_the_last_answer():
+    release, asked = asyncio.Event(), []
+
+    async def answer(message):
+        asked.append(message.id)
+        await release.wait()
+        async for response in two_parts(message):
+            yield response
+
+    ending = asyncio.create_task(collect(multiplex(sent(request("a"), request("b")), answer, False)))
+    await until(lambda: len(asked) == 2)
+    assert not ending.done()
+    release.set()
+    ids = [response.infer_response.id for response in await ending]
+    assert sorted(ids) == ["a", "a", "b", "b"]
+
+
+async def test_answers_of_many_requests_keep_their_own_order():
+    async def answer(message):
+        for i in range(20):
+            await asyncio.sleep(0)
+            response = ModelInferResponse(id=message.id)
+            response.parameters["i"].int64_param = i
+            yield response
+
+    names = [str(i) for i in range(100)]
+    responses = await collect(multiplex(sent(*map(request, names)), answer, False))
+    by_name = {name: [] for name in names}
+    for response in responses:
+        by_name[response.infer_response.id].append(response.infer_response.parameters["i"].int64_param)
+    assert all(order == list(range(20)) for order in by_name.values())
+
+
+async def test_requests_with_the_same_id_and_with_none_are_answered_each():
+    responses = await collect(multiplex(sent(request("a"), request("a"), request("")), two_parts, False))
+    assert sorted(response.infer_response.id for response in responses) == ["", "", "a", "a", "a", "a"]
+
+
+async def test_a_reader_that_stops_holds_back_the_requests_of_its_own_call():
+    made = []
+
+    async def endless(message):
+        while True:
+            made.append(message.id)
+            yield ModelInferResponse(id=message.id)
+
+    async with aclosing(multiplex(sent(request("a")), endless, False)) as responses:
+        await anext(responses)
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert len(made) < 40

@@ -1,14 +1,17 @@
 """Tokenising never stops the event loop for long, and refuses unread what cannot fit."""
 
 import asyncio
+import json
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from millrace.errors import InvalidRequestError, StartupError
-from services.transformer.tokenizer import TextTokenizer
+from millrace.errors import ContextLengthError, InvalidRequestError, StartupError
+from services.transformer.tokenizer import TextTokenizer, embedding_tokenizer
+from tests.random_encoders import save_pooling, save_random_encoder, save_words_tokenizer
 
 MODELS = Path(__file__).parents[2] / "models"
 
@@ -84,3 +87,56 @@ def test_a_folder_without_a_tokenizer_is_a_start_up_error(pool, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(StartupError, match="model x: no tokenizer in"):
         TextTokenizer("x", tmp_path, pool)
+
+
+@pytest.fixture(scope="module")
+def moody(pool, tmp_path_factory):
+    """The storyteller's tokenizer with a chat template that has variables of its own."""
+    folder = tmp_path_factory.mktemp("moody")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODELS / "storyteller" / name, folder / name)
+    template = (
+        "{{ 1 / (divisor or 1) }} {{ mood }}: {{ messages[0].content }}{% if add_generation_prompt %} >{% endif %}"
+    )
+    (folder / "chat_template.jinja").write_text(template)
+    return TextTokenizer("moody", folder, pool)
+
+
+HELLO = [("user", "hello")]
+
+
+def test_a_chat_templates_variables_can_be_set(moody):
+    assert moody.render_chat(HELLO, 1024) == "1.0 : hello >"
+    assert moody.render_chat(HELLO, 1024, {"mood": "glad"}) == "1.0 glad: hello >"
+    assert moody.render_chat(HELLO, 1024, {"add_generation_prompt": False}) == "1.0 : hello"
+
+
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "tools", "conversation", "self", "tokenizer_kwargs"])
+def test_what_is_no_variable_of_the_template_is_refused(moody, name):
+    with pytest.raises(InvalidRequestError, match=f"'{name}' is no variable of a chat template") as raised:
+        moody.render_chat(HELLO, 1024, {name: "{{ 1 }}"})
+    assert raised.value.param == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("options", [{"messages": []}, {"divisor": "x"}, {"divisor": [1]}, {"conversations": 1}])
+def test_variables_that_break_the_template_are_the_callers_mistake(moody, options):
+    with pytest.raises(InvalidRequestError, match="refuses the messages"):
+        moody.render_chat(HELLO, 1024, options)
+
+
+def test_variables_too_large_for_the_context_are_refused_unread(moody):
+    with pytest.raises(ContextLengthError, match="more than fit a context of 10 tokens"):
+        moody.render_chat(HELLO, 10, {"mood": "x" * 1_000_000})
+
+
+def test_an_embedding_models_tokenizer_is_where_the_model_is(pool, tmp_path):
+    save_random_encoder("bert", tmp_path)
+    assert embedding_tokenizer("x", tmp_path, pool) is None
+    save_pooling(tmp_path, {"pooling_mode_mean_tokens": True})
+    part = tmp_path / "0_Transformer"
+    modules = json.loads((tmp_path / "modules.json").read_text())
+    modules[0]["path"] = part.name
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    save_words_tokenizer(part, "the", "fox")
+    found = embedding_tokenizer("x", tmp_path, pool)
+    assert found.backend.encode("the fox").ids == [2, 5, 6, 3]

@@ -60,7 +60,7 @@ class _Attention:
 
     def _normed(self, packed: Tensor) -> Tensor:
         """Qwen3's norms of each query's and each key's head."""
-        parts = torch.split(packed, (self._query_heads, self._key_heads, self._key_heads), dim=1)
+        parts = torch.split(packed, [self._query_heads, self._key_heads, self._key_heads], dim=1)
         norms = zip(parts, self._norms, strict=False)
         return torch.cat([*(kernel.rms_norm(part.contiguous(), *norm) for part, norm in norms), parts[2]], dim=1)
 

@@ -136,5 +136,6 @@ def _describe(
             *(TensorSpec(name, "INT64", [-1, -1], optional=True) for name in names),
         ],
         outputs=[output],
+        max_batch_size=limits.max_rows,
         parameters=parameters,
     )

@@ -11,17 +11,21 @@ import inspect
 import logging
 import sys
 import traceback
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from importlib.machinery import SourceFileLoader
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from millrace.errors import InvalidRequestError, StartupError
+from millrace.declared_tensors import declared
+from millrace.errors import StartupError
 from millrace.model_kinds import PYTHON_FILE
-from millrace.tensors import DATATYPES, RawTensor
 from services.predictor.served_model import TensorSpec
 
 logger = logging.getLogger(__name__)
+
+_imports = count()
 
 
 class PythonCode:
@@ -61,10 +65,15 @@ class PythonCode:
                 logger.exception("model %s: unload() failed", self._name)
 
     def _import(self) -> ModuleType:
-        # Hexadecimal, because a model's name may hold what a module's must not.
-        module_name = f"millrace_model_{self._name.encode().hex()}"
+        # Hexadecimal, because a model's name may hold what a module's must not; numbered, because the model that
+        # this one replaces may run still.
+        module_name = f"millrace_model_{self._name.encode().hex()}_{next(_imports)}"
+        importlib.invalidate_caches()  # What lies beside it may be new.
         spec = importlib.util.spec_from_file_location(
-            module_name, self._path, submodule_search_locations=[str(self._path.parent)]
+            module_name,
+            self._path,
+            loader=_FreshLoader(module_name, str(self._path)),
+            submodule_search_locations=[str(self._path.parent)],
         )
         if spec is None or spec.loader is None:
             raise StartupError(f"model {self._name}: {self._path} is no Python file")
@@ -73,27 +82,25 @@ class PythonCode:
         try:
             spec.loader.exec_module(module)
         except BaseException as error:
-            del sys.modules[module_name]
+            _forget(module_name)
             self._refuse("cannot be imported", error)
         return module
 
+    def forget(self) -> None:
+        """Lets go of the file's modules."""
+        _forget(self._module.__name__)
+
     def _declared(self, attribute: str) -> Sequence[TensorSpec] | None:
-        declared = getattr(self._module, attribute, None)
-        if declared is None:
+        given = getattr(self._module, attribute, None)
+        if given is None:
             return None
         try:
-            specs = [
-                TensorSpec(name, datatype, [int(size) for size in shape])
-                for name, (datatype, shape) in declared.items()
-            ]
-            malformed = not all(isinstance(spec.name, str) and spec.datatype in DATATYPES for spec in specs)
-        except (AttributeError, TypeError, ValueError):
-            malformed = True
-        if malformed:
+            tensors = declared(given)
+        except ValueError:
             raise StartupError(
                 f'model {self._name}: {attribute} of {self._path} must look like {{"name": ("FP32", [-1, 3])}}'
-            )
-        return specs
+            ) from None
+        return [TensorSpec(tensor.name, tensor.datatype, tensor.shape) for tensor in tensors]
 
     def _refuse(self, what: str, error: BaseException) -> NoReturn:
         """Says in one line what the file raised, and where."""
@@ -105,20 +112,13 @@ class PythonCode:
         raise StartupError(f"model {self._name}: {self._path}{where} {what}: {text}") from None
 
 
-def check_inputs(tensors: Mapping[str, RawTensor], declared: Sequence[TensorSpec]) -> None:
-    """Refuses inputs that are not those declared."""
-    specs = {spec.name: spec for spec in declared}
-    for name, tensor in tensors.items():
-        spec = specs.get(name)
-        if spec is None:
-            raise InvalidRequestError(f"unknown input {name!r}; the model takes {', '.join(specs)}")
-        if tensor.datatype != spec.datatype:
-            raise InvalidRequestError(f"input {name!r} must be {spec.datatype}, not {tensor.datatype}")
-        fits = all(size in (-1, given) for size, given in zip(spec.shape, tensor.shape, strict=False))
-        if len(spec.shape) != len(tensor.shape) or not fits:
-            raise InvalidRequestError(
-                f"input {name!r} must have shape {list(spec.shape)}, not {list(tensor.shape)}; -1 is any size"
-            )
-    for name in specs:
-        if name not in tensors:
-            raise InvalidRequestError(f"input {name!r} is missing")
+class _FreshLoader(SourceFileLoader):
+    """Leaves bytecode alone: its cache cannot tell a file from what it was earlier in the same second."""
+
+    def path_stats(self, path: Any) -> Any:
+        raise OSError
+
+
+def _forget(module_name: str) -> None:
+    for name in [name for name in sys.modules if name == module_name or name.startswith(f"{module_name}.")]:
+        del sys.modules[name]

@@ -41,8 +41,10 @@ from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 
+from millrace.declared_tensors import check_inputs
 from millrace.errors import InvalidRequestError, MillraceError, NotReadyError, RequestFailedError
 from millrace.protos import inference_pb2 as pb
+from millrace.python_tensors import BadResultError
 from millrace.stream_infer import FINAL
 from services.predictor.counts import Outcome, RequestCounts
 from services.predictor.engine.interface import EngineDeadError
@@ -50,8 +52,8 @@ from services.predictor.served_model import VERSION, ModelDescription
 from services.predictor.tensor_models.admission import Admission
 from services.predictor.tensor_models.channel import Channel, ReaderLeftError
 from services.predictor.tensor_models.loop_thread import LoopThread
-from services.predictor.tensor_models.python_code import PythonCode, check_inputs
-from services.predictor.tensor_models.python_request import BadResultError, Request, write_result
+from services.predictor.tensor_models.python_code import PythonCode
+from services.predictor.tensor_models.python_request import Request, write_result
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +99,8 @@ class PythonModel:
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
         async with aclosing(self._answers(request)) as answers:
             async for response, last in answers:
-                response.parameters[FINAL].bool_param = last
+                # A function answers once; whether it has returned by now is a matter of threads.
+                response.parameters[FINAL].bool_param = last or not self._code.streams
                 yield response
 
     async def warm_up(self) -> None:
@@ -109,6 +112,7 @@ class PythonModel:
 
     def close(self) -> None:
         self.thread.stop(self._code.unload)
+        self._code.forget()
 
     async def _answers(self, request: pb.ModelInferRequest) -> AsyncGenerator[tuple[pb.ModelInferResponse, bool], None]:
         """Each response, and whether it is known to be the last; the code stops when the caller does."""

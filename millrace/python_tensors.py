@@ -1,0 +1,63 @@
+"""What a user's code gives, numpy arrays by name, as tensors of the protocol, and a request's parameters as values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from millrace.errors import InvalidRequestError
+from millrace.protos import inference_pb2 as pb
+from millrace.tensors import BYTES, RawTensor, Tensor
+
+_DATATYPES = {
+    np.dtype(code): datatype
+    for code, datatype in {
+        "?": "BOOL", "i1": "INT8", "<i2": "INT16", "<i4": "INT32", "<i8": "INT64", "u1": "UINT8", "<u2": "UINT16",
+        "<u4": "UINT32", "<u8": "UINT64", "<f2": "FP16", "<f4": "FP32", "<f8": "FP64",
+    }.items()
+}  # fmt: skip
+
+
+class BadResultError(Exception):
+    """What a user's code gave is not tensors; the message says so to the client as well."""
+
+
+def as_mapping(result: Any, who: str) -> Mapping[str, Any]:
+    """The result of a user's code; `who` is what the message calls it."""
+    if not isinstance(result, Mapping):
+        raise BadResultError(f"{who} answered with {type(result).__name__}, not with a dict of name to numpy array")
+    return result
+
+
+def as_tensor(name: Any, value: Any, who: str) -> Tensor | RawTensor:
+    """One entry of such a result; text and bytes become BYTES."""
+    if not isinstance(name, str) or not name:
+        raise BadResultError(f"the name of {who}'s output is {name!r}, not text")
+    if isinstance(value, RawTensor):
+        return value
+    if not isinstance(value, (np.ndarray, np.generic)):
+        raise BadResultError(f"{who}'s output {name!r} is {type(value).__name__}, not a numpy array")
+    array = np.asarray(value)
+    if array.dtype.kind in "OSU":
+        array = array.astype(object)
+        if not all(isinstance(item, (bytes, str)) for item in array.ravel()):
+            raise BadResultError(f"{who}'s output {name!r} holds objects that are neither bytes nor text")
+        return Tensor(name, BYTES, array)
+    array = np.asarray(array, array.dtype.newbyteorder("<"))
+    if array.dtype not in _DATATYPES:
+        raise BadResultError(f"{who}'s output {name!r} has the dtype {array.dtype}, which no datatype of OIP holds")
+    return Tensor(name, _DATATYPES[array.dtype], array)
+
+
+def parameters_of(parameters: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
+    """A request's parameters as bool, int, float or str, but for Triton's own, which speak to the server."""
+    values = {}
+    for name, parameter in parameters.items():
+        choice = parameter.WhichOneof("parameter_choice")
+        if choice is None:
+            raise InvalidRequestError(f"parameter {name!r} has no value")
+        if not name.startswith("triton_"):
+            values[name] = getattr(parameter, choice)
+    return values

@@ -1,0 +1,52 @@
+"""Long operations that callers start and wait for, but do not own: one that leaves does not stop its operation."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from functools import partial
+from typing import Any
+
+from millrace.errors import DeadlineError, MillraceError, NotReadyError, OverloadedError
+
+logger = logging.getLogger(__name__)
+
+_MAX_OPERATIONS = 16  # That run or wait for their turn.
+_MAX_WAIT_S = 570.0  # The gateway gives a call 600.
+
+
+class Operations:
+    """Owned by one event loop."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self, what: str, work: Coroutine[Any, Any, None], time_remaining_s: float | None) -> None:
+        """Runs `work` and waits for it as long as the caller may; raises what it raises, or DeadlineError."""
+        if len(self._tasks) >= _MAX_OPERATIONS:
+            work.close()
+            raise OverloadedError(f"{_MAX_OPERATIONS} loads and unloads are under way already")
+        task = asyncio.create_task(work, name=what)
+        self._tasks.add(task)
+        task.add_done_callback(partial(self._ended, what))
+        limit_s = _MAX_WAIT_S if time_remaining_s is None else min(_MAX_WAIT_S, time_remaining_s)
+        done, _ = await asyncio.wait((task,), timeout=limit_s)
+        if not done:
+            raise DeadlineError(f"the {what} is not done yet, and goes on; RepositoryIndex tells what becomes of it")
+        if task.cancelled():
+            raise NotReadyError("the predictor is stopping")
+        task.result()
+
+    async def close(self) -> None:
+        """Cancels what is under way."""
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _ended(self, what: str, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        # Its caller may have left.
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s failed: %s", what, error, exc_info=None if isinstance(error, MillraceError) else error)

@@ -1,0 +1,120 @@
+"""A loaded model while it is served: counts its requests, and ends them when it is unloaded.
+
+Owned by the event loop. `drain` waits for the requests in flight; `stop` closes the model, after which
+whatever is left of them ends with NotReadyError, even where the model's own code does not give way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+
+from millrace.errors import NotReadyError
+from millrace.protos import inference_pb2 as pb
+from services.predictor.request_statistics import CountedRequest, RequestStatistics
+from services.predictor.served_model import VERSION, ServedModel
+
+
+class Serving:
+    """See the module. Made when the model has proven that it works: what it has counted so far is left out."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self.model = model
+        self.requests = RequestStatistics(model.description.max_batch_size)
+        counted = model.statistics
+        self._before = (counted.steps, counted.ended, counted.queue_ns, counted.compute_ns)
+        self._in_flight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._stopped = False
+        self._waits: set[asyncio.Timeout] = set()
+
+    async def infer(self, request: pb.ModelInferRequest, time_remaining_s: float | None) -> pb.ModelInferResponse:
+        """The model's `infer`."""
+        with self._counted(request, time_remaining_s) as counted:
+            async with self._until_stopped():
+                response = await self.model.infer(request, time_remaining_s)
+            counted.response(response)
+            return response
+
+    async def stream(
+        self, request: pb.ModelInferRequest, time_remaining_s: float | None
+    ) -> AsyncGenerator[pb.ModelInferResponse, None]:
+        """The model's `stream`."""
+        with self._counted(request, time_remaining_s) as counted:
+            async with aclosing(self.model.stream(request, time_remaining_s)) as responses:
+                while True:
+                    async with self._until_stopped():
+                        response = await anext(responses, None)
+                    if response is None:
+                        return
+                    counted.response(response)
+                    yield response
+
+    async def drain(self, timeout_s: float) -> int:
+        """Waits until no request is in flight or the time is up; how many are."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            pass
+        return self._in_flight
+
+    async def stop(self) -> None:
+        """Closes the model, which takes seconds at most, and ends what is left in flight."""
+        await asyncio.to_thread(self.model.close)
+        self._stopped = True
+        for wait in self._waits:
+            wait.reschedule(asyncio.get_running_loop().time())
+
+    def statistics(self) -> pb.ModelStatistics:
+        """What ModelStatistics says of the model."""
+        counted = self.model.statistics
+        steps, ended, queue_ns, compute_ns = self._before
+        ended = counted.ended - ended
+        duration = pb.StatisticDuration
+        return pb.ModelStatistics(
+            name=self.model.name,
+            version=VERSION,
+            last_inference=self.requests.last_inference_ms,
+            inference_count=self.requests.inferences,
+            execution_count=counted.steps - steps,
+            inference_stats=pb.InferStatistics(
+                success=self.requests.success.told(),
+                fail=self.requests.fail.told(),
+                queue=duration(count=ended, ns=counted.queue_ns - queue_ns),
+                compute_infer=duration(count=ended, ns=counted.compute_ns - compute_ns),
+            ),
+            response_stats={index: tally.told() for index, tally in self.requests.responses.items()},
+        )
+
+    @contextmanager
+    def _counted(self, request: pb.ModelInferRequest, time_remaining_s: float | None) -> Iterator[CountedRequest]:
+        self._in_flight += 1
+        self._idle.clear()
+        try:
+            with self.requests.begin(request, time_remaining_s) as counted:
+                yield counted
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._idle.set()
+
+    @asynccontextmanager
+    async def _until_stopped(self) -> AsyncIterator[None]:
+        """Ends what the block waits for with NotReadyError when the model is stopped."""
+        unloaded = NotReadyError(f"model {self.model.name!r} was unloaded")
+        if self._stopped:
+            raise unloaded
+        wait = asyncio.timeout(None)
+        self._waits.add(wait)
+        try:
+            async with wait:
+                yield
+        except TimeoutError:
+            if wait.expired():
+                raise unloaded from None
+            raise
+        finally:
+            self._waits.discard(wait)

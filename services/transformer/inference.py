@@ -1,0 +1,102 @@
+"""One OIP request, whatever its model is: text, a processor of the user's own, or tensors that are relayed.
+
+Behind every front end that speaks the protocol, gRPC and REST. Text is recorded by the pipeline, with
+what was said; of anything else the record has the outcome alone. An answer is a message, or the bytes of
+one that the predictor sent and nobody here looked at. Raises MillraceError; closing a generator cancels
+the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import AbstractContextManager, aclosing, nullcontext
+from typing import Any
+
+from millrace.payload_tap import PayloadTap
+from millrace.protos import inference_pb2 as pb
+from millrace.recorded_call import recorded
+from millrace.stream_infer import FINAL
+from services.transformer import processed
+from services.transformer.catalogue import Catalogue, Model, ProcessedModel, TextModel
+from services.transformer.infer_request import InferRequest
+from services.transformer.pipeline import Origin, Pipeline
+from services.transformer.relay import Relay
+from services.transformer.text_tensors import TextAnswer, TextCall, read_request
+
+
+class Inference:
+    """Owned by the event loop; one for all requests."""
+
+    def __init__(self, pipeline: Pipeline, catalogue: Catalogue, relay: Relay, tap: PayloadTap) -> None:
+        self._pipeline = pipeline
+        self._catalogue = catalogue
+        self._relay = relay
+        self._tap = tap
+
+    async def infer(
+        self, request: InferRequest, origin: Origin, timeout_s: float | None
+    ) -> pb.ModelInferResponse | bytes:
+        """The one answer; bytes are a serialized ModelInferResponse."""
+        model = self._find(request, origin)
+        if isinstance(model, TextModel):
+            return await self._whole_text(model, request, self._read(request, origin, timeout_s))
+        with self._recorded(request, origin, timeout_s):
+            if isinstance(model, ProcessedModel):
+                return await processed.infer(model, request, self._relay, timeout_s)
+            return await self._relay.infer(request.data, timeout_s)
+
+    async def stream(
+        self, request: InferRequest, origin: Origin, timeout_s: float | None
+    ) -> AsyncGenerator[pb.ModelInferResponse | bytes, None]:
+        """The answers as they come, the last one marked; bytes are a serialized ModelStreamInferResponse."""
+        model = self._find(request, origin)
+        answers: AsyncGenerator[pb.ModelInferResponse | bytes, None]
+        if isinstance(model, TextModel):
+            answers = self._text(model, request, self._read(request, origin, timeout_s))
+            record: AbstractContextManager[Any] = nullcontext()  # The pipeline's own.
+        else:
+            record = self._recorded(request, origin, timeout_s)
+            if isinstance(model, ProcessedModel):
+                answers = processed.stream(model, request, self._relay, timeout_s)
+            else:
+                answers = self._relay.stream(request.data, timeout_s)
+        with record:
+            async with aclosing(answers):
+                async for answer in answers:
+                    yield answer
+
+    def _recorded(self, request: InferRequest, origin: Origin, timeout_s: float | None) -> AbstractContextManager[Any]:
+        return recorded(
+            self._tap,
+            request_id=origin.request_id,
+            model=request.model_name,
+            protocol=origin.protocol,
+            timeout_s=timeout_s,
+        )
+
+    def _find(self, request: InferRequest, origin: Origin) -> Model:
+        with self._pipeline.recording_refusals(origin, request.model_name):
+            return self._catalogue.find(request.model_name, request.model_version)
+
+    def _read(self, request: InferRequest, origin: Origin, timeout_s: float | None) -> TextCall:
+        with self._pipeline.recording_refusals(origin, request.model_name):
+            return read_request(request.message, origin, timeout_s)
+
+    async def _whole_text(self, model: TextModel, request: InferRequest, call: TextCall) -> pb.ModelInferResponse:
+        async with aclosing(self._pipeline.generate(call.text)) as chunks:
+            return TextAnswer(request.message, call, model).whole([chunk async for chunk in chunks])
+
+    async def _text(
+        self, model: TextModel, request: InferRequest, call: TextCall
+    ) -> AsyncGenerator[pb.ModelInferResponse | bytes, None]:
+        if not call.stream:
+            response = await self._whole_text(model, request, call)
+            response.parameters[FINAL].bool_param = True
+            yield response
+            return
+        answer = TextAnswer(request.message, call, model)
+        async with aclosing(self._pipeline.generate(call.text)) as chunks:
+            async for chunk in chunks:
+                response = answer.response(chunk)
+                response.parameters[FINAL].bool_param = chunk.finish_reason is not None
+                yield response

@@ -1,0 +1,52 @@
+"""Answers as HTTP bodies: one of JSON, or server-sent events ending in `data: [DONE]`."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from google.api.httpbody_pb2 import HttpBody
+
+from millrace.protos.millrace_pb2 import Usage
+from services.transformer.openai.answers import Format, usage_of
+from services.transformer.openai.choices import generate_all
+from services.transformer.openai.generation_requests import GenerationRequest
+from services.transformer.pipeline import Pipeline, TextChunk, TextRequest
+from services.transformer.rest import EVENTS, event, json_body
+
+_DONE = b"data: [DONE]\n\n"
+
+
+async def answer(
+    pipeline: Pipeline, generations: Sequence[TextRequest], asked: GenerationRequest, shape: Format
+) -> AsyncGenerator[HttpBody, None]:
+    """Runs the generations, one a choice, and writes what they make; closing the generator cancels them."""
+    head = {"id": f"{shape.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
+    async with aclosing(generate_all(pipeline, generations)) as chunks:
+        if not asked.stream:
+            made: list[list[TextChunk]] = [[] for _ in generations]
+            async for index, chunk in chunks:
+                made[index].append(chunk)
+            choices = [shape.whole(index, parts) for index, parts in enumerate(made)]
+            usage = usage_of([parts[-1].usage or Usage() for parts in made], asked.n)
+            yield json_body(head | {"object": shape.whole_object, "choices": choices, "usage": usage})
+            return
+
+        head["object"] = shape.chunk_object
+        begun: set[int] = set()
+        usages = [Usage()] * len(generations)
+        # With include_usage every event has the field; the last one fills it.
+        no_usage = {"usage": None} if asked.include_usage else {}
+        async for index, chunk in chunks:
+            usages[index] = chunk.usage or usages[index]
+            is_first = index not in begun
+            # Text that is held back makes no event of its own, unless something else is told of its tokens.
+            if is_first or chunk.text or chunk.finish_reason is not None or chunk.logprobs:
+                begun.add(index)
+                choice = shape.chunk(index, chunk, is_first)
+                yield HttpBody(content_type=EVENTS, data=event(head | {"choices": [choice]} | no_usage))
+        if asked.include_usage:
+            yield HttpBody(data=event(head | {"choices": [], "usage": usage_of(usages, asked.n)}))
+        yield HttpBody(data=_DONE)

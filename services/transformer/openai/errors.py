@@ -1,0 +1,42 @@
+"""Errors as OpenAI writes them: `{"error": {"message", "type", "code", "param"}}`.
+
+`code` is OpenAI's own word where it has one, else the name of the gRPC status.
+Source: OpenAI's API reference, and the error classes of its Python client.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any
+
+from millrace.errors import ContextLengthError, InvalidRequestError, MillraceError, NotFoundError, OverloadedError
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_CODES: dict[type[MillraceError], str] = {
+    NotFoundError: "model_not_found",
+    ContextLengthError: "context_length_exceeded",
+    OverloadedError: "rate_limit_exceeded",
+}
+
+
+class UnsupportedFieldError(InvalidRequestError):
+    """A field that the API has and that is not offered here."""
+
+    def __init__(self, name: str, value: Any, hint: str = "") -> None:
+        super().__init__(f"{name}={reprlib.repr(value)} is not supported{hint}", param=name)
+
+
+_CODES[UnsupportedFieldError] = "unsupported_parameter"
+
+
+def openai_error(error: MillraceError) -> dict[str, Any]:
+    """The body of an error."""
+    kind = "invalid_request_error" if error.http_status < 500 else "server_error"
+    return {
+        "error": {
+            "message": error.message,
+            "type": _TYPES.get(error.http_status, kind),
+            "code": _CODES.get(type(error), error.status.name.lower()),
+            "param": error.param if isinstance(error, InvalidRequestError) else None,
+        }
+    }

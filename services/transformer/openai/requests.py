@@ -1,0 +1,106 @@
+"""What OpenAI's clients send, parsed and checked: the body of a request and its prompts.
+
+Fields that nobody knows are ignored, as OpenAI does; fields that are known and not supported here
+are refused, unless their value asks for nothing. Null is as good as absent. All raises
+InvalidRequestError. Source: OpenAI's API reference, and vLLM's for the fields beyond it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from millrace.errors import InvalidRequestError
+from services.transformer.calls import check_message_count
+from services.transformer.openai.errors import UnsupportedFieldError
+
+# Larger than any prompt, its JSON escapes included; parsing more would stop the event loop.
+MAX_BODY_BYTES = 8 * 1024 * 1024
+_MAX_IDS = 1024 * 1024  # Of one prompt: more than any context.
+
+Prompt = str | list[int]
+
+
+class OpenAIRequest(BaseModel):
+    """A request's body; unknown fields are kept, for some of them are refused."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    # Unsupported fields, with the values of them that ask for nothing.
+    UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {}
+
+    model: str
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """The fields that the class does not declare."""
+        return self.model_extra or {}
+
+    def check(self) -> None:
+        """Refuses what the fields' types do not."""
+        for name, harmless in self.UNSUPPORTED.items():
+            value = self.extra.get(name)
+            if value is not None and not any(type(value) is type(one) and value == one for one in harmless):
+                raise UnsupportedFieldError(name, value)
+
+
+RequestT = TypeVar("RequestT", bound=OpenAIRequest)
+
+
+def parse(cls: type[RequestT], body: bytes) -> RequestT:
+    """The request in a JSON body."""
+    if len(body) > MAX_BODY_BYTES:
+        raise InvalidRequestError(f"the body has {len(body)} bytes, more than any prompt")
+    try:
+        values = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequestError(f"the body is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise InvalidRequestError("the body must be a JSON object")
+    values = {name: value for name, value in values.items() if value is not None}
+    if isinstance(messages := values.get("messages"), list):
+        check_message_count(len(messages))
+    try:
+        request = cls.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        message = first["msg"].removeprefix("Value error, ")
+        raise InvalidRequestError(f"{where}: {message}" if where else message, param=where or None) from None
+    request.check()
+    return request
+
+
+def read_prompts(value: Any, limit: int) -> list[Prompt]:
+    """A text, texts, token ids or lists of them, as a list; at most `limit` prompts; raises ValueError.
+
+    Whether ids are in the vocabulary, the predictor knows.
+    """
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError("must be a string, a list of strings, token ids, or a list of lists of them")
+    if not value:
+        raise ValueError("is empty")
+    if type(value[0]) is int:
+        return [_checked_ids(value)]
+    if len(value) > limit:
+        raise ValueError(f"has {len(value)} items, at most {limit} are allowed")
+    if all(isinstance(item, str) for item in value):
+        return list(value)
+    if all(isinstance(item, list) for item in value):
+        return [_checked_ids(item) for item in value]
+    raise ValueError("must be a string, a list of strings, token ids, or a list of lists of them")
+
+
+def _checked_ids(ids: list[Any]) -> list[int]:
+    if len(ids) > _MAX_IDS:
+        raise ValueError(f"has {len(ids)} token ids, more than any context")
+    if set(map(type, ids)) - {int}:
+        raise ValueError("token ids must be whole numbers")
+    if ids and not (min(ids) >= 0 and max(ids) < 2**31):
+        raise ValueError("token ids must be from 0 to 2147483647")
+    return ids

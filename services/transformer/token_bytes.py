@@ -1,0 +1,51 @@
+"""What single tokens stand for, as bytes: a token need not be a whole character.
+
+Three ways of writing are told apart, as tokenizers' decoders read them: byte-level vocabularies, where
+each character of a token stands for a byte; byte fallback, where `<0xE2>` is one; and tokens that are
+text, whose leading space, if any, shows only behind another token.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+_BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
+_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenBytes:
+    """Reads a tokenizer's vocabulary; `backend` is the fast tokenizer."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self._added = {token_id: str(token) for token_id, token in backend.get_added_tokens_decoder().items()}
+        self._is_byte_level = b'"ByteLevel"' in (backend.decoder.__getstate__() if backend.decoder else b"")
+        self._before = self._ordinary_id()
+        self._text_before = self._decode([self._before])
+
+    def of(self, token_id: int) -> bytes:
+        """The token's bytes; none for an id that has no token."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token: str | None = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._is_byte_level and all(character in _BYTE_OF for character in token):
+            return bytes(_BYTE_OF[character] for character in token)
+        if fallback := _FALLBACK.fullmatch(token):
+            return bytes.fromhex(fallback[1])
+        return self._decode([self._before, token_id])[len(self._text_before) :].encode()
+
+    def _ordinary_id(self) -> int:
+        """The first token that is a letter, behind which others are read."""
+        for token_id in range(self._backend.get_vocab_size()):
+            if token_id not in self._added and self._decode([token_id]).isalpha():
+                return token_id
+        return 0
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._backend.decode(ids, skip_special_tokens=False)
+        return text

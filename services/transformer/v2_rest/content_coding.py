@@ -1,0 +1,35 @@
+"""Bodies that a client has compressed by `deflate` (zlib's format); gzip is the gateway's to read.
+
+A body may not become larger than the gateway lets pass: what would is refused before it is made.
+Source: RFC 9110, section 8.4.1.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+from millrace.errors import InvalidRequestError, TooLargeError
+
+CONTENT_ENCODING = "content-encoding"
+DEFLATE = "deflate"
+MAX_BYTES = 60 * 1024 * 1024  # The gateway's limit of a body.
+_MAX_RATIO = 1032  # Deflate's own limit.
+
+
+def most_inflated(size: int) -> int:
+    """Bytes at most that so many become."""
+    return min(size * _MAX_RATIO, MAX_BYTES)
+
+
+def inflated(data: bytes) -> bytes:
+    """The body that was compressed; raises InvalidRequestError, and TooLargeError."""
+    reader = zlib.decompressobj()
+    try:
+        body = reader.decompress(data, MAX_BYTES)
+    except zlib.error as error:
+        raise InvalidRequestError(f"the body is not compressed by {DEFLATE}: {error}") from None
+    if reader.unconsumed_tail:
+        raise TooLargeError(f"the body has more than {MAX_BYTES} bytes")
+    if not reader.eof or reader.unused_data:
+        raise InvalidRequestError(f"the body is not compressed by {DEFLATE}: it does not end where its data does")
+    return body

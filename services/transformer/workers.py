@@ -1,0 +1,132 @@
+"""Several processes of the transformer on one port, and the parent that keeps them running.
+
+Tokenising holds the interpreter, so one process uses little more than one core for text. The parent
+reserves the port for itself alone, which fails where anybody has it, and then lets its workers share it
+(SO_REUSEPORT); it never listens. A worker that ends is started again; SIGTERM and SIGINT are passed on.
+Where a worker says that starting again cannot help, all end with its exit code.
+
+Each worker is whole: it follows the predictor, ships its own records and answers for its own health.
+It listens once it can serve, so that no connection waits for one that is starting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+
+from millrace.errors import StartupError
+
+logger = logging.getLogger(__name__)
+
+_FIRST_DELAY_S, _MAX_DELAY_S, _STEADY_S = 0.2, 10.0, 30.0
+_GRACE_S = 4.0  # Beyond the drain: for the records that are still to be shipped.
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+class _WorkerRefusedError(Exception):
+    """A worker cannot run, and has said why."""
+
+
+async def supervise(host: str, port: int, count: int, drain_s: float) -> None:
+    """Runs the workers until SIGTERM or SIGINT; raises StartupError, or SystemExit with a worker's own refusal."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+    with reserved(host, port) as reserved_port:
+        environment = {**os.environ, "TRANSFORMER_PORT": str(reserved_port)}
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number in range(count):
+                    group.create_task(_keep(number, environment, stop, drain_s + _GRACE_S), name=f"worker-{number}")
+        except* _WorkerRefusedError:
+            raise SystemExit(os.EX_CONFIG) from None
+
+
+@contextmanager
+def reserved(host: str, port: int) -> Iterator[int]:
+    """Holds a port that nobody else can take but processes of this user that ask to share it; gives its number."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    address = (host.strip("[]"), port)
+    with socket.socket(family) as held:
+        try:
+            _bind(held, address)
+        except OSError:
+            raise StartupError(f"{host}:{port} cannot be listened on: is the port taken?") from None
+        # After the bind: with it before, a port that others share would not have been refused.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        yield held.getsockname()[1]
+
+
+def _bind(held: socket.socket, address: tuple[str, int]) -> None:
+    """Binds where nobody else has the port; connections that linger after their end (TIME_WAIT) are nobody."""
+    try:
+        held.bind(address)
+    except OSError:
+        with socket.socket(held.family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen()  # Refused where another listens, whatever the two have set.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(address)
+
+
+def end_with_parent(parent: int) -> None:
+    """Has the kernel send this worker SIGTERM when its parent is gone; Linux alone can do that."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # It died before the kernel was told.
+        raise SystemExit(1)
+
+
+async def _keep(number: int, environment: Mapping[str, str], stop: asyncio.Event, grace_s: float) -> None:
+    """One worker, started again until the stop."""
+    delay_s = _FIRST_DELAY_S
+    while not stop.is_set():
+        started = time.monotonic()
+        exit_code = await _run(environment, stop, grace_s)
+        if stop.is_set():
+            return
+        if exit_code == os.EX_CONFIG:
+            raise _WorkerRefusedError
+        if time.monotonic() - started >= _STEADY_S:
+            delay_s = _FIRST_DELAY_S
+        logger.error("worker %d ended with exit code %d; starting it again in %.1f s", number, exit_code, delay_s)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), delay_s)
+        delay_s = min(2 * delay_s, _MAX_DELAY_S)
+
+
+async def _run(environment: Mapping[str, str], stop: asyncio.Event, grace_s: float) -> int:
+    """One life of a worker; its exit code."""
+    command = (sys.executable, "-m", "services.transformer.worker", str(os.getpid()))
+    process = await asyncio.create_subprocess_exec(*command, env=environment, stdin=asyncio.subprocess.DEVNULL)
+    ended = asyncio.create_task(process.wait(), name="worker's end")
+    stopping = asyncio.create_task(stop.wait(), name="stop")
+    try:
+        await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        return await ended if ended.done() else await _stop(process, grace_s)
+    finally:
+        stopping.cancel()
+        if not ended.done():  # Cancelled, since another worker refused.
+            await _stop(process, grace_s)
+        await asyncio.gather(ended, stopping, return_exceptions=True)
+
+
+async def _stop(process: asyncio.subprocess.Process, grace_s: float) -> int:
+    with suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        return await asyncio.wait_for(process.wait(), grace_s)
+    except TimeoutError:
+        with suppress(ProcessLookupError):
+            process.kill()
+        return await process.wait()

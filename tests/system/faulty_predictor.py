@@ -1,0 +1,87 @@
+"""The predictor with faults that a test can ask for, through files in the folder `FAULTS`.
+
+It is the real service; only the model fails. While `hold` is there, no step is made, and while
+`hold_later` is, no fourth step of a request with the seed HOLDS_LATER; while `down` is there, the process
+does not start. `admitted` grows by a byte for each request that the engine or the Python model takes in.
+A request with the seed FAILS fails in its first step, one with the seed FAILS_LATER in its fourth.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from services.predictor.__main__ import serve
+from services.predictor.engine import build
+from services.predictor.engine.paged_runner import PagedRunner
+from services.predictor.engine.scheduler import Scheduler
+
+FAILS, FAILS_LATER, HOLDS_LATER = 13, 14, 15
+_FAILS_AFTER = {FAILS: 0, FAILS_LATER: 3}
+_HOLDS_AFTER = {HOLDS_LATER: 3}
+_WARM_UP = "warm-up"
+
+# A model that needs no text, with the same faults.
+PYTHON_MODEL = """
+import asyncio
+import os
+from pathlib import Path
+
+from millrace.errors import InvalidRequestError
+
+FAULTS = Path(os.environ["FAULTS"])
+
+
+async def execute(request):
+    if request.parameters.get("temperature", 0) < 0:
+        raise InvalidRequestError("temperature must not be negative")
+    with (FAULTS / "admitted").open("a") as admitted:
+        admitted.write(".")
+    if request.parameters.get("seed") == 13:
+        raise RuntimeError("secret")
+    while (FAULTS / "hold").exists():
+        await asyncio.sleep(0.01)
+    return request.raw
+"""
+
+
+def main() -> None:
+    from millrace.service import run_service
+    from services.predictor.settings import PredictorSettings
+
+    folder = Path(os.environ["FAULTS"])
+
+    def wait_while(name):
+        while (folder / name).exists():
+            time.sleep(0.01)
+
+    wait_while("down")
+
+    class FaultyRunner(PagedRunner):
+        def run(self, rows):
+            for row in rows:
+                request, made = row.sequence.request, len(row.sequence.output_ids)
+                if request.id == _WARM_UP:
+                    continue
+                wait_while("hold")
+                if made == _HOLDS_AFTER.get(request.sampling.seed):
+                    wait_while("hold_later")
+                if made == _FAILS_AFTER.get(request.sampling.seed):
+                    raise RuntimeError("secret")
+            return super().run(rows)
+
+    class CountingScheduler(Scheduler):
+        def add(self, sequence, retry_after_ms):
+            super().add(sequence, retry_after_ms)
+            if sequence.request.id != _WARM_UP:
+                with (folder / "admitted").open("a") as admitted:
+                    admitted.write(".")
+
+    build.PagedRunner = FaultyRunner
+    build.Scheduler = CountingScheduler
+    run_service("predictor", PredictorSettings, serve)
+
+
+if __name__ == "__main__":
+    main()

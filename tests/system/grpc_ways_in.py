@@ -1,0 +1,165 @@
+"""Ways in by gRPC and by gRPC-Web."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator, Callable
+from urllib.parse import unquote
+
+import grpc
+import numpy as np
+from google.protobuf.message import Message
+
+from millrace.protos import inference_pb2 as pb
+from millrace.protos import millrace_pb2, millrace_pb2_grpc
+from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace.sampling import set_parameters
+from millrace.tensors import Tensor, add_input, bytes_tensor
+from tests.system.ask import ON_STREAM, STREAM_LOST, Ask, Outcome, WayIn, in_thread, tensor_model
+from tests.system.calls import Answer, http_request
+
+_GENERATE = "/millrace.v1.TextGeneration/Generate"
+_NO_LIMIT = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
+
+
+def _channel(gateway: str, authority: str | None) -> grpc.aio.Channel:
+    options = [("grpc.use_local_subchannel_pool", 1), *_NO_LIMIT]
+    return grpc.aio.insecure_channel(
+        gateway, options=options + ([("grpc.default_authority", authority)] if authority else [])
+    )
+
+
+def _grpc_outcome(error: grpc.aio.AioRpcError, begun: bool = False) -> Outcome:
+    metadata = {**dict(error.initial_metadata() or ()), **dict(error.trailing_metadata() or ())}
+    return Outcome(
+        error.code(), metadata.get("x-failed-hop"), error.details() or "", metadata.get("retry-after-ms"), begun
+    )
+
+
+def _generate_request(ask: Ask) -> millrace_pb2.GenerateRequest:
+    return millrace_pb2.GenerateRequest(model=ask.model, prompt=ask.prompt, **ask.parameters)
+
+
+async def generate(gateway: str, ask: Ask) -> Outcome:
+    begun = False
+    async with _channel(gateway, None) as channel:
+        try:
+            call = millrace_pb2_grpc.TextGenerationStub(channel).Generate(_generate_request(ask), timeout=ask.timeout_s)
+            async for _ in call:
+                begun = True
+        except grpc.aio.AioRpcError as error:
+            return _grpc_outcome(error, begun)
+    return Outcome(grpc.StatusCode.OK, begun=begun)
+
+
+def text_request(ask: Ask) -> pb.ModelInferRequest:
+    return _infer_request(ask, ask.model, bytes_tensor("text_input", [ask.prompt.encode()]))
+
+
+def ids_request(ask: Ask) -> pb.ModelInferRequest:
+    # About as many ids as the text would make, all of them in any vocabulary.
+    ids = np.full(max(1, len(ask.prompt) // 5), 7, dtype=np.int64)
+    return _infer_request(ask, ask.model, Tensor("input_ids", "INT64", ids))
+
+
+def tensor_request(ask: Ask) -> pb.ModelInferRequest:
+    return _infer_request(ask, tensor_model(ask), bytes_tensor("x", [ask.prompt.encode()]))
+
+
+def _infer_request(ask: Ask, model: str, tensor: Tensor) -> pb.ModelInferRequest:
+    request = pb.ModelInferRequest(model_name=model, model_version=ask.version, id="r")
+    add_input(request, tensor)
+    set_parameters(request.parameters, ask.parameters)
+    return request
+
+
+def model_infer(build: Callable[[Ask], pb.ModelInferRequest], authority: str | None = None) -> WayIn:
+    async def way_in(gateway: str, ask: Ask) -> Outcome:
+        async with _channel(gateway, authority) as channel:
+            try:
+                await GRPCInferenceServiceStub(channel).ModelInfer(build(ask), timeout=ask.timeout_s)
+            except grpc.aio.AioRpcError as error:
+                return _grpc_outcome(error)
+        return Outcome(grpc.StatusCode.OK)
+
+    return way_in
+
+
+def model_stream_infer(
+    build: Callable[[Ask], pb.ModelInferRequest], authority: str | None = None, as_status: bool = False
+) -> WayIn:
+    """Where an error is a response of the stream, another request on the same stream must be answered."""
+
+    async def way_in(gateway: str, ask: Ask) -> Outcome:
+        requests: asyncio.Queue[pb.ModelInferRequest | None] = asyncio.Queue()
+        requests.put_nowait(build(ask))
+        errors: list[str] = []
+        begun = False
+        metadata = (("triton_grpc_error", "true"),) if as_status else ()
+        async with _channel(gateway, authority) as channel:
+            call = GRPCInferenceServiceStub(channel).ModelStreamInfer(
+                _each(requests), timeout=ask.timeout_s, metadata=metadata
+            )
+            try:
+                async for response in call:
+                    if response.error_message:
+                        errors.append(response.error_message)
+                        assert response.infer_response.id == "r"
+                        requests.put_nowait(build(Ask()) if ask.goes_on and len(errors) == 1 else None)
+                    elif response.infer_response.parameters["triton_final_response"].bool_param:
+                        requests.put_nowait(None)
+                    elif not errors:
+                        begun = True
+            except grpc.aio.AioRpcError as error:
+                return _grpc_outcome(error, begun)
+            finally:
+                requests.put_nowait(None)
+        if not errors:
+            return Outcome(grpc.StatusCode.OK, begun=begun)
+        return Outcome(ON_STREAM if len(errors) == 1 else STREAM_LOST, None, errors[-1], None, begun)
+
+    return way_in
+
+
+async def _each(requests: asyncio.Queue[pb.ModelInferRequest | None]) -> AsyncIterator[pb.ModelInferRequest]:
+    while (request := await requests.get()) is not None:
+        yield request
+
+
+# ------------------------------------------------------------------ gRPC-Web
+
+
+async def grpc_web(gateway: str, ask: Ask) -> Outcome:
+    message = _generate_request(ask)
+    return await in_thread(grpc_web_call, gateway, _GENERATE, message, ask.timeout_s)
+
+
+def grpc_web_call(gateway: str, path: str, message: Message, timeout_s: float) -> Outcome:
+    """One call as a browser makes it: trailers are a frame of the body, or headers where there is no body."""
+    data = message.SerializeToString()
+    headers = {
+        "content-type": "application/grpc-web+proto",
+        "x-grpc-web": "1",
+        "grpc-timeout": f"{int(timeout_s * 1000)}m",
+    }
+    answer = http_request(gateway, "POST", path, b"\0" + struct.pack(">I", len(data)) + data, headers)
+    frames, trailers = _frames(answer)
+    told = {**answer.headers, **trailers}
+    assert answer.status == 200, (answer.status, answer.body)
+    status = next(code for code in grpc.StatusCode if code.value[0] == int(told["grpc-status"]))
+    message_text = unquote(told.get("grpc-message", ""))
+    return Outcome(status, told.get("x-failed-hop"), message_text, told.get("retry-after-ms"), begun=frames > 0)
+
+
+def _frames(answer: Answer) -> tuple[int, dict[str, str]]:
+    """How many messages a body has, and the trailers after them."""
+    body, messages = answer.body, 0
+    while body:
+        flag, length = struct.unpack(">BI", body[:5])
+        frame, body = body[5 : 5 + length], body[5 + length :]
+        if flag & 0x80:
+            lines = frame.decode().split("\r\n")
+            return messages, {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        messages += 1
+    return messages, {}

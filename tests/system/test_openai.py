@@ -1,0 +1,252 @@
+"""OpenAI's API through the gateway, as OpenAI's own client and plain HTTP use it."""
+
+import asyncio
+import base64
+import http.client
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+
+from millrace.protos import millrace_pb2, millrace_pb2_grpc
+from runner.free_ports import start_stack
+from services.transformer.openai.choices import choice_seed
+from tests.random_encoders import save_random_encoder, save_words_tokenizer
+from tests.system.calls import channel, rest, statistics
+from tests.waiting import until
+
+ROOT = Path(__file__).parents[2]
+CLIENTS = ROOT / ".venv-clients" / "bin" / "python"
+SCRIPT = ROOT / "tests" / "clients" / "openai_client.py"
+STORY = {"model": "storyteller", "prompt": "Once upon a time", "ignore_eos": True}
+WORDS = ("the", "fox", "sat", "on", "a", "mat", "bird")
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory):
+    """A model that embeds, its tokenizer, and the folder of both."""
+    folder = tmp_path_factory.mktemp("models") / "bert"
+    return save_random_encoder("bert", folder), save_words_tokenizer(folder, *WORDS), folder
+
+
+@pytest_asyncio.fixture(scope="module")
+async def stack(tmp_path_factory, embedder):
+    without_tokenizer = tmp_path_factory.mktemp("models") / "bert"
+    save_random_encoder("bert", without_tokenizer)
+    models = {
+        "storyteller": "models/storyteller",
+        "normalizer": "models/normalizer",
+        "embedder": embedder[2],
+        "ids-embedder": without_tokenizer,
+        "identity": "models/identity",
+    }
+    settings = {"models": ",".join(f"{name}={where}" for name, where in models.items())}
+    started = await start_stack(tmp_path_factory.mktemp("stack"), settings)
+    yield started
+    await started.stop()
+
+
+async def post(stack, path, body, **headers):
+    answer = await rest(stack.gateway, "POST", path, body, **headers)
+    assert answer.status == 200, answer.body
+    return answer
+
+
+async def test_openais_own_client_works_unchanged(stack):
+    if not CLIENTS.exists():
+        pytest.skip("the clients' own environment is not installed (make .venv-clients/.installed)")
+    command = [str(CLIENTS), str(SCRIPT), stack.gateway]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=110)
+    assert done.stdout == "done\n", done.stderr
+
+
+async def test_curl_reads_the_stream(stack):
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    body = json.dumps({**STORY, "stream": True, "max_tokens": 20, "n": 2})
+    command = ["curl", "-sSN", f"http://{stack.gateway}/v1/completions", "-d", body]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
+    events = done.stdout.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert {json.loads(event.removeprefix("data: "))["choices"][0]["index"] for event in events[:-2]} == {0, 1}
+
+
+async def test_each_choice_is_what_its_seed_alone_gives(stack):
+    def texts(answer):
+        return [choice["text"] for choice in answer.json["choices"]]
+
+    settings = {**STORY, "max_tokens": 24}
+    together = texts(await post(stack, "/v1/completions", {**settings, "seed": 7, "n": 3}))
+    assert len(set(together)) == 3
+    alone = [await post(stack, "/v1/completions", {**settings, "seed": choice_seed(7, i)}) for i in range(3)]
+    assert together == [text for answer in alone for text in texts(answer)]
+
+
+async def test_ids_and_texts_are_the_same_prompt(stack):
+    # The ids of "date: 3 Mar 2021", which the model's tokenizer would make.
+    from tokenizers import Tokenizer
+
+    ids = Tokenizer.from_file(str(ROOT / "models/normalizer/tokenizer.json")).encode("date: 3 Mar 2021").ids
+    body = {"model": "normalizer", "prompt": [ids, ids], "echo": True}
+    answer = (await post(stack, "/v1/completions", body)).json
+    assert [choice["text"] for choice in answer["choices"]] == ["date: 3 Mar 20212021-03-03"] * 2
+    assert answer["usage"]["prompt_tokens"] == 2 * len(ids)
+
+
+async def test_choices_of_several_prompts_stream_by_index(stack):
+    body = {**STORY, "prompt": ["Once", "The fox"], "n": 2, "max_tokens": 20, "seed": 3}
+    whole = (await post(stack, "/v1/completions", body)).json
+    assert whole["usage"]["completion_tokens"] == 80
+    streamed = await post(stack, "/v1/completions", {**body, "stream": True, "stream_options": {"include_usage": True}})
+    assert streamed.headers["content-type"] == "text/event-stream"
+    assert streamed.events[-1] == "[DONE]"
+    *chunks, last = [json.loads(event) for event in streamed.events[:-1]]
+    texts = [""] * 4
+    reasons = [[] for _ in range(4)]
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        assert chunk["usage"] is None
+        texts[choice["index"]] += choice["text"]
+        reasons[choice["index"]].append(choice["finish_reason"])
+    assert texts == [choice["text"] for choice in whole["choices"]]
+    assert all(each[-1] == "length" and not any(each[:-1]) for each in reasons)
+    assert last["choices"] == []
+    assert last["usage"]["total_tokens"] == whole["usage"]["total_tokens"]
+
+
+async def test_each_choice_has_a_record_under_the_requests_id(stack):
+    body = {**STORY, "max_tokens": 10, "n": 3, "seed": 1}
+    answer = await post(stack, "/v1/completions", body, x_request_id="three-choices")
+    async with channel(stack.gateway) as open_channel:
+        stub = millrace_pb2_grpc.PayloadLogStub(open_channel)
+
+        async def records():
+            query = millrace_pb2.QueryPayloadsRequest(request_id="three-choices")
+            return [record async for record in stub.Query(query)]
+
+        async def all_are_there():
+            return len(await records()) == 3
+
+        await until(all_are_there)
+        kept = await records()
+    assert {record.text for record in kept} == {choice["text"] for choice in answer.json["choices"]}
+    assert {record.status for record in kept} == {"OK"}
+    assert {json.loads(record.parameters)["seed"] for record in kept} == {choice_seed(1, i) for i in range(3)}
+
+
+async def test_a_client_that_leaves_ends_every_choice(stack):
+    predictor = stack.addresses["predictor-0"]
+
+    async def ended():
+        return (await statistics(predictor, "storyteller")).inference_stats.queue.count
+
+    before = await ended()
+
+    def read_a_bit_and_leave():
+        host, _, port = stack.gateway.rpartition(":")
+        connection = http.client.HTTPConnection(host, int(port), timeout=30)
+        connection.request("POST", "/v1/completions", json.dumps({**STORY, "max_tokens": 900, "n": 8, "stream": True}))
+        connection.getresponse().read1(64)
+        connection.close()
+
+    await asyncio.to_thread(read_a_bit_and_leave)
+
+    async def all_ended():
+        return await ended() == before + 8
+
+    await until(all_ended)
+
+
+async def test_one_choice_that_cannot_be_made_refuses_the_request(stack):
+    body = {**STORY, "prompt": ["Once", "once " * 1500]}
+    for stream in (False, True):
+        answer = await rest(stack.gateway, "POST", "/v1/completions", {**body, "stream": stream})
+        assert (answer.status, answer.json["error"]["code"]) == (400, "context_length_exceeded")
+
+
+async def test_models_are_listed_that_the_api_serves(stack):
+    for path in ("/v1/models", "/openai/v1/models"):
+        listed = (await rest(stack.gateway, "GET", path)).json
+        kinds = {model["id"]: model["kind"] for model in listed["data"]}
+        assert kinds == {"storyteller": "generation", "normalizer": "generation", "embedder": "embedding"}
+    assert (await rest(stack.gateway, "GET", "/v1/models/embedder")).json["object"] == "model"
+    for name in ("nobody", "identity"):
+        answer = await rest(stack.gateway, "GET", f"/v1/models/{name}")
+        assert answer.status == 404
+        assert answer.json["error"]["code"] == "model_not_found"
+        assert answer.headers["x-failed-hop"] == "transformer"
+
+
+async def test_embeddings_are_those_of_the_model(stack, embedder):
+    model, tokenizer, _ = embedder
+    texts = ["the fox sat on a mat", "a bird", "the bird sat"]
+    rows = [tokenizer(text).input_ids for text in texts]
+    with torch.no_grad():
+        wanted = [model(torch.tensor([row])).last_hidden_state.mean(1)[0].numpy() for row in rows]
+    by_text = (await post(stack, "/v1/embeddings", {"model": "embedder", "input": texts})).json
+    assert by_text["usage"] == dict.fromkeys(("prompt_tokens", "total_tokens"), sum(map(len, rows)))
+    by_ids = (await post(stack, "/openai/v1/embeddings", {"model": "embedder", "input": rows})).json
+    assert by_ids == by_text
+    body = {"model": "embedder", "input": texts, "encoding_format": "base64"}
+    as_base64 = (await post(stack, "/v1/embeddings", body)).json
+    for i, vector in enumerate(wanted):
+        assert by_text["data"][i]["index"] == i
+        np.testing.assert_allclose(by_text["data"][i]["embedding"], vector, rtol=1e-4, atol=1e-5)
+        packed = np.frombuffer(base64.b64decode(as_base64["data"][i]["embedding"]), "<f4")
+        np.testing.assert_array_equal(packed, np.float32(by_text["data"][i]["embedding"]))
+
+
+async def test_a_thousand_inputs_are_answered_in_order(stack):
+    inputs = [[5 + i % 7, 5 + i // 7 % 7, 5 + i // 49 % 7] for i in range(1000)]
+    many = (await post(stack, "/v1/embeddings", {"model": "embedder", "input": inputs})).json["data"]
+    assert [row["index"] for row in many] == list(range(1000))
+    for i in (0, 63, 64, 999):
+        one = (await post(stack, "/v1/embeddings", {"model": "embedder", "input": inputs[i]})).json["data"][0]
+        np.testing.assert_allclose(many[i]["embedding"], one["embedding"], rtol=1e-4, atol=1e-5)
+
+
+EMBEDDINGS = {
+    "generation model": ({"model": "storyteller"}, 400, "generates text and makes no embeddings"),
+    "no tokenizer": ({"model": "ids-embedder"}, 400, "makes no embeddings of text; call it by ModelInfer"),
+    "Python model": ({"model": "identity"}, 400, "makes no embeddings of text"),
+    "unknown model": ({"model": "nobody"}, 404, "no model 'nobody'"),
+    "long": ({"input": ["fox", "fox " * 70]}, 400, "input 1: the prompt has 72 tokens"),
+    "long ids": ({"input": [5] * 100}, 400, "input 0: the prompt has 100 tokens"),
+    "unknown id": ({"input": [5, 5000]}, 400, "5000 is outside of 0 to 119"),
+    "empty text": ({"input": ["fox", ""]}, 400, "input 1: the prompt is empty"),
+    "empty ids": ({"input": [[5], []]}, 400, "input 1: the prompt is empty"),
+    "too many": ({"input": [[5]] * 2049}, 400, "has 2049 items, at most 2048 are allowed"),
+    "deadline": ({"input": [[5]] * 2048}, 504, "the deadline passed"),
+}
+
+
+@pytest.mark.parametrize("case", EMBEDDINGS)
+async def test_embeddings_refuse(stack, case):
+    change, status, text = EMBEDDINGS[case]
+    headers = {"x_timeout_ms": "20"} if case == "deadline" else {}
+    body = {"model": "embedder", "input": "fox", **change}
+    answer = await rest(stack.gateway, "POST", "/v1/embeddings", body, x_request_id=f"embeddings-{case}", **headers)
+    assert (answer.status, answer.headers["content-type"]) == (status, "application/json")
+    assert text in answer.json["error"]["message"]
+    await post(stack, "/v1/embeddings", {"model": "embedder", "input": "fox"})
+
+
+async def test_a_request_for_embeddings_leaves_one_record(stack):
+    body = {"model": "embedder", "input": ["the fox", "a bird"]}
+    await post(stack, "/v1/embeddings", body, x_request_id="two-inputs")
+    async with channel(stack.gateway) as open_channel:
+        stub = millrace_pb2_grpc.PayloadLogStub(open_channel)
+
+        async def records():
+            return [r async for r in stub.Query(millrace_pb2.QueryPayloadsRequest(request_id="two-inputs"))]
+
+        await until(records)
+        (record,) = await records()
+    assert (record.status, record.protocol) == ("OK", "millrace.rest.v1.OpenAI/Embeddings")
+    assert json.loads(record.prompt) == body["input"]
+    assert record.usage.prompt_tokens == 8

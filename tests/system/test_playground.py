@@ -1,0 +1,149 @@
+"""The page at `/` in a real browser, headless: it streams, stops, tells errors and follows the log.
+
+Screenshots are left in `.run/screenshots`. Without Chromium (Debian's package `chromium`) the tests are skipped.
+"""
+
+import re
+import shutil
+import socket
+import sys
+
+import pytest
+from playwright.async_api import async_playwright, expect
+
+from runner.settings import ROOT
+from tests.system.calls import generate
+from tests.waiting import until
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+SCREENSHOTS = ROOT / ".run" / "screenshots"
+TOKENS = 6
+HOSTILE = "<img src=x onerror=document.title='broken'>"
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no browser here (Debian's package chromium)")
+
+
+@pytest.fixture
+async def gated(new_stack, tmp_path):
+    """A stack whose model makes a token for each call of the second value."""
+    path = str(tmp_path / "gate")
+    stack = await new_stack(
+        models="storyteller=models/storyteller",
+        commands={"predictor": (sys.executable, "-m", "tests.system.gated_predictor")},
+        environment={"predictor": {"GATE_SOCKET": path}},
+        gateway_trace_page="http://traces.example/trace/",
+    )
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        yield stack, lambda: sender.sendto(b"1", path)
+
+
+@pytest.fixture
+async def open_page():
+    """Opens a gateway's page; fails the test where the page's script or policy complained."""
+    complaints = []
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM)
+
+        async def open_at(gateway):
+            page = await browser.new_page(viewport={"width": 1000, "height": 900})
+            page.set_default_timeout(15_000)
+            page.on("pageerror", lambda error: complaints.append(str(error)))
+            page.on(
+                "console",
+                lambda message: complaints.append(message.text) if "Content Security" in message.text else None,
+            )
+            await page.goto(f"http://{gateway}/")
+            await expect(page.locator("#model option")).not_to_have_count(0)
+            return page
+
+        yield open_at
+        await browser.close()
+    assert complaints == []
+
+
+async def screenshot(page, name):
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    for scheme in ("light", "dark"):
+        await page.emulate_media(color_scheme=scheme)
+        path = SCREENSHOTS / f"playground-{name}-{scheme}.png"
+        await page.screenshot(path=path, full_page=True)
+        print(f"screenshot: {path}")
+
+
+async def test_tokens_appear_one_by_one_as_the_model_makes_them(gated, open_page):
+    stack, let_one_token_be_made = gated
+    page = await open_page(stack.gateway)
+    assert await page.locator("#model option").all_text_contents() == ["storyteller"]
+    await page.fill("[name=max_tokens]", str(TOKENS))
+    await page.fill("[name=temperature]", "0")
+    await page.click("#generate")
+    answer, texts = page.locator("#answer"), [""]
+    for made in range(1, TOKENS + 1):
+        let_one_token_be_made()
+        # The model stands still: what is shown is what it has made, and no more will come.
+        await expect(page.locator("#tokens")).to_have_text(str(made))
+        texts.append(await answer.text_content())
+        assert texts[-1].startswith(texts[-2])
+    assert len(set(texts)) > TOKENS / 2
+    await expect(page.locator("#finish")).to_have_text("max tokens")
+    await expect(page.locator("#ttft")).to_have_text(re.compile(r"\d+ ms"))
+    await expect(page.locator("#rate")).to_have_text(re.compile(r"[\d.]+"))
+    trace = await page.text_content("#trace")
+    assert await page.get_attribute("#trace a", "href") == f"http://traces.example/trace/{trace}"
+    await screenshot(page, "answer")
+
+    # The record of it is in the log, under the id and the trace that the page showed.
+    await page.click("#tab-log")
+    row = page.locator("#records tr", has_text=trace)
+    await expect(row).to_contain_text("Once upon a time")
+    await expect(row).to_contain_text(texts[-1].strip())
+    await expect(row).to_contain_text("OK")
+
+    # A request of somebody else's shows up by itself, and what it says is text.
+    await expect(page.locator("#log-state")).to_contain_text("Following")
+    let_one_token_be_made()
+    await generate(stack.gateway, model="storyteller", prompt=HOSTILE, max_tokens=1)
+    await expect(page.locator("#records tr").first).to_contain_text(HOSTILE)
+    assert await page.locator("img").count() == 0
+    assert await page.title() == "Millrace playground"
+    await screenshot(page, "log")
+
+
+async def test_stop_ends_the_generation_where_it_is_made(gated, open_page):
+    stack, let_one_token_be_made = gated
+    page = await open_page(stack.gateway)
+    await page.fill("#prompt", "To be stopped")
+    await page.click("#generate")
+    let_one_token_be_made()
+    await expect(page.locator("#tokens")).to_have_text("1")
+    await page.click("#stop")
+    await expect(page.locator("#finish")).to_have_text("stopped by you")
+    await expect(page.locator("#generate")).to_be_enabled()
+    await page.click("#tab-log")
+    await page.fill("#filters [name=status]", "CANCELLED")
+    await page.click("#filters button")
+    await expect(page.locator("#records tr")).to_have_count(1)
+    await expect(page.locator("#records tr")).to_contain_text("To be stopped")
+    let_one_token_be_made()  # The step that the model was held in.
+
+
+async def test_errors_are_told_whether_they_come_before_the_answer_or_within(gated, open_page):
+    stack, let_one_token_be_made = gated
+    page = await open_page(stack.gateway)
+    error = page.locator("#error")
+    await page.fill("[name=seed]", "9" * 30)
+    await page.click("#generate")
+    await expect(error).to_contain_text("400 from the gateway: ")
+    await page.fill("[name=seed]", "")
+    await page.fill("#prompt", "word " * 20_000)
+    await page.click("#generate")
+    await expect(error).to_contain_text("400 from the transformer: ")
+
+    await page.fill("#prompt", "Once")
+    await page.click("#generate")
+    await expect(error).to_be_hidden()
+    let_one_token_be_made()
+    await expect(page.locator("#tokens")).to_have_text("1")
+    await stack.kill("transformer")
+    await expect(error).to_be_visible()
+    await until(lambda: page.locator("#generate").is_enabled())

@@ -1,0 +1,230 @@
+"""Models are loaded and unloaded through the gateway while others are served: gRPC clients of the predictor's face."""
+
+import asyncio
+import subprocess
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from millrace.protos import inference_pb2 as pb
+from millrace.protos import millrace_pb2, millrace_pb2_grpc
+from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace.tensors import Tensor, decode_outputs
+from runner.free_ports import start_stack
+from tests.hub import serve_hub
+from tests.random_models import save_random_model
+from tests.system.calls import channel, each, generate, ids_request
+from tests.waiting import until
+
+ROOT = Path(__file__).parents[2]
+CLIENTS = ROOT / ".venv-clients" / "bin" / "python"
+SCRIPT = ROOT / "tests" / "clients" / "repository_control.py"
+
+ECHO = "async def execute(request):\n    return request.raw\n"
+WAITS = """
+import asyncio
+import numpy as np
+async def execute(request):
+    yield {"i": np.array([0])}
+    await asyncio.Event().wait()
+"""
+
+
+@pytest_asyncio.fixture(scope="module")
+async def repository(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("repository")
+    for name, code in {"echo": ECHO, "waits": WAITS, "broken": "1 / 0"}.items():
+        (folder / name).mkdir()
+        (folder / name / "model.py").write_text(code)
+    save_random_model("llama", folder / "llama")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hub():
+    with serve_hub({"good/story": ROOT / "models" / "storyteller"}) as address:
+        yield address
+
+
+@pytest_asyncio.fixture(scope="module")
+async def stack(tmp_path_factory, repository, hub):
+    settings = {
+        "HF_ENDPOINT": hub,
+        "HF_HOME": str(tmp_path_factory.mktemp("hub")),
+        "PREDICTOR_MODEL_REPOSITORY": str(repository),
+        "PREDICTOR_HUB_ALLOW": "good/*",
+        "PREDICTOR_DRAIN_S": "1",
+        "PREDICTOR_PAYLOAD_LOG": "on",
+    }
+    folder = tmp_path_factory.mktemp("stack")
+    started = await start_stack(
+        folder, {"models": "storyteller=models/storyteller"}, environment={"predictor": settings}
+    )
+    yield started
+    await started.stop()
+
+
+@pytest_asyncio.fixture
+async def predictor(stack):
+    async with channel(stack.gateway, "predictor") as open_channel:
+        yield GRPCInferenceServiceStub(open_channel)
+
+
+async def load(predictor, name, **parameters):
+    request = pb.RepositoryModelLoadRequest(model_name=name)
+    for key, value in parameters.items():
+        request.parameters[key].string_param = value
+    await predictor.RepositoryModelLoad(request, timeout=60)
+
+
+async def unload(predictor, name):
+    await predictor.RepositoryModelUnload(pb.RepositoryModelUnloadRequest(model_name=name), timeout=60)
+
+
+async def index(predictor):
+    response = await predictor.RepositoryIndex(pb.RepositoryIndexRequest(), timeout=10)
+    return {row.name: (row.state, row.reason) for row in response.models}
+
+
+async def status_of(call):
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call
+    return raised.value.code(), raised.value.details()
+
+
+def ids(model, **parameters):
+    return ids_request(model, Tensor("input_ids", "INT64", np.array([5, 6, 7])), **parameters)
+
+
+async def test_tritons_client_controls_the_repository(stack):
+    if not CLIENTS.exists():
+        pytest.skip("the clients' own environment is not installed (make .venv-clients/.installed)")
+    done = await asyncio.to_thread(
+        subprocess.run, [str(CLIENTS), str(SCRIPT), stack.gateway], capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout == "done\n", done.stderr
+
+
+async def test_a_model_that_generates_is_loaded_used_counted_and_unloaded(stack, predictor):
+    assert (await index(predictor))["llama"][0] == "UNAVAILABLE"
+    assert (await status_of(predictor.ModelInfer(ids("llama"))))[0] is grpc.StatusCode.NOT_FOUND
+    await load(predictor, "llama")
+    assert (await index(predictor))["llama"] == ("READY", "")
+    answer = decode_outputs(await predictor.ModelInfer(ids("llama", max_tokens=4, ignore_eos=1), timeout=60))
+    assert answer["output_ids"].array.size == 4
+    streamed = [r async for r in predictor.ModelStreamInfer(each(ids("llama", max_tokens=4, ignore_eos=1)), timeout=60)]
+    assert (await status_of(predictor.ModelInfer(ids("llama", max_tokens=-1))))[0] is grpc.StatusCode.INVALID_ARGUMENT
+    asked = pb.ModelStatisticsRequest(name="llama", version="1")
+    (told,) = (await predictor.ModelStatistics(asked, timeout=10)).model_stats
+    assert (told.inference_count, told.inference_stats.success.count, told.inference_stats.fail.count) == (2, 2, 1)
+    assert told.response_stats["0"].success.count == 2
+    assert told.response_stats["0"].fail.count == 1
+    assert sum(tally.success.count for tally in told.response_stats.values()) == 1 + len(streamed)
+    config = (await predictor.ModelConfig(pb.ModelConfigRequest(name="llama"), timeout=10)).config
+    assert config.model_transaction_policy.decoupled
+    assert config.parameters["source"].string_value.endswith("/llama")
+    await unload(predictor, "llama")
+    assert (await status_of(predictor.ModelInfer(ids("llama"))))[0] is grpc.StatusCode.NOT_FOUND
+    assert (await status_of(predictor.ModelStatistics(asked)))[0] is grpc.StatusCode.NOT_FOUND
+
+
+async def test_statistics_of_a_version_that_is_not_there_are_not_found(predictor):
+    for name in ("storyteller", ""):
+        request = pb.ModelStatisticsRequest(name=name, version="2")
+        assert (await status_of(predictor.ModelStatistics(request)))[0] is grpc.StatusCode.NOT_FOUND
+    everything = await predictor.ModelStatistics(pb.ModelStatisticsRequest(version="1"), timeout=10)
+    assert "storyteller" in [model.name for model in everything.model_stats]
+
+
+@pytest.mark.parametrize(("name", "source"), [("good/story", ""), ("tale", "good/story@main")])
+async def test_a_hub_model_that_is_allowed_is_loaded_by_its_id_or_another_name(predictor, name, source):
+    await load(predictor, name, **({"source": source} if source else {}))
+    answer = decode_outputs(await predictor.ModelInfer(ids(name, max_tokens=2, ignore_eos=1), timeout=60))
+    assert answer["output_ids"].array.size == 2
+    config = (await predictor.ModelConfig(pb.ModelConfigRequest(name=name), timeout=10)).config
+    assert config.parameters["source"].string_value == (source or name)
+    await unload(predictor, name)
+
+
+REFUSED = {
+    "nobody": (grpc.StatusCode.NOT_FOUND, "no model 'nobody'"),
+    "evil/model": (grpc.StatusCode.PERMISSION_DENIED, "PREDICTOR_HUB_ALLOW"),
+    "../echo": (grpc.StatusCode.INVALID_ARGUMENT, "no hub id"),
+    "good/..": (grpc.StatusCode.INVALID_ARGUMENT, "no hub id"),
+    "": (grpc.StatusCode.INVALID_ARGUMENT, "names no model"),
+    "broken": (grpc.StatusCode.INTERNAL, "cannot be imported: ZeroDivisionError"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_what_cannot_be_loaded_is_refused_and_the_rest_is_served(predictor, name):
+    code, text = REFUSED[name]
+    told = await status_of(load(predictor, name))
+    assert told[0] is code
+    assert text in told[1]
+    assert (await predictor.ServerReady(pb.ServerReadyRequest(), timeout=10)).ready
+    await predictor.ModelInfer(ids("storyteller", max_tokens=1), timeout=60)
+
+
+async def test_overrides_and_other_repositories_are_refused(predictor):
+    told = await status_of(load(predictor, "echo", config="{}"))
+    assert told[0] is grpc.StatusCode.INVALID_ARGUMENT
+    request = pb.RepositoryModelLoadRequest(model_name="echo", repository_name="other")
+    assert (await status_of(predictor.RepositoryModelLoad(request)))[0] is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_what_outlasts_the_drain_of_an_unload_ends_as_unavailable(predictor):
+    await load(predictor, "waits")
+    call = predictor.ModelStreamInfer(each(pb.ModelInferRequest(model_name="waits", id="r")), timeout=60)
+    first = await call.read()
+    assert decode_outputs(first.infer_response)["i"].array.tolist() == [0]
+    unloading = asyncio.create_task(unload(predictor, "waits"))
+    await predictor.ModelInfer(ids("storyteller", max_tokens=1), timeout=60)
+    last = await call.read()
+    assert last.error_message in ("the model is stopping", "model 'waits' was unloaded")
+    assert last.infer_response.id == "r"
+    assert await call.read() is grpc.aio.EOF
+    await unloading
+
+
+async def test_requests_past_the_transformer_are_recorded_where_the_setting_says_so(stack, predictor):
+    request = ids("storyteller", max_tokens=2)
+    request.id = "past-the-transformer"
+    await predictor.ModelInfer(request, timeout=60)
+    async with channel(stack.gateway) as open_channel:
+        log = millrace_pb2_grpc.PayloadLogStub(open_channel)
+        found = []
+
+        async def recorded():
+            asked = millrace_pb2.QueryPayloadsRequest(request_id="past-the-transformer")
+            found[:] = [record async for record in log.Query(asked, timeout=10)]
+            return found
+
+        await until(recorded)
+    assert [(r.model, r.status, r.protocol) for r in found] == [
+        ("storyteller", "OK", "inference.GRPCInferenceService/ModelInfer")
+    ]
+
+
+async def test_requests_that_the_transformer_records_are_recorded_once(stack, predictor):
+    await generate(
+        stack.gateway, model="storyteller", prompt="Once", max_tokens=2, request_id="through-the-transformer"
+    )
+    later = ids("storyteller", max_tokens=1)
+    later.id = "later"
+    await predictor.ModelInfer(later, timeout=60)
+    async with channel(stack.gateway) as open_channel:
+        log = millrace_pb2_grpc.PayloadLogStub(open_channel)
+
+        async def records(request_id):
+            asked = millrace_pb2.QueryPayloadsRequest(request_id=request_id)
+            return [record async for record in log.Query(asked, timeout=10)]
+
+        # What the predictor recorded later has arrived, so that what it recorded before has as well.
+        await until(lambda: records("later"))
+        await until(lambda: records("through-the-transformer"))
+        (record,) = await records("through-the-transformer")
+    assert record.protocol == "millrace.v1.TextGeneration/Generate"

@@ -1,0 +1,105 @@
+"""`make smoke`: of each bundled model every endpoint answers or refuses as it must; what does not, is told."""
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runner.free_ports import free_settings
+from tests.random_encoders import save_random_encoder, save_words_tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+
+async def smoke(*arguments):
+    """Exit code, output and errors of `make smoke`'s program."""
+    return await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-m", "runner.smoke", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        ("storyteller", "text generation, decoder, with chat template"),
+        ("normalizer", "text generation, encoder-decoder, without chat template"),
+    ],
+)
+async def test_a_bundled_model_passes(stack, model, kind):
+    done = await smoke("--gateway", stack.gateway, "--model", model)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith(f"{model}: {kind}\n")
+    rows = [line for line in done.stdout.splitlines() if line.startswith("  ")]
+    assert len(rows) > 45
+    assert all(row.startswith("  pass") for row in rows)
+
+
+async def test_without_a_name_every_model_is_looked_at_for_what_it_is(new_stack, tmp_path):
+    save_random_encoder("bert", tmp_path / "embedder")
+    save_words_tokenizer(tmp_path / "embedder", "the", "fox")
+    save_random_encoder("bert-classifier", tmp_path / "classifier")
+    (tmp_path / "counting").mkdir()
+    (tmp_path / "counting" / "model.py").write_text(COUNTING)
+    own = ",".join(f"{name}={tmp_path / name}" for name in ("embedder", "classifier", "counting"))
+    stack = await new_stack(models=f"identity=models/identity,{own}")
+    done = await smoke("--gateway", stack.gateway)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for line in (
+        "identity: tensors",
+        "embedder: embeddings of texts and ids",
+        "classifier: classification",
+        "counting: tensors, many answers to a request",
+    ):
+        assert line in done.stdout.splitlines()
+
+
+COUNTING = """
+import numpy as np
+
+INPUTS = {"n": ("INT64", [1])}
+
+async def execute(request):
+    for i in range(3):
+        yield {"i": np.array([i])}
+"""
+
+# Says that it can chat, and cannot.
+NO_CHAT = """
+from millrace.service import run_service
+from services.transformer.__main__ import serve
+from services.transformer.settings import TransformerSettings
+from services.transformer.tokenizer import TextTokenizer
+
+def fail(*_):
+    raise RuntimeError("no chat today")
+
+TextTokenizer.render_chat = fail
+run_service("transformer", TransformerSettings, serve)
+"""
+
+
+async def test_what_does_not_work_is_named_and_the_exit_code_is_1(new_stack):
+    stack = await new_stack(
+        models="storyteller=models/storyteller", commands={"transformer": (sys.executable, "-c", NO_CHAT)}
+    )
+    done = await smoke("--gateway", stack.gateway, "--model", "storyteller")
+    assert done.returncode == 1
+    failed = [line for line in done.stdout.splitlines() if line.startswith("  FAIL")]
+    assert len(failed) == 2
+    assert all("POST /v1/chat/completions" in line and "500" in line for line in failed)
+
+
+async def test_no_stack_and_no_model_are_one_line_each(stack, tmp_path):
+    nowhere = await smoke("--gateway", free_settings(tmp_path).gateway, "--model", "storyteller")
+    unknown = await smoke("--gateway", stack.gateway, "--model", "nobody")
+    for done, text in ((nowhere, "UNAVAILABLE"), (unknown, "model 'nobody': NOT_FOUND: no model 'nobody'")):
+        assert done.returncode == 1
+        assert len(done.stderr.splitlines()) == 1, done.stderr
+        assert text in done.stderr

@@ -1,0 +1,223 @@
+"""Models come and go at the predictors, and the gateway's callers see them at once: text, tensors and processors."""
+
+import asyncio
+import io
+import json
+import shutil
+
+import grpc
+import numpy as np
+import pytest
+import pytest_asyncio
+from PIL import Image
+
+from millrace.protos import inference_pb2 as pb
+from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace.tensors import Tensor, add_input, bytes_tensor, decode_outputs
+from runner.free_ports import start_stack
+from runner.settings import ROOT
+from tests.system.calls import channel, each, generate, statistics, text_of, text_request
+from tests.waiting import until
+
+EXAMPLE = "examples/image_labels"
+NOT_FOUND, INVALID = grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest_asyncio.fixture(scope="module")
+async def stack(tmp_path_factory):
+    repository = tmp_path_factory.mktemp("repository")
+    shutil.copytree(ROOT / "models" / "storyteller", repository / "teller")
+    shutil.copytree(ROOT / "models" / "identity", repository / "echo")
+    settings = {"models": f"storyteller=models/storyteller,pixels={EXAMPLE}", "predictors": 2}
+    environment = {
+        "predictor": {"PREDICTOR_MODEL_REPOSITORY": str(repository)},
+        "transformer": {"TRANSFORMER_PROCESSORS": f"labels={EXAMPLE}/processor.py:ImageLabels"},
+    }
+    started = await start_stack(tmp_path_factory.mktemp("stack"), settings, environment=environment)
+    yield started
+    await started.stop()
+
+
+@pytest_asyncio.fixture
+async def stub(stack):
+    async with channel(stack.gateway) as open_channel:
+        yield GRPCInferenceServiceStub(open_channel)
+
+
+async def load(stub, name):
+    await stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name=name), timeout=60)
+
+
+async def unload(stub, name):
+    await stub.RepositoryModelUnload(pb.RepositoryModelUnloadRequest(model_name=name), timeout=60)
+
+
+async def states(stub):
+    index = await stub.RepositoryIndex(pb.RepositoryIndexRequest())
+    return {entry.name: entry.state for entry in index.models}
+
+
+async def ready(stub, name):
+    return (await stub.ModelReady(pb.ModelReadyRequest(name=name))).ready
+
+
+async def refused(call):
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call
+    return raised.value.code()
+
+
+async def test_a_loaded_text_model_takes_text_at_once_and_is_gone_once_unloaded(stack, stub):
+    assert await refused(stub.ModelInfer(text_request("teller", "Once"))) is NOT_FOUND
+    await load(stub, "teller")
+    assert await ready(stub, "teller")
+    assert (await states(stub))["teller"] == "READY"
+    asked = {"prompt": "Once upon a time", "max_tokens": 8, "seed": 5}
+    own = text_of(await generate(stack.gateway, model="storyteller", **asked))
+    answers = await asyncio.gather(*(generate(stack.gateway, model="teller", **asked) for _ in range(16)))
+    assert {text_of(answer) for answer in answers} == {own}
+    metadata = await stub.ModelMetadata(pb.ModelMetadataRequest(name="teller"))
+    assert metadata.inputs[0].name == "text_input"
+
+    await unload(stub, "teller")
+    assert not await ready(stub, "teller")
+    assert await refused(stub.ModelInfer(text_request("teller", "Once"))) is NOT_FOUND
+    assert (await stub.ServerReady(pb.ServerReadyRequest())).ready
+
+
+async def test_every_replica_loads_and_their_counts_are_added_up(stack, stub):
+    await load(stub, "echo")
+    request = pb.ModelInferRequest(model_name="echo")
+    add_input(request, Tensor("x", "FP32", np.arange(3, dtype=np.float32)))
+    for _ in range(20):
+        await stub.ModelInfer(request)
+    own = [await statistics(stack.addresses[name], "echo") for name in ("predictor-0", "predictor-1")]
+    (told,) = (await stub.ModelStatistics(pb.ModelStatisticsRequest(name="echo"))).model_stats
+    assert [each.inference_count for each in own] != [20, 20]
+    assert told.inference_count == sum(each.inference_count for each in own) == 20
+    await unload(stub, "echo")
+
+
+async def test_a_model_that_is_loaded_past_the_gateway_appears(stack, stub):
+    for name in ("predictor-0", "predictor-1"):
+        async with channel(stack.addresses[name]) as open_channel:
+            await load(GRPCInferenceServiceStub(open_channel), "echo")
+
+    async def appears():
+        return await ready(stub, "echo")
+
+    await until(appears)
+    assert await stub.ModelInfer(pb.ModelInferRequest(model_name="echo"))
+    async with channel(stack.addresses["predictor-1"]) as open_channel:
+        await unload(GRPCInferenceServiceStub(open_channel), "echo")
+
+    async def disappears():
+        return not await ready(stub, "echo")
+
+    # One of two has it: a call could reach the other.
+    await until(disappears)
+    index = await stub.RepositoryIndex(pb.RepositoryIndexRequest())
+    assert "1 of 2 replicas lack it" in next(entry.reason for entry in index.models if entry.name == "echo")
+    await load(stub, "echo")
+    assert await ready(stub, "echo")
+    await unload(stub, "echo")
+
+
+async def test_what_may_not_be_loaded_is_refused_and_disturbs_nothing(stub):
+    assert await refused(load(stub, "nobody")) is NOT_FOUND
+    assert await refused(load(stub, "../storyteller")) is INVALID
+    assert await ready(stub, "storyteller")
+
+
+def image(colour, size=(40, 30)):
+    data = io.BytesIO()
+    Image.new("RGB", size, colour).save(data, "PNG")
+    return data.getvalue()
+
+
+def image_request(data):
+    request = pb.ModelInferRequest(model_name="labels", id="r")
+    add_input(request, bytes_tensor("image", [data]))
+    return request
+
+
+@pytest.mark.parametrize("colour", ["red", "green", "blue"])
+async def test_the_examples_processor_makes_a_label_of_an_image(stub, colour):
+    outputs = decode_outputs(await stub.ModelInfer(image_request(image(colour))))
+    assert outputs["label"].array.tolist() == [colour.encode()]
+    assert outputs["size"].array.tolist() == [40, 30]
+
+
+async def test_what_is_no_image_is_refused(stub):
+    assert await refused(stub.ModelInfer(image_request(b"no image"))) is INVALID
+    assert await refused(stub.ModelInfer(image_request(image("red", (5000, 5000))))) is INVALID
+
+
+async def test_a_processor_stands_beside_the_model_that_it_calls(stub):
+    assert (await states(stub))["labels"] == "READY"
+    request = pb.ModelInferRequest(model_name="pixels")
+    add_input(request, Tensor("pixels", "FP32", np.zeros((2, 2, 3), dtype=np.float32)))
+    assert decode_outputs(await stub.ModelInfer(request))["distances"].array.tolist() == [1, 1, 1]
+    config = (await stub.ModelConfig(pb.ModelConfigRequest(name="labels"))).config
+    assert config.parameters["model"].string_value == "pixels"
+
+
+async def test_every_method_of_the_protocol_answers_or_says_that_it_is_not_offered(stub):
+    assert (await stub.ServerLive(pb.ServerLiveRequest())).live
+    assert "model_repository" in (await stub.ServerMetadata(pb.ServerMetadataRequest())).extensions
+    assert (await stub.ModelConfig(pb.ModelConfigRequest(name="storyteller"))).config.input[0].name == "text_input"
+    assert (await stub.TraceSetting(pb.TraceSettingRequest())).settings
+    assert (await stub.LogSettings(pb.LogSettingsRequest())).settings
+    for method, request in {
+        "SystemSharedMemoryStatus": pb.SystemSharedMemoryStatusRequest(),
+        "SystemSharedMemoryRegister": pb.SystemSharedMemoryRegisterRequest(),
+        "SystemSharedMemoryUnregister": pb.SystemSharedMemoryUnregisterRequest(),
+        "CudaSharedMemoryStatus": pb.CudaSharedMemoryStatusRequest(),
+        "CudaSharedMemoryRegister": pb.CudaSharedMemoryRegisterRequest(),
+        "CudaSharedMemoryUnregister": pb.CudaSharedMemoryUnregisterRequest(),
+    }.items():
+        assert await refused(getattr(stub, method)(request)) is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_the_further_outputs_of_tritons_vllm_backend(stub):
+    names = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens")
+    request = text_request("storyteller", "Once upon a time", max_tokens=4, seed=1, ignore_eos=1)
+    request.parameters["logprobs"].string_param = "2"
+    for name in names:
+        add_input(request, Tensor(f"return_{name}", "BOOL", np.array([True])))
+    responses = [decode_outputs(r.infer_response) async for r in stub.ModelStreamInfer(each(request))]
+    assert all(set(outputs) == {"text_output", *names} for outputs in responses)
+    assert [r["finish_reason"].array[0] for r in responses] == [b"None"] * (len(responses) - 1) + [b"length"]
+    assert {int(r["num_input_tokens"].array[0]) for r in responses} == {5}
+    assert sum(int(r["num_output_tokens"].array[0]) for r in responses) == 4
+    positions = [position for r in responses for position in json.loads(r["logprobs"].array[0])]
+    assert len(positions) == 4
+    assert all(sorted(entry["rank"] or 0 for entry in position.values())[-2:] == [1, 2] for position in positions)
+    whole = decode_outputs(await stub.ModelInfer(request))
+    assert whole["text_output"].array[0] == b"".join(r["text_output"].array[0] for r in responses)
+    assert whole["cumulative_logprob"].array[0] == pytest.approx(responses[-1]["cumulative_logprob"].array[0])
+    assert int(whole["num_output_tokens"].array[0]) == 4
+
+
+async def test_an_output_that_was_not_asked_for_cannot_be_named(stub):
+    request = text_request("storyteller", "Once")
+    request.outputs.add(name="finish_reason")
+    assert await refused(stub.ModelInfer(request)) is INVALID
+
+
+@pytest.mark.parametrize("value", ["0.5", "1e-1"])
+async def test_numbers_may_be_text(stub, value):
+    request = text_request("storyteller", "Once", max_tokens=2)
+    request.parameters["temperature"].string_param = value
+    request.parameters["top_k"].string_param = "5"
+    assert await stub.ModelInfer(request)
+
+
+async def test_the_prompt_comes_first_where_it_is_not_excluded(stub):
+    request = text_request("storyteller", "Once upon a time", max_tokens=4, seed=1)
+    without = decode_outputs(await stub.ModelInfer(request))["text_output"].array[0]
+    add_input(request, Tensor("exclude_input_in_output", "BOOL", np.array([False])))
+    add_input(request, Tensor("stream", "BOOL", np.array([False])))
+    (response,) = [r.infer_response async for r in stub.ModelStreamInfer(each(request))]
+    assert decode_outputs(response)["text_output"].array[0] == b"Once upon a time" + without
+    assert response.parameters["triton_final_response"].bool_param

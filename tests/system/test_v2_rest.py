@@ -1,0 +1,361 @@
+"""V2 REST with Triton's extensions, through the gateway: tritonclient.http unmodified, and plain HTTP."""
+
+import asyncio
+import json
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from millrace.protos import millrace_pb2, millrace_pb2_grpc
+from runner.free_ports import start_stack
+from tests.system.calls import channel, rest
+from tests.waiting import until
+
+ROOT = Path(__file__).parents[2]
+CLIENTS = ROOT / ".venv-clients" / "bin" / "python"
+SCRIPT = ROOT / "tests" / "clients" / "v2_rest.py"
+
+MODELS = {
+    # Declares what it takes and gives a response for each row.
+    "rows": """
+import numpy as np
+from millrace.errors import InvalidRequestError
+
+INPUTS = {"x": ("FP32", [-1, 3])}
+
+async def execute(request):
+    if request.inputs["x"].shape[0] == 0:
+        raise InvalidRequestError("no rows")
+    for at, row in enumerate(request.inputs["x"]):
+        if at == request.parameters.get("fail_at"):
+            raise RuntimeError("secret")
+        yield {"row": row, "at": np.array([at])}
+""",
+    # Declares nothing and cuts its INPUT into pieces.
+    "chunks": """
+import numpy as np
+
+async def execute(request):
+    text = request.inputs["INPUT"].ravel()[0].decode()
+    size = request.parameters.get("size", 2)
+    for start in range(0, len(text), size):
+        yield {"OUTPUT": np.array([text[start:start + size]], dtype=object)}
+""",
+    # Yields 0, 1, 2 … for ever; each after the first once a byte has come through the socket `gate`.
+    "paced": """
+import asyncio
+import itertools
+import numpy as np
+
+async def execute(request):
+    gate, writer = await asyncio.open_unix_connection(request.parameters["gate"])
+    try:
+        for i in itertools.count():
+            if i:
+                await gate.readexactly(1)
+            yield {"i": np.array([i])}
+    finally:
+        writer.close()
+""",
+    "twice": """
+import numpy as np
+
+async def execute(request):
+    yield {"y": np.zeros(1)}
+    yield {"y": np.zeros(1)}
+""",
+    "failing": """
+async def execute(request):
+    raise RuntimeError("secret")
+""",
+    "sleeping": """
+import asyncio
+
+async def execute(request):
+    await asyncio.sleep(3600)
+""",
+}
+
+
+@pytest_asyncio.fixture(scope="module")
+async def stack(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    models = {"storyteller": "models/storyteller", "identity": "models/identity"}
+    for name, code in MODELS.items():
+        (folder / name).mkdir()
+        (folder / name / "model.py").write_text(code)
+        models[name] = folder / name
+    settings = {"models": ",".join(f"{name}={where}" for name, where in models.items())}
+    started = await start_stack(tmp_path_factory.mktemp("stack"), settings)
+    yield started
+    await started.stop()
+
+
+def tensor(name, datatype, shape, data):
+    return {"name": name, "datatype": datatype, "shape": shape, "data": data}
+
+
+async def infer(stack, model, body, **headers):
+    return await rest(stack.gateway, "POST", f"/v2/models/{model}/infer", body, **headers)
+
+
+async def test_tritons_http_clients_work_unchanged(stack):
+    if not CLIENTS.exists():
+        pytest.skip("the clients' own environment is not installed (make .venv-clients/.installed)")
+    command = [str(CLIENTS), str(SCRIPT), stack.gateway]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "done\n", done.stderr
+
+
+async def test_curl_sends_json_and_reads_json(stack):
+    curl = shutil.which("curl")
+    if curl is None:
+        pytest.skip("curl is not installed")
+    body = json.dumps({"id": "7", "inputs": [tensor("x", "INT64", [2, 2], [[1, 2], [3, 4]])]})
+    command = [curl, "-sS", "-i", f"http://{stack.gateway}/v2/models/identity/versions/1/infer", "-d", body]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60, check=True)
+    head, _, answer = done.stdout.partition("\n\n")
+    assert " 200 " in head
+    assert "content-type: application/json" in head.lower()
+    assert json.loads(answer) == {
+        "id": "7",
+        "model_name": "identity",
+        "model_version": "1",
+        "outputs": [tensor("x", "INT64", [2, 2], [1, 2, 3, 4])],
+    }
+
+
+async def test_binary_data_answers_carry_the_length_of_their_json(stack):
+    inputs = [{"name": "x", "datatype": "FP16", "shape": [2], "parameters": {"binary_data_size": 4}}]
+    header = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
+    raw = np.array([1, -2], np.float16).tobytes()
+    answer = await infer(stack, "identity", header + raw, inference_header_content_length=str(len(header)))
+    assert answer.status == 200
+    assert answer.headers["content-type"] == "application/octet-stream"
+    length = int(answer.headers["inference-header-content-length"])
+    assert json.loads(answer.body[:length])["outputs"] == inputs
+    assert answer.body[length:] == raw
+
+
+async def test_a_raw_binary_request_is_the_one_input_of_a_model(stack):
+    raw = np.array([1, 2, 3], np.float32).tobytes()
+    answer = await infer(stack, "rows", raw, inference_header_content_length="0")
+    assert answer.status == 200
+    length = int(answer.headers["inference-header-content-length"])
+    outputs = {output["name"]: output for output in json.loads(answer.body[:length])["outputs"]}
+    assert outputs["row"]["shape"] == [3]
+    assert raw in answer.body[length:]
+
+
+async def test_megabytes_of_json_come_back(stack):
+    values = list(range(500_000))
+    answer = await infer(stack, "identity", {"inputs": [tensor("x", "INT32", [500_000], values)]})
+    assert answer.status == 200
+    assert answer.json["outputs"][0]["data"] == values
+
+
+REFUSED = {
+    "not JSON": (b"{", {}, "not JSON"),
+    "no inputs": ({}, {}, "inputs: Field required"),
+    "too few elements": ({"inputs": [tensor("x", "INT8", [3], [1])]}, {}, "holds 3 elements, got 1"),
+    "a shape larger than any memory": ({"inputs": [tensor("x", "FP64", [2**50], [1])]}, {}, "got 1"),
+    "a value too large": ({"inputs": [tensor("x", "UINT8", [1], [256])]}, {}, "does not fit UINT8"),
+    "FP16 as JSON": ({"inputs": [tensor("x", "FP16", [1], [1])]}, {}, "FP16 has no JSON form"),
+    "a JSON header longer than the body": (b"{}", {"inference-header-content-length": "99"}, "the body has 2 bytes"),
+    "a header of words": (b"{}", {"inference-header-content-length": "many"}, "must be a whole number"),
+    "a negative header": (b"{}", {"inference-header-content-length": "-1"}, "must be a whole number"),
+    "an output that is not there": ({"inputs": [], "outputs": [{"name": "y"}]}, {}, "unknown output 'y'"),
+    "raw, without an input to be": (b"1", {"inference-header-content-length": "0"}, "needs a model of one input"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+async def test_a_bad_request_is_400_in_the_protocols_shape(stack, case):
+    body, headers, text = REFUSED[case]
+    answer = await infer(stack, "identity", body, **headers)
+    assert (answer.status, list(answer.json)) == (400, ["error"])
+    assert text in answer.json["error"]
+    # What one model gives is known to whoever runs it.
+    assert answer.headers["x-failed-hop"] == ("predictor" if "output" in case else "transformer")
+    good = await infer(stack, "identity", {"inputs": [tensor("x", "INT8", [1], [1])]})
+    assert good.json["outputs"][0]["data"] == [1]
+
+
+async def test_every_error_has_its_status_and_its_hop(stack):
+    for method, path, status, hop, text in (
+        ("POST", "/v2/models/nobody/infer", 404, "transformer", "no model 'nobody'"),
+        ("POST", "/v2/models/identity/versions/9/infer", 404, "transformer", "version"),
+        ("POST", "/v2/models/nobody/generate", 404, "transformer", "no model 'nobody'"),
+        ("POST", "/v2/models/nobody/generate_stream", 404, "transformer", "no model 'nobody'"),
+        ("GET", "/v2/models/nobody", 404, "transformer", "no model 'nobody'"),
+        ("GET", "/v2/models/nobody/ready", 404, "transformer", "no model 'nobody'"),
+        ("GET", "/v2/models/nobody/config", 404, "transformer", "no model 'nobody'"),
+        ("POST", "/v2/models/failing/infer", 500, "predictor", "the model failed on this request"),
+        ("POST", "/v2/models/failing/generate", 500, "predictor", "the model failed on this request"),
+        ("POST", "/v2/models/failing/generate_stream", 500, "predictor", "the model failed on this request"),
+        ("POST", "/v2/models/twice/infer", 400, "predictor", "more than one response"),
+        ("POST", "/v2/models/twice/generate", 400, "predictor", "more than one response"),
+        ("GET", "/v2/systemsharedmemory/status", 501, "transformer", "shared memory is not supported"),
+        ("POST", "/v2/cudasharedmemory/region/r/register", 501, "transformer", "shared memory is not supported"),
+        ("POST", "/v2/xpusharedmemory/unregister", 501, "transformer", "shared memory is not supported"),
+        ("GET", "/v2/nothing/status", 404, "transformer", "unknown path"),
+    ):
+        body = {} if "generate" in path else {"inputs": []}
+        answer = await rest(stack.gateway, method, path, body if method == "POST" else None)
+        assert (answer.status, answer.headers.get("x-failed-hop")) == (status, hop), (path, answer.body)
+        assert list(answer.json) == ["error"], path
+        assert text in answer.json["error"], path
+        assert not any(name.startswith("grpc-") or name == "x-http-status" for name in answer.headers)
+
+
+async def test_health_and_readiness(stack):
+    for path in (
+        "/v2/health/live",
+        "/v2/health/ready",
+        "/v2/models/identity/ready",
+        "/v2/models/rows/versions/1/ready",
+    ):
+        answer = await rest(stack.gateway, "GET", path)
+        assert (answer.status, answer.headers["content-type"]) == (200, "application/json")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+async def test_generate_answers_whole_and_generate_stream_in_pieces(stack, nested):
+    options = {"max_tokens": 12, "seed": 5, "temperature": 0.7, "ignore_eos": True}
+    body = {"text_input": "Once upon a time"} | ({"parameters": options} if nested else options)
+    whole = await rest(stack.gateway, "POST", "/v2/models/storyteller/generate", body)
+    assert whole.status == 200
+    assert whole.headers["content-type"] == "application/json"
+    assert (whole.json["model_name"], whole.json["model_version"]) == ("storyteller", "1")
+    assert whole.json["finish_reason"] == "length"
+    streamed = await rest(stack.gateway, "POST", "/v2/models/storyteller/versions/1/generate_stream", body)
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    events = [json.loads(event) for event in streamed.events]
+    assert 1 < len(events) <= 12  # A slow reader gets larger pieces.
+    assert "".join(event["text_output"] for event in events) == whole.json["text_output"]
+
+
+async def test_inputs_of_a_text_model_may_stand_among_the_parameters(stack):
+    options = {"stream": False, "exclude_input_in_output": False, "max_tokens": 50, "seed": 5, "stop": [","]}
+    body = {"text_input": "Once upon a time", "parameters": options}
+    answer = await rest(stack.gateway, "POST", "/v2/models/storyteller/generate_stream", body)
+    (event,) = [json.loads(event) for event in answer.events]
+    assert event["text_output"] == "Once upon a time"
+    assert event["finish_reason"] == "stop"
+
+
+async def test_generate_maps_fields_to_the_tensors_of_a_relayed_model(stack):
+    answer = await rest(stack.gateway, "POST", "/v2/models/rows/generate", {"x": [1, 2, 3], "id": "7"})
+    assert answer.json == {"id": "7", "model_name": "rows", "model_version": "1", "row": [1.0, 2.0, 3.0], "at": 0}
+    answer = await rest(stack.gateway, "POST", "/v2/models/rows/generate_stream", {"x": [[1, 2, 3], [4, 5, 6]]})
+    events = [json.loads(event) for event in answer.events]
+    assert [(event["at"], event["row"]) for event in events] == [(0, [1.0, 2.0, 3.0]), (1, [4.0, 5.0, 6.0])]
+    answer = await rest(stack.gateway, "POST", "/v2/models/rows/generate", {"x": [1, 2]})
+    assert (answer.status, answer.json["error"]) == (400, "input 'x': 2 elements do not fill the shape [-1, 3]")
+    answer = await rest(stack.gateway, "POST", "/v2/models/rows/generate_stream", {"x": []})
+    assert (answer.status, answer.json["error"], answer.headers["x-failed-hop"]) == (400, "no rows", "predictor")
+
+
+async def test_a_model_that_declares_nothing_streams_its_output_in_chunks(stack):
+    body = {"INPUT": "abcde", "parameters": {"size": 2}}
+    answer = await rest(stack.gateway, "POST", "/v2/models/chunks/generate_stream", body)
+    assert [json.loads(event)["OUTPUT"] for event in answer.events] == ["ab", "cd", "e"]
+
+
+async def test_an_error_after_the_first_event_is_an_event(stack):
+    body = {"x": [[1, 2, 3], [4, 5, 6]], "fail_at": 1}
+    answer = await rest(stack.gateway, "POST", "/v2/models/rows/generate_stream", body)
+    assert answer.status == 200
+    first, last = [json.loads(event) for event in answer.events]
+    assert first["at"] == 0
+    assert last == {"error": "the model failed on this request"}
+
+
+class Gate:
+    """The socket through which `paced` waits: how many generators have come, and how many have left."""
+
+    def __init__(self):
+        self.begun = self.ended = 0
+        self.writer = None
+
+    async def serve(self, reader, writer):
+        self.begun += 1
+        self.writer = writer
+        await reader.read()
+        self.ended += 1
+        writer.close()
+
+
+async def test_events_come_one_by_one_and_who_leaves_stops_the_model(stack, tmp_path):
+    gate = Gate()
+    server = await asyncio.start_unix_server(gate.serve, tmp_path / "gate")
+    host, _, port = stack.gateway.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps({"parameters": {"gate": str(tmp_path / "gate")}}).encode()
+    head = f"POST /v2/models/paced/generate_stream HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    async with asyncio.timeout(60):
+        for i in range(20):
+            # The next one is not made before this one is here.
+            event = await reader.readuntil(b"\n\n")
+            assert json.loads(event[event.index(b"data: ") + 6 :])["i"] == i
+            gate.writer.write(b".")
+        writer.close()
+        await until(lambda: gate.ended == 1)
+    server.close()
+
+
+async def test_a_deadline_in_the_header_is_kept(stack):
+    for method in ("infer", "generate", "generate_stream"):
+        body = {"inputs": []} if method == "infer" else {}
+        answer = await rest(stack.gateway, "POST", f"/v2/models/sleeping/{method}", body, x_timeout_ms="100")
+        assert answer.status == 504
+        assert list(answer.json) == ["error"]
+    long = {"text_input": "Once", "max_tokens": 1000, "ignore_eos": True}
+    answer = await rest(stack.gateway, "POST", "/v2/models/storyteller/generate", long, x_timeout_ms="60")
+    assert answer.status == 504
+
+
+async def test_what_was_asked_and_what_was_refused_is_on_record(stack):
+    await rest(
+        stack.gateway,
+        "POST",
+        "/v2/models/storyteller/generate",
+        {"text_input": "Once", "max_tokens": 1, "id": "went-well"},
+    )
+    await infer(stack, "identity", b"{", x_request_id="went-wrong")
+    async with channel(stack.gateway) as open_channel:
+        stub = millrace_pb2_grpc.PayloadLogStub(open_channel)
+
+        async def record(request_id):
+            asked = millrace_pb2.QueryPayloadsRequest(request_id=request_id)
+            return [one async for one in stub.Query(asked)]
+
+        async def both():
+            return await record("went-well") and await record("went-wrong")
+
+        await until(both)
+        (well,), (wrong,) = await record("went-well"), await record("went-wrong")
+    assert (well.status, well.protocol, well.prompt) == ("OK", "millrace.rest.v1.OpenInference/Generate", "Once")
+    assert (wrong.status, wrong.protocol) == ("INVALID_ARGUMENT", "millrace.rest.v1.OpenInference/Infer")
+
+
+async def test_a_body_beyond_the_gateways_limit_is_413(stack):
+    answer = await infer(stack, "identity", b" " * (61 << 20))
+    assert (answer.status, answer.headers["x-failed-hop"]) == (413, "gateway")
+    header = json.dumps(
+        {
+            "inputs": [
+                {"name": "x", "datatype": "UINT8", "shape": [50 << 20], "parameters": {"binary_data_size": 50 << 20}}
+            ]
+        }
+    )
+    body = header.encode() + struct.pack("B", 100) * (50 << 20)
+    # As JSON this answer is larger than what was asked.
+    answer = await infer(stack, "identity", body, inference_header_content_length=str(len(header)))
+    assert (answer.status, answer.headers["x-failed-hop"]) == (413, "transformer")

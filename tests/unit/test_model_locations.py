@@ -1,0 +1,91 @@
+"""A model is loaded from what is configured, the repository folder or hub ids that are allowed; else never."""
+
+import pytest
+
+from millrace.errors import ForbiddenError, InvalidRequestError, NotFoundError, StartupError
+from millrace.model_sources import ModelSource
+from services.predictor.model_locations import ModelLocations
+from services.predictor.settings import PredictorSettings
+
+
+@pytest.fixture
+def locations(tmp_path):
+    for name in ("repository/mine", "configured", "secret", "repository/.hidden"):
+        (tmp_path / name).mkdir(parents=True)
+    return ModelLocations(
+        PredictorSettings(
+            MODELS=f"first={tmp_path / 'configured'}",
+            model_repository=tmp_path / "repository",
+            hub_allow="good/*, gpt2,models/*",
+        )
+    )
+
+
+def test_names_are_looked_up_in_order(locations, tmp_path):
+    assert locations.find("first") == ModelSource("first", str(tmp_path / "configured"))
+    assert locations.find("mine") == ModelSource("mine", str(tmp_path / "repository" / "mine"))
+    assert locations.find("gpt2").location == "gpt2"
+    assert locations.find("good/model").location == "good/model"
+    assert locations.find("chat", "good/model@v1.0") == ModelSource("chat", "good/model", "v1.0", from_hub=True)
+    assert locations.names() == ["mine"]
+
+
+def test_a_hub_id_is_never_taken_for_a_folder(locations):
+    source = locations.find("models/storyteller")
+    assert not source.is_local
+
+
+@pytest.mark.parametrize("name", ["evil/model", "Good/model", "goodx/model"])
+def test_hub_ids_that_are_not_allowed_are_forbidden(locations, name):
+    with pytest.raises(ForbiddenError, match="PREDICTOR_HUB_ALLOW"):
+        locations.find(name)
+    with pytest.raises(ForbiddenError, match="PREDICTOR_HUB_ALLOW"):
+        locations.find("chat", name)
+
+
+@pytest.mark.parametrize("name", ["nobody", "secret", "configured", "a" * 255])
+def test_other_names_are_not_found(locations, name):
+    with pytest.raises(NotFoundError):
+        locations.find(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("../secret", "good/..", "good/.", "..", ".hidden", "/etc", "mine/../../secret", "mine/", "good/a/b"),
+        *("good/a\n", "", " ", "good/a@", "good/a@../x", "\0", "a" * 256, "a" * 5000, "good\\..", "good/%2e%2e"),
+    ],
+)
+def test_what_could_be_a_path_is_refused(locations, name):
+    with pytest.raises((InvalidRequestError, ForbiddenError, NotFoundError)):
+        locations.find(name)
+    with pytest.raises((InvalidRequestError, NotFoundError, ForbiddenError)):
+        locations.find(name, "good/model")
+    if name:
+        with pytest.raises((InvalidRequestError, ForbiddenError)):
+            locations.find("chat", name)
+
+
+def test_a_name_with_a_source_of_its_own_takes_no_other(locations, tmp_path):
+    assert locations.find("first", str(tmp_path / "configured")).name == "first"
+    with pytest.raises(InvalidRequestError, match="by another name"):
+        locations.find("first", "good/model")
+
+
+def test_without_settings_only_what_is_configured_can_be_loaded(tmp_path):
+    locations = ModelLocations(PredictorSettings(MODELS=f"first={tmp_path}"))
+    assert locations.find("first").name == "first"
+    assert locations.names() == []
+    with pytest.raises(NotFoundError):
+        locations.find("mine")
+    with pytest.raises(ForbiddenError):
+        locations.find("good/model")
+
+
+def test_patterns_that_are_none_are_refused(monkeypatch):
+    from millrace.settings import load
+
+    monkeypatch.setenv("PREDICTOR_HUB_ALLOW", "good/*,/etc/*")
+    monkeypatch.setattr("sys.argv", ["predictor"])
+    with pytest.raises(StartupError, match=r"PREDICTOR_HUB_ALLOW=.*: '/etc/\*' is no pattern of hub ids"):
+        load(PredictorSettings, "services.predictor")

@@ -1,0 +1,133 @@
+"""Answers in OpenAI's two shapes, and what single tokens stand for in them."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+
+from millrace.protos.millrace_pb2 import Usage
+from services.transformer.openai.answers import ChatFormat, CompletionFormat, Echoes, usage_of
+from services.transformer.pipeline import TextChunk
+from services.transformer.token_bytes import TokenBytes
+from services.transformer.tokenizer import TextTokenizer
+
+STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
+INF = float("inf")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    with ThreadPoolExecutor(1) as pool:
+        yield TextTokenizer("storyteller", STORYTELLER, pool)
+
+
+def word_tokenizer(vocabulary, decoder):
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token=vocabulary[0]))
+    made.decoder = decoder
+    return made
+
+
+@pytest.mark.parametrize("text", ["Once upon a time", "naïve crêpes 🥞 in 東京", " two  spaces\n"])
+def test_the_bytes_of_tokens_add_up_to_the_text(tokenizer, text):
+    ids = tokenizer.backend.encode(text, add_special_tokens=False).ids
+    assert b"".join(map(tokenizer.token_bytes.of, ids)) == text.encode()
+
+
+def test_special_tokens_are_their_names_and_unknown_ids_nothing(tokenizer):
+    assert tokenizer.token_bytes.of(2) == b"</s>"
+    assert tokenizer.token_bytes.of(10**6) == b""
+
+
+def test_bytes_in_other_vocabularies_are_found_too():
+    replaced = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokens = TokenBytes(word_tokenizer(["<unk>", "▁Once", "a", "▁upon", "<0xE2>"], replaced))
+    assert [tokens.of(i) for i in range(1, 5)] == [b" Once", b"a", b" upon", b"\xe2"]
+    pieces = TokenBytes(word_tokenizer(["[UNK]", "walk", "##ing", "on"], decoders.WordPiece("##", False)))
+    assert [pieces.of(i) for i in range(1, 4)] == [b" walk", b"ing", b" on"]
+
+
+def ids_of(tokenizer, text):
+    return tokenizer.backend.encode(text, add_special_tokens=False).ids
+
+
+def test_log_probabilities_of_a_completion(tokenizer):
+    ids = ids_of(tokenizer, "a🦄b")
+    assert len(ids) > 3
+    other = ids_of(tokenizer, "x")[0]
+    values = [-0.5 * i for i in range(len(ids))]
+    tops = [[(token_id, value), (other, -INF)] for token_id, value in zip(ids, values, strict=True)]
+    whole = TextChunk("a🦄b", ids, values, tops, "length")
+    choice = CompletionFormat(tokens=tokenizer.token_bytes).whole(1, [whole])
+    logprobs = choice["logprobs"]
+    assert (choice["index"], choice["text"], choice["finish_reason"]) == (1, "a🦄b", "length")
+    assert (logprobs["tokens"][0], logprobs["tokens"][-1]) == ("a", "b")
+    assert logprobs["tokens"][1].startswith("bytes:\\xf0")
+    assert logprobs["token_logprobs"] == values
+    assert logprobs["top_logprobs"][0] == {"a": 0.0, "x": -9999.0}
+    assert (logprobs["text_offset"][0], logprobs["text_offset"][1], logprobs["text_offset"][-1]) == (0, 1, 2)
+
+
+def test_offsets_go_on_from_chunk_to_chunk_of_each_choice(tokenizer):
+    once, upon = ids_of(tokenizer, "Once upon")
+    written = CompletionFormat(tokens=tokenizer.token_bytes)
+    first = written.chunk(0, TextChunk("Once", [once], [-1.0], []), True)
+    assert (first["logprobs"]["text_offset"], first["logprobs"]["top_logprobs"]) == ([0], [{"Once": -1.0}])
+    assert written.chunk(1, TextChunk("Once", [once], [-1.0], []), True)["logprobs"]["text_offset"] == [0]
+    assert written.chunk(0, TextChunk(" upon", [upon], [-1.0], []), False)["logprobs"]["text_offset"] == [4]
+
+
+def test_log_probabilities_of_a_message(tokenizer):
+    once, upon = ids_of(tokenizer, "Once upon")
+    chunks = [
+        TextChunk("Once", [once], [-1.0], [[(once, -1.0), (upon, -2.0)]]),
+        TextChunk(" upon", [upon], [-0.5], [[(upon, -0.5)]], "stop"),
+    ]
+    choice = ChatFormat(tokenizer.token_bytes).whole(0, chunks)
+    assert choice["message"] == {"role": "assistant", "content": "Once upon"}
+    assert choice["finish_reason"] == "stop"
+    first, second = choice["logprobs"]["content"]
+    assert first == {
+        "token": "Once",
+        "logprob": -1.0,
+        "bytes": list(b"Once"),
+        "top_logprobs": [
+            {"token": "Once", "logprob": -1.0, "bytes": list(b"Once")},
+            {"token": " upon", "logprob": -2.0, "bytes": list(b" upon")},
+        ],
+    }
+    assert second["token"] == " upon"
+
+
+def test_without_log_probabilities_there_are_none(tokenizer):
+    made = TextChunk("Once", [5], [], [])
+    assert CompletionFormat().whole(0, [made])["logprobs"] is None
+    assert ChatFormat().chunk(0, made, True) == {
+        "index": 0,
+        "delta": {"role": "assistant", "content": "Once"},
+        "logprobs": None,
+        "finish_reason": None,
+    }
+    assert ChatFormat().chunk(0, made, False)["delta"] == {"content": "Once"}
+
+
+def test_an_echo_comes_before_each_choice_once(tokenizer):
+    written = CompletionFormat(Echoes(["One", ids_of(tokenizer, "Two")], 2, tokenizer))
+    made = TextChunk(" more", [5], [], [])
+    assert [written.chunk(i, made, True)["text"] for i in range(4)] == ["One more", "One more", "Two more", "Two more"]
+    assert written.chunk(0, made, False)["text"] == " more"
+
+
+def test_a_prompt_counts_once_for_all_its_choices():
+    def usage(prompt, completion):
+        return Usage(prompt_tokens=prompt, cached_tokens=1, completion_tokens=completion)
+
+    total = usage_of([usage(5, 10), usage(5, 11), usage(7, 12), usage(7, 13)], 2)
+    assert total == {
+        "prompt_tokens": 12,
+        "completion_tokens": 46,
+        "total_tokens": 58,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }

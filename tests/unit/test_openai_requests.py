@@ -1,0 +1,211 @@
+"""What OpenAI's clients may send: read as meant, refused by name where it is not offered."""
+
+import json
+
+import pytest
+
+from millrace.errors import ContextLengthError, InvalidRequestError, NotFoundError, OverloadedError, RequestFailedError
+from services.transformer.openai.embeddings import EmbeddingsRequest
+from services.transformer.openai.errors import UnsupportedFieldError, openai_error
+from services.transformer.openai.generation_requests import ChatCompletionRequest, CompletionRequest
+from services.transformer.openai.requests import parse
+
+
+def completion(**fields):
+    return parse(CompletionRequest, json.dumps({"model": "m", "prompt": "p", **fields}).encode())
+
+
+def chat(*messages, **fields):
+    messages = messages or ({"role": "user", "content": "hello"},)
+    return parse(ChatCompletionRequest, json.dumps({"model": "m", "messages": messages, **fields}).encode())
+
+
+def embeddings(**fields):
+    return parse(EmbeddingsRequest, json.dumps({"model": "m", "input": "text", **fields}).encode())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("once", ["once"]),
+        (["once", "twice"], ["once", "twice"]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+        ([0, 2**31 - 1], [[0, 2**31 - 1]]),
+    ],
+)
+def test_a_prompt_is_a_text_texts_ids_or_lists_of_them(prompt, prompts):
+    assert completion(prompt=prompt).prompt == prompts
+    assert embeddings(input=prompt).input == prompts
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (None, "prompt: Field required"),
+        ([], "prompt: is empty"),
+        (5, "must be a string"),
+        (["once", 1], "must be a string"),
+        ([1, "once"], "token ids must be whole numbers"),
+        ([1, 2.0], "token ids must be whole numbers"),
+        ([1, True], "token ids must be whole numbers"),
+        ([[1], "once"], "must be a string"),
+        ([1, -1], "from 0 to 2147483647"),
+        ([1, 2**31], "from 0 to 2147483647"),
+        (["p"] * 65, "has 65 items, at most 64 are allowed"),
+        ([1] * (1024 * 1024 + 1), "more than any context"),
+    ],
+)
+def test_a_prompt_of_anything_else_is_refused(prompt, message):
+    with pytest.raises(InvalidRequestError, match=message) as raised:
+        completion(prompt=prompt)
+    assert raised.value.param == "prompt"
+
+
+def test_null_is_as_good_as_absent_and_unknown_fields_are_ignored():
+    nothing = ("n", "stop", "stream", "stream_options", "logprobs", "best_of", "suffix", "max_tokens", "logit_bias")
+    asked = completion(**dict.fromkeys(nothing), user="me", nobody_knows={"this": 1})
+    assert (asked.n, asked.stop, asked.stream, asked.include_usage) == (1, (), False, False)
+    assert asked.sampling() == {}
+
+
+def test_vllms_sampling_fields_are_sampling_parameters():
+    given = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True}
+    given |= {"stop_token_ids": [7], "seed": 3, "temperature": 0.5, "max_tokens": 9}
+    assert completion(**given).sampling() == given
+    assert chat(**given).sampling() == given
+
+
+def test_the_newer_name_of_max_tokens_counts():
+    assert chat(max_tokens=5, max_completion_tokens=7).sampling() == {"max_tokens": 7}
+
+
+def test_log_probabilities_are_asked_for_in_each_apis_way():
+    assert completion(logprobs=3).sampling() == {"logprobs": True, "top_logprobs": 3}
+    assert completion(logprobs=0).sampling() == {"logprobs": True, "top_logprobs": 0}
+    assert chat(logprobs=True, top_logprobs=3).sampling() == {"logprobs": True, "top_logprobs": 3}
+    assert chat(logprobs=False).sampling() == {}
+
+
+def test_stop_is_one_string_or_several():
+    assert completion(stop="a").stop == ("a",)
+    assert completion(stop=["a", "b"]).stop == ("a", "b")
+
+
+UNSUPPORTED = {
+    "suffix": (completion, {"suffix": "end"}),
+    "best_of": (completion, {"best_of": 3, "n": 2}),
+    "logprobs": (completion, {"echo": True, "logprobs": 1}),
+    "logit_bias": (completion, {"logit_bias": {"5": 1}}),
+    "guided_json": (completion, {"guided_json": {}}),
+    "use_beam_search": (completion, {"use_beam_search": True}),
+    "tools": (chat, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+    "tool_choice": (chat, {"tool_choice": "auto"}),
+    "functions": (chat, {"functions": [{"name": "f"}]}),
+    "response_format": (chat, {"response_format": {"type": "json_object"}}),
+    "audio": (chat, {"audio": {"voice": "alloy"}}),
+    "modalities": (chat, {"modalities": ["text", "audio"]}),
+    "chat_template": (chat, {"chat_template": "{{ messages }}"}),
+    "continue_final_message": (chat, {"continue_final_message": True}),
+    "dimensions": (embeddings, {"dimensions": 8}),
+}
+
+
+@pytest.mark.parametrize("param", UNSUPPORTED)
+def test_what_is_known_and_not_offered_is_refused_by_name(param):
+    ask, fields = UNSUPPORTED[param]
+    with pytest.raises(UnsupportedFieldError, match="is not supported") as raised:
+        ask(**fields)
+    error = openai_error(raised.value)["error"]
+    assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", "unsupported_parameter", param)
+
+
+def test_a_value_that_asks_for_nothing_is_no_unsupported_field():
+    completion(suffix="", best_of=2, n=2, logit_bias={}, use_beam_search=False, response_format={"type": "text"})
+    chat(tools=[], tool_choice="none", parallel_tool_calls=True, modalities=["text"], response_format={"type": "text"})
+
+
+WRONG = {
+    "n": [(completion, {"n": 0}), (chat, {"n": 17}), (chat, {"n": True}), (completion, {"n": 2, "prompt": ["p"] * 33})],
+    "best_of": [(completion, {"n": 2, "best_of": 1})],
+    "stream": [(completion, {"stream": "yes"})],
+    "stream_options": [(completion, {"stream_options": {"include_usage": True}})],
+    "stop": [(completion, {"stop": 5})],
+    "logprobs": [(completion, {"logprobs": 21}), (completion, {"logprobs": True}), (chat, {"logprobs": 1})],
+    "top_logprobs": [(chat, {"logprobs": True, "top_logprobs": 21})],
+    "chat_template_kwargs": [(chat, {"chat_template_kwargs": [1]})],
+    "encoding_format": [(embeddings, {"encoding_format": "hex"})],
+}
+
+
+@pytest.mark.parametrize("param", WRONG)
+def test_a_wrong_value_is_refused_by_its_fields_name(param):
+    for ask, fields in WRONG[param]:
+        with pytest.raises(InvalidRequestError) as raised:
+            ask(**fields)
+        assert raised.value.param == param, fields
+
+
+def test_a_messages_content_is_text_or_parts_of_text():
+    asked = chat(
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}], "name": "x"},
+        {"role": "assistant", "content": None},
+        {"role": "tool", "content": "4", "tool_call_id": "call-1"},
+    )
+    assert [(message.role, message.content) for message in asked.messages] == [
+        ("system", "Be brief."),
+        ("user", "one\ntwo"),
+        ("assistant", ""),
+        ("tool", "4"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "param", "text"),
+    [
+        ({"content": "no role"}, "messages.0.role", "Field required"),
+        ({"role": "user", "content": 5}, "messages.0.content", "valid string"),
+        ({"role": "user", "content": ["text"]}, "messages.0.content", "an object with a type"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages.0.content", "must have a text"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "messages.0.content", "'image_url' are not supported"),
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages.0.tool_calls", "not supported"),
+        ("hello", "messages.0", "valid dictionary"),
+    ],
+)
+def test_any_other_message_is_refused(message, param, text):
+    with pytest.raises(InvalidRequestError, match=text) as raised:
+        chat(message)
+    assert raised.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "not JSON"),
+        (b"\xff", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[1]", "must be a JSON object"),
+        (b'{"prompt": "p"}', "model: Field required"),
+        (b" " * (8 * 1024 * 1024 + 1), "more than any prompt"),
+        (b'{"messages": [' + b"1," * 5000 + b"1]}", "5001 messages, at most 4096"),
+    ],
+)
+def test_a_body_that_is_no_request_is_refused(body, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        parse(ChatCompletionRequest if b"messages" in body else CompletionRequest, body)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "code", "param"),
+    [
+        (NotFoundError("no model 'x'"), "invalid_request_error", "model_not_found", None),
+        (ContextLengthError("long", param="input"), "invalid_request_error", "context_length_exceeded", "input"),
+        (InvalidRequestError("bad"), "invalid_request_error", "invalid_argument", None),
+        (OverloadedError("later"), "rate_limit_error", "rate_limit_exceeded", None),
+        (RequestFailedError("failed"), "server_error", "internal", None),
+    ],
+)
+def test_errors_have_openais_shape(error, kind, code, param):
+    body = openai_error(error)
+    assert body == {"error": {"message": error.message, "type": kind, "code": code, "param": param}}

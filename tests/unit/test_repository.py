@@ -1,0 +1,329 @@
+"""Models come and go by name while the others are served: drained, freed, replaced, and refused in clear words."""
+
+import asyncio
+import threading
+import weakref
+from contextlib import aclosing, asynccontextmanager
+
+import pytest
+
+from millrace.errors import (
+    DeadlineError,
+    NotFoundError,
+    NotReadyError,
+    OverloadedError,
+    RequestFailedError,
+    StartupError,
+)
+from millrace.protos.inference_pb2 import ModelInferRequest
+from millrace.tensors import decode_outputs
+from services.predictor import operations
+from services.predictor.engine.interface import EngineDeadError
+from services.predictor.repository import ModelRepository, State
+from services.predictor.settings import PredictorSettings
+from tests.random_models import save_random_model
+from tests.waiting import until
+
+ANSWERS = """
+import numpy as np
+async def execute(request):
+    return {"answer": np.array([ANSWER])}
+"""
+# Goes on when the test says so.
+WAITS = """
+import asyncio
+import numpy as np
+begun, go = [], asyncio.Event()
+async def execute(request):
+    begun.append(request.id)
+    yield {"answer": np.array([0])}
+    await go.wait()
+    yield {"answer": np.array([1])}
+"""
+BLOCKS = """
+import threading
+import numpy as np
+begun, go = [], threading.Event()
+async def execute(request):
+    begun.append(request.id)
+    go.wait(60)
+    return {"answer": np.array([0])}
+"""
+LOADS_SLOWLY = """
+import pathlib, asyncio
+async def load(folder):
+    (folder / "begun").touch()
+    while not (folder / "go").exists():
+        await asyncio.sleep(0.005)
+async def execute(request):
+    return {}
+"""
+
+
+class Models:
+    """Folders of Python models, and the repository that serves them."""
+
+    def __init__(self, tmp_path):
+        self.folder = tmp_path / "repository"
+        self.folder.mkdir()
+        self.told = []
+
+    def write(self, name, code):
+        (self.folder / name).mkdir(exist_ok=True)
+        (self.folder / name / "model.py").write_text(code)
+        return self.folder / name
+
+    @asynccontextmanager
+    async def serve(self, *configured, drain_s=5.0, **settings):
+        async def tell(ready):
+            self.told.append(ready)
+
+        models = ",".join(f"{name}={self.folder / name}" for name in configured)
+        repository = ModelRepository(
+            PredictorSettings(
+                MODELS=models, model_repository=self.folder, device="cpu", threads=1, drain_s=drain_s, **settings
+            ),
+            tell,
+        )
+        try:
+            yield repository
+        finally:
+            await repository.close()
+
+
+@pytest.fixture
+def models(tmp_path):
+    made = Models(tmp_path)
+    made.write("first", ANSWERS.replace("ANSWER]", "1]"))
+    return made
+
+
+async def ask(repository, name):
+    message = ModelInferRequest(model_name=name, id="r")
+    response = await repository.get(name).infer(message, None)
+    return int(decode_outputs(response)["answer"].array[0])
+
+
+async def states(repository):
+    return {row.name: row.state for row in await repository.index()}
+
+
+def variables(repository, name):
+    return repository.get(name).model._code.execute.__globals__
+
+
+async def test_a_folder_of_the_repository_is_loaded_and_unloaded_by_its_name(models):
+    models.write("second", ANSWERS.replace("ANSWER]", "2]"))
+    async with models.serve("first") as repository:
+        assert not repository.ready
+        await repository.load_all()
+        assert await states(repository) == {"first": State.READY, "second": State.UNAVAILABLE}
+        with pytest.raises(NotFoundError):
+            repository.get("second")
+        await repository.load("second")
+        assert await ask(repository, "second") == 2
+        assert repository.is_ready("second")
+        await repository.unload("second")
+        assert not repository.is_ready("second")
+        with pytest.raises(NotFoundError, match="not loaded"):
+            repository.get("second")
+        assert (await repository.index())[1] == ("second", State.UNAVAILABLE, "unloaded")
+        assert await ask(repository, "first") == 1
+        # Neither was the server ever unready for it.
+        assert models.told == [True]
+
+
+async def test_a_configured_model_comes_back_after_it_was_unloaded(models):
+    async with models.serve("first") as repository:
+        await repository.load_all()
+        await repository.unload("first")
+        await repository.unload("first")
+        assert repository.ready
+        await repository.load("first")
+        assert await ask(repository, "first") == 1
+
+
+async def test_a_load_of_what_is_loaded_takes_the_new_files_and_a_gap_is_never_seen(models):
+    async with models.serve("first") as repository:
+        await repository.load_all()
+        for answer in range(2, 5):
+            models.write("first", ANSWERS.replace("ANSWER]", f"{answer}]"))
+            loading = asyncio.create_task(repository.load("first"))
+            while not loading.done():
+                assert await ask(repository, "first") in (answer - 1, answer)
+            await loading
+            assert await ask(repository, "first") == answer
+        assert models.told == [True]
+
+
+async def test_where_the_new_files_are_wrong_the_old_model_serves_on(models):
+    async with models.serve("first") as repository:
+        await repository.load_all()
+        models.write("first", "1 / 0")
+        with pytest.raises(RequestFailedError, match=r"model first: .*line 1 cannot be imported: ZeroDivisionError"):
+            await repository.load("first")
+        assert await ask(repository, "first") == 1
+        assert await states(repository) == {"first": State.READY}
+        assert repository.ready
+
+
+async def test_a_load_that_fails_says_why_and_the_rest_is_served(models):
+    models.write("broken", "1 / 0")
+    (models.folder / "empty").mkdir()
+    async with models.serve("first") as repository:
+        await repository.load_all()
+        with pytest.raises(RequestFailedError, match="ZeroDivisionError"):
+            await repository.load("broken")
+        with pytest.raises(RequestFailedError, match=r"no config\.json"):
+            await repository.load("empty")
+        reasons = {row.name: row.reason for row in await repository.index() if row.state is State.UNAVAILABLE}
+        assert "ZeroDivisionError" in reasons["broken"]
+        assert repository.ready
+        with pytest.raises(NotFoundError):
+            repository.get("broken")
+        assert await ask(repository, "first") == 1
+        models.write("broken", ANSWERS.replace("ANSWER]", "7]"))
+        await repository.load("broken")
+        assert await ask(repository, "broken") == 7
+
+
+async def test_a_configured_model_that_cannot_be_loaded_ends_the_start(models):
+    models.write("broken", "1 / 0")
+    async with models.serve("first", "broken") as repository:
+        with pytest.raises(StartupError, match="ZeroDivisionError"):
+            await repository.load_all()
+
+
+async def test_an_unload_lets_what_is_in_flight_end_and_refuses_what_is_new(models):
+    models.write("waits", WAITS)
+    async with models.serve("first", "waits") as repository:
+        await repository.load_all()
+        serving, own = repository.get("waits"), variables(repository, "waits")
+        async with aclosing(serving.stream(ModelInferRequest(id="r"), None)) as responses:
+            await anext(responses)
+            unloading = asyncio.create_task(repository.unload("waits"))
+            await until(lambda: not repository.is_ready("waits"))
+            with pytest.raises(NotReadyError):
+                repository.get("waits")
+            assert (await states(repository))["waits"] is State.UNLOADING
+            assert await ask(repository, "first") == 1
+            own["go"]._loop.call_soon_threadsafe(own["go"].set)
+            assert len([response async for response in responses]) == 1
+        await unloading
+        assert (await states(repository))["waits"] is State.UNAVAILABLE
+
+
+@pytest.mark.parametrize("code", [WAITS, BLOCKS], ids=["code that waits", "code that blocks"])
+async def test_what_does_not_end_in_time_ends_as_unavailable(models, code):
+    models.write("endless", code)
+    async with models.serve("first", "endless", drain_s=0) as repository:
+        await repository.load_all()
+        own = variables(repository, "endless")
+        waiting = asyncio.create_task(_read_all(repository.get("endless")))
+        await until(lambda: own["begun"])
+        await repository.unload("endless")
+        with pytest.raises(NotReadyError):
+            await asyncio.wait_for(waiting, 10)
+        if code is BLOCKS:
+            own["go"].set()
+
+
+async def _read_all(serving):
+    async with aclosing(serving.stream(ModelInferRequest(id="r"), None)) as responses:
+        return [response async for response in responses]
+
+
+async def test_an_unloaded_engine_leaves_neither_threads_nor_memory(models):
+    save_random_model("llama", models.folder / "llama")
+    async with models.serve("first", kv_cache_memory="1MiB") as repository:
+        await repository.load_all()
+        for _ in range(2):
+            await repository.load("llama")
+            # Again, while it is loaded: not two of them at any time.
+            await repository.load("llama")
+            assert models.told[-2:] == [False, True]
+            engine = weakref.ref(repository.get("llama").model.engine)
+            assert [t.name for t in threading.enumerate() if t.name == "engine-llama"] == ["engine-llama"]
+            await repository.unload("llama")
+            assert engine() is None
+            assert not [t.name for t in threading.enumerate() if t.name.endswith("-llama")]
+
+
+async def test_what_cannot_have_its_memory_is_refused_and_frees_what_it_took(models):
+    save_random_model("llama", models.folder / "llama")
+    async with models.serve("first", kv_cache_memory="1KiB") as repository:
+        await repository.load_all()
+        with pytest.raises(RequestFailedError, match="raise PREDICTOR_KV_CACHE_MEMORY"):
+            await repository.load("llama")
+        assert await ask(repository, "first") == 1
+
+
+async def test_the_death_of_an_engine_that_was_loaded_later_is_noticed(models):
+    save_random_model("llama", models.folder / "llama")
+    async with models.serve("first", kv_cache_memory="1MiB") as repository:
+        await repository.load_all()
+        await repository.load("llama")
+        death = asyncio.create_task(repository.engine_death())
+        repository.get("llama").model.engine._dead.set()
+        with pytest.raises(EngineDeadError, match="llama"):
+            await asyncio.wait_for(death, 10)
+
+
+async def test_an_unload_is_no_death(models):
+    save_random_model("llama", models.folder / "llama")
+    async with models.serve("first", kv_cache_memory="1MiB") as repository:
+        await repository.load_all()
+        death = asyncio.create_task(repository.engine_death())
+        for name in ("llama", "first"):
+            await repository.load(name)
+            await repository.load(name)
+            await repository.unload(name)
+        assert not death.done()
+        death.cancel()
+
+
+async def test_loads_run_one_by_one_and_outlive_a_caller_that_leaves(models):
+    slow = models.write("slow", LOADS_SLOWLY)
+    models.write("next", ANSWERS.replace("ANSWER]", "3]"))
+    async with models.serve("first") as repository:
+        await repository.load_all()
+        with pytest.raises(DeadlineError, match="goes on"):
+            await repository.load("slow", time_remaining_s=0.01)
+        await until((slow / "begun").exists)
+        with pytest.raises(NotReadyError, match="loading"):
+            repository.get("slow")
+        behind = asyncio.create_task(repository.load("next"))
+        await until(lambda: repository._entries.get("next"))
+        assert (await states(repository)) == {"first": "READY", "slow": "LOADING", "next": "LOADING"}
+        # The rest is served, and counts as what there should be.
+        assert repository.ready
+        assert await ask(repository, "first") == 1
+        (slow / "go").touch()
+        await behind
+        assert (await states(repository)) == {"first": "READY", "slow": "READY", "next": "READY"}
+
+
+async def test_too_many_loads_at_once_are_refused(models, monkeypatch):
+    monkeypatch.setattr(operations, "_MAX_OPERATIONS", 3)
+    slow = models.write("slow", LOADS_SLOWLY)
+    async with models.serve("first") as repository:
+        await repository.load_all()
+        loads = [asyncio.create_task(repository.load("slow")) for _ in range(3)]
+        await until((slow / "begun").exists)
+        await until(lambda: len(repository._operations._tasks) == 3)
+        with pytest.raises(OverloadedError, match="under way"):
+            await repository.load("slow")
+        (slow / "go").touch()
+        await asyncio.gather(*loads)
+
+
+async def test_a_repository_that_stops_leaves_no_operation(models):
+    slow = models.write("slow", LOADS_SLOWLY)
+    async with models.serve("first") as repository:
+        await repository.load_all()
+        loading = asyncio.create_task(repository.load("slow"))
+        await until((slow / "begun").exists)
+        await repository.close()
+        with pytest.raises(NotReadyError, match="stopping"):
+            await loading
+        (slow / "go").touch()

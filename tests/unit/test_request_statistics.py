@@ -1,0 +1,155 @@
+"""What ModelStatistics tells is what happened: every request once, every response by its index, in bounded space."""
+
+import asyncio
+from contextlib import aclosing
+
+import numpy as np
+import pytest
+
+from millrace.errors import InvalidRequestError, NotReadyError
+from millrace.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from millrace.stream_infer import EMPTY_FINAL, FINAL
+from millrace.tensors import Tensor, add_input, add_output
+from services.predictor.counts import RequestCounts
+from services.predictor.served_model import ModelDescription
+from services.predictor.serving import Serving
+from tests.waiting import until
+
+
+class FakeModel:
+    """Answers with as many responses as the request's id says; "bad" is refused, "waits" gives one and waits."""
+
+    name = "fake"
+
+    def __init__(self, max_batch_size=0):
+        self.description = ModelDescription("fake", max_batch_size=max_batch_size)
+        # Of the time before it was served.
+        self.statistics = RequestCounts(steps=3, succeeded=1, queue_ns=5, compute_ns=7)
+        self.asked = []
+
+    async def infer(self, request, time_remaining_s):
+        async with aclosing(self.stream(request, time_remaining_s)) as responses:
+            return [response async for response in responses][-1]
+
+    async def stream(self, request, time_remaining_s):
+        self.asked.append(request.id)
+        if request.id == "bad":
+            raise InvalidRequestError("bad")
+        count = int(request.id) if request.id.isdigit() else 1
+        for i in range(count):
+            response = ModelInferResponse()
+            add_output(response, Tensor("i", "INT64", np.array([i])))
+            response.parameters[FINAL].bool_param = i == count - 1 and request.id.isdigit()
+            yield response
+        if request.id == "waits":
+            await asyncio.Event().wait()
+        if request.id == "fails":
+            raise InvalidRequestError("late")
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def serving():
+    return Serving(FakeModel())
+
+
+async def stream(serving, name, limit=None, **options):
+    message = ModelInferRequest(id=name)
+    if options.get("empty_final"):
+        message.parameters[EMPTY_FINAL].bool_param = True
+    async with aclosing(serving.stream(message, options.get("timeout_s"))) as responses:
+        async for _ in responses:
+            if limit is not None and (limit := limit - 1) == 0:
+                return
+
+
+def counted(serving):
+    """(success, fail) of the requests, and by index (success, empty, fail, cancel) of the responses."""
+    told = serving.statistics()
+    stats = told.inference_stats
+    responses = {
+        index: (tally.success.count, tally.empty_response.count, tally.fail.count, tally.cancel.count)
+        for index, tally in told.response_stats.items()
+    }
+    return (stats.success.count, stats.fail.count), responses
+
+
+async def test_nothing_is_counted_before_the_first_request(serving):
+    told = serving.statistics()
+    assert (told.name, told.version, told.inference_count, told.execution_count) == ("fake", "1", 0, 0)
+    assert told.inference_stats.queue.count == told.inference_stats.compute_infer.ns == 0
+    assert not told.response_stats
+
+
+async def test_responses_are_counted_by_their_index(serving):
+    await stream(serving, "3")
+    await stream(serving, "1")
+    assert counted(serving) == ((2, 0), {"0": (2, 0, 0, 0), "1": (1, 0, 0, 0), "2": (1, 0, 0, 0)})
+    told = serving.statistics()
+    assert told.inference_count == 2
+    assert told.last_inference > 0
+    assert told.inference_stats.success.ns >= sum(tally.success.ns for tally in told.response_stats.values()) > 0
+
+
+async def test_a_long_stream_makes_no_long_answer(serving):
+    await stream(serving, "5000")
+    told = serving.statistics().response_stats
+    assert len(told) == 17
+    assert told["16+"].success.count == 5000 - 16
+
+
+async def test_the_empty_final_response_is_counted(serving):
+    await stream(serving, "2", empty_final=True)
+    assert counted(serving) == ((1, 0), {"0": (1, 0, 0, 0), "1": (1, 0, 0, 0), "2": (0, 1, 0, 0)})
+
+
+async def test_what_is_refused_or_fails_later_is_a_failure(serving):
+    with pytest.raises(InvalidRequestError):
+        await serving.infer(ModelInferRequest(id="bad"), None)
+    with pytest.raises(InvalidRequestError):
+        await stream(serving, "fails")
+    assert counted(serving) == ((0, 2), {"0": (1, 0, 1, 0), "1": (0, 0, 1, 0)})
+    assert serving.statistics().inference_stats.fail.ns > 0
+
+
+async def test_a_caller_that_leaves_is_no_failure_but_a_deadline_is(serving):
+    await stream(serving, "3", limit=1)
+    assert counted(serving) == ((0, 0), {"0": (1, 0, 0, 0), "1": (0, 0, 0, 1)})
+    for timeout_s in (None, 0.0):
+        waiting = asyncio.create_task(stream(serving, "waits", timeout_s=timeout_s))
+        await until(lambda: serving.model.asked[-1] == "waits")
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        serving.model.asked.append("")
+    assert counted(serving) == ((0, 1), {"0": (3, 0, 0, 0), "1": (0, 0, 1, 2)})
+
+
+async def test_who_leaves_after_the_last_response_has_got_it_all(serving):
+    await stream(serving, "3", limit=3)
+    assert counted(serving)[0] == (1, 0)
+
+
+async def test_a_batch_counts_as_many_inferences():
+    serving = Serving(FakeModel(max_batch_size=8))
+    message = ModelInferRequest(id="1")
+    add_input(message, Tensor("input_ids", "INT64", np.ones((5, 3), dtype=np.int64)))
+    await serving.infer(message, None)
+    one = ModelInferRequest(id="1")
+    add_input(one, Tensor("input_ids", "INT64", np.ones(3, dtype=np.int64)))
+    await serving.infer(one, None)
+    assert serving.statistics().inference_count == 6
+    assert counted(serving)[0] == (2, 0)
+
+
+async def test_a_stop_ends_what_is_in_flight_whatever_the_model_does(serving):
+    streaming = asyncio.create_task(stream(serving, "waits"))
+    await until(lambda: serving.model.asked)
+    assert await serving.drain(0) == 1
+    await serving.stop()
+    with pytest.raises(NotReadyError, match="was unloaded"):
+        await streaming
+    with pytest.raises(NotReadyError, match="was unloaded"):
+        await stream(serving, "3")
+    assert await serving.drain(1) == 0

@@ -1,0 +1,92 @@
+"""A request's head is read without its tensors, and what is forwarded are the bytes that came."""
+
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace.errors import InvalidRequestError
+from millrace.protos import inference_pb2 as pb
+from services.transformer.infer_request import InferRequest, fields
+
+NAMES = st.text(max_size=20)
+REQUESTS = st.builds(
+    lambda model, version, id, flags, shapes, outputs, raw: pb.ModelInferRequest(
+        model_name=model,
+        model_version=version,
+        id=id,
+        parameters={name: pb.InferParameter(bool_param=value) for name, value in flags.items()},
+        inputs=[pb.ModelInferRequest.InferInputTensor(name="x", datatype="FP32", shape=shape) for shape in shapes],
+        outputs=[pb.ModelInferRequest.InferRequestedOutputTensor(name=name) for name in outputs],
+        raw_input_contents=raw,
+    ),
+    NAMES,
+    NAMES,
+    NAMES,
+    st.dictionaries(NAMES, st.booleans(), max_size=4),
+    st.lists(st.lists(st.integers(-1, 2**40), max_size=3), max_size=3),
+    st.lists(NAMES, max_size=3),
+    st.lists(st.binary(max_size=300), max_size=3),
+)
+
+
+@given(REQUESTS)
+def test_the_head_is_what_the_whole_message_says(message):
+    data = message.SerializeToString()
+    request = InferRequest.received(data)
+    assert (request.model_name, request.model_version, request.id) == (
+        message.model_name,
+        message.model_version,
+        message.id,
+    )
+    assert dict(request.parameters) == dict(message.parameters)
+    assert request.data is data
+    assert request.message == message
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_request_or_refused(data):
+    try:
+        request = InferRequest.received(data)
+        request.message  # noqa: B018
+    except (DecodeError, InvalidRequestError):
+        return
+    assert request.message == pb.ModelInferRequest.FromString(data)
+
+
+def test_the_last_of_two_names_counts_as_in_any_parser():
+    data = (
+        pb.ModelInferRequest(model_name="a").SerializeToString()
+        + pb.ModelInferRequest(model_name="b", raw_input_contents=[b"x"]).SerializeToString()
+    )
+    assert InferRequest.received(data).model_name == "b"
+
+
+def test_a_message_of_a_million_fields_does_not_occupy_the_event_loop():
+    data = pb.ModelInferRequest(model_name="m").SerializeToString() + b"\x3a\x00" * 1_000_000
+    request = InferRequest.received(data)
+    assert request.model_name == "m"
+    assert len(request.message.raw_input_contents) == 1_000_000
+
+
+@pytest.mark.parametrize("data", [b"\x0a", b"\x0a\x05abc", b"\x08\x01", b"\xff" * 11, b"\x0a\x02\xff\xfe"])
+def test_what_is_no_such_message_cannot_be_read(data):
+    with pytest.raises(DecodeError):
+        InferRequest.received(data)
+
+
+def test_tensors_that_cannot_be_parsed_are_refused_where_they_are_needed():
+    request = InferRequest.received(b"\x0a\x01m" + b"\x2a\x02\x0a\x05")
+    assert request.model_name == "m"
+    with pytest.raises(InvalidRequestError, match="not the message"):
+        request.message  # noqa: B018
+
+
+def test_a_request_of_a_front_end_becomes_bytes_when_it_is_relayed():
+    message = pb.ModelInferRequest(model_name="m", raw_input_contents=[b"x"])
+    assert InferRequest.parsed(message).data == message.SerializeToString()
+
+
+def test_fields_are_told_with_their_places():
+    data = pb.ModelInferRequest(model_name="ab", id="c").SerializeToString()
+    assert [(number, data[start:end]) for number, _, start, end in fields(data)] == [(1, b"ab"), (3, b"c")]

@@ -1,0 +1,81 @@
+"""Several transformers share a port that nobody else can take."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import closing
+
+import psutil
+import pytest
+
+from millrace.errors import StartupError
+from services.transformer.workers import reserved
+from tests.waiting import until
+
+
+def listener(port, shares=True):
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shares))
+    try:
+        held.bind(("127.0.0.1", port))
+        held.listen()
+    except OSError:
+        held.close()
+        raise
+    return held
+
+
+def test_a_reserved_port_is_shared_by_those_who_ask_and_taken_for_anybody_else():
+    with reserved("127.0.0.1", 0) as port:
+        with closing(listener(port)), closing(listener(port)):
+            pass
+        with pytest.raises(OSError, match="in use"):
+            listener(port, shares=False)
+
+
+def test_a_port_that_is_listened_on_cannot_be_reserved():
+    for shares in (False, True):
+        with closing(listener(0, shares)) as taken, pytest.raises(StartupError, match="is the port taken"):
+            reserved("127.0.0.1", taken.getsockname()[1]).__enter__()
+
+
+def test_a_port_cannot_be_reserved_twice():
+    with reserved("127.0.0.1", 0) as port, pytest.raises(StartupError, match="is the port taken"):
+        reserved("127.0.0.1", port).__enter__()
+
+
+def start(port, **environment):
+    own = {"TRANSFORMER_WORKERS": "2", "TRANSFORMER_PORT": str(port), "MODELS": "storyteller=models/storyteller"}
+    own |= {"TRANSFORMER_PREDICTOR": "127.0.0.1:9", "TRANSFORMER_LOGGER": "127.0.0.1:9"}
+    command = (sys.executable, "-m", "services.transformer")
+    return subprocess.Popen(command, env=os.environ | own | environment, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_taken_port_is_one_line_at_the_start():
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        process = start(taken.getsockname()[1])
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == os.EX_CONFIG
+    assert said.startswith("transformer: 127.0.0.1:")
+    assert said.count("\n") == 1
+
+
+def test_what_a_worker_cannot_be_started_with_ends_all_with_its_line(tmp_path):
+    process = start(0, MODELS=f"x={tmp_path}")
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == os.EX_CONFIG
+    assert "has no config.json" in said
+    assert "Traceback" not in said
+
+
+async def test_a_killed_parent_leaves_no_worker():
+    process = start(0)
+    parent = psutil.Process(process.pid)
+    await until(lambda: len(parent.children()) == 2, timeout_s=30)
+    workers = parent.children()
+    await until(lambda: all("worker" in " ".join(worker.cmdline()) for worker in workers))
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert not psutil.wait_procs(workers, timeout=30)[1]

@@ -1,0 +1,30 @@
+"""Compressed bodies: what was sent comes out, and no small body becomes a large one."""
+
+import zlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace.errors import InvalidRequestError, TooLargeError
+from services.transformer.v2_rest import content_coding
+from services.transformer.v2_rest.content_coding import inflated, most_inflated
+
+
+@given(st.binary())
+def test_a_body_comes_out_as_it_was(data):
+    assert inflated(zlib.compress(data)) == data
+    assert len(data) <= most_inflated(len(zlib.compress(data)))
+
+
+def test_a_body_that_would_become_too_large_is_refused(monkeypatch):
+    monkeypatch.setattr(content_coding, "MAX_BYTES", 1000)
+    assert len(inflated(zlib.compress(bytes(1000)))) == 1000
+    with pytest.raises(TooLargeError, match="more than 1000 bytes"):
+        inflated(zlib.compress(bytes(100_000)))
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", zlib.compress(b"abc" * 100)[:-5], zlib.compress(b"abc") + b"more"])
+def test_what_was_not_compressed_so_is_refused(data):
+    with pytest.raises(InvalidRequestError, match="not compressed by deflate"):
+        inflated(data)

@@ -1,0 +1,117 @@
+"""The JSON of V2 REST's other paths: Triton's field names and forms, and what is posted to them."""
+
+import json
+
+import pytest
+
+from millrace.errors import InvalidRequestError
+from millrace.protos import inference_pb2 as pb
+from millrace.protos import model_config_pb2
+from services.transformer.v2_rest import documents
+
+
+def posted(value):
+    return json.dumps(value).encode()
+
+
+def test_metadata_has_every_field():
+    tensor = pb.ModelMetadataResponse.TensorMetadata(name="x", datatype="FP32", shape=[-1, 3])
+    message = pb.ModelMetadataResponse(name="m", versions=["1"], inputs=[tensor])
+    assert documents.plain(message) == {
+        "name": "m",
+        "versions": ["1"],
+        "platform": "",
+        "inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, 3]}],
+        "outputs": [],
+    }
+
+
+def test_a_configuration_has_enumerations_by_name_maps_and_what_is_set_of_its_messages():
+    config = model_config_pb2.ModelConfig(name="m", max_batch_size=4)
+    config.input.add(name="x", data_type=model_config_pb2.TYPE_FP32, dims=[2**40])
+    config.parameters["kind"].string_value = "v"
+    config.model_transaction_policy.decoupled = True
+    told = documents.plain(config)
+    assert (told["name"], told["max_batch_size"]) == ("m", 4)
+    assert told["input"][0]["data_type"] == "TYPE_FP32"
+    assert told["input"][0]["dims"] == [2**40]
+    assert told["parameters"] == {"kind": {"string_value": "v"}}
+    assert told["model_transaction_policy"] == {"decoupled": True}
+    assert "dynamic_batching" not in told
+    assert json.loads(json.dumps(told)) == told
+
+
+def test_statistics_have_all_counters_as_numbers():
+    statistics = pb.ModelStatistics(name="m", version="1", inference_count=2**40)
+    statistics.inference_stats.success.count = 2
+    (told,) = documents.plain(pb.ModelStatisticsResponse(model_stats=[statistics]), unset=True)["model_stats"]
+    assert told["inference_count"] == 2**40
+    assert told["inference_stats"]["success"] == {"count": 2, "ns": 0}
+    assert told["inference_stats"]["cache_miss"] == {"count": 0, "ns": 0}
+    assert told["batch_stats"] == []
+    assert told["response_stats"] == {}
+
+
+def test_an_index_leaves_out_what_is_not_known():
+    response = pb.RepositoryIndexResponse()
+    response.models.add(name="a", version="1", state="READY")
+    response.models.add(name="b", state="UNAVAILABLE", reason="unloaded")
+    assert documents.index_of(response) == [
+        {"name": "a", "version": "1", "state": "READY"},
+        {"name": "b", "state": "UNAVAILABLE", "reason": "unloaded"},
+    ]
+    assert documents.index_request(b"").ready is False
+    assert documents.index_request(posted({"ready": True})).ready is True
+
+
+def test_a_load_carries_its_configuration_and_files():
+    parameters = {"config": "{}", "file:1/model.py": "AAE=", "number": 3, "flag": True}
+    request = documents.load_request("m", posted({"parameters": parameters}))
+    assert request.model_name == "m"
+    assert request.parameters["config"].string_param == "{}"
+    assert request.parameters["file:1/model.py"].bytes_param == b"\x00\x01"
+    assert request.parameters["number"].int64_param == 3
+    assert request.parameters["flag"].bool_param is True
+    assert documents.load_request("m", b"") == pb.RepositoryModelLoadRequest(model_name="m")
+    unload = documents.unload_request("m", posted({"parameters": {"unload_dependents": False}}))
+    assert unload.parameters["unload_dependents"].WhichOneof("parameter_choice") == "bool_param"
+
+
+def test_settings_go_both_ways_in_the_forms_of_tritons_client():
+    request = documents.trace_request("m", posted({"trace_level": ["A", "B"], "trace_rate": 5, "trace_file": None}))
+    assert request.model_name == "m"
+    assert {name: list(setting.value) for name, setting in request.settings.items()} == {
+        "trace_level": ["A", "B"],
+        "trace_rate": ["5"],
+        "trace_file": [],
+    }
+    response = pb.TraceSettingResponse()
+    response.settings["trace_level"].value.append("OFF")
+    response.settings["trace_count"].value.append("-1")
+    assert documents.trace_settings(response) == {"trace_level": ["OFF"], "trace_count": "-1"}
+
+    wanted = {"log_verbose_level": 1, "log_info": True, "log_file": ""}
+    request = documents.log_request(posted(wanted))
+    assert documents.log_settings(pb.LogSettingsResponse.FromString(request.SerializeToString())) == wanted
+
+
+@pytest.mark.parametrize(
+    ("read", "value"),
+    [
+        (documents.index_request, {"ready": "yes"}),
+        (documents.index_request, []),
+        (lambda data: documents.load_request("m", data), {"parameters": [1]}),
+        (lambda data: documents.load_request("m", data), {"parameters": {"p": 1.5}}),
+        (lambda data: documents.load_request("m", data), {"parameters": {"p": 2**63}}),
+        (lambda data: documents.load_request("m", data), {"parameters": {"file:x": "?"}}),
+        (lambda data: documents.load_request("m", data), {"parameters": {"file:x": 5}}),
+        (lambda data: documents.unload_request("m", data), {"parameters": {"p": None}}),
+        (lambda data: documents.trace_request("m", data), {"trace_rate": {}}),
+        (lambda data: documents.trace_request("m", data), {"trace_rate": True}),
+        (documents.log_request, {"log_info": None}),
+        (documents.log_request, {"log_verbose_level": -1}),
+    ],
+)
+def test_bodies_of_another_form_are_refused(read, value):
+    with pytest.raises(InvalidRequestError):
+        read(posted(value))

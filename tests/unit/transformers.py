@@ -1,0 +1,65 @@
+"""A transformer without a process of its own, before any server of the protocol."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+import grpc
+
+from millrace.interceptors import ErrorServerInterceptor
+from millrace.model_sources import parse_models
+from millrace.payload_tap import PayloadTap
+from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from services.transformer.catalogue import Catalogue
+from services.transformer.inference import Inference
+from services.transformer.inference_servicer import InferenceServicer
+from services.transformer.pipeline import Pipeline
+from services.transformer.predictor_client import PredictorClient
+from services.transformer.processor_sources import parse_processors
+from services.transformer.processors import RunningProcessor
+from services.transformer.relay import Relay
+from services.transformer.replicas import Replicas
+from services.transformer.work_pool import WorkPool
+from tests.waiting import until
+
+NOWHERE = "127.0.0.1:9"
+
+
+@asynccontextmanager
+async def transformer(predictor, models="", processors="", replicas=(), ready=True):
+    """Its gRPC stub and its catalogue, once a generation would work; `replicas` are as the setting says."""
+    client = PredictorClient(predictor)
+    asked = Replicas(replicas, client)
+    threads, work = ThreadPoolExecutor(1), WorkPool(2, 1, "processor")
+    running = {source.name: RunningProcessor(source, work) for source in parse_processors(processors)}
+    catalogue = Catalogue(parse_models(models) if models else (), client, asked, threads, running)
+    await asyncio.to_thread(catalogue.load_all)
+    for processor in running.values():
+        await processor.load()
+    tap = PayloadTap(NOWHERE)
+    inference = Inference(Pipeline(catalogue, client, tap), catalogue, Relay(client), tap)
+    server = grpc.aio.server(interceptors=(ErrorServerInterceptor("transformer"),))
+    InferenceServicer(inference, catalogue, client, asked).add_to_server(server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+
+    async def tell(_):
+        pass
+
+    watch = asyncio.create_task(catalogue.watch(tell))
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
+    try:
+        if ready:
+            await until(lambda: catalogue.ready)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
+            yield GRPCInferenceServiceStub(channel), catalogue
+    finally:
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        await server.stop(0)
+        await asked.close()
+        await client.close()
+        threads.shutdown()
+        work.close()
