@@ -1,0 +1,243 @@
+"""Clients of other projects, unmodified and in processes of their own, against the gateway.
+
+OpenAI's client is in tests/system/test_openai.py, tensors by Triton's HTTP client are in test_v2_rest.py.
+"""
+
+import asyncio
+import base64
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.waiting import until
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "tests" / "clients"
+ENVIRONMENTS = {
+    "triton_grpc": ".venv-clients",
+    "triton_grpc_aio": ".venv-clients",
+    "triton_http": ".venv-clients",
+    "kserve_clients": ".venv-kserve",
+}
+PROMPT = "Once upon a time"
+GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+
+
+async def run(*command):
+    """What the command wrote; fails the test where it does not exit with 0."""
+    done = await asyncio.to_thread(
+        subprocess.run, [str(part) for part in command], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("script", ENVIRONMENTS)
+async def test_a_python_client_works_unchanged(stack, script):
+    python = ROOT / ENVIRONMENTS[script] / "bin" / "python"
+    if not (ROOT / ENVIRONMENTS[script] / ".installed").exists():
+        pytest.skip(f"{ENVIRONMENTS[script]} is not installed (make {ENVIRONMENTS[script]}/.installed)")
+    assert await run(python, SCRIPTS / f"{script}.py", stack.gateway) == "done\n"
+
+
+# ------------------------------------------------------------------ buf curl, which is to JSON what grpcurl is
+
+
+@pytest.fixture
+def buf(stack):
+    """Calls a method with messages as JSON, gives the answers, or an error's (code, message)."""
+    where = f"{ROOT / '.tools/node_modules/.bin'}:{os.environ['PATH']}"
+    found = shutil.which("buf", path=where)
+    if found is None:
+        pytest.skip("buf is not installed (npm package @bufbuild/buf)")
+
+    async def call(method, *messages, options=("--protocol", "grpc", "--http2-prior-knowledge")):
+        data = "".join(map(json.dumps, messages)) or "{}"
+        command = [found, "curl", *options, "-d", data, f"http://{stack.gateway}/{method}"]
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
+        if done.returncode:
+            error = json.loads(done.stderr)
+            return error["code"], error["message"]
+        return list(_documents(done.stdout))
+
+    return call
+
+
+def _documents(text):
+    """The JSON values that stand one after the other."""
+    decoder, text = json.JSONDecoder(), text.strip()
+    while text:
+        value, end = decoder.raw_decode(text)
+        yield value
+        text = text[end:].lstrip()
+
+
+def message(model, name, *items, id="r", datatype="BYTES", **parameters):
+    """A ModelInferRequest with one input of bytes."""
+    data = {"bytesContents": [base64.b64encode(item.encode()).decode() for item in items]}
+    kinds = {bool: "boolParam", int: "int64Param", float: "doubleParam"}
+    return {
+        "modelName": model,
+        "id": id,
+        "inputs": [{"name": name, "datatype": datatype, "shape": [len(items)], "contents": data}],
+        "parameters": {key: {kinds[type(value)]: value} for key, value in parameters.items()},
+    }
+
+
+def piece(response):
+    """The one element of a response's one output of bytes."""
+    (raw,) = response["rawOutputContents"]
+    return base64.b64decode(raw)[4:].decode()
+
+
+SERVICE = "inference.GRPCInferenceService"
+
+
+async def test_buf_calls_every_method_by_reflection(buf):
+    assert await buf("grpc.health.v1.Health/Check") == [{"status": "SERVING"}]
+    assert await buf("grpc.health.v1.Health/Check", {"service": "ready"}) == [{"status": "SERVING"}]
+    for method in ("ServerLive", "ServerReady"):
+        assert list((await buf(f"{SERVICE}/{method}"))[0].values()) == [True]
+    assert await buf(f"{SERVICE}/ModelReady", {"name": "storyteller"}) == [{"ready": True}]
+    (metadata,) = await buf(f"{SERVICE}/ModelMetadata", {"name": "storyteller"})
+    assert metadata["inputs"][0] == {"name": "text_input", "datatype": "BYTES", "shape": ["1"]}
+    (config,) = await buf(f"{SERVICE}/ModelConfig", {"name": "chunks"})
+    assert config["config"]["modelTransactionPolicy"] == {"decoupled": True}
+    (statistics,) = await buf(f"{SERVICE}/ModelStatistics", {"name": "identity"})
+    assert statistics["modelStats"][0]["name"] == "identity"
+    (index,) = await buf(f"{SERVICE}/RepositoryIndex")
+    assert {model["name"]: model["state"] for model in index["models"]}["spare"] == "UNAVAILABLE"
+    for method, field in (("ModelMetadata", "name"), ("ModelConfig", "name"), ("ModelInfer", "modelName")):
+        assert await buf(f"{SERVICE}/{method}", {field: "nobody"}) == ("not_found", "no model 'nobody'")
+    assert (await buf(f"{SERVICE}/SystemSharedMemoryStatus"))[0] == "unimplemented"
+    assert (await buf("millrace.v1.PayloadLog/Get", {"recordId": "nothing"}))[0] == "not_found"
+
+
+async def test_buf_reads_the_same_text_by_every_method(buf):
+    told = await buf(
+        "millrace.v1.TextGeneration/Generate", {"model": "storyteller", "prompt": PROMPT, **_camel(GREEDY)}
+    )
+    story = "".join(response.get("text", "") for response in told)
+    assert told[-1]["usage"]["completionTokens"] == GREEDY["max_tokens"]
+    asked = message("storyteller", "text_input", PROMPT, **GREEDY)
+    assert [piece(response) for response in await buf(f"{SERVICE}/ModelInfer", asked)] == [story]
+    texts = {"a": "", "b": "", "c": ""}
+    requests = [asked | {"id": id} for id in "ab"] + [
+        message("chunks", "INPUT", "xyz", id="c"),
+        {"modelName": "nobody"},
+    ]
+    for response in await buf(f"{SERVICE}/ModelStreamInfer", *requests):
+        if "errorMessage" in response:
+            assert response["errorMessage"] == "no model 'nobody'"
+        else:
+            texts[response["inferResponse"]["id"]] += piece(response["inferResponse"])
+    assert texts == {"a": story, "b": story, "c": "xyz"}
+
+
+async def test_buf_speaks_grpc_web(buf):
+    web = ("--protocol", "grpcweb", "--reflect-protocol", "grpc-v1")
+    asked = {"model": "storyteller", "prompt": PROMPT, **_camel(GREEDY)}
+    told = await buf("millrace.v1.TextGeneration/Generate", asked, options=web)
+    assert told[-1]["usage"]["completionTokens"] == GREEDY["max_tokens"]
+    refused = await buf("millrace.v1.TextGeneration/Generate", asked | {"model": "nobody"}, options=web)
+    assert refused == ("not_found", "no model 'nobody'")
+    (answer,) = await buf(f"{SERVICE}/ModelInfer", message("chunks", "INPUT", "x"), options=web)
+    assert piece(answer) == "x"
+
+
+def _camel(fields):
+    return {"temperature": fields["temperature"], "maxTokens": fields["max_tokens"], "ignoreEos": fields["ignore_eos"]}
+
+
+# ------------------------------------------------------------------ curl
+
+
+@pytest.fixture
+def curl(stack):
+    """Calls a path; gives the HTTP status and the body."""
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+
+    async def call(path, body=None, *options):
+        data = () if body is None else ("--data-binary", body if isinstance(body, str) else json.dumps(body))
+        written = await run("curl", "-sSN", "-w", "\\n%{http_code}", *data, *options, f"http://{stack.gateway}{path}")
+        text, _, status = written.rpartition("\n")
+        return int(status), text
+
+    return call
+
+
+async def test_curl_calls_every_path_of_v2(curl):
+    for path in ("/v2", "/v2/health/live", "/v2/health/ready", "/v2/models/chunks", "/v2/models/chunks/versions/1"):
+        assert (await curl(path))[0] == 200, path
+    for path in ("/ready", "/config", "/stats", "/versions/1/ready", "/versions/1/config", "/versions/1/stats"):
+        assert (await curl(f"/v2/models/storyteller{path}"))[0] == 200, path
+    assert (await curl("/v2/models/stats"))[0] == 200
+    for path in ("", "/ready", "/config", "/stats"):
+        assert await curl(f"/v2/models/nobody{path}") == (404, '{"error":"no model \'nobody\'"}'), path
+    tensor = {"name": "x", "datatype": "INT32", "shape": [2], "data": [1, 2]}
+    status, text = await curl("/v2/models/identity/infer", {"inputs": [tensor]})
+    assert (status, json.loads(text)["outputs"]) == (200, [tensor])
+    states = {model["name"]: model["state"] for model in json.loads((await curl("/v2/repository/index", ""))[1])}
+    assert states["spare"] == "UNAVAILABLE"
+    assert (await curl("/v2/repository/models/spare/load", ""))[0] == 200
+    assert (await curl("/v2/models/spare/ready"))[0] == 200
+    assert (await curl("/v2/repository/models/spare/unload", ""))[0] == 200
+    assert (await curl("/v2/models/spare/ready"))[0] == 404
+
+
+async def test_curl_reads_the_same_text_on_every_path(curl):
+    asked = {"model": "storyteller", "prompt": PROMPT, **GREEDY}
+    status, text = await curl("/v1/completions", asked)
+    assert status == 200
+    story = json.loads(text)["choices"][0]["text"]
+
+    def events(text):
+        return [
+            json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line not in ("", "data: [DONE]")
+        ]
+
+    _, text = await curl("/v1/completions", asked | {"stream": True})
+    assert "".join(event["choices"][0]["text"] for event in events(text)) == story
+    assert text.endswith("data: [DONE]\n\n")
+    fields = {"text_input": PROMPT, **GREEDY}
+    _, text = await curl("/v2/models/storyteller/generate", fields)
+    assert json.loads(text)["text_output"] == story
+    _, text = await curl("/v2/models/storyteller/generate_stream", fields)
+    assert "".join(event["text_output"] for event in events(text)) == story
+    _, text = await curl("/millrace/v1/generate", asked)
+    assert "".join(line.get("text", "") for line in map(json.loads, text.splitlines())) == story
+    status, text = await curl("/millrace/v1/payloads?model=storyteller&page_size=1")
+    assert status == 200
+    # The record of what was just asked may still be on its way.
+    assert all(json.loads(line)["model"] == "storyteller" for line in text.splitlines())
+
+
+async def test_curl_that_leaves_ends_its_request(stack, curl):
+    async def waiting():
+        _, text = await curl("/v2/models/chunks/generate", {"INPUT": "x", "count": True})
+        return int(json.loads(text)["OUTPUT"])
+
+    async def wait_for(count):
+        async def so_many():
+            return await waiting() == count
+
+        await until(so_many)
+
+    for path in ("generate", "generate_stream"):
+        await wait_for(0)
+        leaving = await asyncio.create_subprocess_exec(
+            "curl", "-sSN", "-d", json.dumps({"INPUT": "a", "waits": True}),
+            f"http://{stack.gateway}/v2/models/chunks/{path}", stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        await wait_for(1)
+        leaving.terminate()
+        await leaving.wait()
+        await wait_for(0)
+    status, text = await curl("/v2/models/chunks/generate", {"INPUT": "a", "waits": True}, "-H", "x-timeout-ms: 200")
+    assert (status, json.loads(text)) == (504, {"error": "the deadline passed"})
+    await wait_for(0)
