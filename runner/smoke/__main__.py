@@ -1,0 +1,97 @@
+"""Checks a running stack from outside: every endpoint that a model should answer, and those it must refuse.
+
+What kind of model it is, metadata and configuration say: text generation with or without chat template,
+encoder-decoder, embeddings, classification, a user's tensors, a processor. Prints a table; exits 1 where
+anything fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+
+import grpc
+import httpx2
+
+from millrace.errors import StartupError
+from runner import settings
+from runner.smoke.checks import Check, of_any_model
+from runner.smoke.facts import Kind, facts_of, models_of
+from runner.smoke.gateway import Failed, Gateway
+from runner.smoke.tensor_checks import of_tensors
+from runner.smoke.text_checks import of_text
+
+_CHECK_TIMEOUT_S = 120.0
+_SHOWN = 110  # Characters of what a check tells.
+_BROKEN = (Failed, grpc.aio.AioRpcError, httpx2.HTTPError, TimeoutError, KeyError, IndexError, TypeError, ValueError)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="make smoke", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="", help="the model's name; without one, every model that is ready")
+    parser.add_argument(
+        "--gateway", default="", help="host:port of the gateway; without one, that of GATEWAY_BIND and GATEWAY_PORT"
+    )
+    arguments = parser.parse_args()
+    try:
+        address = arguments.gateway or settings.load().gateway
+        failed = asyncio.run(smoke(address, arguments.model))
+    except (StartupError, Failed) as error:
+        sys.stderr.write(f"{error}\n")
+        raise SystemExit(1) from None
+    if failed:
+        raise SystemExit(1)
+
+
+async def smoke(address: str, name: str = "") -> int:
+    """Runs and prints the checks of one model, or of all; how many failed."""
+    gateway = Gateway(address)
+    try:
+        try:
+            names = [name] if name else await models_of(gateway)
+        except grpc.aio.AioRpcError as error:
+            raise Failed(f"no stack answers at {address}: {error.details()}") from None
+        if not names:
+            raise Failed(f"no model is ready at {address}")
+        return sum([await _smoke_one(gateway, each) for each in names])
+    finally:
+        await gateway.close()
+
+
+async def _smoke_one(gateway: Gateway, name: str) -> int:
+    model = await facts_of(gateway, name)
+    print(f"{name}: {model}")
+    own = of_text if model.kind is Kind.TEXT else of_tensors
+    checks = [*of_any_model(gateway, model), *own(gateway, model)]
+    failed = await _run(checks)
+    print(f"{name}: {len(checks) - failed} of {len(checks)} pass\n", flush=True)
+    return failed
+
+
+async def _run(checks: Sequence[Check]) -> int:
+    width = max(len(check.name) for check in checks)
+    failed = 0
+    for check in checks:
+        try:
+            async with asyncio.timeout(_CHECK_TIMEOUT_S):
+                told, result = await check.run(), "pass"
+        except _BROKEN as error:
+            told, result = _words(error), "FAIL"
+            failed += 1
+        shown = told if result == "FAIL" or len(told) <= _SHOWN else f"{told[:_SHOWN]}…"
+        print(f"  {result}  {check.protocol:<9}  {check.name:<{width}}  {shown}", flush=True)
+    return failed
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) if isinstance(error, Failed) else f"{type(error).__name__}: {error}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Sends cases through the gateway and tells what came back, within five seconds or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Self
+
+import grpc
+import httpx2
+import orjson
+
+from millrace.protos import inference_pb2
+from tests.fuzz.case import Case, GrpcCall, HttpCall, Outcome
+from tests.system.calls import channel
+
+HANG_S = 5.0
+_CONNECTIONS = 32
+# What grpc.aio's client says where a call ends while it still writes; the server's status is lost then.
+_CUT_OFF = "Internal error from Core"
+_ATTEMPTS = 5
+_STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
+_GRPC = {str(code.value[0]): code.name for code in grpc.StatusCode}
+_TRAILERS = 0x80
+_FRAME_HEAD = 5
+
+
+class Sender:
+    """Connections to one gateway; an async context manager."""
+
+    def __init__(self, gateway: str) -> None:
+        self._channels = {authority: channel(gateway, authority or None) for authority in ("", "predictor")}
+        limits = httpx2.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS)
+        self._http = httpx2.AsyncClient(base_url=f"http://{gateway}", timeout=2 * HANG_S, limits=limits)
+
+    async def send(self, case: Case) -> Outcome:
+        begun = time.monotonic()
+        call = case.call
+        try:
+            async with asyncio.timeout(HANG_S):
+                if isinstance(call, GrpcCall):
+                    for _ in range(_ATTEMPTS):
+                        status, accepted, message, faults = await self._grpc(call, read_all=case.must_fail)
+                        if message != _CUT_OFF:
+                            break
+                else:
+                    status, accepted, message, faults = await self._rest(call)
+        except TimeoutError:
+            status, accepted, message, faults = "none", False, "", [f"no answer within {HANG_S:g} s"]
+        except httpx2.HTTPError as error:
+            status, accepted, message, faults = "none", False, "", [f"the connection broke: {error!r}"]
+        return Outcome(status, accepted, time.monotonic() - begun, message, tuple(faults))
+
+    async def _grpc(self, call: GrpcCall, read_all: bool) -> tuple[str, bool, str, list[str]]:
+        # On the wire a method that gives one answer is one that gives a stream of them.
+        opened = self._channels[call.authority]
+        if call.path == _STREAM or len(call.messages) != 1:
+            stream = opened.stream_stream(call.path)(_each(call.messages), metadata=call.metadata)
+        else:
+            stream = opened.unary_stream(call.path)(*call.messages, metadata=call.metadata)
+        refusals = []
+        try:
+            async for response in stream:
+                if call.path == _STREAM:
+                    error = inference_pb2.ModelStreamInferResponse.FromString(response).error_message
+                    refusals += [error] if error else []
+                if not read_all:
+                    break
+            else:
+                await stream.code()
+        except grpc.aio.AioRpcError as error:
+            hop = dict(error.trailing_metadata() or ()).get("x-failed-hop")
+            unsigned = hop is None and error.code() is not grpc.StatusCode.INTERNAL
+            return error.code().name, False, error.details() or "", ["no hop says that it failed"] if unsigned else []
+        finally:
+            stream.cancel()
+        # An error of one request on a stream, which goes on: the text is all that is told.
+        return ("INVALID_ARGUMENT", False, refusals[0], []) if refusals else ("OK", True, "", [])
+
+    async def _rest(self, call: HttpCall) -> tuple[str, bool, str, list[str]]:
+        request = self._http.build_request(call.method, call.path, content=call.body, headers=dict(call.headers))
+        response = await self._http.send(request, stream=True)
+        try:
+            streams = response.headers.get("content-type", "").startswith("text/event-stream")
+            body = await anext(response.aiter_raw(), b"") if streams else await response.aread()
+        finally:
+            await response.aclose()
+        if call.web or "grpc-status" in response.headers:
+            return _web_outcome(response, body)
+        if response.status_code < 400:
+            return str(response.status_code), True, "", []
+        faults = [] if "x-failed-hop" in response.headers else ["no hop says that it failed"]
+        return str(response.status_code), False, body.decode(errors="replace")[:300], faults + _body_faults(call, body)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+        for open_channel in self._channels.values():
+            await open_channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def web_frames(body: bytes) -> tuple[list[bytes], dict[str, str]]:
+    """Messages and trailers of a gRPC-Web body."""
+    messages, trailers, at = [], {}, 0
+    while at + _FRAME_HEAD <= len(body):
+        length = int.from_bytes(body[at + 1 : at + _FRAME_HEAD], "big")
+        contents = body[at + _FRAME_HEAD : at + _FRAME_HEAD + length]
+        if body[at] & _TRAILERS:
+            lines = contents.decode(errors="replace").splitlines()
+            trailers = {
+                name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
+            }
+        else:
+            messages.append(contents)
+        at += _FRAME_HEAD + length
+    return messages, trailers
+
+
+def _web_outcome(response: httpx2.Response, body: bytes) -> tuple[str, bool, str, list[str]]:
+    if response.status_code != 200 and "grpc-status" not in response.headers:
+        return str(response.status_code), False, body.decode(errors="replace")[:300], []
+    if "text" in response.headers.get("content-type", ""):
+        body = base64.b64decode(body)
+    told = dict(response.headers) | web_frames(body)[1]
+    status = _GRPC.get(told.get("grpc-status", ""), "none")
+    return status, status == "OK", told.get("grpc-message", ""), []
+
+
+def _body_faults(call: HttpCall, body: bytes) -> list[str]:
+    """What is wrong with how an error is told, by the shape of the path's API."""
+    if "%00" in call.path:
+        return []  # Envoy refuses such a path before it looks whose API it is, and without a body.
+    try:
+        error = orjson.loads(body)["error"]
+    except (ValueError, TypeError, KeyError):
+        return [f"the error's body is {body[:200]!r}"]
+    is_openai = call.path.startswith(("/v1/", "/openai/"))
+    message = error.get("message") if is_openai and isinstance(error, dict) else error
+    if not isinstance(message, str) or not message:
+        return [f"the error's body is {body[:200]!r}"]
+    return ["a stack trace came back"] if "Traceback" in message else []
+
+
+async def _each(messages: tuple[bytes, ...]) -> AsyncIterator[bytes]:
+    for message in messages:
+        yield message

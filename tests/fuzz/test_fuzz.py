@@ -1,0 +1,188 @@
+"""Wrong requests by the thousand: each is refused by its own status within five seconds, and harms nobody.
+
+500 a protocol, 10,000 with FULL=1, which writes bench/results/fuzz.json. The same FUZZ_SEED makes the same
+requests; FUZZ_CASE=protocol/number sends one of them again and prints it.
+"""
+
+import asyncio
+import json
+import os
+import time
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import pytest
+import pytest_asyncio
+
+from millrace.protos import millrace_pb2, millrace_pb2_grpc
+from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from runner.free_ports import start_stack
+from tests.fuzz import grpc_cases, infer_cases, tensor_cases, text_cases
+from tests.fuzz.case import Case, GrpcCall, HttpCall, verdict
+from tests.fuzz.sending import Sender
+from tests.random_encoders import save_random_encoder, save_words_tokenizer
+from tests.system.calls import channel, each, generate, rest, statistics, text_of, text_request
+from tests.waiting import until
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "bench" / "results" / "fuzz.json"
+FULL = os.environ.get("FULL") == "1"
+SEED = os.environ.get("FUZZ_SEED", "1")
+ONE_CASE = os.environ.get("FUZZ_CASE", "")
+CASES = 10_000 if FULL else 500
+AT_ONCE = 16
+SHOWN = 20  # Failures told of one protocol.
+
+PROTOCOLS = {
+    "gRPC Generate": grpc_cases.generate,
+    "ModelInfer": infer_cases.model_infer,
+    "ModelStreamInfer": infer_cases.model_stream_infer,
+    "predictor": infer_cases.predictor,
+    "completions": text_cases.completions,
+    "chat completions": text_cases.chat_completions,
+    "embeddings": text_cases.embeddings,
+    "V2 infer JSON": tensor_cases.infer_json,
+    "V2 infer binary": tensor_cases.infer_binary,
+    "generate": text_cases.generate,
+    "generate_stream": text_cases.generate_stream,
+    "millrace generate": text_cases.millrace_generate,
+    "payload log": grpc_cases.payload_query,
+    "gRPC-Web": grpc_cases.grpc_web,
+    "repository": grpc_cases.repository,
+}
+DECLARED = """
+INPUTS = {"x": ("FP32", [-1, 3])}
+OUTPUTS = {"row": ("FP32", [3])}
+
+async def execute(request):
+    return {"row": request.inputs["x"].sum(0)}
+"""
+
+pytestmark = pytest.mark.timeout(1800 if FULL else 120)
+
+
+def case_of(protocol: str, number: int) -> Case:
+    return PROTOCOLS[protocol](Random(f"{SEED}/{protocol}/{number}"))
+
+
+@pytest_asyncio.fixture(scope="module")
+async def stack(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "declared").mkdir()
+    (folder / "declared" / "model.py").write_text(DECLARED)
+    save_random_encoder("bert", folder / "embedder")
+    save_words_tokenizer(folder / "embedder", "the", "fox")
+    save_random_encoder("bert-classifier", folder / "classifier")
+    own = ",".join(f"{name}={folder / name}" for name in ("declared", "embedder", "classifier"))
+    bundled = ",".join(f"{name}=models/{name}" for name in ("storyteller", "normalizer", "identity"))
+    started = await start_stack(folder / "stack", {"models": f"{bundled},{own}"})
+    yield started
+    await started.stop()
+
+
+@pytest.fixture(scope="module")
+def figures(stack):
+    """What each protocol's run has counted; written at the end of a full one."""
+    counted = {}
+    yield counted
+    if FULL and not ONE_CASE and counted.keys() == PROTOCOLS.keys():
+        result = {"seed": SEED, "cases_a_protocol": CASES, "at_once": AT_ONCE, "protocols": counted}
+        RESULTS.write_text(json.dumps(result, indent=2) + "\n")
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+async def test_wrong_requests_are_refused_and_harm_nobody(stack, figures, protocol):
+    processes = {name: stack.pid(name) for name in stack.names}
+    numbers = iter(range(CASES))
+    if ONE_CASE:
+        of, _, number = ONE_CASE.rpartition("/")
+        if of != protocol:
+            pytest.skip(f"FUZZ_CASE={ONE_CASE} alone is asked for")
+        numbers = iter([int(number)])
+    failures, statuses, begun, slowest = [], Counter(), time.monotonic(), 0.0
+
+    async with Sender(stack.gateway) as sender:
+
+        async def work():
+            nonlocal slowest
+            for number in numbers:
+                case = case_of(protocol, number)
+                outcome = await sender.send(case)
+                statuses[outcome.status] += 1
+                slowest = max(slowest, outcome.seconds)
+                if ONE_CASE:
+                    print(case, outcome, sep="\n")
+                if reason := verdict(case, outcome):
+                    told = f"{outcome.status} {outcome.message[:160]!r}"
+                    failures.append(f"{reason}: {protocol}/{number} [{case.what}] → {told}")
+
+        await asyncio.gather(*(work() for _ in range(AT_ONCE)))
+    assert not failures, "\n".join(
+        [
+            f"{len(failures)} of {CASES}; FUZZ_SEED={SEED} FUZZ_CASE='{protocol}/NUMBER' sends one again",
+            *failures[:SHOWN],
+        ]
+    )
+
+    assert {name: stack.pid(name) for name in stack.names} == processes
+    await good_calls_work(stack)
+    await until(lambda: engine_rests(stack))
+    figures[protocol] = {
+        "cases": sum(statuses.values()),
+        "statuses": dict(sorted(statuses.items())),
+        "slowest_s": round(slowest, 3),
+        "cases_a_second": round(sum(statuses.values()) / (time.monotonic() - begun)),
+    }
+    print(protocol, figures[protocol])
+
+
+async def good_calls_work(stack):
+    """One right call on each protocol."""
+    gateway, asked = stack.gateway, {"model": "storyteller", "prompt": "Once", "max_tokens": 2}
+    assert text_of(await generate(gateway, **asked))
+    whole = await rest(gateway, "POST", "/v1/completions", asked)
+    assert whole.json["choices"][0]["text"], whole.body
+    messages = [{"role": "user", "content": "Hi"}]
+    chat = await rest(gateway, "POST", "/v1/chat/completions", {"model": "storyteller", "messages": messages})
+    assert chat.json["choices"][0]["message"]["content"], chat.body
+    vectors = await rest(gateway, "POST", "/v1/embeddings", {"model": "embedder", "input": "the fox"})
+    assert vectors.json["data"][0]["embedding"], vectors.body
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 2, 3]}
+    row = await rest(gateway, "POST", "/v2/models/declared/infer", {"inputs": [tensor]})
+    assert row.json["outputs"][0]["data"] == [1, 2, 3], row.body
+    said = {"text_input": "Once", "max_tokens": 2}
+    assert (await rest(gateway, "POST", "/v2/models/storyteller/generate", said)).json["text_output"]
+    assert json.loads((await rest(gateway, "POST", "/v2/models/storyteller/generate_stream", said)).events[-1])[
+        "text_output"
+    ]
+    lines = (await rest(gateway, "POST", "/millrace/v1/generate", asked)).body.splitlines()
+    assert json.loads(lines[-1])["finish_reason"] == "length"
+    assert (await rest(gateway, "GET", "/v2/health/ready")).status == 200
+    async with channel(gateway) as open_channel:
+        stub = GRPCInferenceServiceStub(open_channel)
+        request = text_request("storyteller", "Once", max_tokens=2)
+        assert (await stub.ModelInfer(request, timeout=10)).outputs
+        assert not any([answer.error_message async for answer in stub.ModelStreamInfer(each(request), timeout=10)])
+        log = millrace_pb2_grpc.PayloadLogStub(open_channel)
+        assert [record async for record in log.Query(millrace_pb2.QueryPayloadsRequest(page_size=1), timeout=10)]
+
+
+async def engine_rests(stack):
+    """Whether no step is made while nobody asks for one; the calls between the two looks take longer than a step."""
+    predictor = stack.addresses["predictor-0"]
+    for model in ("storyteller", "normalizer"):
+        before = (await statistics(predictor, model)).execution_count
+        for _ in range(20):
+            after = (await statistics(predictor, model)).execution_count
+        if after != before:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_case_is_made_of_its_seed_and_number_alone(protocol):
+    for number in range(50):
+        case = case_of(protocol, number)
+        assert isinstance(case.call, GrpcCall | HttpCall)
+        assert repr(case_of(protocol, number)) == repr(case)
