@@ -49,8 +49,9 @@ envoy --config-path "$config" "$@" --disable-hot-restart --concurrency $((worker
 envoy=$!
 trap drain TERM INT
 # A signal ends `wait`, not Envoy.
-while kill -0 "$envoy" 2>/dev/null; do
+while true; do
   status=0
   wait "$envoy" || status=$?
+  kill -0 "$envoy" 2>/dev/null || break
 done
 exit "$status"
