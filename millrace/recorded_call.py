@@ -18,14 +18,14 @@ from millrace.payload_tap import PayloadTap, Recording
 from millrace.telemetry.tracing import current_trace_id
 
 RECORDED = ("x-millrace-recorded", "true")
-_REQUEST_ID = "x-request-id"
-_MAX_REQUEST_ID = 256
+REQUEST_ID = "x-request-id"
+MAX_REQUEST_ID = 256
 
 
-def request_id_of(context: Context, given: str) -> str:
+def request_id_of(context: Context, given: str = "") -> str:
     """What a record calls a request: the caller's own id, else the gateway's, else a new one."""
     metadata = dict(context.invocation_metadata() or ())
-    return (given or str(metadata.get(_REQUEST_ID, "")) or str(uuid.uuid4()))[:_MAX_REQUEST_ID]
+    return (given or str(metadata.get(REQUEST_ID, "")) or str(uuid.uuid4()))[:MAX_REQUEST_ID]
 
 
 def is_recorded(context: Context) -> bool:

@@ -57,6 +57,11 @@ def errors_as_status(context: Context) -> bool:
     return ("triton_grpc_error", "true") in tuple(context.invocation_metadata() or ())
 
 
+def wants_empty_final(request: StreamRequest) -> bool:
+    """Whether the request asks for an empty response as its last one."""
+    return EMPTY_FINAL in request.parameters and request.parameters[EMPTY_FINAL].bool_param
+
+
 @overload
 def multiplex(
     requests: AsyncIterator[RequestT],
@@ -118,7 +123,7 @@ async def multiplex(
 
 
 async def _answer_one(request: RequestT, answer: Answer[RequestT], responses: asyncio.Queue[Any]) -> None:
-    empty_final = EMPTY_FINAL in request.parameters and request.parameters[EMPTY_FINAL].bool_param
+    empty_final = wants_empty_final(request)
     async with aclosing(answer(request)) as answers:
         async for response in answers:
             if isinstance(response, bytes):

@@ -93,45 +93,42 @@ def decode_outputs(response: inference_pb2.ModelInferResponse) -> dict[str, Tens
 
 def raw_inputs(request: inference_pb2.ModelInferRequest) -> dict[str, RawTensor]:
     """The request's inputs by name, checked as `decode_inputs` checks them but not decoded."""
-    tensors = {}
-    for name, description, raw in _described(request.inputs, request.raw_input_contents, "input"):
-        dtype, shape = _dtype(name, description.datatype), _shape(name, description.shape)
-        if raw is None:
-            array = _from_typed(name, description.datatype, dtype, shape, description.contents)
-            raw = encode_raw(Tensor(name, description.datatype, array))
-        elif description.datatype == BYTES:
-            _check_count(name, shape, math.prod(shape), sum(1 for _ in _bytes_spans(name, raw)))
-        else:
-            _from_raw(name, description.datatype, dtype, shape, raw)
-        tensors[name] = RawTensor(description.datatype, shape, raw)
+    tensors = _raw_tensors(request.inputs, request.raw_input_contents, "input")
+    if request.raw_input_contents:  # Typed contents were checked as they became raw ones.
+        for name, tensor in tensors.items():
+            _check_raw(name, tensor)
     return tensors
 
 
 def raw_outputs(response: inference_pb2.ModelInferResponse) -> dict[str, RawTensor]:
     """The response's outputs by name, whose raw contents are not looked at."""
-    tensors = {}
-    for name, description, raw in _described(response.outputs, response.raw_output_contents, "output"):
-        dtype, shape = _dtype(name, description.datatype), _shape(name, description.shape)
-        if raw is None:
-            array = _from_typed(name, description.datatype, dtype, shape, description.contents)
-            raw = encode_raw(Tensor(name, description.datatype, array))
-        tensors[name] = RawTensor(description.datatype, shape, raw)
-    return tensors
+    return _raw_tensors(response.outputs, response.raw_output_contents, "output")
 
 
 def dtype_of(name: str, datatype: str) -> np.dtype[Any]:
     """The numpy type that holds a datatype; `name` is the tensor's, for the error."""
-    return _dtype(name, datatype)
+    try:
+        return _NUMPY[datatype]
+    except KeyError:
+        raise InvalidRequestError(f"tensor {name!r}: unknown datatype {datatype!r}") from None
 
 
 def checked_shape(name: str, dimensions: Sequence[int]) -> tuple[int, ...]:
     """The dimensions, where they are a shape that numpy can hold."""
-    return _shape(name, dimensions)
+    shape = tuple(dimensions)
+    if any(size < 0 for size in shape):
+        raise InvalidRequestError(f"tensor {name!r}: negative size in shape {list(shape)}")
+    if len(shape) > 32:
+        raise InvalidRequestError(f"tensor {name!r}: {len(shape)} dimensions, at most 32 are allowed")
+    # numpy checks this of empty tensors too, whose other sizes nothing else bounds.
+    if math.prod(size for size in shape if size) > _MAX_ELEMENTS:
+        raise InvalidRequestError(f"tensor {name!r}: shape {list(shape)} is too large")
+    return shape
 
 
 def decode_raw(name: str, tensor: RawTensor) -> Array:
     """The tensor's array."""
-    return _from_raw(name, tensor.datatype, _dtype(name, tensor.datatype), tensor.shape, tensor.data)
+    return _from_raw(name, tensor.datatype, dtype_of(name, tensor.datatype), tensor.shape, tensor.data)
 
 
 def add_raw_output(response: inference_pb2.ModelInferResponse, name: str, tensor: RawTensor) -> None:
@@ -156,7 +153,7 @@ def encode_raw(tensor: Tensor) -> bytes:
     """The tensor's raw contents."""
     if tensor.datatype == BYTES:
         return b"".join(_LENGTH.pack(len(item)) + item for item in map(_as_bytes, tensor.array.ravel()))
-    expected = _dtype(tensor.name, tensor.datatype)
+    expected = dtype_of(tensor.name, tensor.datatype)
     if tensor.array.dtype != expected:
         raise InvalidRequestError(f"tensor {tensor.name!r}: {tensor.array.dtype} is not {tensor.datatype}")
     return tensor.array.tobytes()
@@ -173,13 +170,32 @@ def bytes_tensor(name: str, values: Iterable[bytes]) -> Tensor:
 def _decode(described: Sequence[Any], raw_contents: Sequence[bytes], kind: str) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, description, raw in _described(described, raw_contents, kind):
-        dtype, shape = _dtype(name, description.datatype), _shape(name, description.shape)
+        dtype, shape = dtype_of(name, description.datatype), checked_shape(name, description.shape)
         if raw is None:
             array = _from_typed(name, description.datatype, dtype, shape, description.contents)
         else:
             array = _from_raw(name, description.datatype, dtype, shape, raw)
         tensors[name] = Tensor(name, description.datatype, array)
     return tensors
+
+
+def _raw_tensors(described: Sequence[Any], raw_contents: Sequence[bytes], kind: str) -> dict[str, RawTensor]:
+    tensors: dict[str, RawTensor] = {}
+    for name, description, raw in _described(described, raw_contents, kind):
+        dtype, shape = dtype_of(name, description.datatype), checked_shape(name, description.shape)
+        if raw is None:
+            array = _from_typed(name, description.datatype, dtype, shape, description.contents)
+            raw = encode_raw(Tensor(name, description.datatype, array))
+        tensors[name] = RawTensor(description.datatype, shape, raw)
+    return tensors
+
+
+def _check_raw(name: str, tensor: RawTensor) -> None:
+    if tensor.datatype == BYTES:
+        elements = sum(1 for _ in _bytes_spans(name, tensor.data))
+        _check_count(name, tensor.shape, math.prod(tensor.shape), elements)
+    else:
+        decode_raw(name, tensor)
 
 
 def _described(
@@ -201,25 +217,6 @@ def _described(
         if raw_contents and description.HasField("contents"):
             raise InvalidRequestError(f"{kind} {name!r} has both raw and typed contents")
         yield name, description, raw_contents[index] if raw_contents else None
-
-
-def _dtype(name: str, datatype: str) -> np.dtype[Any]:
-    try:
-        return _NUMPY[datatype]
-    except KeyError:
-        raise InvalidRequestError(f"tensor {name!r}: unknown datatype {datatype!r}") from None
-
-
-def _shape(name: str, dimensions: Sequence[int]) -> tuple[int, ...]:
-    shape = tuple(dimensions)
-    if any(size < 0 for size in shape):
-        raise InvalidRequestError(f"tensor {name!r}: negative size in shape {list(shape)}")
-    if len(shape) > 32:
-        raise InvalidRequestError(f"tensor {name!r}: {len(shape)} dimensions, at most 32 are allowed")
-    # numpy checks this of empty tensors too, whose other sizes nothing else bounds.
-    if math.prod(size for size in shape if size) > _MAX_ELEMENTS:
-        raise InvalidRequestError(f"tensor {name!r}: shape {list(shape)} is too large")
-    return shape
 
 
 def _from_raw(name: str, datatype: str, dtype: np.dtype[Any], shape: tuple[int, ...], raw: bytes) -> Array:

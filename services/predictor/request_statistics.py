@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from millrace.protos import inference_pb2 as pb
-from millrace.stream_infer import EMPTY_FINAL, FINAL
+from millrace.stream_infer import FINAL, wants_empty_final
 
 _INDEXES = 16
 LATER = f"{_INDEXES}+"
@@ -74,8 +74,7 @@ class RequestStatistics:
     def begin(self, request: pb.ModelInferRequest, timeout_s: float | None) -> CountedRequest:
         """Counts the request that the block answers."""
         shape = list(request.inputs[0].shape) if self._batches and request.inputs else []
-        asked = EMPTY_FINAL in request.parameters and request.parameters[EMPTY_FINAL].bool_param
-        return CountedRequest(self, shape[0] if len(shape) > 1 else 1, timeout_s, asked)
+        return CountedRequest(self, shape[0] if len(shape) > 1 else 1, timeout_s, wants_empty_final(request))
 
     def at(self, index: int) -> ResponseTally:
         """The tally of the responses at an index."""

@@ -125,10 +125,6 @@ class Catalogue:
             raise InvalidRequestError(f"model {name!r} takes tensors, not text; call it by ModelInfer")
         return model
 
-    def is_relayed(self, name: str, version: str = "") -> bool:
-        """Whether the model needs nothing of the transformer; raises as `find`."""
-        return isinstance(self.find(name, version), RelayedModel)
-
     def is_ready(self, name: str, version: str = "") -> bool:
         """Whether the model can be called now."""
         try:
@@ -168,10 +164,6 @@ class Catalogue:
 
     def _state(self, name: str) -> ModelState:
         return self._states.get(name, ModelState(UNAVAILABLE))
-
-    async def limits(self, name: str) -> ContextLimits:
-        """How many tokens a text model holds."""
-        return self.get(name).limits
 
     async def watch(self, tell: Callable[[bool], Awaitable[None]]) -> None:
         """Follows the predictor for ever; keeps `ready` true to whether a generation would work now, and tells it."""

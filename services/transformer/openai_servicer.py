@@ -18,7 +18,7 @@ from google.protobuf.empty_pb2 import Empty
 from millrace.errors import NotFoundError, NotReadyError
 from millrace.interceptors import Context
 from millrace.protos import rest_pb2, rest_pb2_grpc
-from services.transformer.calls import request_id_of, rest_timeout_s
+from services.transformer.calls import request_id_of, timeout_of
 from services.transformer.catalogue import Catalogue, RelayedModel, TextModel
 from services.transformer.openai.answers import ChatFormat, CompletionFormat, Echoes
 from services.transformer.openai.bodies import answer
@@ -76,7 +76,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
                     sampling=asked.sampling(),
                     default_max_tokens=COMPLETION_MAX_TOKENS,
                     stop=asked.stop,
-                    timeout_s=rest_timeout_s(context),
+                    timeout_s=timeout_of(context),
                 ),
                 asked.n,
             )
@@ -98,7 +98,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
                 template_options=asked.chat_template_kwargs,
                 sampling=asked.sampling(),
                 stop=asked.stop,
-                timeout_s=rest_timeout_s(context),
+                timeout_s=timeout_of(context),
             ),
             asked.n,
         )
@@ -112,7 +112,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         origin = Origin("millrace.rest.v1.OpenAI/Embeddings", request_id_of(context))
         with self._pipeline.recording_refusals(origin):
             asked = parse(EmbeddingsRequest, request.data)
-        vectors, tokens = await self._embedder.embed(asked, origin, rest_timeout_s(context))
+        vectors, tokens = await self._embedder.embed(asked, origin, timeout_of(context))
         for piece in embeddings_json(asked, vectors, tokens):
             yield HttpBody(content_type=JSON, data=piece)
 

@@ -139,11 +139,10 @@ class Pipeline:
         model = self._catalogue.get(request.model, request.version)
         sampling = model.defaults.changed(request.sampling)
         _check_stop(request.stop)
-        limits = await self._catalogue.limits(model.name)
-        prompt_ids = await self._prompt_ids(request, model, limits.context_length)
-        sampling = sampling.resolved(limits.room(len(prompt_ids)), request.default_max_tokens)
+        prompt_ids = await self._prompt_ids(request, model, model.limits.context_length)
+        sampling = sampling.resolved(model.limits.room(len(prompt_ids)), request.default_max_tokens)
 
-        follows = [] if limits.is_encoder_decoder else prompt_ids
+        follows = [] if model.limits.is_encoder_decoder else prompt_ids
         detokenizer = Detokenizer(model.tokenizer.backend, follows, request.stop, sampling.min_tokens)
         assembler = _Assembler(detokenizer, len(prompt_ids), sampling.stop_token_ids)
         timeout_s = None if request.timeout_s is None else request.timeout_s - (time.monotonic() - arrived)

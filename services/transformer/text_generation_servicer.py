@@ -9,9 +9,10 @@ from typing import Any
 from millrace.interceptors import Context
 from millrace.protos import millrace_pb2 as pb
 from millrace.protos import millrace_pb2_grpc
+from millrace.recorded_call import REQUEST_ID
 from millrace.rest_streams import errors_in_band
 from millrace.sampling import MAX_STOP_TOKEN_IDS
-from services.transformer.calls import REQUEST_ID, TTFT_MS, as_metadata, check_message_count, request_id_of, timeout_of
+from services.transformer.calls import TTFT_MS, as_metadata, check_message_count, request_id_of, timeout_of
 from services.transformer.pipeline import Origin, Pipeline, TextChunk, TextRequest
 
 _PROTOCOL = "millrace.v1.TextGeneration/Generate"

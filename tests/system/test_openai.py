@@ -142,24 +142,30 @@ async def test_each_choice_has_a_record_under_the_requests_id(stack):
 async def test_a_client_that_leaves_ends_every_choice(stack):
     predictor = stack.addresses["predictor-0"]
 
-    async def ended():
-        return (await statistics(predictor, "storyteller")).inference_stats.queue.count
+    async def cancelled():
+        told = (await statistics(predictor, "storyteller")).response_stats.values()
+        return sum(response.cancel.count for response in told)
 
-    before = await ended()
+    before = await cancelled()
 
-    def read_a_bit_and_leave():
+    def read_of_each_choice_and_leave():
         host, _, port = stack.gateway.rpartition(":")
         connection = http.client.HTTPConnection(host, int(port), timeout=30)
         connection.request("POST", "/v1/completions", json.dumps({**STORY, "max_tokens": 900, "n": 8, "stream": True}))
-        connection.getresponse().read1(64)
+        events = connection.getresponse()
+        seen = set()
+        while len(seen) < 8:
+            event = events.readline().removeprefix(b"data: ").strip()
+            if event:
+                seen.update(choice["index"] for choice in json.loads(event)["choices"])
         connection.close()
 
-    await asyncio.to_thread(read_a_bit_and_leave)
+    await asyncio.to_thread(read_of_each_choice_and_leave)
 
-    async def all_ended():
-        return await ended() == before + 8
+    async def all_are_cancelled():
+        return await cancelled() >= before + 8
 
-    await until(all_ended)
+    await until(all_are_cancelled)
 
 
 async def test_one_choice_that_cannot_be_made_refuses_the_request(stack):

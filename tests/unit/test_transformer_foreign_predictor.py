@@ -60,7 +60,7 @@ async def test_text_becomes_ids_as_its_metadata_wants_them_and_back():
         last = responses[-1].infer_response.parameters
         assert (last["finish_reason"].string_param, last["triton_final_response"].bool_param) == ("stop", True)
         # It says nothing of its context, so the model's own files count.
-        assert (await catalogue.limits("ids")).context_length == 1024
+        assert catalogue.get("ids").limits.context_length == 1024
         assert not catalogue.get("ids").resumes
 
         shorter = await stub.ModelInfer(text_request("ids", "Once upon a time", max_tokens=2))

@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -30,7 +29,6 @@ from services.predictor.engine.step_plan import StepPlan
 
 _GATED = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 _SWISH = (nn.SiLU, SiLUActivation)
-_RELU = nn.ReLU
 
 
 class _Attention:
@@ -112,12 +110,12 @@ class OPTLayer(nn.Module):
 
     @staticmethod
     def takes(layer: Any) -> bool:
-        return layer.do_layer_norm_before and isinstance(layer.activation_fn, _RELU)
+        return layer.do_layer_norm_before and isinstance(layer.activation_fn, nn.ReLU)
 
     def forward(self, hidden: Tensor, *, step_plan: StepPlan, **_: Any) -> Tensor:
         """Hidden states [1, T, model size]."""
-        hidden = self._output.plus(self._attention(_normed(hidden, self._norms[0]), step_plan, None), hidden)
-        return self._second.plus(self._first(_normed(hidden, self._norms[1]), "relu"), hidden)
+        hidden = self._output.plus(self._attention(self._norms[0](hidden), step_plan, None), hidden)
+        return self._second.plus(self._first(self._norms[1](hidden), "relu"), hidden)
 
 
 def fuse_layers(model: Any) -> None:
@@ -137,7 +135,3 @@ def _fused(layer: Any, model: Any) -> nn.Module | None:
     if kind is None or not kernel.takes_heads(model.device, model.dtype, layer.self_attn.head_dim):
         return None
     return kind(layer) if kind.takes(layer) else None
-
-
-def _normed(x: Tensor, norm: nn.LayerNorm) -> Tensor:
-    return F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
