@@ -162,9 +162,10 @@ async def test_text_and_tensors_mix_on_one_stream_and_answers_carry_their_ids(st
         "failing": "the model failed on this request",
     }
     answers = Counter(r.infer_response.id for r in responses if not r.error_message)
-    assert answers == {"text": 5, "embedding": 1, "echo": 1}
+    assert 1 <= answers.pop("text") <= 5  # Tokens that are made while nobody reads come together.
+    assert answers == {"embedding": 1, "echo": 1}
     by_id = {r.infer_response.id: r.infer_response for r in responses}
-    assert all(by_id[id].parameters["triton_final_response"].bool_param for id in answers)
+    assert all(by_id[id].parameters["triton_final_response"].bool_param for id in ("text", *answers))
     assert decode_outputs(by_id["embedding"])["embedding"].array.shape == (1, 32)
 
 
