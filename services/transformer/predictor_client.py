@@ -70,11 +70,20 @@ class PredictorClient:
         self._channel = open_channel(target, "predictor")
         self.inference = inference_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
+        # One request a call, sent with the half-close. As a stream of requests grpc.aio may still be writing when the
+        # predictor refuses, and then loses the refusal's status (grpc/grpc#36066).
+        self._stream: grpc.aio.UnaryStreamMultiCallable[
+            inference_pb2.ModelInferRequest, inference_pb2.ModelStreamInferResponse
+        ] = self._channel.unary_stream(
+            f"{_SERVICE}/ModelStreamInfer",
+            request_serializer=inference_pb2.ModelInferRequest.SerializeToString,
+            response_deserializer=inference_pb2.ModelStreamInferResponse.FromString,
+        )
         # Without serializers: messages as the bytes they are on the wire.
         self.infer_bytes: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(
             f"{_SERVICE}/ModelInfer"
         )
-        self.stream_bytes: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(
+        self.stream_bytes: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(
             f"{_SERVICE}/ModelStreamInfer"
         )
 
@@ -120,12 +129,7 @@ class PredictorClient:
         request = inference_pb2.ModelInferRequest(model_name=model, id=request_id)
         add_input(request, _ids_tensor(prompt_ids, dialect))
         set_parameters(request.parameters, sampling.model_dump(exclude_none=True))
-
-        async def requests() -> AsyncIterator[inference_pb2.ModelInferRequest]:
-            yield request
-
-        metadata = (ERRORS_AS_STATUS, RECORDED)
-        call = self.inference.ModelStreamInfer(requests(), timeout=timeout_s, metadata=metadata)
+        call = self._stream(request, timeout=timeout_s, metadata=(ERRORS_AS_STATUS, RECORDED))
         produced = 0
         try:
             async with aclosing(_chunks(call)) as chunks:
@@ -157,7 +161,7 @@ async def _until_end(chunks: AsyncIterator[TokenChunk]) -> None:
 
 
 async def _chunks(
-    call: grpc.aio.StreamStreamCall[inference_pb2.ModelInferRequest, inference_pb2.ModelStreamInferResponse],
+    call: grpc.aio.UnaryStreamCall[inference_pb2.ModelInferRequest, inference_pb2.ModelStreamInferResponse],
 ) -> AsyncGenerator[TokenChunk, None]:
     async for message in call:
         if message.error_message:

@@ -7,7 +7,7 @@ is recorded here.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 
 from google.protobuf.message import DecodeError
 
@@ -36,11 +36,7 @@ class Relay:
         Closing the generator cancels the request at the predictor. Marks of the last response are the
         predictor's: it reads what the request says of them.
         """
-
-        async def requests() -> AsyncIterator[bytes]:
-            yield request
-
-        call = self._predictor.stream_bytes(requests(), timeout=timeout_s, metadata=(ERRORS_AS_STATUS, RECORDED))
+        call = self._predictor.stream_bytes(request, timeout=timeout_s, metadata=(ERRORS_AS_STATUS, RECORDED))
         try:
             async for response in call:
                 _raise_error(response)

@@ -57,7 +57,7 @@ class Sender:
     async def _grpc(self, call: GrpcCall, read_all: bool) -> tuple[str, bool, str, list[str]]:
         # On the wire a method that gives one answer is one that gives a stream of them.
         opened = self._channels[call.authority]
-        if call.path == _STREAM or len(call.messages) != 1:
+        if len(call.messages) != 1:
             stream = opened.stream_stream(call.path)(_each(call.messages), metadata=call.metadata)
         else:
             stream = opened.unary_stream(call.path)(*call.messages, metadata=call.metadata)
