@@ -1,85 +1,123 @@
-"""Records of requests and answers, taken beside the stream and shipped to the payload logger.
+"""Records of requests and answers, taken beside the stream and sent to the payload logger by way of a spool on disk.
 
-`tap.begin(...)` opens a `Recording`; its methods cost microseconds, never await, never block and
-never raise: whatever happens here, the stream goes on. A record is sent when its recording ends.
+`tap.begin(...)` opens a `Recording`; its methods take references, cost microseconds, never block and never raise:
+whatever happens here, the stream goes on. `begun` alone is awaited, and waits a second at most.
 
-Records wait in memory, at most `capacity_bytes` of them in serialized form; one more is dropped,
-counted in `dropped` by reason, and warned about at most once a minute. `ship` sends them over one
-bidirectional `PayloadIngest/Append` call and forgets what is acknowledged. Whatever is not is sent
-again with the same (source, sequence), which the logger takes as the same record: nothing is lost
-while this process lives, nothing is stored twice. A record gets its sequence when it is queued, so
-drops leave no gap.
+    event loop: Recording → PartQueue → thread payload-writer: Spool → thread payload-shipper: the logger
 
-Everything here belongs to one event loop's thread.
+What waits in memory for the writer is bounded by `memory` bytes, what waits on disk for the logger by `spool_max`.
+Beyond that parts are dropped and counted in `dropped` by reason: with its begin the whole record, with a chunk the
+record is `incomplete`; the end of a record that began is never given up. What lies in the spool outlives this
+process and is sent by the next one with the same spool, its open records closed as ABORTED.
+
+`start`, `begin`, `drain` and `Recording` belong to one event loop's thread.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import random
+import contextlib
 import time
-import uuid
-from collections import Counter, deque
-from collections.abc import Sequence
-from contextlib import suppress
-from types import TracebackType
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-import grpc
+from millrace.payload_drops import DISK, FAILED, FULL, MEMORY, TOO_LARGE, Drops
+from millrace.payload_frames import FrameEncoder
+from millrace.payload_parts import BeginPart, DeferredTensors, PartQueue, RecordedTensor, Tensors
+from millrace.payload_recording import Recording
+from millrace.payload_rules import PayloadRules
+from millrace.payload_shipping import PayloadShipping
+from millrace.payload_spool import open_spools
+from millrace.payload_writer import PayloadWriter
+from millrace.uuid7 import next_id
 
-from millrace.errors import MillraceError
-from millrace.protos.millrace_pb2 import AppendRequest, AppendResponse, PayloadRecord, Usage
-from millrace.server import MAX_MESSAGE_BYTES, MESSAGE_OPTIONS
-from millrace.uuid7 import as_uuid7, next_id
+__all__ = [
+    "DISK",
+    "FAILED",
+    "FULL",
+    "MEMORY",
+    "TOO_LARGE",
+    "DeferredTensors",
+    "PayloadTap",
+    "RecordedTensor",
+    "Recording",
+    "Tensors",
+]
 
-logger = logging.getLogger(__name__)
-
-FULL, TOO_LARGE, FAILED = "full", "too_large", "failed"  # Why a record was dropped.
-
-_APPEND = "/millrace.v1.PayloadIngest/Append"
-_MAX_IN_FLIGHT = 256  # Records sent and not yet acknowledged.
-_MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 2.0
-_WARN_EVERY_S = 60.0
-_CHANNEL_OPTIONS = (
-    *MESSAGE_OPTIONS,
-    # A logger that is stopped but not dead keeps its connection: only a ping tells.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.enable_retries", 0),
-)
-
-
-class _Queued(NamedTuple):
-    sequence: int
-    request: bytes  # A serialized AppendRequest.
+_LOOK_S = 0.01  # How often a drain looks whether it is done.
 
 
 class PayloadTap:
-    """Opens recordings and ships them to the logger at `target` (host:port).
+    """Opens recordings and ships them to the logger at `target` (host:port) through a folder of its own in `spool`.
 
     `hop` signs the recorded errors that name no other hop.
     """
 
-    def __init__(self, target: str, capacity_bytes: int = 64 * 1024 * 1024, hop: str = "transformer") -> None:
-        self.dropped: Counter[str] = Counter()
-        self.queued_bytes = 0
+    def __init__(
+        self,
+        target: str,
+        rules: PayloadRules | None = None,
+        *,
+        spool: Path,
+        spool_max: int = 1 << 30,
+        memory: int = 64 << 20,
+        fsync: bool = False,
+        hop: str = "transformer",
+    ) -> None:
         self.hop = hop
+        self.rules = rules or PayloadRules()
         self._target = target
-        self._capacity_bytes = capacity_bytes
-        self._source = str(uuid.uuid4())
-        self._sequence = 0  # Of the newest record queued.
-        self._acknowledged = 0  # Of the newest record that the logger has committed.
+        self._root = spool
+        self._spool_max = spool_max
+        self._memory = memory
+        self._fsync = fsync
+        self._drops = Drops()
+        self._queue = PartQueue(memory)
         self._last_id = 0
-        self._queue: deque[_Queued] = deque()
-        self._in_flight = 0  # How many at the queue's head were sent over the current call.
-        self._changed = asyncio.Event()
-        self._all_acknowledged = asyncio.Event()
-        self._all_acknowledged.set()
-        self._shipping = asyncio.Lock()
-        self._next_warning: dict[str, float] = {}
+        self._writer: PayloadWriter | None = None
+        self._shipper: PayloadShipping | None = None
+        self._begins_answered = False  # Whether it is worth waiting for a begin.
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """How many parts were given up, by reason."""
+        return self._drops.counts
+
+    @property
+    def queued_bytes(self) -> int:
+        """What waits in memory for the disk."""
+        return self._queue.waiting_bytes
+
+    @property
+    def spooled_bytes(self) -> int:
+        """What lies on disk."""
+        return self._writer.spooled_bytes if self._writer else 0
+
+    @property
+    def unacknowledged(self) -> int:
+        """How many records were sent that the logger has yet to commit."""
+        return self._shipper.unacknowledged if self._shipper else 0
+
+    def start(self) -> None:
+        """Opens the spool and starts the threads; raises StartupError where the folder cannot be used."""
+        loop = asyncio.get_running_loop()
+
+        def settle(begins: Sequence[BeginPart]) -> None:
+            with contextlib.suppress(RuntimeError):  # The loop has been closed: nobody waits any more.
+                loop.call_soon_threadsafe(self._settle, begins)
+
+        own, orphans = open_spools(self._root, self._spool_max, self._fsync)
+        self._shipper = PayloadShipping(self._target, own, orphans, self._drops, self.hop)
+        self._writer = PayloadWriter(
+            *(self._queue, own, orphans, self._drops, FrameEncoder(self.rules, self._memory)),
+            max_bytes=self._spool_max,
+            settle=settle,
+            ended=self._shipper.wake,
+        )
+        self._begins_answered = True
+        self._writer.start()
+        self._shipper.start()
 
     def begin(
         self,
@@ -90,209 +128,55 @@ class PayloadTap:
         prompt: str = "",
         parameters: str = "",
         trace_id: str = "",
+        span_id: str = "",
+        metadata: Mapping[str, str] | None = None,
+        client: str = "",
+        call_id: str = "",
+        inputs: Tensors = (),
     ) -> Recording:
         """Opens the recording of a request that arrived now; `parameters` is JSON."""
         now_ns = time.time_ns()
         self._last_id = next_id(now_ns // 1_000_000, self._last_id)
-        recording = Recording(self, str(as_uuid7(self._last_id)), now_ns)
+        recording = Recording(self, self._last_id)
         recording.request_id = request_id
         recording.model = model
-        recording.protocol = protocol
         recording.prompt = prompt
         recording.parameters = parameters
         recording.trace_id = trace_id
+        recording.span_id = span_id
+        recording.metadata = metadata or {}
+        recording.client = client
+        recording.call_id = call_id
+        recording.inputs = inputs
+        recording._begin(now_ns // 1_000, protocol)
         return recording
 
-    async def ship(self) -> None:
-        """Sends what is queued until it is cancelled, over calls one after the other."""
-        backoff_s = _MIN_BACKOFF_S
-        # Not `open_channel`: its span would last as long as the process, and this call belongs to no request.
-        channel = grpc.aio.insecure_channel(self._target, options=_CHANNEL_OPTIONS)
-        # One shipper at a time: `drain` brings its own, which waits for this one to end.
-        async with channel, self._shipping:
-            while True:
-                acknowledged = self._acknowledged
-                try:
-                    await self._ship_over_one_call(channel)
-                    reason = "it ended the call"
-                except grpc.aio.AioRpcError as error:
-                    reason = f"{error.code().name}: {error.details()}"
-                self._warn("away", "the payload logger at %s is away (%s)", self._target, reason)
-                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S) if acknowledged == self._acknowledged else _MIN_BACKOFF_S
-                # Spread, so that several transformers do not come back in the same instant.
-                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # noqa: S311
-
     async def drain(self, timeout_s: float) -> bool:
-        """Ships until all is acknowledged or the time is up; False where some is not."""
-        shipper = asyncio.create_task(self.ship(), name="payload drain")
-        try:
-            await asyncio.wait_for(self._all_acknowledged.wait(), timeout_s)
-        except TimeoutError:
-            logger.warning("%d payload records were not acknowledged in time and are lost", len(self._queue))
-        finally:
-            await _end(shipper)
-        return not self._queue
+        """Ships what has ended until the logger has it all or the time is up; what it has not stays on disk."""
+        if self._writer is None or self._shipper is None:
+            return self._queue.empty
+        deadline = time.monotonic() + timeout_s
+        while not (done := self._writer.idle and self._shipper.idle) and time.monotonic() < deadline:
+            self._queue.wake.set()
+            self._shipper.wake()
+            await asyncio.sleep(_LOOK_S)
+        if not done:
+            self._drops.warn("drain", "payload records are left in %s: the next start sends them", self._root)
+        return done
 
-    async def _ship_over_one_call(self, channel: grpc.aio.Channel) -> None:
-        # No serializer: requests lie in the queue as they go over the wire.
-        append: grpc.aio.StreamStreamMultiCallable[bytes, AppendResponse] = channel.stream_stream(
-            _APPEND, response_deserializer=AppendResponse.FromString
-        )
-        call = append()
-        self._in_flight = 0
-        sender = asyncio.create_task(self._send(call), name="payload sender")
-        try:
-            async for response in call:
-                self._acknowledge(response.sequence)
-        finally:
-            await _end(sender)
-            call.cancel()
+    def close(self) -> None:
+        """Writes what waits and ends the threads, each within a second; not for the event loop's thread."""
+        self._begins_answered = False
+        if self._writer is not None and self._shipper is not None:
+            written = self._writer.close()
+            self._shipper.close(remove=written)
 
-    async def _send(self, call: grpc.aio.StreamStreamCall[bytes, AppendResponse]) -> None:
-        # A call that is over says why to its reader.
-        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            while True:
-                while self._in_flight < min(len(self._queue), _MAX_IN_FLIGHT):
-                    request = self._queue[self._in_flight].request
-                    self._in_flight += 1
-                    await call.write(request)
-                self._changed.clear()
-                await self._changed.wait()
+    def _settle(self, begins: Sequence[BeginPart]) -> None:
+        self._begins_answered = True
+        for begin in begins:
+            begin.settled()
 
-    def _acknowledge(self, sequence: int) -> None:
-        self._acknowledged = sequence
-        while self._queue and self._queue[0].sequence <= sequence:
-            self.queued_bytes -= len(self._queue.popleft().request)
-            self._in_flight -= 1
-        self._changed.set()
-        if not self._queue:
-            self._all_acknowledged.set()
-
-    def _put(self, record: PayloadRecord) -> None:
-        request = AppendRequest(source=self._source, sequence=self._sequence + 1, record=record).SerializeToString()
-        if len(request) > MAX_MESSAGE_BYTES:
-            self._drop(TOO_LARGE)
-        elif self.queued_bytes + len(request) > self._capacity_bytes:
-            self._drop(FULL)
-        else:
-            self._sequence += 1
-            self._queue.append(_Queued(self._sequence, request))
-            self.queued_bytes += len(request)
-            self._all_acknowledged.clear()
-            self._changed.set()
-
-    def _drop(self, reason: str, exc_info: bool = False) -> None:
-        self.dropped[reason] += 1
-        self._warn(reason, "payload record dropped: %s (%d so far)", reason, self.dropped[reason], exc_info=exc_info)
-
-    def _warn(self, topic: str, message: str, *arguments: object, exc_info: bool = False) -> None:
-        now = time.monotonic()
-        if now >= self._next_warning.get(topic, now):
-            self._next_warning[topic] = now + _WARN_EVERY_S
-            logger.warning(message, *arguments, exc_info=exc_info)
-
-
-class Recording:
-    """One request's record in the making; its fields may be set until it ends.
-
-    As a context manager it ends with the block: an error as that error, anything else that has not
-    been ended as CANCELLED. The whole record is dropped and counted where a part cannot be kept.
-    """
-
-    request_id: str
-    model: str
-    protocol: str
-    prompt: str
-    parameters: str
-    trace_id: str
-
-    def __init__(self, tap: PayloadTap, record_id: str, time_ns: int) -> None:
-        self.record_id = record_id
-        self._tap = tap
-        self._begun = time.monotonic()
-        self._open = True
-        self._texts: list[str] = []
-        self._record = PayloadRecord(record_id=record_id)
-        self._record.time.FromMicroseconds(time_ns // 1_000)
-
-    def chunk(self, text: str, token_ids: Sequence[int] = ()) -> None:
-        """Adds what went to the client just now."""
-        if not self._open:
-            return
-        try:
-            offset_ms = self._elapsed_ms()
-            self._record.chunks.add(offset_ms=offset_ms, text=_storable(text), token_ids=token_ids)
-            self._texts.append(text)
-            if len(token_ids) and not self._record.HasField("ttft_ms"):
-                self._record.ttft_ms = offset_ms
-        except Exception:
-            self._fail()
-
-    def end(
-        self,
-        status: str,
-        message: str = "",
-        failed_hop: str = "",
-        finish_reason: str = "",
-        usage: Usage | None = None,
-        text: str | None = None,
-    ) -> None:
-        """Closes the record and queues it; only the first call counts.
-
-        `status` is the name of a gRPC status; `text` is the whole answer where that is not its chunks' texts.
-        """
-        if not self._open:
-            return
-        try:
-            record = self._record
-            for field in ("request_id", "model", "protocol", "prompt", "parameters", "trace_id"):
-                setattr(record, field, _storable(getattr(self, field)))
-            record.status = status
-            record.message = _storable(message)
-            record.failed_hop = failed_hop
-            record.finish_reason = finish_reason
-            record.text = _storable("".join(self._texts) if text is None else text)
-            if usage is not None:
-                record.usage.CopyFrom(usage)
-            record.duration_ms = self._elapsed_ms()
-            self._tap._put(record)
-            self._open = False
-        except Exception:
-            self._fail()
-
-    def __enter__(self) -> Recording:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if isinstance(error, MillraceError):
-            self.end(error.status.name, error.message, error.hop or self._tap.hop)
-        elif isinstance(error, Exception):
-            self.end("INTERNAL", "internal error", self._tap.hop)
-        else:
-            self.end("CANCELLED", "aborted")
-
-    def _elapsed_ms(self) -> float:
-        return (time.monotonic() - self._begun) * 1000
-
-    def _fail(self) -> None:
-        self._open = False
-        self._tap._drop(FAILED, exc_info=True)
-
-
-def _storable(text: str) -> str:
-    """The text as protobuf takes it: JSON can smuggle in halves of surrogate pairs, which UTF-8 has no bytes for."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode(errors="replace").decode()
-    return text
-
-
-async def _end(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    # Not `await task`: its CancelledError and one that is meant for the caller could not be told apart.
-    await asyncio.wait((task,))
-    if not task.cancelled():
-        task.result()
+    def _give_up_waiting(self) -> None:
+        """Until the disk answers again, no request waits for it."""
+        self._begins_answered = False
+        self._drops.warn("stalled", "the disk of %s does not answer: requests go on without it", self._root)

@@ -1,8 +1,11 @@
-"""The record of a request whose tensors are not looked at: model, outcome and duration, but no contents.
+"""What records say of the call that a request came by, and the records of requests for tensors.
 
-One helper for every service that answers or forwards tensors. A request that passes two of them is
-recorded once: who forwards it says so by the metadata `RECORDED`, which the gateway takes away from what comes
-from outside.
+One helper for every service that answers or forwards tensors. Tensors are kept by name, shape and digest, see
+recorded_tensors.py. A request that passes two services is recorded once: who forwards it says so by the
+metadata `RECORDED`, which the gateway takes away from what comes from outside.
+
+`CALL_ID` and `CLIENT` are the gateway's word: it overwrites or removes them whatever a caller sent. Of the
+caller's own metadata a record has what the rules allow.
 """
 
 from __future__ import annotations
@@ -10,22 +13,40 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from millrace.interceptors import Context
-from millrace.payload_tap import PayloadTap, Recording
-from millrace.telemetry.tracing import current_trace_id
+from millrace.payload_tap import PayloadTap, Recording, Tensors
+from millrace.telemetry.tracing import current_span_id, current_trace_id
 
 RECORDED = ("x-millrace-recorded", "true")
 REQUEST_ID = "x-request-id"
 MAX_REQUEST_ID = 256
+CALL_ID = "x-millrace-call-id"
+CLIENT = "x-millrace-client"
+_DEADLINE_MARGIN_S = 0.05
 
 
-def request_id_of(context: Context, given: str = "") -> str:
-    """What a record calls a request: the caller's own id, else the gateway's, else a new one."""
-    metadata = dict(context.invocation_metadata() or ())
-    return (given or str(metadata.get(REQUEST_ID, "")) or str(uuid.uuid4()))[:MAX_REQUEST_ID]
+@dataclass(frozen=True)
+class Origin:
+    """Where a request came in: the method called, the caller's or the gateway's id for it, and the call's metadata."""
+
+    protocol: str
+    request_id: str
+    metadata: Sequence[tuple[str, str | bytes]] = ()
+
+    def told(self, name: str) -> str:
+        """What the metadata says by a name, several values joined by commas as HTTP has it; "" for nothing."""
+        return ", ".join(value for key, value in self.metadata if key == name and isinstance(value, str))
+
+
+def origin_of(context: Context, protocol: str, given: str = "") -> Origin:
+    """Of a call; the request's id is the caller's own, else the gateway's, else a new one."""
+    metadata = tuple(context.invocation_metadata() or ())
+    request_id = given or Origin("", "", metadata).told(REQUEST_ID) or str(uuid.uuid4())
+    return Origin(protocol, request_id[:MAX_REQUEST_ID], metadata)
 
 
 def is_recorded(context: Context) -> bool:
@@ -33,18 +54,45 @@ def is_recorded(context: Context) -> bool:
     return RECORDED in tuple(context.invocation_metadata() or ())
 
 
+def begin(
+    tap: PayloadTap, origin: Origin, model: str, *, prompt: str = "", parameters: str = "", inputs: Tensors = ()
+) -> Recording:
+    """Opens the recording of a request that arrived now, inside the span of its call."""
+    told = {name: origin.told(name) for name in tap.rules.metadata}
+    return tap.begin(
+        request_id=origin.request_id,
+        model=model,
+        protocol=origin.protocol,
+        prompt=prompt,
+        parameters=parameters,
+        trace_id=current_trace_id(),
+        span_id=current_span_id(),
+        metadata={name: value for name, value in told.items() if value},
+        client=origin.told(CLIENT),
+        call_id=origin.told(CALL_ID),
+        inputs=inputs,
+    )
+
+
+def deadline_passed(begun: float, timeout_s: float | None) -> bool:
+    """Whether a request, cancelled now, was so for its deadline: gRPC does that, and it is not the caller's doing.
+
+    `begun` is of the monotonic clock. The caller's clock started before ours, and so ends before it.
+    """
+    return timeout_s is not None and time.monotonic() - begun >= timeout_s - _DEADLINE_MARGIN_S
+
+
 @contextmanager
 def recorded(
-    tap: PayloadTap, *, request_id: str, model: str, protocol: str, timeout_s: float | None
+    tap: PayloadTap, origin: Origin, model: str, timeout_s: float | None, *, prompt: str = "", inputs: Tensors = ()
 ) -> Iterator[Recording]:
     """Records what becomes of the request that the block answers; `timeout_s` is what its deadline has left."""
     begun = time.monotonic()
-    with tap.begin(request_id=request_id, model=model, protocol=protocol, trace_id=current_trace_id()) as recording:
+    with begin(tap, origin, model, prompt=prompt, inputs=inputs) as recording:
         try:
             yield recording
         except (asyncio.CancelledError, GeneratorExit):
-            # gRPC cancels a call whose deadline passes; that is not the caller's doing.
-            if timeout_s is not None and time.monotonic() - begun >= timeout_s:
+            if deadline_passed(begun, timeout_s):
                 recording.end("DEADLINE_EXCEEDED", "the deadline passed")
             raise
         recording.end("OK")

@@ -100,6 +100,7 @@ def _predictor(settings: StackSettings, port: int) -> Environment:
         "PREDICTOR_PORT": str(port),
         "PREDICTOR_DEVICE": settings.device,
         "PREDICTOR_LOGGER": f"{LOOPBACK}:{settings.logger_port}",
+        "PREDICTOR_PAYLOAD_SPOOL": str(settings.run_folder / "spool-predictor"),
         "MODELS": settings.models,
     }
 
@@ -125,6 +126,7 @@ def _transformer(settings: StackSettings) -> Environment:
         "TRANSFORMER_PREDICTOR": f"{LOOPBACK}:{settings.gateway_inner_port}",
         "TRANSFORMER_PREDICTOR_REPLICAS": ",".join(f"{LOOPBACK}:{port}" for port in settings.predictor_ports),
         "TRANSFORMER_LOGGER": f"{LOOPBACK}:{settings.logger_port}",
+        "TRANSFORMER_PAYLOAD_SPOOL": str(settings.run_folder / "spool"),
         "MODELS": settings.models,
     }
 

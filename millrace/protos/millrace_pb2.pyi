@@ -338,29 +338,149 @@ class PayloadChunk(_message.Message):
     OFFSET_MS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
     offset_ms: _builtins.float
     """Since the request arrived."""
     text: _builtins.str
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """One for each of token_ids, if asked for."""
+
+    @_builtins.property
+    def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PayloadTensor]:
+        """Of models that answer with tensors."""
+
     def __init__(
         self,
         *,
         offset_ms: _builtins.float = ...,
         text: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        outputs: _abc.Iterable[Global___PayloadTensor] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset_ms", b"offset_ms", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "offset_ms", b"offset_ms", "outputs", b"outputs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PayloadChunk: _TypeAlias = PayloadChunk  # noqa: Y015
 
 @_typing.final
+class PayloadTensor(_message.Message):
+    """A tensor that a request brought or an answer took along."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DATATYPE_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    datatype: _builtins.str
+    digest: _builtins.str
+    """"sha256:" and the digest of the raw contents in hexadecimal."""
+    data: _builtins.bytes
+    """The raw contents, where the settings keep contents of this size."""
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        datatype: _builtins.str = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+        digest: _builtins.str = ...,
+        data: _builtins.bytes | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_data", b"_data", "data", b"data"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data", b"_data", "data", b"data", "datatype", b"datatype", "digest", b"digest", "name", b"name", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__data: _TypeAlias = _typing.Literal["data"]  # noqa: Y015
+    _WhichOneofArgType__data: _TypeAlias = _typing.Literal["_data", b"_data"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__data) -> _WhichOneofReturnType__data | None: ...
+
+Global___PayloadTensor: _TypeAlias = PayloadTensor  # noqa: Y015
+
+@_typing.final
+class GatewayCall(_message.Message):
+    """What the gateway says of the call that brought a request, in its access log."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    HTTP_STATUS_FIELD_NUMBER: _builtins.int
+    RESPONSE_FLAGS_FIELD_NUMBER: _builtins.int
+    DETAILS_FIELD_NUMBER: _builtins.int
+    DURATION_MS_FIELD_NUMBER: _builtins.int
+    REQUEST_BYTES_FIELD_NUMBER: _builtins.int
+    RESPONSE_BYTES_FIELD_NUMBER: _builtins.int
+    UPSTREAM_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    http_status: _builtins.int
+    """0 where the caller left before there was one."""
+    response_flags: _builtins.str
+    """Envoy's, such as "UF,URX"; "-" for none."""
+    details: _builtins.str
+    """Envoy's response code details."""
+    duration_ms: _builtins.float
+    request_bytes: _builtins.int
+    response_bytes: _builtins.int
+    upstream: _builtins.str
+    """The address that answered; empty where none was reached."""
+    peer: _builtins.str
+    """The caller's address."""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        http_status: _builtins.int = ...,
+        response_flags: _builtins.str = ...,
+        details: _builtins.str = ...,
+        duration_ms: _builtins.float = ...,
+        request_bytes: _builtins.int = ...,
+        response_bytes: _builtins.int = ...,
+        upstream: _builtins.str = ...,
+        peer: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["details", b"details", "duration_ms", b"duration_ms", "http_status", b"http_status", "path", b"path", "peer", b"peer", "request_bytes", b"request_bytes", "response_bytes", b"response_bytes", "response_flags", b"response_flags", "upstream", b"upstream"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GatewayCall: _TypeAlias = GatewayCall  # noqa: Y015
+
+@_typing.final
 class PayloadRecord(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetadataEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     RECORD_ID_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -381,6 +501,15 @@ class PayloadRecord(_message.Message):
     PARAMETERS_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
+    RESUMES_FIELD_NUMBER: _builtins.int
+    SPAN_ID_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
+    INCOMPLETE_FIELD_NUMBER: _builtins.int
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    GATEWAY_FIELD_NUMBER: _builtins.int
     record_id: _builtins.str
     """UUIDv7: the key, and the order of arrival."""
     request_id: _builtins.str
@@ -405,12 +534,36 @@ class PayloadRecord(_message.Message):
     """In answers of Query: continues after this record."""
     error: _builtins.str
     """Over REST alone, where no status follows a stream: why it ended early. No record."""
+    resumes: _builtins.int
+    """How often the answer went on at another predictor."""
+    span_id: _builtins.str
+    """With trace_id: the span that answered."""
+    client: _builtins.str
+    """Who called, where the gateway knows."""
+    incomplete: _builtins.bool
+    """Parts were dropped, since the spool or its disk was full."""
+    call_id: _builtins.str
+    """The gateway's own id of the call; requests of one stream share it."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___PayloadChunk]: ...
     @_builtins.property
     def usage(self) -> Global___Usage: ...
+    @_builtins.property
+    def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Of the caller's metadata, what the settings allow."""
+
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PayloadTensor]: ...
+    @_builtins.property
+    def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PayloadTensor]:
+        """Of a whole answer; those of a stream are in its chunks."""
+
+    @_builtins.property
+    def gateway(self) -> Global___GatewayCall:
+        """Where the gateway's access log has come."""
+
     def __init__(
         self,
         *,
@@ -433,17 +586,30 @@ class PayloadRecord(_message.Message):
         parameters: _builtins.str = ...,
         page_token: _builtins.str = ...,
         error: _builtins.str | None = ...,
+        metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        inputs: _abc.Iterable[Global___PayloadTensor] | None = ...,
+        outputs: _abc.Iterable[Global___PayloadTensor] | None = ...,
+        resumes: _builtins.int = ...,
+        span_id: _builtins.str = ...,
+        client: _builtins.str = ...,
+        incomplete: _builtins.bool = ...,
+        call_id: _builtins.str = ...,
+        gateway: Global___GatewayCall | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_ttft_ms", b"_ttft_ms", "error", b"error", "time", b"time", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_gateway", b"_gateway", "_ttft_ms", b"_ttft_ms", "error", b"error", "gateway", b"gateway", "time", b"time", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_ttft_ms", b"_ttft_ms", "chunks", b"chunks", "duration_ms", b"duration_ms", "error", b"error", "failed_hop", b"failed_hop", "finish_reason", b"finish_reason", "message", b"message", "model", b"model", "page_token", b"page_token", "parameters", b"parameters", "prompt", b"prompt", "protocol", b"protocol", "record_id", b"record_id", "request_id", b"request_id", "status", b"status", "text", b"text", "time", b"time", "trace_id", b"trace_id", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_gateway", b"_gateway", "_ttft_ms", b"_ttft_ms", "call_id", b"call_id", "chunks", b"chunks", "client", b"client", "duration_ms", b"duration_ms", "error", b"error", "failed_hop", b"failed_hop", "finish_reason", b"finish_reason", "gateway", b"gateway", "incomplete", b"incomplete", "inputs", b"inputs", "message", b"message", "metadata", b"metadata", "model", b"model", "outputs", b"outputs", "page_token", b"page_token", "parameters", b"parameters", "prompt", b"prompt", "protocol", b"protocol", "record_id", b"record_id", "request_id", b"request_id", "resumes", b"resumes", "span_id", b"span_id", "status", b"status", "text", b"text", "time", b"time", "trace_id", b"trace_id", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__error: _TypeAlias = _typing.Literal["error"]  # noqa: Y015
     _WhichOneofArgType__error: _TypeAlias = _typing.Literal["_error", b"_error"]  # noqa: Y015
+    _WhichOneofReturnType__gateway: _TypeAlias = _typing.Literal["gateway"]  # noqa: Y015
+    _WhichOneofArgType__gateway: _TypeAlias = _typing.Literal["_gateway", b"_gateway"]  # noqa: Y015
     _WhichOneofReturnType__ttft_ms: _TypeAlias = _typing.Literal["ttft_ms"]  # noqa: Y015
     _WhichOneofArgType__ttft_ms: _TypeAlias = _typing.Literal["_ttft_ms", b"_ttft_ms"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__error) -> _WhichOneofReturnType__error | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gateway) -> _WhichOneofReturnType__gateway | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_ms) -> _WhichOneofReturnType__ttft_ms | None: ...
 
@@ -474,6 +640,52 @@ class GetPayloadRequest(_message.Message):
 Global___GetPayloadRequest: _TypeAlias = GetPayloadRequest  # noqa: Y015
 
 @_typing.final
+class DeletePayloadsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORD_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
+    record_id: _builtins.str
+    request_id: _builtins.str
+    client: _builtins.str
+    def __init__(
+        self,
+        *,
+        record_id: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        client: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "key", b"key", "record_id", b"record_id", "request_id", b"request_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "key", b"key", "record_id", b"record_id", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_key: _TypeAlias = _typing.Literal["record_id", "request_id", "client"]  # noqa: Y015
+    _WhichOneofArgType_key: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_key) -> _WhichOneofReturnType_key | None: ...
+
+Global___DeletePayloadsRequest: _TypeAlias = DeletePayloadsRequest  # noqa: Y015
+
+@_typing.final
+class DeletePayloadsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DELETED_FIELD_NUMBER: _builtins.int
+    deleted: _builtins.int
+    def __init__(
+        self,
+        *,
+        deleted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deleted", b"deleted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeletePayloadsResponse: _TypeAlias = DeletePayloadsResponse  # noqa: Y015
+
+@_typing.final
 class QueryPayloadsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -489,11 +701,14 @@ class QueryPayloadsRequest(_message.Message):
     MIN_TTFT_MS_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     status: _builtins.str
     finish_reason: _builtins.str
     text_contains: _builtins.str
-    """In the prompt or in the answer."""
+    """In the prompt or in the answer. The newest records are searched one by one; a search that takes more than some
+    seconds ends with DEADLINE_EXCEEDED after what it has found, and its message says from which page_token to go on.
+    """
     request_id: _builtins.str
     trace_id: _builtins.str
     min_duration_ms: _builtins.float
@@ -501,6 +716,7 @@ class QueryPayloadsRequest(_message.Message):
     page_size: _builtins.int
     """Default 100, at most 1000."""
     page_token: _builtins.str
+    client: _builtins.str
     @_builtins.property
     def since(self) -> _timestamp_pb2.Timestamp:
         """At or after."""
@@ -524,11 +740,14 @@ class QueryPayloadsRequest(_message.Message):
         min_ttft_ms: _builtins.float | None = ...,
         page_size: _builtins.int | None = ...,
         page_token: _builtins.str | None = ...,
+        client: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_min_duration_ms", b"_min_duration_ms", "_min_ttft_ms", b"_min_ttft_ms", "_model", b"_model", "_page_size", b"_page_size", "_page_token", b"_page_token", "_request_id", b"_request_id", "_since", b"_since", "_status", b"_status", "_text_contains", b"_text_contains", "_trace_id", b"_trace_id", "_until", b"_until", "finish_reason", b"finish_reason", "min_duration_ms", b"min_duration_ms", "min_ttft_ms", b"min_ttft_ms", "model", b"model", "page_size", b"page_size", "page_token", b"page_token", "request_id", b"request_id", "since", b"since", "status", b"status", "text_contains", b"text_contains", "trace_id", b"trace_id", "until", b"until"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_client", b"_client", "_finish_reason", b"_finish_reason", "_min_duration_ms", b"_min_duration_ms", "_min_ttft_ms", b"_min_ttft_ms", "_model", b"_model", "_page_size", b"_page_size", "_page_token", b"_page_token", "_request_id", b"_request_id", "_since", b"_since", "_status", b"_status", "_text_contains", b"_text_contains", "_trace_id", b"_trace_id", "_until", b"_until", "client", b"client", "finish_reason", b"finish_reason", "min_duration_ms", b"min_duration_ms", "min_ttft_ms", b"min_ttft_ms", "model", b"model", "page_size", b"page_size", "page_token", b"page_token", "request_id", b"request_id", "since", b"since", "status", b"status", "text_contains", b"text_contains", "trace_id", b"trace_id", "until", b"until"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_min_duration_ms", b"_min_duration_ms", "_min_ttft_ms", b"_min_ttft_ms", "_model", b"_model", "_page_size", b"_page_size", "_page_token", b"_page_token", "_request_id", b"_request_id", "_since", b"_since", "_status", b"_status", "_text_contains", b"_text_contains", "_trace_id", b"_trace_id", "_until", b"_until", "finish_reason", b"finish_reason", "min_duration_ms", b"min_duration_ms", "min_ttft_ms", b"min_ttft_ms", "model", b"model", "page_size", b"page_size", "page_token", b"page_token", "request_id", b"request_id", "since", b"since", "status", b"status", "text_contains", b"text_contains", "trace_id", b"trace_id", "until", b"until"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_client", b"_client", "_finish_reason", b"_finish_reason", "_min_duration_ms", b"_min_duration_ms", "_min_ttft_ms", b"_min_ttft_ms", "_model", b"_model", "_page_size", b"_page_size", "_page_token", b"_page_token", "_request_id", b"_request_id", "_since", b"_since", "_status", b"_status", "_text_contains", b"_text_contains", "_trace_id", b"_trace_id", "_until", b"_until", "client", b"client", "finish_reason", b"finish_reason", "min_duration_ms", b"min_duration_ms", "min_ttft_ms", b"min_ttft_ms", "model", b"model", "page_size", b"page_size", "page_token", b"page_token", "request_id", b"request_id", "since", b"since", "status", b"status", "text_contains", b"text_contains", "trace_id", b"trace_id", "until", b"until"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__client: _TypeAlias = _typing.Literal["client"]  # noqa: Y015
+    _WhichOneofArgType__client: _TypeAlias = _typing.Literal["_client", b"_client"]  # noqa: Y015
     _WhichOneofReturnType__finish_reason: _TypeAlias = _typing.Literal["finish_reason"]  # noqa: Y015
     _WhichOneofArgType__finish_reason: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason"]  # noqa: Y015
     _WhichOneofReturnType__min_duration_ms: _TypeAlias = _typing.Literal["min_duration_ms"]  # noqa: Y015
@@ -553,6 +772,8 @@ class QueryPayloadsRequest(_message.Message):
     _WhichOneofArgType__trace_id: _TypeAlias = _typing.Literal["_trace_id", b"_trace_id"]  # noqa: Y015
     _WhichOneofReturnType__until: _TypeAlias = _typing.Literal["until"]  # noqa: Y015
     _WhichOneofArgType__until: _TypeAlias = _typing.Literal["_until", b"_until"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__client) -> _WhichOneofReturnType__client | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__finish_reason) -> _WhichOneofReturnType__finish_reason | None: ...
     @_typing.overload
@@ -594,6 +815,7 @@ class TailPayloadsRequest(_message.Message):
     TRACE_ID_FIELD_NUMBER: _builtins.int
     MIN_DURATION_MS_FIELD_NUMBER: _builtins.int
     MIN_TTFT_MS_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     status: _builtins.str
     finish_reason: _builtins.str
@@ -602,6 +824,7 @@ class TailPayloadsRequest(_message.Message):
     trace_id: _builtins.str
     min_duration_ms: _builtins.float
     min_ttft_ms: _builtins.float
+    client: _builtins.str
     def __init__(
         self,
         *,
@@ -613,11 +836,14 @@ class TailPayloadsRequest(_message.Message):
         trace_id: _builtins.str | None = ...,
         min_duration_ms: _builtins.float | None = ...,
         min_ttft_ms: _builtins.float | None = ...,
+        client: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_min_duration_ms", b"_min_duration_ms", "_min_ttft_ms", b"_min_ttft_ms", "_model", b"_model", "_request_id", b"_request_id", "_status", b"_status", "_text_contains", b"_text_contains", "_trace_id", b"_trace_id", "finish_reason", b"finish_reason", "min_duration_ms", b"min_duration_ms", "min_ttft_ms", b"min_ttft_ms", "model", b"model", "request_id", b"request_id", "status", b"status", "text_contains", b"text_contains", "trace_id", b"trace_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_client", b"_client", "_finish_reason", b"_finish_reason", "_min_duration_ms", b"_min_duration_ms", "_min_ttft_ms", b"_min_ttft_ms", "_model", b"_model", "_request_id", b"_request_id", "_status", b"_status", "_text_contains", b"_text_contains", "_trace_id", b"_trace_id", "client", b"client", "finish_reason", b"finish_reason", "min_duration_ms", b"min_duration_ms", "min_ttft_ms", b"min_ttft_ms", "model", b"model", "request_id", b"request_id", "status", b"status", "text_contains", b"text_contains", "trace_id", b"trace_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_min_duration_ms", b"_min_duration_ms", "_min_ttft_ms", b"_min_ttft_ms", "_model", b"_model", "_request_id", b"_request_id", "_status", b"_status", "_text_contains", b"_text_contains", "_trace_id", b"_trace_id", "finish_reason", b"finish_reason", "min_duration_ms", b"min_duration_ms", "min_ttft_ms", b"min_ttft_ms", "model", b"model", "request_id", b"request_id", "status", b"status", "text_contains", b"text_contains", "trace_id", b"trace_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_client", b"_client", "_finish_reason", b"_finish_reason", "_min_duration_ms", b"_min_duration_ms", "_min_ttft_ms", b"_min_ttft_ms", "_model", b"_model", "_request_id", b"_request_id", "_status", b"_status", "_text_contains", b"_text_contains", "_trace_id", b"_trace_id", "client", b"client", "finish_reason", b"finish_reason", "min_duration_ms", b"min_duration_ms", "min_ttft_ms", b"min_ttft_ms", "model", b"model", "request_id", b"request_id", "status", b"status", "text_contains", b"text_contains", "trace_id", b"trace_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__client: _TypeAlias = _typing.Literal["client"]  # noqa: Y015
+    _WhichOneofArgType__client: _TypeAlias = _typing.Literal["_client", b"_client"]  # noqa: Y015
     _WhichOneofReturnType__finish_reason: _TypeAlias = _typing.Literal["finish_reason"]  # noqa: Y015
     _WhichOneofArgType__finish_reason: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason"]  # noqa: Y015
     _WhichOneofReturnType__min_duration_ms: _TypeAlias = _typing.Literal["min_duration_ms"]  # noqa: Y015
@@ -634,6 +860,8 @@ class TailPayloadsRequest(_message.Message):
     _WhichOneofArgType__text_contains: _TypeAlias = _typing.Literal["_text_contains", b"_text_contains"]  # noqa: Y015
     _WhichOneofReturnType__trace_id: _TypeAlias = _typing.Literal["trace_id"]  # noqa: Y015
     _WhichOneofArgType__trace_id: _TypeAlias = _typing.Literal["_trace_id", b"_trace_id"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__client) -> _WhichOneofReturnType__client | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__finish_reason) -> _WhichOneofReturnType__finish_reason | None: ...
     @_typing.overload
@@ -661,9 +889,9 @@ class AppendRequest(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     RECORD_FIELD_NUMBER: _builtins.int
     source: _builtins.str
-    """UUID of the tap that sends."""
+    """UUID of the spool that the record lay in."""
     sequence: _builtins.int
-    """From 1, without gaps, within a source."""
+    """Rises within a source."""
     @_builtins.property
     def record(self) -> Global___PayloadRecord: ...
     def __init__(

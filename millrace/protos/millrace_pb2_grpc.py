@@ -127,6 +127,11 @@ class PayloadLogStub:
                 request_serializer=millrace_dot_protos_dot_millrace__pb2.TailPayloadsRequest.SerializeToString,
                 response_deserializer=millrace_dot_protos_dot_millrace__pb2.PayloadRecord.FromString,
                 _registered_method=True)
+        self.Delete = channel.unary_unary(
+                '/millrace.v1.PayloadLog/Delete',
+                request_serializer=millrace_dot_protos_dot_millrace__pb2.DeletePayloadsRequest.SerializeToString,
+                response_deserializer=millrace_dot_protos_dot_millrace__pb2.DeletePayloadsResponse.FromString,
+                _registered_method=True)
 
 
 class PayloadLogServicer:
@@ -154,6 +159,13 @@ class PayloadLogServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Delete(self, request, context):
+        """Deletes every record of the key, for good; deleting what is not there deletes none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PayloadLogServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -171,6 +183,11 @@ def add_PayloadLogServicer_to_server(servicer, server):
                     servicer.Tail,
                     request_deserializer=millrace_dot_protos_dot_millrace__pb2.TailPayloadsRequest.FromString,
                     response_serializer=millrace_dot_protos_dot_millrace__pb2.PayloadRecord.SerializeToString,
+            ),
+            'Delete': grpc.unary_unary_rpc_method_handler(
+                    servicer.Delete,
+                    request_deserializer=millrace_dot_protos_dot_millrace__pb2.DeletePayloadsRequest.FromString,
+                    response_serializer=millrace_dot_protos_dot_millrace__pb2.DeletePayloadsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -255,6 +272,33 @@ class PayloadLog:
             '/millrace.v1.PayloadLog/Tail',
             millrace_dot_protos_dot_millrace__pb2.TailPayloadsRequest.SerializeToString,
             millrace_dot_protos_dot_millrace__pb2.PayloadRecord.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Delete(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.PayloadLog/Delete',
+            millrace_dot_protos_dot_millrace__pb2.DeletePayloadsRequest.SerializeToString,
+            millrace_dot_protos_dot_millrace__pb2.DeletePayloadsResponse.FromString,
             options,
             channel_credentials,
             insecure,

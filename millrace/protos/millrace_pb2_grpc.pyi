@@ -76,6 +76,8 @@ class PayloadLogStub:
     """Records that pass every filter, newest first."""
     Tail: _grpc.UnaryStreamMultiCallable[_millrace_pb2.TailPayloadsRequest, _millrace_pb2.PayloadRecord]
     """Records that pass every filter, as they are committed; ends only when the caller does, or is too slow to read."""
+    Delete: _grpc.UnaryUnaryMultiCallable[_millrace_pb2.DeletePayloadsRequest, _millrace_pb2.DeletePayloadsResponse]
+    """Deletes every record of the key, for good; deleting what is not there deletes none."""
 
 @_typing.type_check_only
 class PayloadLogAsyncStub(PayloadLogStub):
@@ -88,6 +90,8 @@ class PayloadLogAsyncStub(PayloadLogStub):
     """Records that pass every filter, newest first."""
     Tail: _aio.UnaryStreamMultiCallable[_millrace_pb2.TailPayloadsRequest, _millrace_pb2.PayloadRecord]  # type: ignore[assignment]
     """Records that pass every filter, as they are committed; ends only when the caller does, or is too slow to read."""
+    Delete: _aio.UnaryUnaryMultiCallable[_millrace_pb2.DeletePayloadsRequest, _millrace_pb2.DeletePayloadsResponse]  # type: ignore[assignment]
+    """Deletes every record of the key, for good; deleting what is not there deletes none."""
 
 class PayloadLogServicer(metaclass=_abc_1.ABCMeta):
     """Reads what the transformer recorded of each request."""
@@ -115,6 +119,14 @@ class PayloadLogServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_millrace_pb2.PayloadRecord], _abc.AsyncIterator[_millrace_pb2.PayloadRecord]]:
         """Records that pass every filter, as they are committed; ends only when the caller does, or is too slow to read."""
+
+    @_abc_1.abstractmethod
+    def Delete(
+        self,
+        request: _millrace_pb2.DeletePayloadsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_millrace_pb2.DeletePayloadsResponse, _abc.Awaitable[_millrace_pb2.DeletePayloadsResponse]]:
+        """Deletes every record of the key, for good; deleting what is not there deletes none."""
 
 def add_PayloadLogServicer_to_server(servicer: PayloadLogServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -3,7 +3,7 @@
 The published instrumentation for grpc.aio breaks handlers that write to their context, reports
 cancelled streams as OK and leaks client spans, hence our own. Names and attributes follow
 OpenTelemetry's RPC conventions: `rpc.system.name`, `rpc.method`, `rpc.response.status_code`.
-Health, reflection and the payload ingest, one call that lasts for days, are not traced.
+Health, reflection, the payload ingest, one call that lasts for days, and the gateway's access log are not traced.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ from opentelemetry.trace import StatusCode as SpanStatus
 
 from millrace.interceptors import Context, Continuation, Handler, guard_handler
 
-_UNTRACED = ("/grpc.health.", "/grpc.reflection.", "/millrace.v1.PayloadIngest/")
+_UNTRACED = (
+    "/grpc.health.",
+    "/grpc.reflection.",
+    "/millrace.v1.PayloadIngest/",
+    "/opentelemetry.proto.collector.logs.v1.LogsService/",
+)
 _tracer = trace.get_tracer("millrace")
 
 # A server's span is in error only where the server is to blame, as the conventions say.

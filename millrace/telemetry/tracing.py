@@ -36,6 +36,12 @@ def exports_spans() -> bool:
     return any(os.environ.get(name) for name in _ENDPOINTS)
 
 
+def current_span_id() -> str:
+    """The current span's id in hexadecimal, or "" outside of a trace."""
+    span = trace.get_current_span().get_span_context()
+    return trace.format_span_id(span.span_id) if span.is_valid else ""
+
+
 def current_trace_id() -> str:
     """The current trace id in hexadecimal, or "" outside of a trace."""
     span = trace.get_current_span().get_span_context()

@@ -1,15 +1,19 @@
-"""Starts the logger: the store, its two gRPC services, and health that says whether the store answers."""
+"""Starts the logger: the store, its gRPC services, retention, and health that says whether the store answers."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 
 from millrace.errors import NotReadyError
 from millrace.protos import millrace_pb2, millrace_pb2_grpc
 from millrace.server import Server
 from millrace.service import run_service
+from services.logger.gateway_calls import GatewayCalls
+from services.logger.retention import Retention
 from services.logger.servicer import PayloadIngestServicer, PayloadLogServicer
 from services.logger.settings import LoggerSettings
+from services.logger.sinks import start_sinks
 from services.logger.store import SqliteStore, Store
 from services.logger.tails import Tails
 
@@ -21,14 +25,18 @@ _PROBE_S = 5.0
 async def serve(settings: LoggerSettings) -> None:
     """Serves the payload log until SIGTERM."""
     server = Server("logger", settings.host, settings.port, settings.drain_s, [PAYLOAD_LOG])
-    store = SqliteStore(settings.database)
+    store = SqliteStore(settings.database, settings.fsync)
     server.at_stop(store.close)
     tails = Tails()
     ingest = PayloadIngestServicer(store, tails, server.stopping)
     millrace_pb2_grpc.add_PayloadLogServicer_to_server(PayloadLogServicer(store, tails), server.grpc)
     millrace_pb2_grpc.add_PayloadIngestServicer_to_server(ingest, server.grpc)
+    GatewayCalls(store, tails).add_to(server.grpc)
+    sinks = await start_sinks(settings, store, server)
+    retention = Retention(store, settings.retention_days, settings.max_size, sinks)
     await _report_health(server, store)
     server.own("store probe", _probe(server, store))
+    server.own("retention", retention.run())
     server.own("end of tails", _end_tails(server, tails))
     await server.run()
 
@@ -55,4 +63,8 @@ async def _end_tails(server: Server, tails: Tails) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["export"]:
+        from services.logger.export import main
+
+        sys.exit(main(sys.argv[2:]))
     run_service("logger", LoggerSettings, serve)

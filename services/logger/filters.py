@@ -1,11 +1,13 @@
 """What Query and Tail filter by, said once: as SQL for records that lie in a table, and as a test of one that comes in.
 
 `columns_of` gives the columns that the filters look at. Times are whole microseconds since 1970; a bound between two
-of them counts from the next one. A record without a time to first token passes no `min_ttft_ms`.
+of them counts from the next one. A record without a time to first token passes no `min_ttft_ms`. Durations have a class
+beside them, four to a doubling: an index of classes grows at a few places, one of durations all over.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,9 +28,13 @@ _COMPARISONS: Mapping[str, tuple[str, Comparison]] = {
     "finish_reason": ("finish_reason", operator.eq),
     "request_id": ("request_id", operator.eq),
     "trace_id": ("trace_id", operator.eq),
+    "client": ("client", operator.eq),
     "min_duration_ms": ("duration_ms", operator.ge),
     "min_ttft_ms": ("ttft_ms", operator.ge),
 }
+# Durations → their classes.
+_CLASSES = {"duration_ms": "duration_class", "ttft_ms": "ttft_class"}
+_SHORTEST_MS, _LONGEST_MS = 2.0**-10, 2.0**40
 
 
 class Filters:
@@ -46,6 +52,14 @@ class Filters:
         """All but the text, as conditions of a query."""
         return [compare(table.c[column], value) for column, compare, value in self._comparisons]
 
+    def lookups(self, table: sql.Table) -> list[sql.ColumnElement[bool]]:
+        """For each of the clauses, but those of time, one of an index that whatever passes it passes too."""
+        return [
+            table.c[_CLASSES[column]] >= class_of(value) if column in _CLASSES else compare(table.c[column], value)
+            for column, compare, value in self._comparisons
+            if column != "time_us"
+        ]
+
     def has_text(self, record: PayloadRecord) -> bool:
         """Whether the text that is looked for is in the prompt or in the answer."""
         return self.text in record.prompt or self.text in record.text
@@ -62,18 +76,28 @@ class Filters:
 
 
 def columns_of(record: PayloadRecord) -> dict[str, Any]:
-    """What of a record can be filtered by, by the name of its column."""
+    """What of a record lies in columns of its own, by their names; always in the same order."""
+    ttft_ms = record.ttft_ms if record.HasField("ttft_ms") else None
     return {
         "record_id": record.record_id,
         "time_us": _microseconds(record.time, record.time.nanos // 1_000),
         "model": record.model,
         "request_id": record.request_id,
         "trace_id": record.trace_id,
+        "client": record.client,
         "status": record.status,
         "finish_reason": record.finish_reason,
         "duration_ms": record.duration_ms,
-        "ttft_ms": record.ttft_ms if record.HasField("ttft_ms") else None,
+        "duration_class": class_of(record.duration_ms),
+        "ttft_ms": ttft_ms,
+        "ttft_class": None if ttft_ms is None else class_of(ttft_ms),
+        "call_id": record.call_id or None,
     }
+
+
+def class_of(ms: float) -> int:
+    """The class of a duration; a longer one has the same or a higher."""
+    return math.floor(4 * math.log2(min(max(_SHORTEST_MS, ms), _LONGEST_MS)))
 
 
 def _ceil_us(time: Timestamp) -> int:

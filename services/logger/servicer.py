@@ -1,4 +1,4 @@
-"""The logger's gRPC services over a `Store`: PayloadLog reads, PayloadIngest takes records in.
+"""The logger's gRPC services over a `Store`: PayloadLog reads and deletes, PayloadIngest takes records in.
 
 Every record that is committed is shown to the calls of Tail, by `Tails`, after the commit and once.
 """
@@ -6,8 +6,7 @@ Every record that is committed is shown to the calls of Tail, by `Tails`, after 
 from __future__ import annotations
 
 import asyncio
-import base64
-import uuid
+import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
@@ -17,6 +16,8 @@ from millrace.protos import millrace_pb2_grpc
 from millrace.protos.millrace_pb2 import (
     AppendRequest,
     AppendResponse,
+    DeletePayloadsRequest,
+    DeletePayloadsResponse,
     GetPayloadRequest,
     PayloadRecord,
     QueryPayloadsRequest,
@@ -32,10 +33,11 @@ MAX_PAGE_SIZE = 1000
 
 _MAX_ARRIVED_BYTES = 8 * 1024 * 1024
 _MAX_SEQUENCE = 2**63 - 1
+_UUID = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 
 
 class PayloadLogServicer(millrace_pb2_grpc.PayloadLogServicer):
-    """Reads records by key, by filter, and as they come."""
+    """Reads records by key, by filter, and as they come; deletes them by key."""
 
     def __init__(self, store: Store, tails: Tails) -> None:
         self._store = store
@@ -55,16 +57,22 @@ class PayloadLogServicer(millrace_pb2_grpc.PayloadLogServicer):
                 raise InvalidRequestError("give a record_id or a request_id")
         if record is None:
             raise NotFoundError(f"no record has the {key}")
+        record.ClearField("page_token")
         return record
+
+    async def Delete(self, request: DeletePayloadsRequest, context: Context) -> DeletePayloadsResponse:
+        key = request.WhichOneof("key")
+        # Without a value it would be every record that has none.
+        if key is None or not getattr(request, key):
+            raise InvalidRequestError("give a record_id, a request_id or a client")
+        return DeletePayloadsResponse(deleted=await self._store.delete(**{key: getattr(request, key)}))
 
     @errors_in_band(PayloadRecord)
     async def Query(self, request: QueryPayloadsRequest, context: Context) -> AsyncGenerator[PayloadRecord, None]:
         limit = request.page_size or DEFAULT_PAGE_SIZE
         if limit > MAX_PAGE_SIZE:
             raise InvalidRequestError(f"page_size {limit} is above {MAX_PAGE_SIZE}")
-        before = _record_id(request.page_token) if request.page_token else None
-        async for record in self._store.query(Filters(request), before, limit):
-            record.page_token = _page_token(record.record_id)
+        async for record in self._store.query(Filters(request), request.page_token or None, limit):
             yield record
 
     async def Tail(self, request: TailPayloadsRequest, context: Context) -> AsyncGenerator[PayloadRecord, None]:
@@ -115,15 +123,17 @@ class _Arrivals:
         self._waiting: list[AppendRequest] = []
         self._bytes = 0
         self._ended = False
-        self._changed = asyncio.Condition()
+        self._news = asyncio.Event()
+        self._room = asyncio.Event()
 
     async def take(self) -> list[AppendRequest]:
         """All that has arrived, at least one; empty after the last."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._waiting or self._ended)
-            batch, self._waiting, self._bytes = self._waiting, [], 0
-            self._changed.notify_all()
-            return batch
+        await self._news.wait()
+        batch, self._waiting, self._bytes = self._waiting, [], 0
+        if not self._ended:
+            self._news.clear()
+        self._room.set()
+        return batch
 
     async def collect(self, requests: AsyncIterator[AppendRequest], stopping: asyncio.Event) -> None:
         """Fills up until the requests end or `stopping` is set; raises what was wrong with a request."""
@@ -136,18 +146,18 @@ class _Arrivals:
         finally:
             reader.cancel()
             stop.cancel()
-            async with self._changed:
-                self._ended = True
-                self._changed.notify_all()
+            self._ended = True
+            self._news.set()
 
     async def _read(self, requests: AsyncIterator[AppendRequest]) -> None:
         async for request in requests:
             _check(request)
-            async with self._changed:
-                self._waiting.append(request)
-                self._bytes += request.ByteSize()
-                self._changed.notify_all()
-                await self._changed.wait_for(lambda: self._bytes < _MAX_ARRIVED_BYTES)
+            self._waiting.append(request)
+            self._bytes += request.ByteSize()
+            self._news.set()
+            if self._bytes >= _MAX_ARRIVED_BYTES:
+                self._room.clear()
+                await self._room.wait()
 
 
 def _check(request: AppendRequest) -> None:
@@ -155,21 +165,5 @@ def _check(request: AppendRequest) -> None:
         raise InvalidRequestError("an append without a source")
     if not 0 < request.sequence <= _MAX_SEQUENCE:
         raise InvalidRequestError(f"sequence {request.sequence} is not between 1 and {_MAX_SEQUENCE}")
-    record_id = request.record.record_id
-    try:
-        canonical = str(uuid.UUID(record_id)) == record_id
-    except ValueError:
-        canonical = False
-    if not canonical:
-        raise InvalidRequestError(f"record_id {record_id!r} is not a UUID")
-
-
-def _page_token(record_id: str) -> str:
-    return base64.urlsafe_b64encode(uuid.UUID(record_id).bytes).rstrip(b"=").decode()
-
-
-def _record_id(page_token: str) -> str:
-    try:
-        return str(uuid.UUID(bytes=base64.urlsafe_b64decode(page_token + "==")))
-    except ValueError:
-        raise InvalidRequestError("page_token is not one of ours") from None
+    if not _UUID.fullmatch(request.record.record_id):
+        raise InvalidRequestError(f"record_id {request.record.record_id!r} is not a UUID")

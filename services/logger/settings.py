@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated, Literal
 
-from pydantic import Field
-from pydantic_settings import SettingsConfigDict
+from pydantic import BeforeValidator, ByteSize, Field, HttpUrl
+from pydantic_settings import NoDecode, SettingsConfigDict
 
 from millrace.settings import Port, ServiceSettings
+
+Sinks = Annotated[tuple[HttpUrl, ...], NoDecode, BeforeValidator(lambda v: v.split(",") if isinstance(v, str) else v)]
 
 
 class LoggerSettings(ServiceSettings):
@@ -17,3 +20,32 @@ class LoggerSettings(ServiceSettings):
 
     port: Port = Field(9002, description="gRPC port.")
     database: Path = Field(Path(".run/payloads.sqlite3"), description="SQLite file; made if missing.")
+    fsync: bool = Field(
+        True,
+        description="Whether an acknowledged record survives a power cut too, and not the process's death alone.",
+    )
+    retention_days: float = Field(
+        7.0,
+        ge=0,
+        le=36500,
+        description="Days after which a record is deleted, whether sinks have had it or not; 0: never.",
+    )
+    max_size: ByteSize = Field(
+        ByteSize(10 << 30), ge=1 << 20, description="Size of the database from which on the oldest records are deleted."
+    )
+    sinks: Sinks = Field(
+        (), description="Comma list of http(s) URLs that every record is sent to as CloudEvents; a comma in one is %2C."
+    )
+    sink_from: Literal["now", "beginning"] = Field(
+        "now", description="Where a sink begins that this database has never sent to."
+    )
+    sink_timeout_s: float = Field(30.0, gt=0, le=3600, description="Seconds that a sink is given to take an event.")
+    sink_concurrency: int = Field(16, ge=1, le=256, description="Events on their way to a sink at a time.")
+    sink_source: str = Field(
+        "/millrace",
+        pattern="^[!-~]+$",
+        description="Source of the events, a URI reference to which /request or /response is added.",
+    )
+    sink_namespace: str = Field(
+        "default", pattern="^[!-~]+$", description="Namespace that the events name, as KServe's do."
+    )

@@ -1,85 +1,125 @@
 """Where payload records lie.
 
-`Store` is what the servicer needs; `SqliteStore` is the embedded one. A record is kept as its
-serialized protobuf beside the columns that queries filter by, under its record_id, a UUIDv7, so
-that the key's order is the order of arrival. `append` returns after the commit; a (source, sequence)
-or record_id that is already there changes nothing.
+`Store` is what the logger's services need; `SqliteStore` is the embedded one, in the file that schema.py describes.
+`append` returns after the commit; a (source, sequence) or record_id that has come before changes nothing, deleted or
+not. What is read is newest first, by the records' times, but for `after`, which reads in the order of commit.
 
-Threads: all writes happen on one thread, reads on a few others, none on the event loop. A query
-reads page by page, each in a transaction of its own, and holds none while its reader takes its time.
+Threads: all writes happen on one thread, reads on a few others, none on the event loop. A query reads page by page,
+each in a transaction of its own, and holds none while its reader takes its time. Whatever could take long (deleting,
+giving back space) is done in small steps, between which others write.
 
-Errors: StartupError where the file cannot be used, NotReadyError where the database stops answering.
+Errors: StartupError where the file cannot be used, NotReadyError where the database stops answering,
+InvalidRequestError for a page token that is none, DeadlineError where a search for text takes too long.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import sqlalchemy as sql
-from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.exc import DatabaseError
 
-from millrace.errors import NotReadyError, StartupError
+from millrace.errors import DeadlineError, NotReadyError
 from millrace.protos.millrace_pb2 import AppendRequest, PayloadRecord
-from services.logger.filters import Filters, columns_of
+from services.logger import reading, removing, schema, writing
+from services.logger.filters import Filters
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 1
+SEARCH_S = 5.0
 
 _READERS = 4
 _ROWS_PER_READ = 100
-
-_metadata = sql.MetaData()
-_records = sql.Table(
-    "records",
-    _metadata,
-    sql.Column("record_id", sql.String, primary_key=True),
-    sql.Column("source", sql.String, nullable=False),
-    sql.Column("sequence", sql.BigInteger, nullable=False),
-    sql.Column("time_us", sql.BigInteger, nullable=False),
-    sql.Column("model", sql.String, nullable=False),
-    sql.Column("request_id", sql.String, nullable=False),
-    sql.Column("trace_id", sql.String, nullable=False),
-    sql.Column("status", sql.String, nullable=False),
-    sql.Column("finish_reason", sql.String, nullable=False),
-    sql.Column("duration_ms", sql.Double),
-    sql.Column("ttft_ms", sql.Double),
-    sql.Column("body", sql.LargeBinary, nullable=False),
-    sql.UniqueConstraint("source", "sequence"),
-    # Each with the key behind it: the matches lie in the order in which they are asked for.
-    sql.Index("records_by_model", "model", "record_id"),
-    sql.Index("records_by_request_id", "request_id", "record_id"),
-    sql.Index("records_by_trace_id", "trace_id", "record_id"),
-    sql.Index("records_by_status", "status", "record_id"),
-    sql.Index("records_by_finish_reason", "finish_reason", "record_id"),
-    # Ranges are scanned newest first, which this lets SQLite do without reading the rows themselves.
-    sql.Index("records_by_range", "record_id", "time_us", "duration_ms", "ttft_ms"),
-)
-_column = _records.c
+_BYTES_PER_READ = 16 * 1024 * 1024
 
 T = TypeVar("T")
 
 
+class Stored(NamedTuple):
+    """A record and its place in the order of commit."""
+
+    position: int
+    record: PayloadRecord
+
+
 class Store(Protocol):
-    """Payload records by key and by filter."""
+    """Payload records by key, by filter and in the order of commit."""
 
     async def append(self, requests: Sequence[AppendRequest]) -> list[PayloadRecord]:
         """Commits the records, all or none, and returns the new ones; those that are there already stay as they are."""
+        ...
+
+    async def add_calls(self, calls: Sequence[PayloadRecord]) -> list[PayloadRecord]:
+        """Commits what the gateway said of calls: records of which `gateway` is set, and `call_id` where it has one.
+
+        The call is joined to the services' records that name its call_id. Where there is none it is a record of its
+        own, until one comes; these are returned.
+        """
         ...
 
     async def get(self, record_id: str) -> PayloadRecord | None:
         """The record of that key."""
         ...
 
-    def query(self, filters: Filters, before: str | None, limit: int) -> AsyncIterator[PayloadRecord]:
-        """At most `limit` records that pass every filter, newest first, from the one before record_id `before`."""
+    def query(self, filters: Filters, page_token: str | None, limit: int) -> AsyncIterator[PayloadRecord]:
+        """At most `limit` records that pass every filter, newest first, each with the page_token that goes on after it.
+
+        DeadlineError, which tells how far it came, where a text was looked for longer than it may be.
+        """
+        ...
+
+    async def delete(
+        self, *, record_id: str | None = None, request_id: str | None = None, client: str | None = None
+    ) -> int:
+        """Deletes every record of the one key that is given, for good; returns how many there were."""
+        ...
+
+    async def after(self, position: int, limit: int) -> list[Stored]:
+        """At most `limit` of the services' records after `position`, in the order of commit.
+
+        As they came: without what the gateway says, so that one that is read again is the same.
+        """
+        ...
+
+    async def last_position(self) -> int:
+        """The position of the newest commit, deleted or not; 0 where there was none."""
+        ...
+
+    async def cursor(self, name: str) -> int:
+        """How far the reader of that name is; 0 where there is none."""
+        ...
+
+    async def cursors(self) -> dict[str, int]:
+        """Every cursor that was ever moved."""
+        ...
+
+    async def move_cursor(self, name: str, position: int) -> None:
+        """Remembers how far the reader of that name is; returns after the commit."""
+        ...
+
+    def on_append(self, notice: Callable[[], None]) -> None:
+        """Has `notice` called on the event loop after each commit of services' records."""
+        ...
+
+    async def expire(self, before_us: int | None, max_bytes: int | None) -> list[int]:
+        """Deletes some of the oldest records, those before a time or above a size; returns their positions.
+
+        Empty when there are no more such. Records of the gateway's log alone count as position 0.
+        """
+        ...
+
+    async def forget(self, before_us: int) -> None:
+        """Forgets which sequences came, and which calls were deleted, before a time."""
+        ...
+
+    async def give_back(self) -> None:
+        """Gives the space of what was deleted back to the file system, and leaves nothing of it in the log."""
         ...
 
     async def check(self) -> None:
@@ -92,50 +132,150 @@ class Store(Protocol):
 
 
 class SqliteStore:
-    """A `Store` in one SQLite file that only its owner may read."""
+    """A `Store` in one SQLite file that only its owner may read.
 
-    def __init__(self, path: Path) -> None:
-        self._engine = _open(path)
+    With `fsync` what was committed survives a power cut too; without, the process's death alone.
+    """
+
+    def __init__(self, path: Path, fsync: bool = True, search_s: float = SEARCH_S) -> None:
+        schema.prepare(path)
+        self._search_s = search_s
+        self._writing = schema.open_for_writing(path, fsync)
+        self._reading = schema.open_for_reading(path, _READERS)
         self._writer = ThreadPoolExecutor(1, "store-writer")
         self._readers = ThreadPoolExecutor(_READERS, "store-reader")
+        self._notices: list[Callable[[], None]] = []
+        self._gathered: list[AppendRequest] = []
+        self._next_commit: asyncio.Task[set[int]] | None = None
+        self._committing = asyncio.Lock()
 
     async def append(self, requests: Sequence[AppendRequest]) -> list[PayloadRecord]:
-        return await self._run(self._writer, self._insert, requests) if requests else []
+        if not requests:
+            return []
+        self._gathered += requests
+        if self._next_commit is None:
+            self._next_commit = asyncio.create_task(self._commit(), name="store commit")
+            # Who waited for it may have gone.
+            self._next_commit.add_done_callback(lambda task: task.cancelled() or task.exception())
+        new = await asyncio.shield(self._next_commit)
+        return [request.record for key, request in {id(one): one for one in requests}.items() if key in new]
+
+    async def _commit(self) -> set[int]:
+        """Commits what every caller has brought during the commit before; returns the `id` of each new request."""
+        async with self._committing:
+            requests, self._gathered, self._next_commit = self._gathered, [], None
+            new = await self._write(writing.append, requests, schema.now_us())
+        if new:
+            for notice in self._notices:
+                notice()
+        return {id(request) for request in new}
+
+    async def add_calls(self, calls: Sequence[PayloadRecord]) -> list[PayloadRecord]:
+        return await self._write(writing.add_calls, calls, schema.now_us()) if calls else []
 
     async def get(self, record_id: str) -> PayloadRecord | None:
-        statement = sql.select(_column.record_id, _column.body).where(_column.record_id == record_id)
-        rows = await self._run(self._readers, self._select, statement)
-        return PayloadRecord.FromString(rows[0].body) if rows else None
+        rows = await self._select(reading.by_record_id(record_id))
+        return reading.record_of(rows[0]) if rows else None
 
-    async def query(self, filters: Filters, before: str | None, limit: int) -> AsyncIterator[PayloadRecord]:
-        clauses = filters.clauses(_records)
-        newest_first = sql.select(_column.record_id, _column.body).where(*clauses).order_by(_column.record_id.desc())
-        text = filters.text
+    async def query(self, filters: Filters, page_token: str | None, limit: int) -> AsyncIterator[PayloadRecord]:
+        before = reading.place_of(page_token) if page_token else None
+        text = filters.text.encode()
         rows_per_read = _ROWS_PER_READ if text else min(limit, _ROWS_PER_READ)
+        give_up_at, looked_through = time.monotonic() + self._search_s, 0
         while True:
-            page = newest_first if before is None else newest_first.where(_column.record_id < before)
-            rows = await self._run(self._readers, self._select, page.limit(rows_per_read))
+            rows = await self._read(reading.page, filters, before, rows_per_read)
+            looked_through += len(rows)
             for row in rows:
                 # Protobuf keeps strings as they are: most rows without the text need no parsing.
-                if text.encode() not in row.body:
+                if text not in row.body:
                     continue
-                record = PayloadRecord.FromString(row.body)
+                record = reading.record_of(row)
                 if filters.has_text(record):
+                    record.page_token = reading.token_of(row)
                     yield record
                     limit -= 1
                     if limit == 0:
                         return
             if len(rows) < rows_per_read:
                 return
-            before = rows[-1].record_id
+            before = reading.Place(rows[-1].time_us, rows[-1].position)
+            if text and time.monotonic() >= give_up_at:
+                raise _searched_too_long(looked_through, rows[-1])
+
+    async def delete(
+        self, *, record_id: str | None = None, request_id: str | None = None, client: str | None = None
+    ) -> int:
+        keys = {"record_id": record_id, "request_id": request_id, "client": client}
+        ((column, value),) = ((column, value) for column, value in keys.items() if value is not None)
+        deleted = 0
+        while batch := await self._write(removing.delete_some, schema.records.c[column] == value):
+            deleted += batch
+        if deleted:
+            await self.give_back()
+        return deleted
+
+    async def after(self, position: int, limit: int) -> list[Stored]:
+        return await self._read(_after, position, limit)
+
+    async def last_position(self) -> int:
+        found = await self._select(sql.text("SELECT seq FROM sqlite_sequence WHERE name = 'records'"))
+        return int(found[0].seq) if found else 0
+
+    async def cursor(self, name: str) -> int:
+        return (await self.cursors()).get(name, 0)
+
+    async def cursors(self) -> dict[str, int]:
+        return {row.name: row.position for row in await self._select(sql.select(schema.cursors))}
+
+    async def move_cursor(self, name: str, position: int) -> None:
+        statement = sql.text("INSERT OR REPLACE INTO cursors (name, position) VALUES (:name, :position)")
+        await self._write(sql.Connection.execute, statement, {"name": name, "position": position})
+
+    def on_append(self, notice: Callable[[], None]) -> None:
+        self._notices.append(notice)
+
+    async def expire(self, before_us: int | None, max_bytes: int | None) -> list[int]:
+        return await self._write(removing.expire_some, before_us, max_bytes)
+
+    async def forget(self, before_us: int) -> None:
+        while await self._write(removing.forget_some, before_us):
+            pass
+
+    async def give_back(self) -> None:
+        while await self._run(self._writer, removing.give_back_some, self._writing):
+            pass
+        await self._run(self._writer, removing.empty_log, self._writing)
 
     async def check(self) -> None:
-        await self._run(self._readers, self._select, sql.select(_column.record_id).limit(1))
+        await self._select(sql.select(schema.records.c.position).limit(1))
 
     async def close(self) -> None:
-        for executor in (self._writer, self._readers):
-            await asyncio.to_thread(executor.shutdown)
-        self._engine.dispose()
+        async with self._committing:
+            for executor in (self._writer, self._readers):
+                await asyncio.to_thread(executor.shutdown)
+        self._reading.dispose()
+        self._writing.dispose()
+
+    async def _select(self, statement: sql.Executable) -> Sequence[sql.Row[Any]]:
+        return await self._read(lambda connection: connection.execute(statement).all())
+
+    async def _read(self, work: Callable[..., T], *arguments: Any) -> T:
+        """`work(connection, …)` on a reader's thread, in a transaction of its own."""
+
+        def transact() -> T:
+            with self._reading.connect() as connection:
+                return work(connection, *arguments)
+
+        return await self._run(self._readers, transact)
+
+    async def _write(self, work: Callable[..., T], *arguments: Any) -> T:
+        """`work(connection, …)` on the writer's thread, committed."""
+
+        def transact() -> T:
+            with self._writing.begin() as connection:
+                return work(connection, *arguments)
+
+        return await self._run(self._writer, transact)
 
     async def _run(self, executor: ThreadPoolExecutor, work: Callable[..., T], *arguments: Any) -> T:
         try:
@@ -144,54 +284,20 @@ class SqliteStore:
             logger.error("the database failed: %s", error.orig)
             raise NotReadyError("the payload store does not answer") from error
 
-    def _insert(self, requests: Sequence[AppendRequest]) -> list[PayloadRecord]:
-        statement = insert(_records).on_conflict_do_nothing().returning(_column.record_id)
-        with self._engine.begin() as connection:
-            new = set(connection.execute(statement, [_row(request) for request in requests]).scalars())
-        records: dict[str, PayloadRecord] = {}
-        for request in requests:
-            records.setdefault(request.record.record_id, request.record)
-        return [record for record_id, record in records.items() if record_id in new]
 
-    def _select(self, statement: sql.Select[Any]) -> Sequence[sql.Row[Any]]:
-        with self._engine.connect() as connection:
-            return connection.execute(statement).all()
+def _after(connection: sql.Connection, position: int, limit: int) -> list[Stored]:
+    page: list[Stored] = []
+    size = 0
+    for row in connection.execute(reading.after(position, limit)):
+        page.append(Stored(row.position, PayloadRecord.FromString(row.body)))
+        size += len(row.body)
+        if size >= _BYTES_PER_READ:
+            break
+    return page
 
 
-def _row(request: AppendRequest) -> dict[str, Any]:
-    return columns_of(request.record) | {
-        "source": request.source,
-        "sequence": request.sequence,
-        "body": request.record.SerializeToString(),
-    }
-
-
-def _open(path: Path) -> sql.Engine:
-    """An engine on the file, which is made, or checked to be ours, first."""
-    engine = sql.create_engine(sql.URL.create("sqlite", database=str(path)))
-    sql.event.listen(engine, "connect", _configure)
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # SQLite gives its -wal and -shm files the mode of the database.
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-        path.chmod(0o600)
-        with engine.begin() as connection:
-            version = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
-            if version > SCHEMA_VERSION:
-                raise StartupError(
-                    f"{path} has schema version {version}, this logger knows {SCHEMA_VERSION}: "
-                    "start a newer logger or name another file in LOGGER_DATABASE"
-                )
-            _metadata.create_all(connection)
-            connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")
-    except OSError as error:
-        raise StartupError(f"LOGGER_DATABASE={path}: {error.strerror}") from None
-    except DatabaseError as error:
-        raise StartupError(f"LOGGER_DATABASE={path}: {error.orig}") from None
-    return engine
-
-
-def _configure(connection: Any, _: object) -> None:
-    # Readers never wait for the writer (WAL), and an acknowledged record survives a power cut (FULL).
-    for setting in ("journal_mode = WAL", "synchronous = FULL", "busy_timeout = 5000"):
-        connection.execute(f"PRAGMA {setting}")
+def _searched_too_long(looked_through: int, last: sql.Row[Any]) -> DeadlineError:
+    return DeadlineError(
+        f"of the newest records {looked_through} were looked through for the text, which took too long:"
+        f" narrow the search by other filters, or go on with page_token={reading.token_of(last)}"
+    )

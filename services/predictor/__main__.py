@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 
 from millrace.payload_tap import PayloadTap
@@ -28,7 +29,12 @@ async def serve(settings: PredictorSettings) -> None:
         await server.set_serving(READY, ready)
 
     repository = ModelRepository(settings, tell_ready)
-    tap = PayloadTap(settings.logger, hop="predictor") if settings.payload_log == "on" else None
+    tap = None
+    if settings.payload_log == "on":
+        tap = PayloadTap(
+            settings.logger, spool=settings.payload_spool, spool_max=settings.payload_spool_max, hop="predictor"
+        )
+        tap.start()
     add_GRPCInferenceServiceServicer_to_server(InferenceServicer(repository, tap), server.grpc)
 
     async def load() -> None:
@@ -44,11 +50,11 @@ async def serve(settings: PredictorSettings) -> None:
     if tap is not None:
         shipped = tap
 
-        async def drain_tap() -> None:
+        async def end_tap() -> None:
             await shipped.drain(_TAP_DRAIN_S)
+            await asyncio.to_thread(shipped.close)
 
-        server.own("payload-shipper", tap.ship())
-        server.at_stop(drain_tap)
+        server.at_stop(end_tap)
     server.at_stop(repository.close)
     await server.run()
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import AbstractContextManager, aclosing, nullcontext
 
 from millrace import __version__
 from millrace.errors import InvalidRequestError, NotFoundError, NotImplementedMethodError
 from millrace.interceptors import Context
 from millrace.open_inference import OpenInferenceBase
-from millrace.payload_tap import PayloadTap
+from millrace.payload_tap import PayloadTap, Recording
 from millrace.protos import inference_pb2 as pb
-from millrace.recorded_call import is_recorded, recorded, request_id_of
+from millrace.recorded_call import is_recorded, origin_of, recorded
+from millrace.recorded_tensors import answer_tensors, request_tensors, streamed_tensors
 from millrace.stream_infer import errors_as_status, multiplex
 from services.predictor.repository import ModelRepository, State
 from services.predictor.served_model import VERSION, config_of, metadata_of
@@ -97,38 +98,43 @@ class InferenceServicer(OpenInferenceBase):
         return pb.RepositoryModelUnloadResponse()
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
-        with self._recorded(request, context, "ModelInfer"):
+        with self._recorded(request, context, "ModelInfer") as recording:
             serving = self._repository.get(request.model_name, request.model_version)
-            return await serving.infer(request, context.time_remaining())
+            response = await serving.infer(request, context.time_remaining())
+            if recording is not None:
+                recording.end("OK", outputs=answer_tensors(response))
+                await recording.begun()
+            return response
 
     async def ModelStreamInfer(
         self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context
     ) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
         async def answer(request: pb.ModelInferRequest) -> AsyncGenerator[pb.ModelInferResponse, None]:
-            with self._recorded(request, context, "ModelStreamInfer"):
+            is_first = True
+            with self._recorded(request, context, "ModelStreamInfer") as recording:
                 serving = self._repository.get(request.model_name, request.model_version)
                 async with aclosing(serving.stream(request, context.time_remaining())) as responses:
                     async for response in responses:
+                        if recording is not None:
+                            recording.chunk("", outputs=streamed_tensors(response))
+                            if is_first:
+                                is_first = False
+                                await recording.begun()
                         yield response
 
         async with aclosing(multiplex(request_iterator, answer, errors_as_status(context))) as responses:
             async for response in responses:
                 yield response
 
-    @contextmanager
-    def _recorded(self, request: pb.ModelInferRequest, context: Context, method: str) -> Iterator[None]:
+    def _recorded(
+        self, request: pb.ModelInferRequest, context: Context, method: str
+    ) -> AbstractContextManager[Recording | None]:
         """Records what becomes of the request in the block, unless its caller does."""
         if self._tap is None or is_recorded(context):
-            yield
-            return
-        with recorded(
-            self._tap,
-            request_id=request_id_of(context, request.id),
-            model=request.model_name,
-            protocol=f"{_SERVICE}/{method}",
-            timeout_s=context.time_remaining(),
-        ):
-            yield
+            return nullcontext()
+        origin = origin_of(context, f"{_SERVICE}/{method}", request.id)
+        inputs = request_tensors(request)
+        return recorded(self._tap, origin, request.model_name, context.time_remaining(), inputs=inputs)
 
 
 def _check_repository_name(name: str) -> None:

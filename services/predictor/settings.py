@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, ByteSize, DirectoryPath, Field
@@ -70,5 +71,12 @@ class PredictorSettings(ServiceSettings):
     )
     payload_log: Literal["off", "on"] = Field(
         "off", description="on records the requests that reach the predictor without the transformer."
+    )
+    payload_spool: Path = Field(
+        Path(".run/spool-predictor"),
+        description="Folder in which such records wait for the logger; several predictors may share it.",
+    )
+    payload_spool_max: ByteSize = Field(
+        ByteSize(1 << 30), gt=0, description="Bytes of them that wait there at most; more are dropped and counted."
     )
     logger: str = Field("127.0.0.1:9002", description="The payload logger, for payload_log.")

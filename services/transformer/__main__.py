@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from concurrent.futures import ThreadPoolExecutor
 
 from millrace.channel import open_channel
@@ -14,6 +16,8 @@ from millrace.service import run_service
 from millrace.threads import run_in_daemon_thread
 from services.transformer.settings import TransformerSettings
 from services.transformer.workers import supervise
+
+logger = logging.getLogger(__name__)
 
 # The public face: what reflection lists and health answers for. The payload log is the logger's, behind the
 # same address.
@@ -54,7 +58,18 @@ async def _serve(settings: TransformerSettings, shares_port: bool) -> None:
 
     predictor = PredictorClient(settings.predictor)
     log = open_channel(settings.logger, "logger")
-    tap = PayloadTap(settings.logger, settings.payload_queue_memory, hop="transformer")
+    tap = PayloadTap(
+        settings.logger,
+        settings.payload_rules,
+        spool=settings.payload_spool,
+        spool_max=settings.payload_spool_max,
+        memory=settings.payload_queue_memory,
+        fsync=settings.payload_spool_fsync,
+        hop="transformer",
+    )
+    tap.start()
+    for name in settings.unknown_logged_models:
+        logger.warning("TRANSFORMER_PAYLOAD_LOG names the model %s, which is not configured here", name)
     pool = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="tokenizer")
     replicas = Replicas(settings.predictor_replicas, predictor)
     work = WorkPool(settings.processor_threads, settings.processor_waiting, "processor")
@@ -91,10 +106,10 @@ async def _serve(settings: TransformerSettings, shares_port: bool) -> None:
 
     async def drain_tap() -> None:
         await tap.drain(_TAP_DRAIN_S)
+        await asyncio.to_thread(tap.close)
 
     for name in ("", READY, *_OWN, _PAYLOAD_LOG):
         await server.set_serving(name, False)
-    server.own("payload-shipper", tap.ship())
     server.own("payload-log-health", watch_serving(log, _PAYLOAD_LOG, tell_of_log))
     server.at_stop(log.close)
     server.at_stop(predictor.close)

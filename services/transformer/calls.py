@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from millrace import recorded_call
 from millrace.errors import InvalidRequestError
 from millrace.interceptors import Context
 from millrace.recorded_call import MAX_REQUEST_ID
@@ -12,11 +11,10 @@ _TIMEOUT_MS = "x-timeout-ms"
 MAX_MESSAGES = 4096  # Of one conversation: rendering more would stop the event loop.
 
 
-def request_id_of(context: Context, given: str = "") -> str:
-    """The caller's own id, else the gateway's, else a new one; raises InvalidRequestError of too long an own one."""
+def check_request_id(given: str) -> None:
+    """Refuses a caller's own id that is too long to be kept."""
     if len(given) > MAX_REQUEST_ID:
         raise InvalidRequestError(f"the request id has {len(given)} characters, at most {MAX_REQUEST_ID} are allowed")
-    return recorded_call.request_id_of(context, given)
 
 
 def check_message_count(count: int) -> None:

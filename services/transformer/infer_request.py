@@ -9,19 +9,18 @@ Source of the format: protobuf's wire encoding; every field of these messages is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from google.protobuf.message import DecodeError
 
 from millrace.errors import InvalidRequestError
 from millrace.protos import inference_pb2 as pb
+from millrace.wire_fields import fields
 
 # model_name, model_version, id, parameters.
 _HEAD_FIELDS = frozenset({1, 2, 3, 4})
-_LENGTH_DELIMITED = 2
 # Beyond so many fields the C parser is faster than this scan, and nobody can stop the event loop with it.
 _MAX_SCANNED_FIELDS = 1024
-_MAX_VARINT_BYTES = 10
 
 
 class InferRequest:
@@ -76,37 +75,13 @@ class InferRequest:
         return self._message
 
     @property
+    def received_data(self) -> bytes | None:
+        """The request as it came, or None where a front end has made it."""
+        return self._data
+
+    @property
     def data(self) -> bytes:
         """The whole request as bytes."""
         if self._data is None:
             self._data = self.message.SerializeToString()
         return self._data
-
-
-def fields(data: bytes) -> Iterator[tuple[int, int, int, int]]:
-    """Each field of a message: its number, where it starts, where its contents start, and where they end."""
-    at, size = 0, len(data)
-    while at < size:
-        start = at
-        tag, at = _varint(data, at)
-        if tag & 7 != _LENGTH_DELIMITED:
-            raise DecodeError("a field is not length-delimited")
-        length, at = _varint(data, at)
-        if length > size - at:
-            raise DecodeError("a field ends beyond the message")
-        yield tag >> 3, start, at, at + length
-        at += length
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number at a position, and the position after it."""
-    value = 0
-    for shift in range(0, 7 * _MAX_VARINT_BYTES, 7):
-        if at >= len(data):
-            break
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-    raise DecodeError("a number is cut off")

@@ -1,25 +1,26 @@
 """One OIP request, whatever its model is: text, a processor of the user's own, or tensors that are relayed.
 
 Behind every front end that speaks the protocol, gRPC and REST. Text is recorded by the pipeline, with
-what was said; of anything else the record has the outcome alone. An answer is a message, or the bytes of
-one that the predictor sent and nobody here looked at. Raises MillraceError; closing a generator cancels
-the request.
+what was said; of anything else the record has the tensors, those of a stream answer by answer. An answer is a
+message, or the bytes of one that the predictor sent and nobody here looked at. Raises MillraceError; closing a
+generator cancels the request.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import AbstractContextManager, aclosing, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, aclosing
 
-from millrace.payload_tap import PayloadTap
+from millrace.payload_tap import PayloadTap, Recording
 from millrace.protos import inference_pb2 as pb
-from millrace.recorded_call import recorded
+from millrace.recorded_call import Origin, recorded
+from millrace.recorded_tensors import answer_tensors, request_tensors, streamed_tensors
 from millrace.stream_infer import FINAL
 from services.transformer import processed
-from services.transformer.catalogue import Catalogue, Model, ProcessedModel, TextModel
+from services.transformer.calls import check_request_id
+from services.transformer.catalogue import Catalogue, Model, ProcessedModel, RelayedModel, TextModel
 from services.transformer.infer_request import InferRequest
-from services.transformer.pipeline import Origin, Pipeline
+from services.transformer.pipeline import Pipeline
 from services.transformer.relay import Relay
 from services.transformer.text_tensors import TextAnswer, TextCall, read_request
 
@@ -40,42 +41,56 @@ class Inference:
         model = self._find(request, origin)
         if isinstance(model, TextModel):
             return await self._whole_text(model, request, self._read(request, origin, timeout_s))
-        with self._recorded(request, origin, timeout_s):
+        with self._recorded(request, origin, timeout_s) as recording:
+            answer: pb.ModelInferResponse | bytes
             if isinstance(model, ProcessedModel):
-                return await processed.infer(model, request, self._relay, timeout_s)
-            return await self._relay.infer(request.data, timeout_s)
+                answer = await processed.infer(model, request, self._relay, timeout_s)
+            else:
+                answer = await self._relay.infer(request.data, timeout_s)
+            recording.end("OK", outputs=answer_tensors(answer))
+            await recording.begun()
+            return answer
 
     async def stream(
         self, request: InferRequest, origin: Origin, timeout_s: float | None
     ) -> AsyncGenerator[pb.ModelInferResponse | bytes, None]:
         """The answers as they come, the last one marked; bytes are a serialized ModelStreamInferResponse."""
         model = self._find(request, origin)
-        answers: AsyncGenerator[pb.ModelInferResponse | bytes, None]
         if isinstance(model, TextModel):
             answers = self._text(model, request, self._read(request, origin, timeout_s))
-            record: AbstractContextManager[Any] = nullcontext()  # The pipeline's own.
         else:
-            record = self._recorded(request, origin, timeout_s)
+            answers = self._tensors(model, request, origin, timeout_s)
+        async with aclosing(answers):
+            async for answer in answers:
+                yield answer
+
+    async def _tensors(
+        self, model: RelayedModel | ProcessedModel, request: InferRequest, origin: Origin, timeout_s: float | None
+    ) -> AsyncGenerator[pb.ModelInferResponse | bytes, None]:
+        with self._recorded(request, origin, timeout_s) as recording:
+            answers: AsyncGenerator[pb.ModelInferResponse | bytes, None]
             if isinstance(model, ProcessedModel):
                 answers = processed.stream(model, request, self._relay, timeout_s)
             else:
                 answers = self._relay.stream(request.data, timeout_s)
-        with record:
+            is_first = True
             async with aclosing(answers):
                 async for answer in answers:
+                    recording.chunk("", outputs=streamed_tensors(answer))
+                    if is_first:
+                        is_first = False
+                        await recording.begun()
                     yield answer
 
-    def _recorded(self, request: InferRequest, origin: Origin, timeout_s: float | None) -> AbstractContextManager[Any]:
-        return recorded(
-            self._tap,
-            request_id=origin.request_id,
-            model=request.model_name,
-            protocol=origin.protocol,
-            timeout_s=timeout_s,
-        )
+    def _recorded(
+        self, request: InferRequest, origin: Origin, timeout_s: float | None
+    ) -> AbstractContextManager[Recording]:
+        inputs = request_tensors(request.received_data or request.message)
+        return recorded(self._tap, origin, request.model_name, timeout_s, inputs=inputs)
 
     def _find(self, request: InferRequest, origin: Origin) -> Model:
         with self._pipeline.recording_refusals(origin, request.model_name):
+            check_request_id(request.id)
             return self._catalogue.find(request.model_name, request.model_version)
 
     def _read(self, request: InferRequest, origin: Origin, timeout_s: float | None) -> TextCall:

@@ -19,13 +19,13 @@ from millrace.interceptors import Context
 from millrace.open_inference import OpenInferenceBase
 from millrace.protos import inference_pb2 as pb
 from millrace.protos.inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
+from millrace.recorded_call import origin_of
 from millrace.stream_infer import errors_as_status, multiplex
 from services.transformer import processed, text_tensors
-from services.transformer.calls import request_id_of, timeout_of
+from services.transformer.calls import timeout_of
 from services.transformer.catalogue import Catalogue, ProcessedModel, TextModel
 from services.transformer.infer_request import InferRequest
 from services.transformer.inference import Inference
-from services.transformer.pipeline import Origin
 from services.transformer.predictor_client import PROBE_TIMEOUT_S, PredictorClient, answered_soon
 from services.transformer.replicas import READY, Replicas
 
@@ -92,13 +92,13 @@ class InferenceServicer(OpenInferenceBase):
         self, request: InferRequest, context: Context, protocol: str = _INFER
     ) -> pb.ModelInferResponse | bytes:
         """ModelInfer."""
-        origin = Origin(protocol, request_id_of(context, request.id))
+        origin = origin_of(context, protocol, request.id)
         return await self._inference.infer(request, origin, timeout_of(context))
 
     def _stream(
         self, request: InferRequest, context: Context, protocol: str
     ) -> AsyncGenerator[pb.ModelInferResponse | bytes, None]:
-        origin = Origin(protocol, request_id_of(context, request.id))
+        origin = origin_of(context, protocol, request.id)
         return self._inference.stream(request, origin, timeout_of(context))
 
     # ------------------------------------------------------------------ the server and its models

@@ -24,9 +24,10 @@ from millrace.interceptors import Context
 from millrace.protos import inference_pb2 as pb
 from millrace.protos import rest_pb2_grpc
 from millrace.protos.rest_pb2 import ModelBody, ModelRequest, SharedMemoryRequest
-from services.transformer.calls import request_id_of, timeout_of
+from millrace.recorded_call import origin_of
+from services.transformer.calls import timeout_of
 from services.transformer.inference_servicer import InferenceServicer
-from services.transformer.pipeline import Origin, Pipeline
+from services.transformer.pipeline import Pipeline
 from services.transformer.rest import EVENTS, JSON, json_body, rest_errors
 from services.transformer.v2_rest import documents
 from services.transformer.v2_rest.body_threads import BodyThreads
@@ -125,7 +126,7 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
         self, read: Callable[[ModelBody, Context], Awaitable[T]], request: ModelBody, context: Context, method: str
     ) -> T:
         """What a body asks for; one that is refused is on record like any other request."""
-        with self._pipeline.recording_refusals(Origin(method, request_id_of(context)), request.model):
+        with self._pipeline.recording_refusals(origin_of(context, method), request.model):
             return await read(request, context)
 
     async def _read_infer(self, request: ModelBody, context: Context) -> InferCall:

@@ -18,7 +18,8 @@ from google.protobuf.empty_pb2 import Empty
 from millrace.errors import NotFoundError, NotReadyError
 from millrace.interceptors import Context
 from millrace.protos import rest_pb2, rest_pb2_grpc
-from services.transformer.calls import request_id_of, timeout_of
+from millrace.recorded_call import Origin, origin_of
+from services.transformer.calls import timeout_of
 from services.transformer.catalogue import Catalogue, RelayedModel, TextModel
 from services.transformer.openai.answers import ChatFormat, CompletionFormat, Echoes
 from services.transformer.openai.bodies import answer
@@ -31,7 +32,7 @@ from services.transformer.openai.generation_requests import (
     CompletionRequest,
 )
 from services.transformer.openai.requests import parse
-from services.transformer.pipeline import Origin, Pipeline, TextRequest
+from services.transformer.pipeline import Pipeline, TextRequest
 from services.transformer.rest import JSON, json_body, rest_errors
 from services.transformer.tokenizer import TextTokenizer
 
@@ -59,7 +60,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
 
     @rest_errors(openai_error)
     async def Completions(self, request: HttpBody, context: Context) -> AsyncGenerator[HttpBody, None]:
-        origin = Origin("millrace.rest.v1.OpenAI/Completions", request_id_of(context))
+        origin = origin_of(context, "millrace.rest.v1.OpenAI/Completions")
         with self._pipeline.recording_refusals(origin):
             asked = parse(CompletionRequest, request.data)
         echoes = Echoes(asked.prompt, asked.n, self._tokenizer(origin, asked.model)) if asked.echo else None
@@ -87,7 +88,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
 
     @rest_errors(openai_error)
     async def ChatCompletions(self, request: HttpBody, context: Context) -> AsyncGenerator[HttpBody, None]:
-        origin = Origin("millrace.rest.v1.OpenAI/ChatCompletions", request_id_of(context))
+        origin = origin_of(context, "millrace.rest.v1.OpenAI/ChatCompletions")
         with self._pipeline.recording_refusals(origin):
             asked = parse(ChatCompletionRequest, request.data)
         generations = choices_of(
@@ -109,7 +110,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
 
     @rest_errors(openai_error)
     async def Embeddings(self, request: HttpBody, context: Context) -> AsyncGenerator[HttpBody, None]:
-        origin = Origin("millrace.rest.v1.OpenAI/Embeddings", request_id_of(context))
+        origin = origin_of(context, "millrace.rest.v1.OpenAI/Embeddings")
         with self._pipeline.recording_refusals(origin):
             asked = parse(EmbeddingsRequest, request.data)
         vectors, tokens = await self._embedder.embed(asked, origin, timeout_of(context))

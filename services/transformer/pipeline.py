@@ -14,11 +14,11 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from millrace.errors import DeadlineError, InvalidRequestError, MillraceError
-from millrace.payload_tap import PayloadTap, Recording
+from millrace.errors import DeadlineError, InvalidRequestError
+from millrace.payload_tap import PayloadTap
 from millrace.protos.millrace_pb2 import Usage
+from millrace.recorded_call import Origin, begin, deadline_passed
 from millrace.sampling import DEFAULT_MAX_TOKENS
-from millrace.telemetry.tracing import current_trace_id
 from services.transformer.catalogue import Catalogue, TextModel
 from services.transformer.detokenizer import Detokenizer
 from services.transformer.predictor_client import PredictorClient, TokenChunk
@@ -28,14 +28,6 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_RECORDED_CHARACTERS = 1024 * 1024
 _MAX_RECORDED_IDS = 128 * 1024
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a request came in: the method called, and the caller's or the gateway's id for it."""
-
-    protocol: str
-    request_id: str
 
 
 @dataclass(frozen=True)
@@ -99,21 +91,22 @@ class Pipeline:
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
         """The chunks of one answer; raises MillraceError; closing the generator cancels the request."""
-        arrived = time.monotonic()
-        with self._begin(
-            request.origin, request.model, _recorded_prompt(request), _recorded_parameters(request)
-        ) as tap:
+        arrived, is_first = time.monotonic(), True
+        prompt, parameters = _recorded_prompt(request), _recorded_parameters(request)
+        with begin(self._tap, request.origin, request.model, prompt=prompt, parameters=parameters) as recording:
             try:
                 async with aclosing(self._generate(request, arrived)) as chunks:
                     async for chunk in chunks:
-                        tap.chunk(chunk.text, chunk.token_ids)
+                        recording.chunk(chunk.text, chunk.token_ids, chunk.logprobs)
                         if chunk.finish_reason is not None:
-                            tap.end("OK", finish_reason=chunk.finish_reason, usage=chunk.usage)
+                            recording.end("OK", finish_reason=chunk.finish_reason, usage=chunk.usage)
+                        if is_first:  # What a client has seen begin is on record, even if this process dies now.
+                            is_first = False
+                            await recording.begun()
                         yield chunk
             except (asyncio.CancelledError, GeneratorExit):
-                # gRPC cancels a call whose deadline passes; that is not the caller's doing.
-                if request.timeout_s is not None and time.monotonic() - arrived >= request.timeout_s:
-                    tap.end("DEADLINE_EXCEEDED", "the deadline passed")
+                if deadline_passed(arrived, request.timeout_s):
+                    recording.end("DEADLINE_EXCEEDED", "the deadline passed")
                 raise
 
     @contextmanager
@@ -121,19 +114,9 @@ class Pipeline:
         """Records what a front end refuses before it has made a TextRequest of it."""
         try:
             yield
-        except MillraceError:
-            with self._begin(origin, model):
+        except Exception:
+            with begin(self._tap, origin, model):
                 raise
-
-    def _begin(self, origin: Origin, model: str, prompt: str = "", parameters: str = "") -> Recording:
-        return self._tap.begin(
-            request_id=origin.request_id,
-            model=model,
-            protocol=origin.protocol,
-            prompt=prompt,
-            parameters=parameters,
-            trace_id=current_trace_id(),
-        )
 
     async def _generate(self, request: TextRequest, arrived: float) -> AsyncGenerator[TextChunk, None]:
         model = self._catalogue.get(request.model, request.version)
@@ -222,14 +205,35 @@ def _recorded_prompt(request: TextRequest) -> str:
     if request.prompt is not None:
         return _cut(request.prompt)
     if request.prompt_ids is not None:
-        return _cut(json.dumps(list(request.prompt_ids[:_MAX_RECORDED_IDS])))
-    messages = [{"role": _cut(role), "content": _cut(content)} for role, content in request.messages]
-    return _cut(json.dumps(messages, ensure_ascii=False))
+        return recorded_list([request.prompt_ids])[1:-1]
+    texts = iter(_cut_together([text for message in request.messages for text in message]))
+    messages = [{"role": role, "content": content} for role, content in zip(texts, texts, strict=True)]
+    return json.dumps(messages, ensure_ascii=False)
 
 
-def _cut(text: str) -> str:
-    beyond = len(text) - MAX_RECORDED_CHARACTERS
-    return text if beyond <= 0 else f"{text[:MAX_RECORDED_CHARACTERS]}… ({beyond} characters more)"
+def recorded_list(prompts: Sequence[str | Sequence[int]]) -> str:
+    """Several prompts as a JSON list, which it stays where prompts are cut off: rules read it."""
+    texts = iter(_cut_together([prompt for prompt in prompts if isinstance(prompt, str)]))
+    left = _MAX_RECORDED_IDS
+    kept: list[str | list[int]] = []
+    for prompt in prompts:
+        kept.append(next(texts) if isinstance(prompt, str) else list(prompt[:left]))
+        left -= 0 if isinstance(prompt, str) else len(kept[-1])
+    return json.dumps(kept, ensure_ascii=False)
+
+
+def _cut_together(texts: Sequence[str]) -> list[str]:
+    """The texts, cut where all of them together become too long."""
+    cut, left = [], MAX_RECORDED_CHARACTERS
+    for text in texts:
+        cut.append(_cut(text, left))
+        left = max(0, left - len(text))
+    return cut
+
+
+def _cut(text: str, limit: int = MAX_RECORDED_CHARACTERS) -> str:
+    beyond = len(text) - limit
+    return text if beyond <= 0 else f"{text[:limit]}… ({beyond} characters more)"
 
 
 def _recorded_parameters(request: TextRequest) -> str:

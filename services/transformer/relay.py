@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from millrace.errors import HopBrokenError, RequestFailedError
 from millrace.protos import inference_pb2 as pb
 from millrace.recorded_call import RECORDED
-from services.transformer.infer_request import fields
+from millrace.wire_fields import fields
 from services.transformer.predictor_client import ERRORS_AS_STATUS, PredictorClient
 
 _ERROR_MESSAGE = 1  # Field number in ModelStreamInferResponse.

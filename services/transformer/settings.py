@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, ByteSize, Field
+from pydantic import BeforeValidator, ByteSize, Field, InstanceOf
 from pydantic_settings import NoDecode, SettingsConfigDict
 
+from millrace.payload_redaction import Redaction, parse_redactions
+from millrace.payload_rules import Modes, PayloadRules, parse_metadata, parse_modes
 from millrace.settings import Models, Port, ServiceSettings, models_field
 from services.transformer.processor_sources import ProcessorSource, parse_processors
 
@@ -32,6 +35,17 @@ def _addresses(value: object) -> object:
 Addresses = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_addresses)]
 
 
+LogModes = Annotated[Modes, NoDecode, BeforeValidator(lambda v: parse_modes(v) if isinstance(v, str) else v)]
+Redactions = Annotated[
+    tuple[InstanceOf[Redaction], ...],
+    NoDecode,
+    BeforeValidator(lambda v: parse_redactions(v) if isinstance(v, str) else v),
+]
+LoggedMetadata = Annotated[
+    frozenset[str], NoDecode, BeforeValidator(lambda v: parse_metadata(v) if isinstance(v, str) else v)
+]
+
+
 class TransformerSettings(ServiceSettings):
     """What the transformer can be told."""
 
@@ -49,8 +63,39 @@ class TransformerSettings(ServiceSettings):
         " index and statistics concern each. Empty: there is one, behind TRANSFORMER_PREDICTOR.",
     )
     logger: str = Field("127.0.0.1:9002", description="The payload logger.")
+    payload_spool: Path = Field(
+        Path(".run/spool"), description="Folder where records lie until the logger has them; made if missing."
+    )
+    payload_spool_max: ByteSize = Field(
+        ByteSize(1 << 30), ge=1 << 20, description="What lies there at most, each worker; more is dropped and counted."
+    )
+    payload_spool_fsync: bool = Field(False, description="Whether what was written there outlives a loss of power too.")
     payload_queue_memory: ByteSize = Field(
-        ByteSize(64 << 20), gt=0, description="Records that wait for the logger; more are dropped and counted."
+        ByteSize(64 << 20), gt=0, description="What waits in memory to be written there; more is dropped and counted."
+    )
+    payload_log: LogModes = Field(
+        Modes(),
+        description="What records keep: all, request, response, metadata (neither) or off (no record), and after it"
+        " model=mode for single models, as in all,storyteller=metadata.",
+    )
+    payload_sample: float = Field(
+        1.0, ge=0, le=1, description="Share of the requests that are recorded, chosen by their ids."
+    )
+    payload_redact: Redactions = Field(
+        (),
+        description="What records leave out: a JSON list of rules, or a file that holds one:"
+        ' {"path": "$.parameters.user"}, {"pattern": "[0-9]{16}", "replace": "[card]"}, or both in one; see'
+        " millrace/payload_redaction.py.",
+    )
+    payload_metadata: LoggedMetadata = Field(
+        frozenset(),
+        description="Comma list of the callers' headers that records keep; those that hold secrets are refused.",
+    )
+    payload_tensor_bytes: ByteSize = Field(
+        ByteSize(0),
+        ge=0,
+        le=16 << 20,
+        description="Contents of tensors up to so many bytes are kept, of larger ones the digest alone.",
     )
     tokenizer_threads: int = Field(2, ge=1, le=64, description="Threads that tokenise prompts above 8 KiB.")
     processors: Processors = Field(
@@ -63,3 +108,21 @@ class TransformerSettings(ServiceSettings):
     workers: int = Field(
         1, ge=1, le=64, description="Processes that share the port; more than one for more than one core of text."
     )
+
+    @property
+    def payload_rules(self) -> PayloadRules:
+        """What is recorded of requests."""
+        return PayloadRules(
+            default=self.payload_log.default,
+            models=self.payload_log.models,
+            sample=self.payload_sample,
+            redactions=self.payload_redact,
+            metadata=self.payload_metadata,
+            tensor_bytes=self.payload_tensor_bytes,
+        )
+
+    @property
+    def unknown_logged_models(self) -> list[str]:
+        """Models with a mode of their own that are not configured; they may be loaded later, or misspelt."""
+        known = {model.name for model in self.models} | {processor.name for processor in self.processors}
+        return [name for name in self.payload_log.models if name not in known]

@@ -9,11 +9,11 @@ from typing import Any
 from millrace.interceptors import Context
 from millrace.protos import millrace_pb2 as pb
 from millrace.protos import millrace_pb2_grpc
-from millrace.recorded_call import REQUEST_ID
+from millrace.recorded_call import REQUEST_ID, origin_of
 from millrace.rest_streams import errors_in_band
 from millrace.sampling import MAX_STOP_TOKEN_IDS
-from services.transformer.calls import TTFT_MS, as_metadata, check_message_count, request_id_of, timeout_of
-from services.transformer.pipeline import Origin, Pipeline, TextChunk, TextRequest
+from services.transformer.calls import TTFT_MS, as_metadata, check_message_count, check_request_id, timeout_of
+from services.transformer.pipeline import Pipeline, TextChunk, TextRequest
 
 _PROTOCOL = "millrace.v1.TextGeneration/Generate"
 _NOT_SAMPLING = {"model", "prompt", "messages", "stop", "stop_token_ids", "request_id"}
@@ -27,10 +27,11 @@ class TextGenerationServicer(millrace_pb2_grpc.TextGenerationServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        origin = Origin(_PROTOCOL, request_id_of(context, request.request_id))
+        origin = origin_of(context, _PROTOCOL, request.request_id)
         request_id = origin.request_id
         context.set_trailing_metadata(((REQUEST_ID, as_metadata(request_id)),))
         with self._pipeline.recording_refusals(origin, request.model):
+            check_request_id(request.request_id)
             check_message_count(len(request.messages))
         asked = TextRequest(
             origin=origin,

@@ -26,10 +26,11 @@ import orjson
 from millrace.errors import InvalidRequestError
 from millrace.protos import inference_pb2 as pb
 from millrace.protos import model_config_pb2
+from millrace.recorded_call import Origin
 from millrace.sampling import parameters_of, set_parameters
 from millrace.tensors import BYTES, Tensor, add_output, bytes_tensor, decode_inputs
 from services.transformer.catalogue import TextModel
-from services.transformer.pipeline import Origin, TextChunk, TextRequest, joined
+from services.transformer.pipeline import TextChunk, TextRequest, joined
 
 TEXT_INPUT = "text_input"
 TEXT_OUTPUT = "text_output"

@@ -5,8 +5,8 @@ reserves the port for itself alone, which fails where anybody has it, and then l
 (SO_REUSEPORT); it never listens. A worker that ends is started again; SIGTERM and SIGINT are passed on.
 Where a worker says that starting again cannot help, all end with its exit code.
 
-Each worker is whole: it follows the predictor, ships its own records and answers for its own health.
-It listens once it can serve, so that no connection waits for one that is starting.
+Each worker is whole: it follows the predictor, ships its own records from its own folder in the spool and answers
+for its own health. It listens once it can serve, so that no connection waits for one that is starting.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -22,13 +23,15 @@ BUF = ROOT / ".tools" / "node_modules" / ".bin"
 CLIENTS = ROOT / ".venv-clients" / "bin" / "python"
 PATH = f"{BUF}{os.pathsep}{os.environ['PATH']}"
 # Run by the container tests, started by the fixture, not to be had, or a download of gigabytes.
-NOT_RUN = ("docker compose", "make up", "grpcurl", "MODELS=")
+NOT_RUN = ("docker compose", "make up", "grpcurl", "MODELS=", "TRANSFORMER_PAYLOAD_REDACT=")
 
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
+# With which the fixture's `make up` runs.
+REDACTION = dict([shlex.split(next(block for block in blocks("sh") if "PAYLOAD_REDACT=" in block))[0].split("=", 1)])
 COMMANDS = [block for block in blocks("sh") if not block.startswith(NOT_RUN)]
 
 
@@ -49,7 +52,7 @@ class MakeUp:
         settings = free_settings(folder)
         self.gateway = settings.gateway
         ports = {name: str(ports[0]) for name, ports in settings.ports().items()}
-        self._environment = os.environ | ports | {"DEVICE": "cpu"}
+        self._environment = os.environ | ports | REDACTION | {"DEVICE": "cpu"}
 
     def start(self) -> float:
         """Runs `make up` until it says that it is ready; how long that took, in seconds."""
@@ -110,13 +113,24 @@ def test_the_commands_of_the_readme_work(make_up, command):
         assert '"text":"2021-03-03"' in output
     elif "/generate" in command:
         assert '"text_output"' in output
+    elif "export" in command:
+        assert (make_up.folder / "payloads.parquet").stat().st_size > 1000
     else:
         assert '"recordId"' in output
 
 
 def test_the_commands_of_the_readme_are_all_looked_at():
-    assert len(COMMANDS) == 5
+    assert len(COMMANDS) == 6
     assert all(any(block.startswith(start) for block in blocks("sh")) for start in NOT_RUN)
+
+
+def test_the_redaction_of_the_readme_leaves_no_card_number_in_the_log(make_up):
+    number = "4242424242424242"
+    asked = f'{{"model": "storyteller", "prompt": "Pay with {number}", "max_tokens": 2}}'
+    run(["curl", "-sf", "http://127.0.0.1:8080/v1/completions", "-d", asked], make_up)
+    while "[card]" not in (log := run(["curl", "-sf", "http://127.0.0.1:8080/millrace/v1/payloads"], make_up)):
+        time.sleep(0.05)  # Until the record is committed, or pytest's timeout.
+    assert number not in log
 
 
 def test_buf_lists_the_public_services(make_up):

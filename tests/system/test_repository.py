@@ -204,9 +204,15 @@ async def test_requests_past_the_transformer_are_recorded_where_the_setting_says
             return found
 
         await until(recorded)
-    assert [(r.model, r.status, r.protocol) for r in found] == [
-        ("storyteller", "OK", "inference.GRPCInferenceService/ModelInfer")
-    ]
+    (record,) = [r for r in found if r.model]
+    assert (record.model, record.status, record.protocol) == (
+        "storyteller",
+        "OK",
+        "inference.GRPCInferenceService/ModelInfer",
+    )
+    tensors = [(t.name, t.datatype, list(t.shape), t.HasField("data")) for t in (*record.inputs, *record.outputs)]
+    assert tensors[:2] == [("input_ids", "INT64", [3], False), ("output_ids", "INT32", [2], False)]
+    assert all(t.digest.startswith("sha256:") for t in (*record.inputs, *record.outputs))
 
 
 async def test_requests_that_the_transformer_records_are_recorded_once(stack, predictor):

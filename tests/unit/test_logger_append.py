@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import sqlite3
+import time
 import uuid
 
 import grpc
@@ -16,19 +17,22 @@ from millrace.protos.millrace_pb2 import AppendRequest, PayloadRecord, QueryPayl
 from tests.unit.logger_process import LoggerProcess
 
 SOURCE = str(uuid.uuid4())
+BEGUN_MS = time.time_ns() // 1_000_000
 
 
 def append_request(sequence, source=SOURCE):
     record_id = str(uuid.uuid5(uuid.UUID(int=0), f"{source}/{sequence}"))
-    return AppendRequest(source=source, sequence=sequence, record=PayloadRecord(record_id=record_id, model="m"))
+    record = PayloadRecord(record_id=record_id, model="m", request_id=str(sequence))
+    record.time.FromMilliseconds(BEGUN_MS + sequence)
+    return AppendRequest(source=source, sequence=sequence, record=record)
 
 
 def committed(database):
-    """The (source, sequence) pairs that another process sees."""
+    """The (source, sequence) pairs of the records that another process sees."""
     with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
-        rows = connection.execute("SELECT source, sequence FROM records").fetchall()
+        rows = connection.execute("SELECT request_id FROM records").fetchall()
     connection.close()
-    return rows
+    return [(SOURCE, int(request_id)) for (request_id,) in rows]
 
 
 @pytest.fixture
@@ -155,4 +159,4 @@ async def test_what_was_appended_is_queried_over_the_wire(channel):
         pass
     query = millrace_pb2_grpc.PayloadLogStub(channel).Query(QueryPayloadsRequest(model="m", page_size=1000))
     ids = [record.record_id async for record in query]
-    assert ids == sorted((append_request(n).record.record_id for n in range(1, 301)), reverse=True)
+    assert ids == [append_request(n).record.record_id for n in range(300, 0, -1)]

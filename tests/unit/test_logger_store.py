@@ -10,13 +10,14 @@ import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from millrace.channel import open_channel
-from millrace.errors import InvalidRequestError, NotFoundError, NotReadyError, StartupError
+from millrace.errors import DeadlineError, InvalidRequestError, NotFoundError, NotReadyError, StartupError
 from millrace.interceptors import ErrorServerInterceptor
 from millrace.protos import millrace_pb2_grpc
 from millrace.protos.millrace_pb2 import AppendRequest, GetPayloadRequest, PayloadRecord, QueryPayloadsRequest
 from services.logger.filters import Filters
+from services.logger.schema import SCHEMA_VERSION
 from services.logger.servicer import PayloadLogServicer
-from services.logger.store import SCHEMA_VERSION, SqliteStore
+from services.logger.store import SqliteStore
 from services.logger.tails import Tails
 
 SOURCE = str(uuid.uuid4())
@@ -82,6 +83,28 @@ async def test_the_same_sequence_of_another_source_is_another_record(store):
     other.record.record_id = record_id(50)
     await store.append([append_request(1), other])
     assert await numbers(store) == [50, 1]
+
+
+async def test_what_is_brought_during_a_commit_is_committed_together_and_each_is_told_of_its_own(store):
+    first, told = store.append([append_request(1)]), []
+    store.on_append(lambda: told.append(True))
+    others = [store.append([append_request(n, source=str(n)), append_request(n + 100)]) for n in range(2, 52)]
+    repeats = [store.append([append_request(n + 100)]) for n in range(2, 52)]
+    results = await asyncio.gather(first, *others, *repeats)
+    assert [[uuid.UUID(r.record_id).int for r in new] for new in results] == [
+        [1],
+        *([n, n + 100] for n in range(2, 52)),
+        *([] for _ in repeats),
+    ]
+    assert len(told) <= 2
+
+
+async def test_a_caller_that_leaves_takes_no_other_s_records_along(store):
+    leaving, staying = (asyncio.ensure_future(store.append([append_request(n)])) for n in (1, 2))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    assert len(await staying) == 1
+    assert await numbers(store) == [2, 1]
 
 
 RECORDS = {
@@ -216,7 +239,7 @@ def test_a_newer_schema_is_refused_in_one_line(tmp_path):
     with sqlite3.connect(path) as connection:
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
     connection.close()
-    with pytest.raises(StartupError, match=r"schema version 2, this logger knows 1") as caught:
+    with pytest.raises(StartupError, match=r"schema version 3, this logger knows 2") as caught:
         SqliteStore(path)
     assert "\n" not in str(caught.value)
 
@@ -284,3 +307,28 @@ async def test_a_database_that_fails_is_reported_as_not_ready(store, tmp_path):
     for work in (store.check(), store.append([append_request(1)])):
         with pytest.raises(NotReadyError, match="the payload store does not answer"):
             await work
+
+
+async def test_a_search_for_text_that_takes_too_long_says_where_to_go_on(tmp_path):
+    store = SqliteStore(tmp_path / "payloads.sqlite3", search_s=0.0)
+    await store.append([append_request(n, prompt="needle" if n in (5, 250, 300) else "hay") for n in range(1, 401)])
+    filters, found, token = Filters(QueryPayloadsRequest(text_contains="needle")), [], None
+
+    async def search():
+        async for record in store.query(filters, token, 100):
+            found.append(uuid.UUID(record.record_id).int)
+
+    for _ in range(4):
+        with pytest.raises(DeadlineError, match="100 were looked through") as caught:
+            await search()
+        token = caught.value.message.rpartition("page_token=")[2]
+    await search()
+    assert found == [300, 250, 5]
+    # Without a text nothing is searched.
+    assert len(await numbers(store)) == 400
+    await store.close()
+
+
+async def test_a_token_of_another_version_is_refused(store):
+    with pytest.raises(InvalidRequestError, match="page_token"):
+        await anext(store.query(Filters(QueryPayloadsRequest()), "AZ" * 11, 1))

@@ -1,105 +1,70 @@
-"""The payload tap: never in the stream's way, bounded, and what it ships arrives once and in order."""
+"""The payload tap: never in the stream's way, bounded, and what it records is what happened."""
 
 import asyncio
+import hashlib
 import logging
-import signal
+import threading
 import uuid
-from collections import deque
 from contextlib import suppress
 
-import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.errors import OverloadedError
-from millrace.payload_tap import FAILED, FULL, TOO_LARGE, PayloadTap
-from millrace.protos import millrace_pb2_grpc
-from millrace.protos.millrace_pb2 import AppendRequest, AppendResponse, QueryPayloadsRequest, Usage
+from millrace import payload_spool
+from millrace.errors import OverloadedError, StartupError
+from millrace.payload_rules import Mode, PayloadRules
+from millrace.payload_tap import DISK, FAILED, MEMORY, TOO_LARGE, DeferredTensors, PayloadTap, RecordedTensor
+from millrace.protos.millrace_pb2 import Usage
 from millrace.uuid7 import as_uuid7, next_id
-from tests.unit.logger_process import LoggerProcess, free_port
-
-
-class Ingest(millrace_pb2_grpc.PayloadIngestServicer):
-    """Takes records; acknowledges each while `acknowledging`, ends the call after `end_after` of them."""
-
-    def __init__(self):
-        self.calls = []
-        self.acknowledging = True
-        self.end_after = None
-        self.changed = asyncio.Condition()
-
-    async def Append(self, request_iterator, context):  # noqa: N802
-        received = []
-        self.calls.append(received)
-        async for request in request_iterator:
-            async with self.changed:
-                received.append(request)
-                self.changed.notify_all()
-            if self.end_after is not None and len(received) > self.end_after:
-                return
-            if self.acknowledging:
-                yield AppendResponse(sequence=request.sequence)
-
-    async def until(self, condition):
-        async with self.changed, asyncio.timeout(30):
-            await self.changed.wait_for(condition)
+from tests.unit.payload_ingest import Taps, away, begin, listening, segments
+from tests.waiting import until
 
 
 @pytest.fixture
 async def ingest():
-    """An ingest that listens at `ingest.target`."""
-    servicer = Ingest()
-    server = grpc.aio.server()
-    millrace_pb2_grpc.add_PayloadIngestServicer_to_server(servicer, server)
-    servicer.target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    yield servicer
-    await server.stop(None)
+    async with listening() as ingest:
+        yield ingest
 
 
 @pytest.fixture
-async def shipping():
-    """Starts `ship` of a tap, ended after the test."""
-    tasks = []
-    yield lambda tap: tasks.append(asyncio.create_task(tap.ship()))
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+async def taps(tmp_path):
+    taps = Taps(tmp_path / "spool")
+    yield taps
+    await taps.close_all()
 
 
-def offline():
-    return PayloadTap(f"127.0.0.1:{free_port()}")
+async def recorded(tap, ingest):
+    """The records that the logger has once all is shipped."""
+    assert await tap.drain(30)
+    return ingest.records
 
 
-def begin(tap, request_id="r", **fields):
-    return tap.begin(request_id=request_id, model="m", protocol="p", **fields)
-
-
-def queued(tap):
-    """What would be sent, which has no public door before it is."""
-    return [AppendRequest.FromString(item.request) for item in tap._queue]
-
-
-async def test_a_record_holds_what_was_recorded():
-    tap = offline()
+async def test_a_record_holds_what_was_recorded(taps, ingest):
+    tap = taps.start(ingest.target)
     recording = tap.begin(
         request_id="r", model="m", protocol="millrace.v1.TextGeneration/Generate", prompt="p", parameters="{}",
-        trace_id="t",
+        trace_id="t", span_id="s", metadata={"user-agent": "u"}, client="c", call_id="i",
     )  # fmt: skip
     recording.chunk("", [])
-    recording.chunk("Once ", [5, 6])
+    recording.chunk("Once ", [5, 6], [-0.5, -1.5])
     recording.chunk("upon", [7])
     recording.end("OK", finish_reason="stop", usage=Usage(prompt_tokens=1, completion_tokens=3))
-    [request] = queued(tap)
-    record = request.record
+    [record] = await recorded(tap, ingest)
+    assert record.record_id == recording.record_id
     assert (record.request_id, record.model, record.prompt, record.parameters, record.trace_id) == (
         "r", "m", "p", "{}", "t",
     )  # fmt: skip
+    assert (record.span_id, dict(record.metadata), record.client, record.call_id) == (
+        "s",
+        {"user-agent": "u"},
+        "c",
+        "i",
+    )
     assert record.protocol == "millrace.v1.TextGeneration/Generate"
     assert (record.status, record.finish_reason, record.text) == ("OK", "stop", "Once upon")
-    assert [(chunk.text, list(chunk.token_ids)) for chunk in record.chunks] == [
-        ("", []), ("Once ", [5, 6]), ("upon", [7]),
+    assert [(chunk.text, list(chunk.token_ids), list(chunk.logprobs)) for chunk in record.chunks] == [
+        ("", [], []), ("Once ", [5, 6], [-0.5, -1.5]), ("upon", [7], []),
     ]  # fmt: skip
     assert record.usage.completion_tokens == 3
     offsets = [chunk.offset_ms for chunk in record.chunks]
@@ -107,25 +72,41 @@ async def test_a_record_holds_what_was_recorded():
     assert record.ttft_ms == offsets[1], "the first token is in the first chunk with token ids"
     assert record.duration_ms >= offsets[-1]
     assert record.time.nanos % 1000 == 0, "the store keeps microseconds"
+    assert not record.incomplete
 
 
-async def test_the_whole_answer_can_be_given_at_the_end():
-    tap = offline()
+async def test_the_whole_answer_can_be_given_at_the_end(taps, ingest):
+    tap = taps.start(ingest.target)
     begin(tap).end("OK", text="whole")
-    [request] = queued(tap)
-    assert request.record.text == "whole"
-    assert not request.record.HasField("ttft_ms")
+    [record] = await recorded(tap, ingest)
+    assert record.text == "whole"
+    assert not record.HasField("ttft_ms")
 
 
-async def test_only_the_first_end_counts():
-    tap = offline()
+async def test_fields_may_be_set_until_the_end(taps, ingest):
+    tap = taps.start(ingest.target)
+    recording = begin(tap, prompt="first")
+    assert await recording.begun()
+    recording.model = "found"
+    recording.prompt = "second"
+    recording.resumes = 2
+    recording.metadata = {"a": "b"}
+    recording.inputs = [RecordedTensor("x", "INT8", [1], b"\1")]
+    recording.end("OK")
+    [record] = await recorded(tap, ingest)
+    assert (record.model, record.prompt, record.resumes, dict(record.metadata)) == ("found", "second", 2, {"a": "b"})
+    assert [tensor.name for tensor in record.inputs] == ["x"]
+
+
+async def test_only_the_first_end_counts(taps, ingest):
+    tap = taps.start(ingest.target)
     with begin(tap) as recording:
         recording.end("OK")
         recording.end("INTERNAL")
         recording.chunk("late", [1])
-    [request] = queued(tap)
-    assert request.record.status == "OK"
-    assert not request.record.chunks
+    [record] = await recorded(tap, ingest)
+    assert record.status == "OK"
+    assert not record.chunks
 
 
 @pytest.mark.parametrize(
@@ -140,13 +121,13 @@ async def test_only_the_first_end_counts():
     ],
     ids=repr,
 )
-async def test_a_block_left_without_an_end_ends_its_record(error, status, message, hop):
-    tap = offline()
+async def test_a_block_left_without_an_end_ends_its_record(taps, ingest, error, status, message, hop):
+    tap = taps.start(ingest.target)
     with suppress(BaseException), begin(tap):
         if error is not None:
             raise error
-    [request] = queued(tap)
-    assert (request.record.status, request.record.message, request.record.failed_hop) == (status, message, hop)
+    [record] = await recorded(tap, ingest)
+    assert (record.status, record.message, record.failed_hop) == (status, message, hop)
 
 
 @pytest.mark.parametrize(
@@ -156,169 +137,306 @@ async def test_a_block_left_without_an_end_ends_its_record(error, status, messag
         lambda recording: recording.chunk("x", None),
         lambda recording: recording.chunk("x", ["a"]),
         lambda recording: recording.chunk("x", [2**40]),
+        lambda recording: recording.chunk("x", outputs=[object()]),
         lambda recording: setattr(recording, "prompt", object()),
+        lambda recording: setattr(recording, "inputs", [object()]),
+        lambda recording: setattr(recording, "metadata", 7),
         lambda recording: recording.end(7),
         lambda recording: recording.end("OK", usage="no usage"),
         lambda recording: recording.end("OK", text=b"bytes"),
+        lambda recording: recording.end("OK", outputs=DeferredTensors(lambda: [1], 1)),
     ],
 )
-async def test_misuse_is_counted_and_never_raised(misuse):
-    tap = offline()
-    with begin(tap) as recording:
+async def test_misuse_is_counted_and_never_raised(taps, ingest, misuse):
+    tap = taps.start(ingest.target)
+    with begin(tap, prompt="p") as recording:
         misuse(recording)
+    [record] = await recorded(tap, ingest)
+    assert record.incomplete
+    assert (record.request_id, record.prompt) == ("r", "p")
     assert tap.dropped == {FAILED: 1}
-    assert not queued(tap)
 
 
-async def test_half_a_surrogate_pair_is_replaced():
-    tap = offline()
-    with begin(tap, prompt="a\ud800", parameters='"\udfff"') as recording:
+@pytest.mark.parametrize("field", ["prompt", "request_id", "metadata"])
+async def test_a_begin_that_cannot_be_kept_drops_its_record(taps, ingest, field):
+    tap = taps.start(ingest.target)
+    with begin(tap, **{field: 7}) as recording:
+        await recording.begun()
+        recording.chunk("x", [1])
+    assert await recorded(tap, ingest) == []
+    assert tap.dropped == {FAILED: 1}
+
+
+async def test_half_a_surrogate_pair_is_replaced(taps, ingest):
+    tap = taps.start(ingest.target)
+    with begin(tap, prompt="a\ud800", parameters='"\udfff"', metadata={"k\ud800": "v\ud800"}) as recording:
         recording.chunk("b\ud800", [1])
+        recording.end("OK", message="\ud800")
+    [record] = await recorded(tap, ingest)
+    assert (record.prompt, record.parameters, record.text, record.message) == ("a?", '"?"', "b?", "?")
+    assert dict(record.metadata) == {"k?": "v?"}
+
+
+@pytest.mark.parametrize("mode", Mode)
+async def test_a_mode_keeps_what_it_says(taps, ingest, mode):
+    tap = taps.start(ingest.target, PayloadRules(models={"m": mode}))
+    tensor = [RecordedTensor("x", "INT8", [1], b"\1")]
+    with begin(tap, prompt="question", parameters="{}", inputs=tensor) as recording:
+        assert await recording.begun()
+        recording.chunk("answer", [1], outputs=tensor)
+        recording.end("OK", finish_reason="stop", outputs=tensor, usage=Usage(prompt_tokens=1))
+    records = await recorded(tap, ingest)
+    assert len(records) == (mode is not Mode.OFF)
+    for record in records:
+        assert [bool(part) for part in (record.prompt, record.parameters, record.inputs)] == [mode.keeps_request] * 3
+        assert [bool(part) for part in (record.text, record.chunks, record.outputs)] == [mode.keeps_response] * 3
+        assert (record.status, record.finish_reason, record.usage.prompt_tokens) == ("OK", "stop", 1)
+        assert record.HasField("ttft_ms")
+        assert not record.incomplete
+
+
+async def test_tensors_are_kept_by_digest_and_their_contents_up_to_a_size(taps, ingest):
+    tap = taps.start(ingest.target, PayloadRules(tensor_bytes=4))
+    small = RecordedTensor("small", "INT8", [4], b"abcd")
+    large = RecordedTensor("large", "INT8", [1, 5], memoryview(b"abcde"))
+    with begin(tap, inputs=[small, large]) as recording:
+        recording.chunk("", outputs=[large])
+        recording.end("OK", outputs=DeferredTensors(lambda: [small], 4))
+    [record] = await recorded(tap, ingest)
+    assert [(tensor.name, tensor.datatype, list(tensor.shape)) for tensor in record.inputs] == [
+        ("small", "INT8", [4]), ("large", "INT8", [1, 5]),
+    ]  # fmt: skip
+    [kept, by_digest] = record.inputs
+    assert kept.data == b"abcd"
+    assert not by_digest.HasField("data")
+    assert by_digest.digest == "sha256:" + hashlib.sha256(b"abcde").hexdigest()
+    assert record.chunks[0].outputs[0] == by_digest
+    assert record.outputs[0] == kept
+
+
+class Secrets:
+    """A rule that takes the word out of prompts and answers, wherever chunks part it."""
+
+    redacts_answers = True
+
+    def redact(self, record):
+        record.prompt = record.prompt.replace("secret", "-")
+        text = "".join(chunk.text for chunk in record.chunks)
+        if "secret" in text:
+            record.chunks[0].text = text.replace("secret", "-")
+            for chunk in record.chunks[1:]:
+                chunk.ClearField("text")
+                chunk.ClearField("token_ids")
+
+
+async def test_what_is_redacted_never_reaches_the_disk(taps, ingest):
+    rules = PayloadRules(redactions=[Secrets()])
+    tap = taps.start(rules=rules)
+    with begin(tap, prompt="my secret") as recording:
+        for token, text in enumerate(["the sec", "ret", " word"]):
+            recording.chunk(text, [token])
+        await until(lambda: tap.queued_bytes == 0)
         recording.end("OK")
-    [request] = queued(tap)
-    assert (request.record.prompt, request.record.parameters, request.record.text) == ("a?", '"?"', "b?")
+    unfinished = begin(tap)
+    unfinished.chunk("sec", [1])
+    await until(lambda: tap.queued_bytes == 0)
+    written = b"".join(path.read_bytes() for path in segments(taps.spool))
+    assert b"sec" not in written
+    await taps.close(tap)
+    assert await taps.start(ingest.target).drain(30)
+    [record, cut_off] = ingest.records
+    assert (record.prompt, record.text) == ("my -", "the - word")
+    assert [chunk.text for chunk in record.chunks] == ["the - word", "", ""]
+    assert record.HasField("ttft_ms")
+    assert (cut_off.status, cut_off.text, len(cut_off.chunks)) == ("ABORTED", "", 1)
 
 
-async def test_beyond_its_capacity_it_drops_counts_and_leaves_no_gap():
-    tap = PayloadTap(f"127.0.0.1:{free_port()}", capacity_bytes=10_000)
-    for _ in range(100):
-        begin(tap, prompt="x" * 400).end("OK")
-    kept = queued(tap)
-    assert tap.queued_bytes <= 10_000
-    assert tap.queued_bytes == sum(len(request.SerializeToString()) for request in kept)
-    assert tap.dropped == {FULL: 100 - len(kept)}
-    begin(tap).end("OK")
-    assert [request.sequence for request in queued(tap)] == list(range(1, len(kept) + 2))
+async def test_rules_that_fail_keep_a_part_off_the_disk(taps, ingest):
+    class Broken:
+        redacts_answers = True
+
+        def redact(self, record):
+            if record.chunks or record.prompt == "bad":
+                raise RuntimeError("broken")
+
+    tap = taps.start(ingest.target, PayloadRules(redactions=[Broken()]))
+    with begin(tap, prompt="bad"):
+        pass
+    with begin(tap, "second") as recording:
+        recording.chunk("text", [1])
+        recording.end("OK")
+    [record] = await recorded(tap, ingest)
+    assert (record.request_id, record.text, record.status, record.incomplete) == ("second", "", "UNKNOWN", True)
+    assert tap.dropped == {FAILED: 2}
 
 
-async def test_a_record_beyond_the_message_limit_is_dropped_and_not_sent_for_ever():
-    tap = PayloadTap("127.0.0.1:1", capacity_bytes=1 << 40)
-    begin(tap, prompt="x" * (64 << 20)).end("OK")
-    assert tap.dropped == {TOO_LARGE: 1}
+async def test_answers_that_wait_for_the_rules_are_bounded(taps, ingest):
+    tap = taps.start(ingest.target, PayloadRules(redactions=[Secrets()]), memory=10_000)
+    with begin(tap) as recording:
+        for _ in range(50):
+            await until(lambda: tap.queued_bytes < 5_000)
+            recording.chunk("x" * 100, [1])
+        await until(lambda: tap.queued_bytes == 0)
+        recording.end("OK")
+    [record] = await recorded(tap, ingest)
+    assert record.incomplete
+    assert 0 < len(record.text) < 5_000
+    assert len(record.chunks) == 50
+
+
+async def test_beyond_its_memory_it_drops_and_counts(taps, ingest):
+    tap = PayloadTap(ingest.target, spool=taps.spool, memory=10_000)
+    recordings = [begin(tap, f"r{number}", prompt="x" * 600) for number in range(20)]
+    assert 0 < tap.queued_bytes <= 10_000
+    dropped = tap.dropped[MEMORY]
+    assert 0 < dropped < 20
+    recordings[0].chunk("x" * 10_000, [1])
+    for recording in recordings:
+        recording.end("OK")
+    assert tap.dropped == {MEMORY: dropped + 1}
+    tap.start()
+    records = await recorded(tap, ingest)
+    await asyncio.to_thread(tap.close)
+    assert [record.request_id for record in records] == [f"r{number}" for number in range(20 - dropped)]
+    assert [record.incomplete for record in records] == [True] + [False] * (19 - dropped)
+    assert records[0].HasField("ttft_ms")
     assert tap.queued_bytes == 0
 
 
-async def test_it_warns_of_drops_once_a_minute(caplog):
-    tap = PayloadTap("127.0.0.1:1", capacity_bytes=0)
+async def test_a_record_matters_more_than_its_tensors(taps, ingest):
+    tap = taps.start(ingest.target, memory=10_000)
+    with begin(tap, inputs=[RecordedTensor("x", "INT8", [20_000], bytes(20_000))]) as recording:
+        recording.end("OK", outputs=DeferredTensors(list, 20_000))
+    [record] = await recorded(tap, ingest)
+    assert (record.status, len(record.inputs), record.incomplete) == ("OK", 0, True)
+    assert tap.dropped == {MEMORY: 2}
+
+
+async def test_a_record_beyond_the_message_limit_loses_its_tokens_then_its_chunks(taps, ingest):
+    tap = taps.start(ingest.target, memory=1 << 30)
+    for size in (30, 40):
+        with begin(tap, str(size)) as recording:
+            for _ in range(4):
+                recording.chunk("x" * (size << 18), range(500_000))
+            recording.end("OK")
+    records = await recorded(tap, ingest)
+    assert all(record.incomplete for record in records)
+    assert [len(record.text) for record in records] == [30 << 20, 40 << 20]
+    assert [len(record.chunks) for record in records] == [4, 0]
+    assert not records[0].chunks[0].token_ids
+
+
+async def test_a_record_that_no_message_can_take_is_dropped_and_not_sent_for_ever(taps, ingest):
+    tap = taps.start(ingest.target, memory=1 << 30)
+    begin(tap, prompt="x" * (64 << 20)).end("OK")
+    begin(tap, "next").end("OK")
+    assert [record.request_id for record in await recorded(tap, ingest)] == ["next"]
+    assert tap.dropped == {TOO_LARGE: 1}
+
+
+async def test_it_warns_of_drops_once_a_minute(taps, caplog):
+    tap = PayloadTap("127.0.0.1:1", spool=taps.spool, memory=1)
     with caplog.at_level(logging.WARNING):
         for _ in range(50):
             begin(tap).end("OK")
-    assert [record.getMessage() for record in caplog.records] == ["payload record dropped: full (1 so far)"]
+    [warning] = caplog.records
+    assert warning.getMessage() == "payload record dropped in whole or part: memory (1 so far)"
+    assert tap.dropped == {MEMORY: 50}
 
 
-async def test_what_is_acknowledged_is_forgotten(ingest, shipping):
-    tap = PayloadTap(ingest.target)
-    for number in range(1000):
-        begin(tap, f"r{number}").end("OK")
-    shipping(tap)
-    assert await tap.drain(30)
-    assert (tap.queued_bytes, tap.dropped) == (0, {})
-    [received] = ingest.calls
-    assert [request.record.request_id for request in received] == [f"r{number}" for number in range(1000)]
-    assert [request.sequence for request in received] == list(range(1, 1001))
+async def test_a_begin_lies_on_disk_before_the_first_chunk_leaves(taps):
+    tap = taps.start()
+    for number in range(20):
+        recording = begin(tap, prompt=f"prompt-{number}")
+        assert await recording.begun()
+        assert await recording.begun(), "asking again is free"
+        assert f"prompt-{number}".encode() in segments(taps.spool)[-1].read_bytes()
 
 
-async def test_a_record_leaves_when_it_ends_without_another_push(ingest, shipping):
-    tap = PayloadTap(ingest.target)
-    shipping(tap)
-    for number in range(1, 4):
-        begin(tap).end("OK")
-        await ingest.until(lambda number=number: ingest.calls and len(ingest.calls[-1]) == number)
+async def test_a_begin_that_cannot_be_written_holds_nobody_up(taps, ingest, monkeypatch):
+    def full(file, data):
+        raise OSError(28, "No space left on device")
+
+    tap = taps.start(ingest.target)
+    with monkeypatch.context() as patch:
+        patch.setattr(payload_spool.os, "write", full)
+        lost = [begin(tap) for _ in range(3)]
+        assert [await recording.begun() for recording in lost] == [True] * 3
+    assert tap.dropped == {DISK: 3}
+    for recording in lost:
+        recording.chunk("x", [1])
+        recording.end("OK")
+
+    async def works():
+        with begin(tap, "after") as recording:
+            await recording.begun()
+        return await recorded(tap, ingest)
+
+    await until(works)
+    assert {record.request_id for record in ingest.records} == {"after"}
 
 
-async def test_what_was_not_acknowledged_is_sent_again_the_same(ingest, shipping):
-    tap = PayloadTap(ingest.target)
-    ingest.end_after = 30
-    for _ in range(100):
-        begin(tap).end("OK")
-    shipping(tap)
-    await ingest.until(lambda: len(ingest.calls) >= 3)
-    ingest.end_after = None
-    assert await tap.drain(30)
-    received = [request for call in ingest.calls for request in call]
-    by_sequence = {request.sequence: request for request in received}
-    assert sorted(by_sequence) == list(range(1, 101))
-    assert all(request == by_sequence[request.sequence] for request in received)
-    for call in ingest.calls:
-        sequences = [request.sequence for request in call]
-        assert sequences == list(range(sequences[0], sequences[0] + len(sequences)))
+async def test_an_end_waits_for_a_disk_that_fails(taps, ingest, monkeypatch):
+    def full(file, data):
+        raise OSError(28, "No space left on device")
+
+    tap = taps.start(ingest.target)
+    recording = begin(tap)
+    recording.chunk("kept", [1])
+    assert await recording.begun()
+    await until(lambda: tap.queued_bytes == 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(payload_spool.os, "write", full)
+        recording.chunk("lost", [2])
+        recording.end("OK")
+        await until(lambda: tap.queued_bytes == 0)
+        assert not ingest.calls or not ingest.records
+    [record] = await recorded(tap, ingest)
+    assert (record.status, record.text, record.incomplete) == ("OK", "kept", True)
+    assert tap.dropped == {DISK: 1}
 
 
-async def test_in_flight_is_bounded(ingest, shipping):
-    ingest.acknowledging = False
-    tap = PayloadTap(ingest.target)
-    for _ in range(1000):
-        begin(tap).end("OK")
-    shipping(tap)
-    await ingest.until(lambda: ingest.calls and len(ingest.calls[0]) == 256)
-    assert not await tap.drain(0.2)
-    assert len(ingest.calls[0]) == 256
+async def test_a_disk_that_hangs_holds_up_a_request_for_a_second_and_the_next_not_at_all(taps, monkeypatch):
+    answers = threading.Event()
+    write = payload_spool.os.write
+
+    def hanging(file, data):
+        answers.wait()
+        return write(file, data)
+
+    tap = taps.start()
+    monkeypatch.setattr(payload_spool.os, "write", hanging)
+    try:
+        assert not await begin(tap).begun()
+        later = begin(tap)
+        assert not await later.begun()
+        later.chunk("x", [1])
+        later.end("OK")
+    finally:
+        answers.set()
+    await until(later.begun)
+    assert await begin(tap).begun()
 
 
-async def test_shipping_ends_when_it_is_cancelled_whatever_it_is_doing(ingest):
-    ingest.end_after = 0  # So that calls end, and new ones begin, all the time.
-    for moment in range(150):
-        tap = PayloadTap(ingest.target)
-        begin(tap).end("OK")
-        task = asyncio.create_task(tap.ship())
-        calls = len(ingest.calls)
-        await ingest.until(lambda calls=calls: len(ingest.calls) > calls)
-        for _ in range(moment % 30):
-            await asyncio.sleep(0)
-        task.cancel()
-        done, _ = await asyncio.wait((task,), timeout=10)
-        assert done, moment
+async def test_what_is_not_started_or_closed_records_nothing_and_disturbs_nobody(taps):
+    tap = PayloadTap(away(), spool=taps.spool)
+    with begin(tap) as recording:
+        assert not await recording.begun()
+        recording.chunk("x", [1])
+    assert not await tap.drain(0)
+    tap = taps.start()
+    await taps.close(tap)
+    with begin(tap) as recording:
+        await recording.begun()
+        recording.chunk("x", [1])
 
 
-async def test_drain_ships_by_itself_and_gives_up_in_time(ingest):
-    tap = PayloadTap(ingest.target)
-    begin(tap).end("OK")
-    assert await tap.drain(30)
-    away = offline()
-    assert await away.drain(0)
-    begin(away).end("OK")
-    assert not await away.drain(0.05)
-
-
-async def test_a_logger_killed_and_restarted_has_every_record_once(tmp_path, shipping):
-    count = 600
-    with LoggerProcess(tmp_path) as logger:
-        tap = PayloadTap(logger.target)
-        shipping(tap)
-        await logger.start()
-        for number in range(count):
-            with begin(tap, f"r{number}") as recording:
-                recording.chunk("text", [1, 2, 3])
-                recording.end("OK")
-            await asyncio.sleep(0)
-            if number in (200, 400):
-                logger.kill()
-            if number in (300, 500):
-                await logger.start()
-        assert await tap.drain(60)
-        async with grpc.aio.insecure_channel(logger.target) as channel:
-            query = millrace_pb2_grpc.PayloadLogStub(channel).Query(QueryPayloadsRequest(page_size=1000))
-            stored = deque([record.request_id async for record in query])
-    assert list(reversed(stored)) == [f"r{number}" for number in range(count)]
-    assert tap.dropped == {}
-
-
-async def test_a_logger_that_is_stopped_for_a_while_gets_all_afterwards(tmp_path, shipping):
-    with LoggerProcess(tmp_path) as logger:
-        await logger.start()
-        tap = PayloadTap(logger.target)
-        shipping(tap)
-        begin(tap).end("OK")
-        assert await tap.drain(30)
-        logger.send(signal.SIGSTOP)
-        for _ in range(1000):
-            begin(tap, prompt="x" * 1000).end("OK")
-        assert not await tap.drain(0.2)
-        logger.send(signal.SIGCONT)
-        assert await tap.drain(60)
-        async with grpc.aio.insecure_channel(logger.target) as channel:
-            filters = QueryPayloadsRequest(text_contains="x", page_size=1000)
-            assert len([record async for record in millrace_pb2_grpc.PayloadLogStub(channel).Query(filters)]) == 1000
+async def test_a_folder_that_cannot_be_used_is_a_start_up_error(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    for spool in (file, file / "below"):
+        with pytest.raises(StartupError, match="cannot be used"):
+            PayloadTap(away(), spool=spool).start()
 
 
 @given(st.lists(st.integers(0, 2**48 - 2), min_size=1))

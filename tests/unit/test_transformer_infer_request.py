@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from millrace.errors import InvalidRequestError
 from millrace.protos import inference_pb2 as pb
-from services.transformer.infer_request import InferRequest, fields
+from millrace.wire_fields import fields
+from services.transformer.infer_request import InferRequest
 
 NAMES = st.text(max_size=20)
 REQUESTS = st.builds(

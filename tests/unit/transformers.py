@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import grpc
 
@@ -38,7 +40,9 @@ async def transformer(predictor, models="", processors="", replicas=(), ready=Tr
     await asyncio.to_thread(catalogue.load_all)
     for processor in running.values():
         await processor.load()
-    tap = PayloadTap(NOWHERE)
+    spool = await asyncio.to_thread(tempfile.TemporaryDirectory)
+    tap = PayloadTap(NOWHERE, spool=Path(spool.name))
+    tap.start()
     inference = Inference(Pipeline(catalogue, client, tap), catalogue, Relay(client), tap)
     server = grpc.aio.server(interceptors=(ErrorServerInterceptor("transformer"),))
     InferenceServicer(inference, catalogue, client, asked).add_to_server(server)
@@ -59,6 +63,8 @@ async def transformer(predictor, models="", processors="", replicas=(), ready=Tr
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
         await server.stop(0)
+        await asyncio.to_thread(tap.close)
+        spool.cleanup()
         await asked.close()
         await client.close()
         threads.shutdown()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -23,11 +22,11 @@ from millrace.errors import DeadlineError, HopBrokenError, InvalidRequestError
 from millrace.payload_tap import PayloadTap
 from millrace.protos import inference_pb2
 from millrace.protos.millrace_pb2 import Usage
-from millrace.recorded_call import RECORDED, recorded
+from millrace.recorded_call import RECORDED, Origin, recorded
 from millrace.tensors import Tensor, add_input, decode_outputs
 from services.transformer.catalogue import Catalogue, RelayedModel, TextModel
 from services.transformer.openai.requests import OpenAIRequest, Prompt, read_prompts
-from services.transformer.pipeline import MAX_RECORDED_CHARACTERS, Origin
+from services.transformer.pipeline import MAX_RECORDED_CHARACTERS, recorded_list
 from services.transformer.predictor_client import PredictorClient
 from services.transformer.tokenizer import TextTokenizer, check_token_count
 
@@ -65,14 +64,7 @@ class Embedder:
         self, asked: EmbeddingsRequest, origin: Origin, timeout_s: float | None
     ) -> tuple[list[Vector], int]:
         """The inputs' vectors, and how many tokens they had; raises MillraceError."""
-        with recorded(
-            self._tap,
-            request_id=origin.request_id,
-            model=asked.model,
-            protocol=origin.protocol,
-            timeout_s=timeout_s,
-        ) as recording:
-            recording.prompt = _recorded(asked.input)
+        with recorded(self._tap, origin, asked.model, timeout_s, prompt=_recorded(asked.input)) as recording:
             try:
                 # One limit for all calls, which do not begin at once.
                 async with asyncio.timeout(timeout_s):
@@ -80,6 +72,7 @@ class Embedder:
             except TimeoutError:
                 raise DeadlineError("the deadline passed") from None
             recording.end("OK", usage=Usage(prompt_tokens=tokens))
+            await recording.begun()
             return vectors, tokens
 
     async def _embed(
@@ -160,4 +153,4 @@ async def _ids_of(item: Prompt, index: int, tokenizer: TextTokenizer, context_le
 def _recorded(inputs: Sequence[Prompt]) -> str:
     if len(inputs) == 1 and isinstance(inputs[0], str):
         return inputs[0][:MAX_RECORDED_CHARACTERS]
-    return json.dumps(inputs, ensure_ascii=False)[:MAX_RECORDED_CHARACTERS]
+    return recorded_list(inputs)

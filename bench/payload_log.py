@@ -1,0 +1,154 @@
+"""What recording costs a stream: everything recorded beside nothing, in one run.
+
+Two whole stacks, the model of each paced at 10 ms a step; one records all (TRANSFORMER_PAYLOAD_LOG=all), the
+other nothing (off). They take turns, in random order, round by round: so what else the machine does meets both.
+At 1 and at 32 streams, as a gRPC client sees them: the time to the first token of requests that are one after
+another, and the gaps between the chunks of long answers, at least 10,000 of each. The aims: the ratio of the medians at
+most 1.05, that of the p99 at most 1.15; each ratio comes with the 95 % interval over the rounds.
+
+`python -m bench.payload_log` writes bench/results/payload_log.json; 10 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from bench.statistics import estimate, quantile
+from bench.streams import PROMPT
+from millrace.protos import millrace_pb2, millrace_pb2_grpc
+from runner.free_ports import start_stack
+from runner.stack import Stack
+
+_RESULTS = Path(__file__).resolve().parent / "results" / "payload_log.json"
+_MODEL = "storyteller"
+_MODES = ("all", "off")
+_PACE_MS = 10
+_AIMS = {"median": 1.05, "p99": 1.15}
+_SHARES = {"median": 0.5, "p99": 0.99}
+_LONG, _SHORT = 200, 1  # Tokens of an answer whose gaps, or whose first token, are measured.
+_ROUND_TIMEOUT_S = 120.0
+
+# mode → the samples of each round, milliseconds.
+Rounds = dict[str, list[list[float]]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=10_000, help="of each mode and case, at least")
+    parser.add_argument("--rounds", type=int, default=11, help="of each case, at least")
+    parser.add_argument("--out", type=Path, default=_RESULTS)
+    arguments = parser.parse_args()
+    cases = asyncio.run(_measure(arguments.samples, arguments.rounds))
+    told = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "pace_ms": _PACE_MS, "aims": _AIMS, "cases": cases}
+    arguments.out.write_text(json.dumps(told, indent=2) + "\n")
+    for name, case in cases.items():
+        for share, ratio in case["ratios"].items():
+            print(f"{name:<22} {share:<7} {case['all'][share]:>8} / {case['off'][share]:>8} ms", *ratio.values())
+
+
+async def _measure(samples: int, rounds: int) -> dict[str, Any]:
+    async with AsyncExitStack() as stacks:
+        stubs = {mode: await _stub(stacks, mode) for mode in _MODES}
+        cases: dict[str, Any] = {}
+        for streams in (1, 32):
+            for name, tokens, requests, read in (
+                ("first token", _SHORT, -(-samples // rounds // streams), _first_ms),
+                ("gaps", _LONG, 1, _gaps_ms),
+            ):
+                measured: Rounds = defaultdict(list)
+                while len(measured["off"]) < rounds or sum(map(len, measured["off"])) < samples:
+                    for mode in random.sample(_MODES, len(_MODES)):
+                        async with asyncio.timeout(_ROUND_TIMEOUT_S):
+                            measured[mode].append(await _round(stubs[mode], streams, requests, tokens, read))
+                cases[f"{name}, {streams} streams"] = _compared(measured)
+        return cases
+
+
+async def _stub(stacks: AsyncExitStack, mode: str) -> Any:
+    folder = Path(stacks.enter_context(tempfile.TemporaryDirectory()))
+    stack: Stack = await start_stack(
+        folder,
+        {"models": f"{_MODEL}=models/{_MODEL}"},
+        commands={"predictor": (sys.executable, "-m", "bench.paced_predictor")},
+        environment={
+            "predictor": {"PACE_MS": str(_PACE_MS), "PACE_SEED": "1"},
+            "transformer": {"TRANSFORMER_PAYLOAD_LOG": mode},
+        },
+        say=lambda line: None,
+    )
+    stacks.push_async_callback(stack.stop)
+    channel = await stacks.enter_async_context(grpc.aio.insecure_channel(stack.gateway))
+    return millrace_pb2_grpc.TextGenerationStub(channel)
+
+
+async def _round(
+    stub: Any, streams: int, requests: int, tokens: int, read: Callable[[float, Sequence[float]], list[float]]
+) -> list[float]:
+    """The samples of so many streams at once, each of so many requests one after another."""
+
+    async def one_stream() -> list[float]:
+        samples = []
+        for _ in range(requests):
+            request = millrace_pb2.GenerateRequest(
+                model=_MODEL, prompt=PROMPT, max_tokens=tokens, ignore_eos=True, temperature=0
+            )
+            begun = time.monotonic()
+            arrivals = [time.monotonic() async for _ in stub.Generate(request)]
+            samples += read(begun, arrivals)
+        return samples
+
+    return [sample for stream in await asyncio.gather(*(one_stream() for _ in range(streams))) for sample in stream]
+
+
+def _first_ms(begun: float, arrivals: Sequence[float]) -> list[float]:
+    return [(arrivals[0] - begun) * 1000]
+
+
+def _gaps_ms(begun: float, arrivals: Sequence[float]) -> list[float]:
+    return [(after - before) * 1000 for before, after in pairwise(arrivals)]
+
+
+def _compared(measured: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        mode: {
+            "samples": sum(map(len, rounds)),
+            **{
+                name: round(quantile([sample for each in rounds for sample in each], share), 3)
+                for name, share in _SHARES.items()
+            },
+        }
+        for mode, rounds in measured.items()
+    }
+    told["ratios"] = {}
+    for name, share in _SHARES.items():
+        ratios = [
+            quantile(on, share) / quantile(off, share) for on, off in zip(measured["all"], measured["off"], strict=True)
+        ]
+        interval = estimate(ratios)
+        told["ratios"][name] = {
+            "of_all": round(told["all"][name] / told["off"][name], 3),
+            "median_of_rounds": round(interval.median, 3),
+            "low": round(interval.low, 3),
+            "high": round(interval.high, 3),
+            "reached": told["all"][name] / told["off"][name] <= _AIMS[name],
+        }
+    return told
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""What the payload log loses when the transformer is killed: chunks that callers got and no record has.
+
+A whole stack, its model paced at 10 ms a step, and 32 streams; once each is some chunks long the transformer gets
+SIGKILL. Then each record is held against what its caller got: a chunk that is missing was written later than the
+kill allowed, so many times 10 ms before it. The promise is 50 ms, and no request lost.
+
+`python -m bench.payload_loss` writes bench/results/payload_loss.json; 3 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from bench.statistics import quantile
+from bench.streams import PROMPT
+from millrace.protos import millrace_pb2, millrace_pb2_grpc
+from runner.free_ports import start_stack
+from runner.stack import Stack
+
+_RESULTS = Path(__file__).resolve().parent / "results" / "payload_loss.json"
+_MODEL = "storyteller"
+_PACE_MS = 10
+_PROMISE_MS = 50
+_STREAMS = 32
+_LEAST_CHUNKS = 20  # That every caller has before the kill.
+_TIMEOUT_S = 60.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--out", type=Path, default=_RESULTS)
+    arguments = parser.parse_args()
+    told = asyncio.run(_measure(arguments.kills))
+    arguments.out.write_text(json.dumps(told, indent=2) + "\n")
+    print(json.dumps(told, indent=2))
+
+
+async def _measure(kills: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        stack = await start_stack(
+            Path(folder),
+            {"models": f"{_MODEL}=models/{_MODEL}"},
+            commands={"predictor": (sys.executable, "-m", "bench.paced_predictor")},
+            environment={"predictor": {"PACE_MS": str(_PACE_MS), "PACE_SEED": "1"}},
+            say=lambda line: None,
+        )
+        try:
+            missing = [lost for kill in range(kills) for lost in await _kill_once(stack, kill)]
+        finally:
+            await stack.stop()
+    lost = [chunks * _PACE_MS for chunks in missing if chunks is not None]
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "pace_ms": _PACE_MS,
+        "promise_ms": _PROMISE_MS,
+        "streams_cut": len(missing),
+        "requests_without_a_record": missing.count(None),
+        "lost_ms": {"median": quantile(lost, 0.5), "p99": quantile(lost, 0.99), "most": max(lost)},
+    }
+
+
+async def _kill_once(stack: Stack, kill: int) -> list[int | None]:
+    """Of each stream how many chunks its record lacks; None where there is no record."""
+    names = [f"cut-{kill}-{stream}" for stream in range(_STREAMS)]
+    got = dict.fromkeys(names, 0)
+    all_run = asyncio.Event()
+
+    async def stream(name: str) -> None:
+        request = millrace_pb2.GenerateRequest(
+            model=_MODEL, prompt=PROMPT, max_tokens=900, ignore_eos=True, request_id=name
+        )
+        async with grpc.aio.insecure_channel(stack.gateway) as channel:
+            with suppress(grpc.aio.AioRpcError):
+                async for _ in millrace_pb2_grpc.TextGenerationStub(channel).Generate(request):
+                    got[name] += 1
+                    if min(got.values()) >= _LEAST_CHUNKS:
+                        all_run.set()
+
+    async with asyncio.timeout(_TIMEOUT_S):
+        streams = [asyncio.create_task(stream(name)) for name in names]
+        await all_run.wait()
+        await asyncio.sleep(random.uniform(0, 0.1))  # noqa: S311  # Anywhere between two writes.
+        await stack.kill("transformer")
+        await asyncio.gather(*streams)
+        await stack.wait_ready()
+        # All of a spool that was taken over come in order: with the last there is the first.
+        recorded = await _chunks_recorded(stack, names)
+    return [None if name not in recorded else max(0, got[name] - recorded[name]) for name in names]
+
+
+async def _chunks_recorded(stack: Stack, names: list[str]) -> dict[str, int]:
+    recorded: dict[str, int] = {}
+    async with grpc.aio.insecure_channel(stack.addresses["logger"]) as channel:
+        stub = millrace_pb2_grpc.PayloadLogStub(channel)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_TIMEOUT_S / 4):
+                while len(recorded) < len(names):
+                    await asyncio.sleep(0.2)
+                    for name in names:
+                        async for record in stub.Query(millrace_pb2.QueryPayloadsRequest(request_id=name)):
+                            if record.status in ("ABORTED", "OK"):  # Not what the gateway alone says.
+                                recorded[name] = len(record.chunks)
+    return recorded
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""What the payload log can take and give: records committed a second, and the first page of each query.
+
+A logger of its own, with its own file on this machine. `append`: records of 4 KB, sent as the transformer sends
+them and by as many senders, until the last is acknowledged; at least 5,000 a second are the aim, on two cores that
+the senders share. `query`: a file of 1,000,000 small records, and by each filter alone the first page of 100, to its
+last record at the client; at most 50 ms at the 95th percentile are the aim. `tap`: what a chunk costs the event
+loop while the threads behind the tap write and ship; at most 20 us at the 99th percentile are the aim.
+
+`python -m bench.payload_store` writes bench/results/payload_store.json; 6 minutes and 3 GB of temporary files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from bench.statistics import quantile
+from millrace.payload_tap import PayloadTap
+from millrace.protos import millrace_pb2_grpc
+from millrace.protos.millrace_pb2 import (
+    AppendRequest,
+    AppendResponse,
+    PayloadChunk,
+    PayloadRecord,
+    QueryPayloadsRequest,
+)
+from millrace.uuid7 import as_uuid7, next_id
+from runner.free_ports import free_settings
+
+_ROOT = Path(__file__).resolve().parent.parent
+_RESULTS = _ROOT / "bench" / "results" / "payload_store.json"
+_AIMS = {"append_records_a_second": 5000, "query_p95_ms": 50, "tap_chunk_p99_us": 20}
+_PAGE = 100
+_STATUSES = ("OK",) * 17 + ("CANCELLED", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED")
+_MODELS = ("storyteller",) * 8 + ("normalizer", "digits")
+_IN_FLIGHT = 1024
+_OPEN, _CHUNKS, _PACE_S = 32, 400, 0.01
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--appended", type=int, default=60_000, help="records of 4 KB")
+    parser.add_argument("--senders", type=int, default=2)
+    parser.add_argument("--kept", type=int, default=1_000_000, help="records that are queried")
+    parser.add_argument("--queries", type=int, default=100, help="by each filter")
+    parser.add_argument("--out", type=Path, default=_RESULTS)
+    arguments = parser.parse_args()
+    told = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "aims": _AIMS,
+        "append": asyncio.run(_append(arguments.appended, arguments.senders)),
+        "query": asyncio.run(_query(arguments.kept, arguments.queries)),
+        "tap": asyncio.run(_tap()),
+    }
+    arguments.out.write_text(json.dumps(told, indent=2) + "\n")
+    print(json.dumps(told, indent=2))
+
+
+@asynccontextmanager
+async def _logger() -> AsyncIterator[tuple[str, grpc.aio.Channel]]:
+    """The address of a new logger with an empty file, and a channel to it."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = free_settings(Path(folder))
+        environment = os.environ | {
+            "LOGGER_PORT": str(settings.logger_port),
+            "LOGGER_DATABASE": str(Path(folder) / "payloads.sqlite3"),
+        }
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "services.logger", cwd=_ROOT, env=environment
+        )
+        try:
+            target = f"127.0.0.1:{settings.logger_port}"
+            async with grpc.aio.insecure_channel(target) as channel:
+                asked = health_pb2.HealthCheckRequest(service="millrace.v1.PayloadLog")
+                await health_pb2_grpc.HealthStub(channel).Check(asked, wait_for_ready=True, timeout=30)
+                yield target, channel
+        finally:
+            process.send_signal(signal.SIGTERM)
+            await process.wait()
+
+
+async def _append(count: int, senders: int) -> dict[str, Any]:
+    async with _logger() as (_, channel):
+        each = count // senders
+        ready = [list(_requests(f"sender-{sender}", each, 4096)) for sender in range(senders)]
+        size = len(ready[0][0])
+        begun = time.monotonic()
+        await asyncio.gather(*(_send(channel, requests, each) for requests in ready))
+        seconds = time.monotonic() - begun
+    return {"records": each * senders, "bytes_each": size, "records_a_second": round(each * senders / seconds)}
+
+
+async def _send(channel: grpc.aio.Channel, requests: Iterable[bytes], count: int) -> None:
+    """Sends as the tap's shipper does: so many at most wait for their acknowledgement."""
+    call = channel.stream_stream("/millrace.v1.PayloadIngest/Append", response_deserializer=AppendResponse.FromString)()
+    room = asyncio.Semaphore(_IN_FLIGHT)
+    acknowledged = 0
+
+    async def read() -> None:
+        nonlocal acknowledged
+        async for response in call:
+            for _ in range(response.sequence - acknowledged):
+                room.release()
+            acknowledged = response.sequence
+            if acknowledged == count:
+                return
+
+    reader = asyncio.create_task(read())
+    for request in requests:
+        await room.acquire()
+        await call.write(request)
+    await call.done_writing()
+    await reader
+
+
+def _requests(source: str, count: int, text_bytes: int) -> Iterator[bytes]:
+    """Serialized AppendRequests of records as they come in, one each 10 ms, of one source."""
+    dice = random.Random(source)  # noqa: S311
+    record_id, now_us = 0, time.time_ns() // 1000 - count * 10_000
+    text = "x" * (text_bytes // 3)  # Of the prompt, the answer and its one chunk.
+    for sequence in range(1, count + 1):
+        now_us += 10_000
+        record_id = next_id(now_us // 1000, record_id)
+        record = PayloadRecord(
+            record_id=str(as_uuid7(record_id)),
+            request_id=f"{source}-{sequence}",
+            model=dice.choice(_MODELS),
+            protocol="millrace.v1.TextGeneration/Generate",
+            prompt=text or "Once upon a time",
+            text=text or "there was a fox.",
+            status=dice.choice(_STATUSES),
+            finish_reason=dice.choice(("stop", "length")),
+            ttft_ms=dice.expovariate(1 / 30),
+            duration_ms=dice.expovariate(1 / 500),
+            trace_id=f"{dice.getrandbits(128):032x}",
+            client=f"client-{dice.randrange(100)}",
+            chunks=[PayloadChunk(offset_ms=30, text=text or "there was a fox.", token_ids=range(4))],
+        )
+        record.time.FromMicroseconds(now_us)
+        yield AppendRequest(source=source, sequence=sequence, record=record).SerializeToString()
+
+
+async def _query(count: int, queries: int) -> dict[str, Any]:
+    async with _logger() as (_, channel):
+        await _send(channel, _requests("kept", count, 0), count)
+        stub = millrace_pb2_grpc.PayloadLogStub(channel)
+        some = [record async for record in stub.Query(QueryPayloadsRequest(page_size=1000))]
+        told: dict[str, Any] = {"records": count, "queries_by_each": queries}
+        for name, filters in _filters(some, queries).items():
+            times = []
+            for asked in filters:
+                begun = time.monotonic()
+                async for _ in stub.Query(QueryPayloadsRequest(page_size=_PAGE, **asked)):
+                    pass
+                times.append((time.monotonic() - begun) * 1000)
+            told[name] = {"median_ms": round(quantile(times, 0.5), 2), "p95_ms": round(quantile(times, 0.95), 2)}
+        return told
+
+
+def _filters(some: list[PayloadRecord], queries: int) -> dict[str, list[dict[str, Any]]]:
+    """By each filter alone, values that are there; times all over the file."""
+    dice = random.Random(0)  # noqa: S311
+    newest = some[0].time.ToMicroseconds()
+
+    def timestamp() -> Any:
+        stamp = type(some[0].time)()
+        stamp.FromMicroseconds(newest - dice.randrange(10_000_000_000))
+        return stamp
+
+    chosen = [dice.choice(some) for _ in range(queries)]
+    values: Mapping[str, Any] = {
+        "none": lambda record: {},
+        **{
+            name: lambda record, name=name: {name: getattr(record, name)}
+            for name in ("model", "status", "finish_reason", "request_id", "trace_id", "client")
+        },
+        "since": lambda record: {"since": timestamp()},
+        "until": lambda record: {"until": timestamp()},
+        "min_duration_ms": lambda record: {"min_duration_ms": dice.uniform(0, 5000)},
+        "min_ttft_ms": lambda record: {"min_ttft_ms": dice.uniform(0, 300)},
+    }
+    return {name: [value(record) for record in chosen] for name, value in values.items()}
+
+
+async def _tap() -> dict[str, Any]:
+    """Microseconds of the event loop a chunk, with all the threads behind the tap at work."""
+    async with _logger() as (target, _):
+        with tempfile.TemporaryDirectory() as folder:
+            tap = PayloadTap(target, spool=Path(folder))
+            tap.start()
+            costs: list[float] = []
+
+            async def one_stream(number: int) -> None:
+                recording = tap.begin(request_id=str(number), model="m", protocol="p", prompt="x" * 1000)
+                await recording.begun()
+                for _ in range(_CHUNKS):
+                    await asyncio.sleep(_PACE_S)
+                    begun = time.perf_counter_ns()
+                    recording.chunk(" fox", [17])
+                    costs.append((time.perf_counter_ns() - begun) / 1000)
+                recording.end("OK")
+
+            await asyncio.gather(*(one_stream(number) for number in range(_OPEN)))
+            await tap.drain(30)
+            tap.close()
+    return {
+        "chunks": len(costs),
+        "median_us": round(quantile(costs, 0.5), 2),
+        "p99_us": round(quantile(costs, 0.99), 2),
+        "dropped": dict(tap.dropped),
+    }
+
+
+if __name__ == "__main__":
+    main()

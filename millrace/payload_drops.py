@@ -1,0 +1,47 @@
+"""Counts what the payload log gives up, by reason, and warns about it at most once a minute.
+
+For any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+
+logger = logging.getLogger(__name__)
+
+# Why a part of a record was given up, or with its begin the whole record.
+FULL = "full"  # The spool holds all it may.
+DISK = "disk"  # It could not be written.
+MEMORY = "memory"  # Too much waits for the disk.
+FAILED = "failed"  # It could not be encoded.
+TOO_LARGE = "too_large"  # No message can take it.
+
+_WARN_EVERY_S = 60.0
+
+
+class Drops:
+    """How many parts were given up, by reason."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._next_warning: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def count(self, reason: str, *, exc_info: bool = False) -> None:
+        """Counts one and warns, unless that was said within the last minute."""
+        with self._lock:
+            self.counts[reason] += 1
+            count = self.counts[reason]
+        self.warn(reason, "payload record dropped in whole or part: %s (%d so far)", reason, count, exc_info=exc_info)
+
+    def warn(self, topic: str, message: str, *arguments: object, exc_info: bool = False) -> None:
+        """Warns, unless there was a warning of the topic within the last minute."""
+        now = time.monotonic()
+        with self._lock:
+            if now < self._next_warning.get(topic, now):
+                return
+            self._next_warning[topic] = now + _WARN_EVERY_S
+        logger.warning(message, *arguments, exc_info=exc_info)

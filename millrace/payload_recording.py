@@ -1,0 +1,197 @@
+"""One request's record in the making; see payload_tap.py, which opens it.
+
+On the event loop's thread. Nothing but `begun` is awaited, and nothing raises, whatever it is given: what cannot be
+kept is counted and makes the record incomplete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from millrace.errors import MillraceError
+from millrace.payload_drops import FAILED, MEMORY
+from millrace.payload_parts import (
+    PART_BYTES,
+    TOKEN_BYTES,
+    BeginPart,
+    ChunkPart,
+    EndPart,
+    Fields,
+    InputsPart,
+    Tensors,
+    size_of,
+)
+from millrace.payload_rules import Mode
+from millrace.protos.millrace_pb2 import Usage
+from millrace.uuid7 import as_uuid7
+
+if TYPE_CHECKING:
+    from millrace.payload_tap import PayloadTap
+
+_BEGIN_WAIT_S = 1.0
+
+
+class Recording:
+    """One request's record in the making; its public fields may be set until it ends.
+
+    As a context manager it ends with the block: an error as that error, anything else that has not
+    been ended as CANCELLED.
+    """
+
+    request_id: str
+    model: str
+    prompt: str
+    parameters: str
+    trace_id: str
+    span_id: str
+    metadata: Mapping[str, str]
+    client: str
+    call_id: str
+    inputs: Tensors
+    resumes: int = 0
+
+    def __init__(self, tap: PayloadTap, number: int) -> None:
+        record_id = as_uuid7(number)
+        self.record_id = str(record_id)
+        self._id = record_id.bytes
+        self._tap = tap
+        self._queue = tap._queue
+        self._arrived = time.monotonic()
+        self._ttft_ms: float | None = None
+        self._open = False
+        self._incomplete = False
+        self._keeps_request = self._keeps_answer = False
+        self._inputs_at_begin: Tensors = ()
+        self._settled = True
+        self._waiting: asyncio.Event | None = None
+
+    async def begun(self) -> bool:
+        """Waits until the begin lies on disk or was dropped; False where that has not been within a second."""
+        if self._settled or not self._tap._begins_answered:
+            return self._settled
+        self._waiting = self._waiting or asyncio.Event()
+        try:
+            async with asyncio.timeout(_BEGIN_WAIT_S):
+                await self._waiting.wait()
+        except TimeoutError:
+            self._tap._give_up_waiting()
+        return self._settled
+
+    def chunk(
+        self, text: str, token_ids: Sequence[int] = (), logprobs: Sequence[float] = (), outputs: Tensors = ()
+    ) -> None:
+        """Adds what went to the client just now."""
+        if not self._open:
+            return
+        try:
+            offset_ms = (time.monotonic() - self._arrived) * 1000
+            count = len(token_ids)
+            if count and self._ttft_ms is None:
+                self._ttft_ms = offset_ms
+            if not self._keeps_answer:
+                return
+            cost = PART_BYTES + len(text) + TOKEN_BYTES * (count + len(logprobs))
+            if outputs:
+                cost += size_of(outputs)
+            if self._queue.has_room(cost):
+                self._queue.put(ChunkPart(self._id, cost, offset_ms, text, token_ids, logprobs, outputs))
+            else:
+                self._miss(MEMORY)
+        except Exception:
+            self._miss(FAILED, exc_info=True)
+
+    def end(
+        self,
+        status: str,
+        message: str = "",
+        failed_hop: str = "",
+        finish_reason: str = "",
+        usage: Usage | None = None,
+        text: str | None = None,
+        outputs: Tensors = (),
+    ) -> None:
+        """Closes the record; only the first call counts.
+
+        `status` is the name of a gRPC status; `text` is the whole answer where that is not its chunks' texts.
+        """
+        if not self._open:
+            return
+        self._open = False
+        if not self._keeps_answer:
+            text, outputs = None, ()
+        inputs = self.inputs if self._keeps_request and self.inputs is not self._inputs_at_begin else ()
+        try:
+            duration_ms = (time.monotonic() - self._arrived) * 1000
+            cost = PART_BYTES + len(text or "")
+            inputs, outputs = self._within_memory(inputs), self._within_memory(outputs)
+            cost += size_of(inputs) + size_of(outputs)
+        except Exception:
+            self._miss(FAILED, exc_info=True)
+            inputs, outputs, text, cost = (), (), None, PART_BYTES
+        # Not refused for want of room: there is one for each open request, and without it the record has no end.
+        self._queue.put(
+            EndPart(
+                *(self._id, cost, self._fields(), status, message, failed_hop, finish_reason, usage, text),
+                *(inputs, outputs, self._ttft_ms, duration_ms, self._incomplete),
+            )
+        )
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, MillraceError):
+            self.end(error.status.name, error.message, error.hop or self._tap.hop)
+        elif isinstance(error, Exception):
+            self.end("INTERNAL", "internal error", self._tap.hop)
+        else:
+            self.end("CANCELLED", "aborted")
+
+    def _begin(self, time_us: int, protocol: str) -> None:
+        try:
+            mode = self._tap.rules.mode(self.model, self.request_id)
+            if mode is Mode.OFF:
+                return
+            self._keeps_request, self._keeps_answer = mode.keeps_request, mode.keeps_response
+            fields = self._fields()
+            cost = PART_BYTES + len(fields.prompt) + len(fields.parameters)
+            if not self._queue.has_room(cost):
+                self._tap._drops.count(MEMORY)
+                return
+            self._queue.begin(BeginPart(self._id, cost, time_us, protocol, fields, self._settle))
+            self._open, self._settled = True, False
+            if self._keeps_request and self.inputs:
+                self._inputs_at_begin = self.inputs
+                inputs = self._within_memory(self.inputs)
+                self._queue.put(InputsPart(self._id, PART_BYTES + size_of(inputs), inputs))
+        except Exception:
+            self._miss(FAILED, exc_info=True)
+
+    def _fields(self) -> Fields:
+        prompt, parameters = (self.prompt, self.parameters) if self._keeps_request else ("", "")
+        return Fields(
+            *(self.request_id, self.model, prompt, parameters, self.trace_id, self.span_id),
+            *(self.client, self.call_id, self.metadata, self.resumes),
+        )
+
+    def _within_memory(self, tensors: Tensors) -> Tensors:
+        """The tensors, or none where there is no room for them: the record matters more than their digests."""
+        if not tensors or self._queue.has_room(size_of(tensors)):
+            return tensors
+        self._miss(MEMORY)
+        return ()
+
+    def _miss(self, reason: str, *, exc_info: bool = False) -> None:
+        self._incomplete = True
+        self._tap._drops.count(reason, exc_info=exc_info)
+
+    def _settle(self) -> None:
+        self._settled = True
+        if self._waiting is not None:
+            self._waiting.set()

@@ -1,0 +1,229 @@
+"""Sends what lies in a spool to the payload logger, over `PayloadIngest/Append`.
+
+One source a call, and each record when its END is in the spool, its sequence that frame's number. What the logger
+has yet to acknowledge is kept, within a bound, to be sent again after a reconnect; beyond the bound nothing is read
+on, so a logger that is away costs no memory. A segment is deleted when no record that began in it is open or
+unacknowledged. One that open records alone keep is freed by writing those once more, as far as they have come, where
+they are a small part of the spool.
+
+A `SourceShipper` belongs to the thread that runs it; its properties, `wake` and the stop are for any thread.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from queue import SimpleQueue
+from typing import NamedTuple, TypeAlias
+
+import grpc
+
+from millrace.payload_drops import TOO_LARGE, Drops
+from millrace.payload_merge import EndedRecord, Merger, fit
+from millrace.payload_segments import SpoolReader
+from millrace.payload_spool import Spool
+from millrace.protos.millrace_pb2 import AppendRequest, AppendResponse
+from millrace.server import MAX_MESSAGE_BYTES
+
+Append: TypeAlias = "grpc.StreamStreamMultiCallable[bytes, AppendResponse]"
+
+_MAX_UNACKNOWLEDGED = 1024
+_MAX_UNACKNOWLEDGED_BYTES = 16 << 20
+_MAX_RECORD_BYTES = MAX_MESSAGE_BYTES - 1024  # Room for what an AppendRequest adds.
+_MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 2.0
+_LOOK_S = 1.0
+_JOIN_S = 0.5
+_SLICE, _NAP_S = 64, 0.0002  # Frames: while they are read, the event loop does not run.
+_COPY_SEGMENTS, _COPY_SHARE = 4, 3  # Open records are copied in a spool of so many segments, so many times theirs.
+
+
+class _Sent(NamedTuple):
+    sequence: int
+    began: int  # The number of its BEGIN frame.
+    request: bytes  # A serialized AppendRequest.
+
+
+class SourceShipper:
+    """Ships one spool.
+
+    With `ends` nobody appends to it any more: what is open is aborted, and `run` ends when the logger has it all.
+    `append` takes requests as they go over the wire.
+    """
+
+    def __init__(
+        self, append: Append, target: str, spool: Spool, drops: Drops, hop: str, stopping: threading.Event, ends: bool
+    ) -> None:
+        self.spool = spool
+        self._append = append
+        self._target = target
+        self._drops = drops
+        self._stopping = stopping
+        self._ends = ends
+        self._reader = SpoolReader(spool)
+        self._merger = Merger(_MAX_RECORD_BYTES, hop)
+        self._frames: deque[tuple[int, bytes]] = deque()  # Read and not merged.
+        self._unacknowledged: deque[_Sent] = deque()
+        self._unacknowledged_bytes = 0
+        self._acknowledged = 0  # The newest sequence that the logger has committed.
+        self._caught_up_at = 1  # All frames before this number have been dealt with.
+        self._changed = threading.Event()
+
+    @property
+    def unacknowledged(self) -> int:
+        """How many records were sent that the logger has yet to commit."""
+        return len(self._unacknowledged)
+
+    @property
+    def idle(self) -> bool:
+        """Whether the logger has every record that has ended; of a spool that nobody appends to, every record."""
+        return self._caught_up_at == self.spool.next_number and not self._unacknowledged
+
+    def wake(self) -> None:
+        """Tells that there is something new in the spool, or that the stop has come."""
+        self._changed.set()
+
+    def run(self) -> None:
+        """Sends over calls one after the other, until the stop or the end of the spool."""
+        backoff_s = _MIN_BACKOFF_S
+        while not self._done():
+            acknowledged = self._acknowledged
+            try:
+                reason = self._ship_over_one_call()
+            except Exception:
+                reason = "an error here"
+                self._drops.warn("shipper", "shipping %s failed", self.spool.source, exc_info=True)
+            if self._done():
+                return
+            self._drops.warn("away", "the payload logger at %s is away (%s)", self._target, reason)
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S) if acknowledged == self._acknowledged else _MIN_BACKOFF_S
+            # Spread, so that several transformers do not come back in the same instant.
+            self._stopping.wait(backoff_s * random.uniform(0.5, 1.0))  # noqa: S311
+
+    def _done(self) -> bool:
+        return self._stopping.is_set() or (self._ends and self.idle)
+
+    def _ship_over_one_call(self) -> str:
+        """Why the call is over."""
+        call = _Call(self._append, self._changed)
+        try:
+            for sent in self._unacknowledged:
+                call.send(sent.request)
+            while True:
+                self._changed.clear()
+                ended = call.ended  # What was acknowledged before the end counts.
+                self._forget_acknowledged(call.acknowledged)
+                more = self._send_some(call)
+                if ended is not None or self._done():
+                    return ended or "it is not needed any more"
+                if more:
+                    time.sleep(_NAP_S)
+                else:
+                    self._changed.wait(_LOOK_S)
+        finally:
+            call.close()
+
+    def _send_some(self, call: _Call) -> bool:
+        """Sends records of the frames that come next; whether there may be more that can be sent now."""
+        for _ in range(_SLICE):
+            if (
+                len(self._unacknowledged) >= _MAX_UNACKNOWLEDGED
+                or self._unacknowledged_bytes >= _MAX_UNACKNOWLEDGED_BYTES
+            ):
+                return False
+            if not self._frames:
+                self._frames.extend(self._reader.read())
+            if self._frames:
+                ended = self._merger.take(*self._frames.popleft())
+            elif self._ends and (ended := self._merger.abort()) is not None:
+                pass
+            else:
+                return self._catch_up()
+            if ended is not None:
+                self._send(call, ended)
+        return True
+
+    def _catch_up(self) -> bool:
+        """Tells that all is read; whether there is more to be read after all."""
+        self._caught_up_at = self.spool.next_number if self._ends else self._reader.number
+        self._delete()
+        return not self._ends and self._copy_open_records()
+
+    def _send(self, call: _Call, ended: EndedRecord) -> None:
+        if not fit(ended.record, _MAX_RECORD_BYTES):
+            self._drops.count(TOO_LARGE)
+            return
+        request = AppendRequest(source=self.spool.source, sequence=ended.sequence, record=ended.record)
+        sent = _Sent(ended.sequence, ended.began, request.SerializeToString())
+        self._unacknowledged.append(sent)
+        self._unacknowledged_bytes += len(sent.request)
+        call.send(sent.request)
+
+    def _forget_acknowledged(self, sequence: int) -> None:
+        if sequence <= self._acknowledged:
+            return
+        self._acknowledged = sequence
+        while self._unacknowledged and self._unacknowledged[0].sequence <= sequence:
+            self._unacknowledged_bytes -= len(self._unacknowledged.popleft().request)
+        self._delete()
+
+    def _delete(self) -> None:
+        """Deletes the segments that nothing needs any more."""
+        needed = [sent.began for sent in self._unacknowledged]
+        needed.append(self._frames[0][0] if self._frames else self._reader.number)
+        if self._merger.first_began is not None:
+            needed.append(self._merger.first_began)
+        try:
+            self.spool.delete_before(min(needed))
+        except OSError as error:
+            self._drops.warn("delete", "a segment of the spool cannot be deleted: %s", error.strerror)
+
+    def _copy_open_records(self) -> bool:
+        """Copies the open records that alone keep the oldest segment to the spool's end, where that is worth it."""
+        segments = self.spool.segments
+        worth_it = max(_COPY_SEGMENTS * self.spool.segment_bytes, _COPY_SHARE * self._merger.open_bytes)
+        if len(segments) < 2 or self.spool.size < worth_it:
+            return False
+        before = segments[1].first
+        frames = self._merger.snapshots(before)
+        if not frames or any(sent.began < before for sent in self._unacknowledged):
+            return False
+        try:
+            # Not if anything has been written meanwhile: the copies would lack it.
+            return self.spool.append_at(self._reader.number, frames)
+        except OSError:
+            return False  # The writer meets it too, and says so.
+
+
+class _Call:
+    """One call of Append, and the thread that reads its acknowledgements."""
+
+    def __init__(self, append: Append, changed: threading.Event) -> None:
+        self.acknowledged = 0
+        self.ended: str | None = None  # Why it is over.
+        self._changed = changed
+        self._requests: SimpleQueue[bytes | None] = SimpleQueue()  # At most what may be unacknowledged.
+        self._call = append(iter(self._requests.get, None))
+        self._thread = threading.Thread(target=self._read, name="payload-acks", daemon=True)
+        self._thread.start()
+
+    def send(self, request: bytes) -> None:
+        """Hands a request to gRPC's own thread."""
+        self._requests.put(request)
+
+    def close(self) -> None:
+        """Ends the call and both threads."""
+        self._requests.put(None)
+        self._call.cancel()
+        self._thread.join(_JOIN_S)
+
+    def _read(self) -> None:
+        try:
+            for response in self._call:
+                self.acknowledged = response.sequence
+                self._changed.set()
+            self.ended = "it ended the call"
+        except grpc.RpcError as error:
+            self.ended = f"{error.code().name}: {error.details()}"
+        self._changed.set()

@@ -1,0 +1,197 @@
+"""The gateway's access log, taken by OTLP: the calls of models, and what the gateway refused or could not pass on.
+
+Each is brought to the store as a record of the call alone: joined there to the service's record of the same `call_id`,
+or shown as it is where no service recorded the call, in the words of the services' own records. The attributes are
+those that envoy/envoy.yaml gives its access log; "-" is Envoy's word for none. What a client has sent need not be
+UTF-8, and Envoy passes it on as it is: hence messages of OTLP's shape whose strings are bytes.
+
+Inner: neither routed by the gateway nor listed by reflection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import grpc
+from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
+from opentelemetry.proto.collector.logs.v1 import logs_service_pb2
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceResponse
+from opentelemetry.proto.common.v1 import common_pb2
+from opentelemetry.proto.logs.v1 import logs_pb2
+from opentelemetry.proto.resource.v1 import resource_pb2
+
+from millrace.interceptors import Context
+from millrace.protos.millrace_pb2 import GatewayCall, PayloadRecord
+from millrace.uuid7 import as_uuid7, next_id
+from services.logger.store import Store
+from services.logger.tails import Tails
+
+_SERVICE = logs_service_pb2.DESCRIPTOR.services_by_name["LogsService"].full_name
+_MAX_CHARACTERS = 1024
+_MAX_ID = 256
+
+_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
+_OF_HTTP = {
+    400: "INVALID_ARGUMENT",
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    408: "DEADLINE_EXCEEDED",
+    413: "RESOURCE_EXHAUSTED",
+    429: "RESOURCE_EXHAUSTED",
+    501: "UNIMPLEMENTED",
+    502: "UNAVAILABLE",
+    503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
+}
+# Envoy's response flags: the caller left; a time limit of the gateway passed; the connection to the service broke.
+_LEFT = {"DC", "DR"}
+_TOO_LATE = {"UT", "SI", "DT"}
+_BROKE = {"UC", "UR", "UF", "UPE"}
+# Of the last host that was tried Envoy tells the address, though it could not be connected to.
+_NOT_REACHED = {"UF", "UH"}
+_UNIT_MS = {"H": 3_600_000, "M": 60_000, "S": 1_000, "m": 1, "u": 1e-3, "n": 1e-6}
+# The gateway notices a caller's deadline that much earlier than it has passed.
+_DEADLINE_MARGIN_MS = 10
+
+_Attributes = Mapping[str, str]
+
+
+class Observed(NamedTuple):
+    """A call as the gateway saw it, and whether a service may have a record of it."""
+
+    record: PayloadRecord
+    reached_a_recorder: bool
+
+
+class GatewayCalls:
+    """Takes what the gateway logs; shows to `tails` the calls of which no service can have a record."""
+
+    def __init__(self, store: Store, tails: Tails) -> None:
+        self._store = store
+        self._tails = tails
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Has the server answer LogsService."""
+        handler = grpc.unary_unary_rpc_method_handler(
+            self._export,
+            request_deserializer=_ExportRequest.FromString,
+            response_serializer=ExportLogsServiceResponse.SerializeToString,
+        )
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {"Export": handler}),))
+
+    async def _export(self, request: Any, context: Context) -> ExportLogsServiceResponse:
+        observed = [
+            observe(log)
+            for resource in request.resource_logs
+            for scope in resource.scope_logs
+            for log in scope.log_records
+        ]
+        unrecorded = {call.record.record_id for call in observed if not call.reached_a_recorder}
+        alone = await self._store.add_calls([call.record for call in observed])
+        self._tails.show([record for record in alone if record.record_id in unrecorded])
+        return ExportLogsServiceResponse()
+
+
+def observe(log: Any) -> Observed:
+    """A call out of a log record, whose strings are bytes."""
+    said: _Attributes = {
+        attribute.key.decode(): value
+        for attribute in log.attributes
+        if (value := attribute.value.string_value.decode(errors="replace")) != "-"
+    }
+    flags = set(said.get("flags", "").split(",")) - {""}
+    gateway = GatewayCall(
+        path=said.get("path", "").partition("?")[0][:_MAX_CHARACTERS],
+        http_status=int(_number(said, "http_status")),
+        response_flags=said.get("flags", "-"),
+        details=said.get("details", "")[:_MAX_CHARACTERS],
+        duration_ms=_number(said, "duration_ms"),
+        request_bytes=int(_number(said, "request_bytes")),
+        response_bytes=int(_number(said, "response_bytes")),
+        upstream="" if flags & _NOT_REACHED else said.get("upstream", ""),
+        peer=said.get("peer", ""),
+    )
+    status = _status(said, flags, gateway)
+    record = PayloadRecord(
+        record_id=str(as_uuid7(next_id(log.time_unix_nano // 1_000_000, 0))),
+        request_id=said.get("request_id", "")[:_MAX_ID],
+        protocol=_protocol(said, gateway.path),
+        status=status,
+        failed_hop=_failed_hop(said, status, gateway),
+        duration_ms=gateway.duration_ms,
+        trace_id=log.trace_id.hex(),
+        span_id=log.span_id.hex(),
+        client=said.get("client", "")[:_MAX_ID],
+        call_id=said.get("call_id", ""),
+        gateway=gateway,
+    )
+    record.time.FromNanoseconds(log.time_unix_nano)
+    if status != "OK":
+        record.message = f"{gateway.details} ({gateway.response_flags})"
+    recorded_by_service = said.get("cluster") == "transformer" and bool(gateway.upstream)
+    return Observed(record, recorded_by_service and record.failed_hop != "gateway")
+
+
+def _status(said: _Attributes, flags: set[str], gateway: GatewayCall) -> str:
+    """A gRPC status name, whatever protocol the caller spoke."""
+    if flags & _LEFT:
+        # A caller whose deadline passes leaves as one who has lost interest.
+        late = gateway.duration_ms + _DEADLINE_MARGIN_MS >= _milliseconds(said.get("grpc_timeout", ""))
+        return "DEADLINE_EXCEEDED" if late else "CANCELLED"
+    if _is_grpc(said) and not flags & _BROKE:
+        return _NAMES.get(int(_number(said, "grpc_status", 2)), "UNKNOWN")
+    if 200 <= gateway.http_status < 400 and not flags & (_BROKE | _TOO_LATE):
+        return "OK"
+    if flags & _TOO_LATE:
+        return "DEADLINE_EXCEEDED"
+    return "UNAVAILABLE" if flags & _BROKE else _OF_HTTP.get(gateway.http_status, "INTERNAL")
+
+
+def _failed_hop(said: _Attributes, status: str, gateway: GatewayCall) -> str:
+    """What the caller was told; the gateway where nobody said anything and no service answered."""
+    if status in ("OK", "CANCELLED"):
+        return ""
+    told = said.get("failed_hop") or said.get("failed_hop_trailer")
+    return told or (said.get("cluster", "") if gateway.upstream else "gateway")
+
+
+def _protocol(said: _Attributes, path: str) -> str:
+    """The method that was called, "package.Service/Method", of REST too where the gateway knows it; else the path."""
+    routed = said.get("routed_path", "").partition("?")[0][:_MAX_CHARACTERS]
+    return routed.removeprefix("/") if _is_grpc(said) or routed != path else path
+
+
+def _is_grpc(said: _Attributes) -> bool:
+    return said.get("content_type", "").startswith("application/grpc") and said.get("path") == said.get("routed_path")
+
+
+def _milliseconds(grpc_timeout: str) -> float:
+    """gRPC's header, digits and a unit; without one there is no end."""
+    digits, unit = grpc_timeout[:-1], grpc_timeout[-1:]
+    return int(digits) * _UNIT_MS[unit] if digits.isdecimal() and unit in _UNIT_MS else float("inf")
+
+
+def _number(said: _Attributes, name: str, default: float = 0) -> float:
+    text = said.get(name, "")
+    return float(text) if text.isdecimal() else default
+
+
+def _with_bytes_for_strings() -> Any:
+    """OTLP's ExportLogsServiceRequest with its strings as bytes, which on the wire is the same."""
+    pool = DescriptorPool()
+    for module in (common_pb2, resource_pb2, logs_pb2, logs_service_pb2):
+        file = FileDescriptorProto.FromString(module.DESCRIPTOR.serialized_pb)
+        for message in file.message_type:
+            for field in message.field:
+                if field.type == FieldDescriptorProto.TYPE_STRING:
+                    field.type = FieldDescriptorProto.TYPE_BYTES
+        pool.AddSerializedFile(file.SerializeToString())
+    name = logs_service_pb2.ExportLogsServiceRequest.DESCRIPTOR.full_name
+    return GetMessageClass(pool.FindMessageTypeByName(name))
+
+
+_ExportRequest = _with_bytes_for_strings()

@@ -1,0 +1,136 @@
+"""How records leave the tables of schema.py: deleted, expired, forgotten; and how the file gives back their space.
+
+Each function does a bounded part of its work, so that others can write between two of them, and tells whether there was
+something to do. The first three work within the transaction of the connection they are given.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import sqlalchemy as sql
+
+from services.logger.schema import BUSY_MS, now_us, records
+
+_RECORDS = 200
+_SEQUENCES = 10_000
+_PAGES = 1_000
+# What stands in the way of emptying the log, a reader, is given so long.
+_LOG_BUSY_MS = 100
+
+_Rows = Sequence[Any]
+
+_EACH = "(SELECT value FROM json_each(?))"
+_OLDEST = (
+    sql.select(
+        *(records.c.position, records.c.call_id, records.c.of_call), sql.func.length(records.c.body).label("bytes")
+    )
+    .order_by(records.c.time_us, records.c.position)
+    .limit(_RECORDS)
+)
+
+
+def delete_some(connection: sql.Connection, chosen: sql.ColumnElement[bool]) -> int:
+    """Deletes some of the chosen records; what the gateway has yet to say of their calls will not be taken."""
+    rows = connection.execute(sql.select(records.c.position, records.c.call_id).where(chosen).limit(_RECORDS)).all()
+    unnamed = _delete(connection, rows)
+    if unnamed:
+        tombstones = [(call_id, now_us()) for call_id in unnamed]
+        connection.exec_driver_sql("INSERT INTO calls (call_id, time_us) VALUES (?, ?)", tombstones)
+    return len(rows)
+
+
+def expire_some(connection: sql.Connection, before_us: int | None, max_bytes: int | None) -> list[int]:
+    """Deletes some of the oldest records, those before a time or above a size; returns their positions.
+
+    Records of the gateway's log alone count as position 0.
+    """
+    rows: _Rows = ()
+    if before_us is not None:
+        rows = connection.execute(_OLDEST.where(records.c.time_us < before_us)).all()
+    if not rows and max_bytes is not None:
+        rows = _first(connection.execute(_OLDEST).all(), _bytes_used(connection) - max_bytes)
+    _delete(connection, rows)
+    return [0 if row.of_call else row.position for row in rows]
+
+
+def forget_some(connection: sql.Connection, before_us: int) -> int:
+    """Forgets some of the sequences that came, and of the calls that were deleted, before a time.
+
+    A source's sequences rise with time, so those to be forgotten are its first.
+    """
+    forgotten = 0
+    for source_id in _column(connection, "SELECT source_id FROM sources"):
+        first = "SELECT sequence, time_us FROM appended WHERE source_id = ? ORDER BY sequence LIMIT ?"
+        sequences = _column(
+            connection,
+            f"SELECT sequence FROM ({first}) WHERE time_us < ?",  # noqa: S608
+            *(source_id, _SEQUENCES, before_us),
+        )
+        if sequences:
+            forgotten += len(sequences)
+            connection.exec_driver_sql(
+                f"DELETE FROM appended WHERE source_id = ? AND sequence IN {_EACH}",  # noqa: S608
+                (source_id, json.dumps(sequences)),
+            )
+    connection.exec_driver_sql("DELETE FROM sources WHERE source_id NOT IN (SELECT source_id FROM appended)")
+    deleted = "SELECT call_id FROM calls WHERE gateway IS NULL AND time_us < ? LIMIT ?"
+    call_ids = _column(connection, deleted, before_us, _SEQUENCES)
+    connection.exec_driver_sql(f"DELETE FROM calls WHERE call_id IN {_EACH}", (json.dumps(call_ids),))  # noqa: S608
+    return forgotten + len(call_ids)
+
+
+def give_back_some(engine: sql.Engine) -> bool:
+    """Gives some free pages of the file back to the file system."""
+    with engine.connect() as connection:
+        before = _pragma(connection, "freelist_count")
+        # A statement that has no columns the driver executes for its first row alone, which is one page; not a script.
+        connection.connection.executescript(f"PRAGMA incremental_vacuum({_PAGES})")
+        return 0 < _pragma(connection, "freelist_count") < before
+
+
+def empty_log(engine: sql.Engine) -> None:
+    """Moves the log's contents to the file and cuts it; a reader that takes its time keeps it from being cut."""
+    with engine.connect() as connection:
+        connection.exec_driver_sql(f"PRAGMA busy_timeout = {_LOG_BUSY_MS}")
+        connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").all()
+        connection.exec_driver_sql(f"PRAGMA busy_timeout = {BUSY_MS}")
+
+
+def _delete(connection: sql.Connection, rows: _Rows) -> list[str]:
+    """Deletes records and what the gateway said of calls that none names any more; returns the ids of these."""
+    positions = json.dumps([row.position for row in rows])
+    connection.exec_driver_sql(f"DELETE FROM records WHERE position IN {_EACH}", (positions,))  # noqa: S608
+    call_ids = json.dumps([row.call_id for row in rows if row.call_id is not None])
+    unnamed: list[str] = _column(
+        connection,
+        "SELECT DISTINCT value FROM json_each(?)"
+        " WHERE NOT EXISTS (SELECT 1 FROM records WHERE call_id = value AND call_id IS NOT NULL)",
+        call_ids,
+    )
+    connection.exec_driver_sql(f"DELETE FROM calls WHERE call_id IN {_EACH}", (json.dumps(unnamed),))  # noqa: S608
+    return unnamed
+
+
+def _first(rows: _Rows, excess: int) -> _Rows:
+    """As many of the rows as hold `excess` bytes."""
+    for count, row in enumerate(rows):
+        if excess <= 0:
+            return rows[:count]
+        excess -= row.bytes
+    return rows
+
+
+def _bytes_used(connection: sql.Connection) -> int:
+    pages = _pragma(connection, "page_count") - _pragma(connection, "freelist_count")
+    return pages * _pragma(connection, "page_size")
+
+
+def _pragma(connection: sql.Connection, name: str) -> int:
+    return int(connection.exec_driver_sql(f"PRAGMA {name}").scalar_one())
+
+
+def _column(connection: sql.Connection, statement: str, *parameters: Any) -> list[Any]:
+    return list(connection.exec_driver_sql(statement, parameters).scalars())

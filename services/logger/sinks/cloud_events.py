@@ -1,0 +1,168 @@
+"""CloudEvents 1.0 over HTTP, binary mode, as KServe's logger sends them.
+
+A record becomes one event for the request and one for its answer, of KServe's types and with its extensions
+(kserve/kserve, pkg/logger/worker.go). Both have the record's id, by which KServe's consumers pair them; their sources
+differ, `<source>/request` and `<source>/response`, since CloudEvents wants (source, id) to be unique. An event is left
+out where the record has nothing for it: the settings may keep requests or answers out of the log.
+
+The data is JSON: the fields of PayloadRecord by name. Headers follow the HTTP binding 1.0.2, section 3.1.3.2, to the
+letter, which the CloudEvents SDK does not: it escapes `/` and `:` too, and the receivers of its first generation,
+KServe's among them, unescape nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import httpx2
+import orjson
+
+from millrace.protos.millrace_pb2 import PayloadRecord
+from services.logger.sinks.sink import Event, RefusedError, TryAgainError
+from services.logger.values import row, to_json
+
+REQUEST_TYPE = "org.kubeflow.serving.inference.request"
+RESPONSE_TYPE = "org.kubeflow.serving.inference.response"
+
+_BOTH = ("record_id", "request_id", "time", "model", "protocol", "client", "call_id", "metadata")
+_REQUEST_CONTENT = ("prompt", "parameters", "inputs")
+_RESPONSE_CONTENT = ("text", "chunks", "outputs")
+_RESPONSE = (
+    *_RESPONSE_CONTENT,
+    *("finish_reason", "status", "message", "failed_hop"),
+    *("prompt_tokens", "cached_tokens", "completion_tokens"),
+    *("ttft_ms", "duration_ms", "resumes", "incomplete"),
+)
+# Of what a caller chose, so much goes into a header: a longer one could make the sink refuse the event.
+_MAX_HEADER_CHARACTERS = 256
+_UNESCAPED = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) not in '"%')
+_MAX_RETRY_AFTER_S = 3600.0
+# An answer's body says nothing, but a connection whose answer was not read to its end cannot be used again.
+_MAX_ANSWER_BYTES = 64 * 1024
+
+
+class CloudEventsSink:
+    """Posts events to one URL, over at most `connections` connections; a try takes at most `timeout_s` seconds."""
+
+    def __init__(self, url: str, *, source: str, namespace: str, timeout_s: float, connections: int) -> None:
+        self.name = _without_credentials(url)
+        self._url = url
+        self._source = source.rstrip("/")
+        self._namespace = namespace
+        self._timeout_s = timeout_s
+        # No timeouts of its own: those are for each read, and a sink that drips would never meet them.
+        self._client = httpx2.AsyncClient(timeout=None, limits=httpx2.Limits(max_connections=connections))
+
+    def events(self, record: PayloadRecord) -> Sequence[Event]:
+        values = row(record)
+        values["parameters"] = _parsed(record.parameters)
+        has_request = any(values[name] for name in _REQUEST_CONTENT)
+        # A failure is an answer, too.
+        has_response = record.status != "OK" or any(values[name] for name in _RESPONSE_CONTENT)
+        events = []
+        if has_request:
+            data = {name: values[name] for name in (*_BOTH, *_REQUEST_CONTENT)}
+            events.append(self._event(record, REQUEST_TYPE, "request", values["time"], data))
+        if has_response or not has_request:
+            data = {name: values[name] for name in (*_BOTH, *_RESPONSE)}
+            end = _later(values["time"], record.duration_ms)
+            events.append(self._event(record, RESPONSE_TYPE, "response", end, data))
+        return events
+
+    async def send(self, event: Event) -> None:
+        try:
+            async with (
+                asyncio.timeout(self._timeout_s),
+                self._client.stream("POST", self._url, headers=event.headers, content=event.body) as response,
+            ):
+                await _skim(response)
+        except TimeoutError:
+            raise TryAgainError(f"no answer within {self._timeout_s:g} s") from None
+        except httpx2.RequestError as error:
+            raise TryAgainError(f"{type(error).__name__}: {error}") from error
+        if response.is_success:
+            return
+        answer = f"it answered {response.status_code}"
+        if 400 <= response.status_code < 500 and response.status_code not in (408, 429):
+            raise RefusedError(answer)
+        raise TryAgainError(answer, _retry_after_s(response.headers.get("retry-after", "")))
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    def _event(self, record: PayloadRecord, kind: str, part: str, time: datetime | None, data: dict[str, Any]) -> Event:
+        attributes = {
+            "specversion": "1.0",
+            "id": record.record_id,
+            "source": f"{self._source}/{part}",
+            "type": kind,
+            "time": time.isoformat().replace("+00:00", "Z") if time else "",
+            # A cut id would be another's.
+            "subject": record.request_id if len(record.request_id) <= _MAX_HEADER_CHARACTERS else "",
+            "inferenceservicename": record.model[:_MAX_HEADER_CHARACTERS],
+            "namespace": self._namespace,
+            "component": "transformer",
+            "endpoint": "default",
+            "traceparent": _traceparent(record),
+        }
+        # CloudEvents knows no empty attribute: one without a value is left out.
+        headers = {f"ce-{name}": quote(value, safe=_UNESCAPED) for name, value in attributes.items() if value}
+        return Event(record.record_id, headers | {"content-type": "application/json"}, to_json(data))
+
+
+def _parsed(parameters: str) -> Any:
+    """The sampling parameters themselves, where they are JSON, and as they are written: however deep, they are not
+    encoded anew."""
+    if not parameters:
+        return None
+    try:
+        orjson.loads(parameters)
+    except orjson.JSONDecodeError:
+        return parameters
+    return orjson.Fragment(parameters)
+
+
+def _later(time: datetime | None, duration_ms: float) -> datetime | None:
+    try:
+        return time and time + timedelta(milliseconds=duration_ms)
+    except (OverflowError, ValueError):
+        return time
+
+
+def _traceparent(record: PayloadRecord) -> str:
+    """W3C's trace context, https://www.w3.org/TR/trace-context; empty where the record names no span."""
+    known = re.fullmatch("[0-9a-f]{32}", record.trace_id) and re.fullmatch("[0-9a-f]{16}", record.span_id)
+    return f"00-{record.trace_id}-{record.span_id}-01" if known else ""
+
+
+async def _skim(response: httpx2.Response) -> None:
+    size = 0
+    async for part in response.aiter_raw():
+        size += len(part)
+        if size > _MAX_ANSWER_BYTES:
+            return
+
+
+def _retry_after_s(value: str) -> float:
+    """Seconds that a Retry-After header asks for, as a number or as a date; 0 where it cannot be read."""
+    if value.isascii() and value.isdigit():
+        wait_s = float(value)
+    else:
+        try:
+            at = parsedate_to_datetime(value)
+        except ValueError:
+            return 0.0
+        # A date without a zone, which is against the rules, is meant as UTC.
+        wait_s = (at.replace(tzinfo=at.tzinfo or UTC) - datetime.now(UTC)).total_seconds()
+    return min(max(wait_s, 0.0), _MAX_RETRY_AFTER_S)
+
+
+def _without_credentials(url: str) -> str:
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

@@ -1,0 +1,34 @@
+"""An HTTP server that takes events and writes down their types and ids: `event_sink.py PORT FILE`.
+
+A line of the file for each: type, tab, id. It is there before the event is taken, whatever kills the server.
+"""
+
+from __future__ import annotations
+
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+
+def main(port: int, file: Path) -> None:
+    with file.open("a", buffering=1) as lines:
+
+        class Taking(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["content-length"]))
+                lines.write(f"{self.headers['ce-type']}\t{self.headers['ce-id']}\n")
+                self.send_response(202)
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def log_message(self, *arguments: object) -> None:
+                pass
+
+        ThreadingHTTPServer.daemon_threads = True
+        ThreadingHTTPServer(("127.0.0.1", port), Taking).serve_forever()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,221 @@
+"""The payload log loses nothing and doubles nothing, whatever dies; and the streams go on."""
+
+import asyncio
+import os
+import random
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+
+from millrace.protos import millrace_pb2, millrace_pb2_grpc
+from tests.system.calls import channel, generate, rest
+from tests.unit.logger_process import free_port
+from tests.waiting import until
+
+REQUESTS = 20_000 if os.environ.get("FULL") else 2_000
+AT_ONCE = 16
+SEED = int(os.environ.get("SEED", random.randrange(1 << 32)))
+MAX_GROWTH = 48 << 20
+SINK = Path(__file__).with_name("event_sink.py")
+
+
+class EventSink:
+    """A sink as a process of its own, on a port and a file that outlive it."""
+
+    def __init__(self, folder):
+        self.file = folder / "events"
+        self.file.touch()
+        self._port = free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
+        self.start()
+
+    def start(self):
+        self._process = subprocess.Popen((sys.executable, str(SINK), str(self._port), str(self.file)))
+
+    def kill(self):
+        self._process.kill()
+        self._process.wait()
+
+    def events(self):
+        """How often each (type, id) came."""
+        return Counter(tuple(line.split("\t")) for line in self.file.read_text().splitlines())
+
+
+def stored(stack):
+    """Of each request_id the status and record_id of its records, but those that only the gateway tells of."""
+    with sqlite3.connect(f"file:{stack.settings.run_folder}/payloads.sqlite3?mode=ro", uri=True) as connection:
+        found = {}
+        for request_id, status, record_id in connection.execute(
+            "SELECT request_id, status, record_id FROM records WHERE NOT of_call"
+        ):
+            found.setdefault(request_id, []).append((status, record_id))
+        return found
+
+
+async def one_request(stack, dice, name):
+    """A request of some kind; returns the status that its record must have, None where it may be one or the other."""
+    kind = dice.choice(("stream", "stream", "sse", "cancelled", "refused", "unknown"))
+    story = {"model": "storyteller", "prompt": "Once", "max_tokens": dice.randrange(1, 12), "ignore_eos": True}
+    if kind == "sse":
+        answer = await rest(stack.gateway, "POST", "/v1/completions", {**story, "stream": True}, x_request_id=name)
+        assert answer.events[-1] == "[DONE]"
+        return "OK"
+    if kind == "refused":
+        story["temperature"] = -1
+    if kind == "unknown":
+        story["model"] = "nobody"
+    if kind == "cancelled":
+        story["max_tokens"] = 1000
+    async with channel(stack.gateway) as open_channel:
+        stub = millrace_pb2_grpc.TextGenerationStub(open_channel)
+        call = stub.Generate(millrace_pb2.GenerateRequest(**story, request_id=name), timeout=60)
+        try:
+            async for _ in call:
+                if kind == "cancelled":
+                    call.cancel()
+        except asyncio.CancelledError:
+            return "CANCELLED"
+        except grpc.aio.AioRpcError as error:
+            return error.code().name
+        return "OK"
+
+
+@pytest.mark.timeout(900)
+async def test_every_record_is_kept_once_while_logger_and_sink_die(new_stack, tmp_path):
+    print(f"seed {SEED}")
+    dice = random.Random(SEED)
+    sink = EventSink(tmp_path)
+    stack = await new_stack(models="storyteller=models/storyteller", environment={"logger": {"LOGGER_SINKS": sink.url}})
+
+    async def kill_for_ever():
+        while True:
+            await asyncio.sleep(dice.uniform(0.5, 3))
+            if dice.random() < 0.5:
+                with suppress(ProcessLookupError):
+                    await stack.kill("logger")
+            else:
+                sink.kill()
+                await asyncio.sleep(dice.uniform(0, 1))
+                sink.start()
+
+    expected = {}
+    numbers = iter(range(REQUESTS))
+    memory = {name: [] for name in stack.names}
+
+    async def client():
+        for number in numbers:
+            expected[f"request-{number}"] = await one_request(stack, dice, f"request-{number}")
+            if number % (REQUESTS // 20) == 0:
+                for name, samples in memory.items():
+                    with suppress(ProcessLookupError, psutil.NoSuchProcess):  # The logger, between two lives.
+                        samples.append(psutil.Process(stack.pid(name)).memory_info().rss)
+
+    killer = asyncio.create_task(kill_for_ever())
+    await asyncio.gather(*(client() for _ in range(AT_ONCE)))
+    killer.cancel()
+    await asyncio.gather(killer, return_exceptions=True)
+    sink.kill()
+    sink.start()
+
+    async def all_are_stored():
+        return len(stored(stack)) >= REQUESTS
+
+    await until(all_are_stored, timeout_s=120)
+    kept = stored(stack)
+    assert set(kept) == set(expected)
+    assert all(len(records) == 1 for records in kept.values()), "a record is there twice"
+    assert {name: records[0][0] for name, records in kept.items()} == expected
+    # After the first quarter, in which allocators fill their pools.
+    growth = {name: max(samples) - max(samples[: len(samples) // 4]) for name, samples in memory.items()}
+    assert all(bytes_more < MAX_GROWTH for bytes_more in growth.values()), growth
+
+    record_ids = {record_id for records in kept.values() for _, record_id in records}
+
+    async def all_are_at_the_sink():
+        return {record_id for _, record_id in sink.events()} >= record_ids
+
+    await until(all_are_at_the_sink, timeout_s=120)
+    by_type = {}
+    for kind, record_id in sink.events():
+        by_type.setdefault(kind.rpartition(".")[2], set()).add(record_id)
+    assert by_type == {"request": record_ids, "response": record_ids}
+    sink.kill()
+
+
+async def test_a_transformer_that_is_killed_loses_no_request_that_a_client_saw_start(new_stack):
+    stack = await new_stack(models="storyteller=models/storyteller")
+    texts = {}
+
+    async def client(name):
+        async with channel(stack.gateway) as open_channel:
+            request = millrace_pb2.GenerateRequest(
+                model="storyteller", prompt="Once", max_tokens=1000, ignore_eos=True, request_id=name
+            )
+            with suppress(grpc.aio.AioRpcError):
+                async for response in millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=60):
+                    texts[name] = texts.get(name, "") + response.text
+
+    clients = [asyncio.create_task(client(f"cut-{number}")) for number in range(AT_ONCE)]
+    await until(lambda: len(texts) == AT_ONCE)
+    await stack.kill("transformer")
+    await asyncio.gather(*clients)
+
+    async def all_are_stored():
+        return set(stored(stack)) >= set(texts)
+
+    await until(all_are_stored, timeout_s=60)
+    for name in texts:
+        ((status, record_id),) = stored(stack)[name]
+        assert status in ("ABORTED", "OK")
+        async with channel(stack.addresses["logger"]) as open_channel:
+            stub = millrace_pb2_grpc.PayloadLogStub(open_channel)
+            record = await stub.Get(millrace_pb2.GetPayloadRequest(record_id=record_id))
+        assert record.text == "".join(chunk.text for chunk in record.chunks)
+        # What was recorded is what was said; the last of it may be on one side only.
+        assert texts[name].startswith(record.text) or record.text.startswith(texts[name])
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder on a disk of 1 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("only root may mount a small disk")
+    if subprocess.run(("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk), check=False).returncode:
+        pytest.skip("mounting is not allowed here")
+    yield disk
+    subprocess.run(("umount", disk), check=True)
+
+
+async def test_a_full_disk_under_the_spool_harms_no_request_and_recovers(small_disk, new_stack):
+    stack = await new_stack(
+        models="storyteller=models/storyteller",
+        environment={"transformer": {"TRANSFORMER_PAYLOAD_SPOOL": str(small_disk)}},
+    )
+    ballast = small_disk / "ballast"
+    with suppress(OSError):
+        ballast.write_bytes(b"x" * (2 << 20))
+
+    async def ask(name):
+        return await generate(stack.gateway, model="storyteller", prompt="Once " * 100, max_tokens=50, request_id=name)
+
+    answers = await asyncio.gather(*(ask(f"full-{number}") for number in range(8)))
+    assert all(answer[-1].finish_reason for answer in answers)
+    await until(lambda: "dropped" in stack.log("transformer"))
+    ballast.unlink()
+
+    async def is_recorded_again():
+        await ask("after")
+        return "after" in stored(stack)
+
+    await until(is_recorded_again)
+    assert all(len(records) == 1 for name, records in stored(stack).items() if name.startswith("full-"))

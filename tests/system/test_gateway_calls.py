@@ -1,0 +1,176 @@
+"""Every call of a model and every refused one is on record once, whether it reached a service or not."""
+
+import asyncio
+import signal
+import uuid
+
+import grpc
+import numpy as np
+import pytest
+
+from millrace.protos import millrace_pb2, millrace_pb2_grpc
+from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace.tensors import Tensor
+from tests.system.calls import channel, generate, ids_request, rest
+from tests.waiting import until
+
+
+async def query(stack, **filters):
+    async with channel(stack.gateway) as open_channel:
+        stub = millrace_pb2_grpc.PayloadLogStub(open_channel)
+        return [record async for record in stub.Query(millrace_pb2.QueryPayloadsRequest(**filters))]
+
+
+async def the_record(stack, **filters):
+    """The one record that passes the filters, once what the gateway says of its call has come."""
+
+    async def is_joined():
+        found = await query(stack, **filters)
+        return any(record.HasField("gateway") for record in found)
+
+    await until(is_joined)
+    (record,) = await query(stack, **filters)
+    return record
+
+
+def new_id():
+    return str(uuid.uuid4())
+
+
+async def test_a_grpc_call_s_record_says_what_the_gateway_saw(stack):
+    request_id = new_id()
+    await generate(stack.gateway, model="storyteller", prompt="Once", max_tokens=4, request_id=request_id)
+    record = await the_record(stack, request_id=request_id)
+    assert (record.status, record.prompt, record.protocol) == ("OK", "Once", "millrace.v1.TextGeneration/Generate")
+    assert record.gateway.path == "/millrace.v1.TextGeneration/Generate"
+    assert (record.gateway.http_status, record.gateway.response_flags) == (200, "-")
+    assert record.gateway.upstream == stack.addresses["transformer"]
+    assert record.gateway.request_bytes > 0
+    assert [one.record_id for one in await query(stack, trace_id=record.trace_id)] == [record.record_id]
+
+
+async def test_a_rest_call_s_record_says_what_the_gateway_saw(stack):
+    request_id = new_id()
+    body = {"model": "storyteller", "prompt": "Once", "max_tokens": 4, "stream": True}
+    spoofed = {"x_request_id": request_id, "x_millrace_call_id": "mine", "x_millrace_client": "somebody"}
+    assert (await rest(stack.gateway, "POST", "/v1/completions?key=secret", body, **spoofed)).status == 200
+    record = await the_record(stack, request_id=request_id)
+    assert (record.status, record.prompt, record.gateway.path) == ("OK", "Once", "/v1/completions")
+    # Who calls and which call it is, is not the caller's to say.
+    assert record.client == ""
+    assert len(record.call_id) == 36
+
+
+async def test_an_unknown_path_is_on_record(stack):
+    request_id = new_id()
+    assert (await rest(stack.gateway, "GET", "/v1/nothing", x_request_id=request_id)).status == 404
+    record = await the_record(stack, request_id=request_id)
+    assert (record.status, record.failed_hop, record.protocol) == ("NOT_FOUND", "gateway", "/v1/nothing")
+    assert (record.gateway.http_status, record.gateway.upstream) == (404, "")
+
+
+async def test_an_unknown_method_is_on_record(stack):
+    request_id = new_id()
+    for authority in (None, "predictor"):
+        async with channel(stack.gateway, authority) as open_channel:
+            call = open_channel.unary_unary("/nobody.Knows/This")
+            with pytest.raises(grpc.aio.AioRpcError):
+                await call(b"", metadata=(("x-request-id", request_id + str(authority)),))
+        record = await the_record(stack, request_id=request_id + str(authority))
+        assert (record.status, record.failed_hop, record.protocol) == ("UNIMPLEMENTED", "gateway", "nobody.Knows/This")
+
+
+async def test_a_body_that_is_too_large_is_on_record(stack):
+    request_id = new_id()
+    body = bytes((60 << 20) + 1)
+    assert (await rest(stack.gateway, "POST", "/v1/completions", body, x_request_id=request_id)).status == 413
+    record = await the_record(stack, request_id=request_id)
+    assert (record.status, record.failed_hop) == ("RESOURCE_EXHAUSTED", "gateway")
+    assert record.gateway.http_status == 413
+
+
+async def test_a_call_that_the_gateway_cannot_read_is_on_record(stack):
+    request_id = new_id()
+    answer = await rest(stack.gateway, "POST", "/v1/completions", b"{}", x_request_id=request_id, x_timeout_ms="soon")
+    assert answer.status == 400
+    record = await the_record(stack, request_id=request_id)
+    assert (record.status, record.failed_hop) == ("INVALID_ARGUMENT", "gateway")
+
+
+async def test_a_caller_that_leaves_is_on_record_once(stack):
+    request_id = new_id()
+    async with channel(stack.gateway) as open_channel:
+        request = millrace_pb2.GenerateRequest(
+            model="storyteller", prompt="Once", max_tokens=1000, ignore_eos=True, request_id=request_id
+        )
+        call = millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request)
+        await call.read()
+        call.cancel()
+    record = await the_record(stack, request_id=request_id)
+    assert (record.status, record.gateway.response_flags) == ("CANCELLED", "DR")
+    assert record.text
+
+
+async def test_a_call_straight_to_the_predictor_is_on_record(stack):
+    request_id = new_id()
+    request = ids_request("storyteller", Tensor("input_ids", "INT32", np.array([1, 2, 3], np.int32)), max_tokens=2)
+    async with channel(stack.gateway, "predictor") as open_channel:
+        responses = GRPCInferenceServiceStub(open_channel).ModelStreamInfer(
+            iter([request]), metadata=(("x-request-id", request_id),)
+        )
+        assert [response async for response in responses]
+    record = await the_record(stack, request_id=request_id)
+    assert (record.status, record.protocol) == ("OK", "inference.GRPCInferenceService/ModelStreamInfer")
+    assert record.gateway.upstream == stack.addresses["predictor-0"]
+
+
+async def test_a_record_can_be_deleted_over_rest_for_good(stack):
+    request_id = new_id()
+    await generate(stack.gateway, model="storyteller", prompt="Once", max_tokens=2, request_id=request_id)
+    record = await the_record(stack, request_id=request_id)
+    path = f"/millrace/v1/payloads/{record.record_id}"
+    answers = [await rest(stack.gateway, "DELETE", path) for _ in range(2)]
+    assert [(answer.status, answer.json.get("deleted", "0")) for answer in answers] == [(200, "1"), (200, "0")]
+    assert (await rest(stack.gateway, "GET", path)).status == 404
+    assert await query(stack, request_id=request_id) == []
+
+
+async def test_probes_and_readers_of_the_log_are_not_on_record(stack):
+    request_id = new_id()
+    for path in ("/", "/v2/health/ready", "/v1/models", "/millrace/v1/payloads", "/millrace/v1/payloads?no_such=1"):
+        await rest(stack.gateway, "GET", path, x_request_id=request_id)
+    last = new_id()
+    await rest(stack.gateway, "GET", "/v1/nothing", x_request_id=last)
+    await the_record(stack, request_id=last)
+    assert await query(stack, request_id=request_id) == []
+
+
+async def test_a_call_that_found_no_transformer_is_on_record(new_stack):
+    stack = await new_stack(models="storyteller=models/storyteller")
+    await stack.kill("transformer")
+    refused = []
+
+    async def is_refused():
+        request_id = new_id()
+        body = {"model": "storyteller", "prompt": "Once", "max_tokens": 1}
+        answer = await rest(stack.gateway, "POST", "/v1/completions", body, x_request_id=request_id)
+        if answer.status == 503:
+            refused.append(request_id)
+        return refused
+
+    await until(is_refused)
+    record = await the_record(stack, request_id=refused[0])
+    assert (record.status, record.failed_hop) == ("UNAVAILABLE", "transformer")
+    assert record.protocol == "millrace.rest.v1.OpenAI/Completions"
+    assert (record.gateway.response_flags, record.gateway.upstream) == ("UH", "")
+
+
+async def test_calls_go_on_while_the_logger_takes_nothing(new_stack):
+    stack = await new_stack(models="storyteller=models/storyteller")
+    await stack.kill("logger", signal.SIGSTOP)
+    try:
+        body = {"model": "storyteller", "prompt": "Once", "max_tokens": 2}
+        answers = await asyncio.gather(*(rest(stack.gateway, "POST", "/v1/completions", body) for _ in range(40)))
+        assert [answer.status for answer in answers] == [200] * 40
+    finally:
+        await stack.kill("logger", signal.SIGCONT)

@@ -1,0 +1,303 @@
+"""What a record says: of every way in and every outcome, of tensors, and no more than the settings allow."""
+
+import asyncio
+import hashlib
+import json
+import sys
+from collections import Counter
+
+import grpc
+import numpy as np
+import pytest
+import pytest_asyncio
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from millrace.protos import inference_pb2 as pb
+from millrace.protos import millrace_pb2, millrace_pb2_grpc
+from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace.tensors import Tensor, add_input
+from runner.free_ports import start_stack
+from tests.system.ask import Ask
+from tests.system.calls import channel, each, generate, infer, rest, text_of
+from tests.system.faulty_predictor import FAILS, FAILS_LATER, PYTHON_MODEL
+from tests.system.ways_in import RELAYED, STREAMS, TEXT
+from tests.waiting import until
+
+OPENAI, V2, OIP = "millrace.rest.v1.OpenAI", "millrace.rest.v1.OpenInference", "inference.GRPCInferenceService"
+GENERATE = "millrace.v1.TextGeneration/Generate"
+PROTOCOLS = {
+    "Generate": GENERATE,
+    "Generate by gRPC-Web": GENERATE,
+    "Generate by REST": GENERATE,
+    "ModelInfer": f"{OIP}/ModelInfer",
+    "ModelStreamInfer": f"{OIP}/ModelStreamInfer",
+    "ModelStreamInfer with statuses": f"{OIP}/ModelStreamInfer",
+    "completions": f"{OPENAI}/Completions",
+    "completions, events": f"{OPENAI}/Completions",
+    "chat": f"{OPENAI}/ChatCompletions",
+    "chat, events": f"{OPENAI}/ChatCompletions",
+    "infer": f"{V2}/Infer",
+    "infer, binary": f"{V2}/Infer",
+    "generate": f"{V2}/Generate",
+    "generate_stream": f"{V2}/GenerateStream",
+}
+# Two answers of a model that gives many: FP32, of one element and of two.
+DECOUPLED_MODEL = """
+import numpy as np
+
+
+async def execute(request):
+    for length in (1, 2):
+        yield {"y": np.full(length, 7, np.float32)}
+"""
+CARD = "4111111111111111"
+
+
+def way_protocol(name):
+    return PROTOCOLS[name.removesuffix(", relayed")]
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory):
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest_asyncio.fixture(scope="module")
+async def stack(tmp_path_factory, faults):
+    """Whose transformer keeps small tensors and one header, and whose predictor fails on request."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, code in (("tensors", PYTHON_MODEL), ("many", DECOUPLED_MODEL)):
+        (folder / name).mkdir()
+        (folder / name / "model.py").write_text(code)
+    started = await start_stack(
+        tmp_path_factory.mktemp("stack"),
+        {"models": f"storyteller=models/storyteller,tensors={folder / 'tensors'},many={folder / 'many'}"},
+        commands={"predictor": (sys.executable, "-m", "tests.system.faulty_predictor")},
+        environment={
+            "predictor": {"FAULTS": str(faults)},
+            "transformer": {"TRANSFORMER_PAYLOAD_METADATA": "x-user", "TRANSFORMER_PAYLOAD_TENSOR_BYTES": "64"},
+        },
+    )
+    yield started
+    await started.stop()
+
+
+@pytest_asyncio.fixture(scope="module")
+async def strict_stack(tmp_path_factory):
+    """Whose transformer keeps of each model something else, and no number of a card."""
+    modes = {"whole": "all", "asked": "request", "told": "response", "counted": "metadata", "quiet": "off"}
+    started = await start_stack(
+        tmp_path_factory.mktemp("strict"),
+        {"models": ",".join(f"{name}=models/storyteller" for name in modes)},
+        environment={
+            "transformer": {
+                "TRANSFORMER_PAYLOAD_LOG": ",".join(f"{name}={mode}" for name, mode in modes.items()),
+                "TRANSFORMER_PAYLOAD_REDACT": json.dumps(
+                    [{"pattern": r"\b\d{16}\b", "replace": "[card]"}, {"pattern": "(?i)the "}]
+                ),
+            }
+        },
+    )
+    yield started
+    await started.stop()
+
+
+async def records(stack, count=1, **filters):
+    """The services' records that pass the filters, once there are that many."""
+    found = []
+    async with channel(stack.gateway) as open_channel:
+        log = millrace_pb2_grpc.PayloadLogStub(open_channel)
+
+        async def enough():
+            asked = millrace_pb2.QueryPayloadsRequest(**filters)
+            found[:] = [record async for record in log.Query(asked, timeout=10) if record.model]
+            return len(found) >= count
+
+        await until(enough)
+    return found
+
+
+def now():
+    stamp = Timestamp()
+    stamp.GetCurrentTime()
+    return stamp
+
+
+# ---------------------------------------------------------------- ways in and outcomes
+
+OK, PARAMETERS = "OK", {"max_tokens": 2, "ignore_eos": True}
+# What is asked, and what the record says: the status, and the hop of text and of relayed tensors.
+OUTCOMES = {
+    "answered": (PARAMETERS, "storyteller", OK, ("", "")),
+    "refused": (PARAMETERS | {"temperature": -1.0}, "storyteller", "INVALID_ARGUMENT", ("transformer", "predictor")),
+    "unknown model": (PARAMETERS, "nobody", "NOT_FOUND", ("transformer", "transformer")),
+    "failed": (PARAMETERS | {"seed": FAILS}, "storyteller", "INTERNAL", ("predictor", "predictor")),
+}
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
+async def test_every_way_in_leaves_one_record_of_each_outcome(stack, outcome):
+    parameters, model, status, hops = OUTCOMES[outcome]
+    since = now()
+    ask = Ask(model=model, parameters=parameters, goes_on=False)
+    ways = TEXT | RELAYED
+    await asyncio.gather(*(way_in(stack.gateway, ask) for way_in in ways.values()))
+    found = await records(stack, len(ways), since=since)
+    told = Counter((record.protocol, record.status, record.failed_hop) for record in found)
+    assert told == Counter((way_protocol(name), status, hops[name in RELAYED]) for name in ways)
+    assert all(record.span_id and record.trace_id and record.call_id and record.duration_ms > 0 for record in found)
+    assert all(bool(record.message) == (status != OK) for record in found)
+
+
+async def test_a_deadline_that_passes_is_on_record_on_every_way_in(stack, faults):
+    since = now()
+    (faults / "hold").touch()
+    try:
+        ask = Ask(timeout_s=0.5, goes_on=False)
+        ways = TEXT | RELAYED
+        await asyncio.gather(*(way_in(stack.gateway, ask) for way_in in ways.values()))
+    finally:
+        (faults / "hold").unlink()
+    found = await records(stack, len(ways), since=since)
+    assert Counter((record.protocol, record.status) for record in found) == Counter(
+        (way_protocol(name), "DEADLINE_EXCEEDED") for name in ways
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in STREAMS if name in TEXT])
+async def test_an_answer_that_breaks_off_is_recorded_as_far_as_it_came(stack, name):
+    since = now()
+    ask = Ask(parameters={"max_tokens": 20, "ignore_eos": True, "seed": FAILS_LATER}, goes_on=False)
+    outcome = await TEXT[name](stack.gateway, ask)
+    assert outcome.begun
+    (record,) = await records(stack, since=since)
+    assert (record.protocol, record.status, record.failed_hop) == (way_protocol(name), "INTERNAL", "predictor")
+    assert record.chunks
+    assert record.text == "".join(chunk.text for chunk in record.chunks)
+    assert not record.finish_reason
+
+
+async def test_what_a_client_leaves_is_recorded_as_cancelled(stack):
+    request = millrace_pb2.GenerateRequest(
+        model="storyteller", prompt="Once", max_tokens=900, ignore_eos=True, request_id="left"
+    )
+    async with channel(stack.gateway) as open_channel:
+        call = millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request)
+        first = await call.read()
+        call.cancel()
+    (record,) = await records(stack, request_id="left")
+    assert record.status == "CANCELLED"
+    assert record.chunks[0].text == first.text
+
+
+async def test_a_request_id_that_is_too_long_is_refused_and_on_record(stack):
+    with pytest.raises(grpc.aio.AioRpcError, match="at most 256"):
+        await generate(stack.gateway, model="storyteller", prompt="Once", request_id="x" * 300)
+    (record,) = await records(stack, request_id="x" * 256)
+    assert (record.status, record.failed_hop) == ("INVALID_ARGUMENT", "transformer")
+
+
+# ---------------------------------------------------------------- contents
+
+
+async def test_log_probabilities_are_recorded_where_they_were_asked_for(stack):
+    fields = {"model": "storyteller", "prompt": "Once", "max_tokens": 4, "ignore_eos": True}
+    responses = await generate(stack.gateway, **fields, logprobs=True, request_id="with")
+    await generate(stack.gateway, **fields, request_id="without")
+    (given,), (bare,) = await records(stack, request_id="with"), await records(stack, request_id="without")
+    told = [(list(chunk.token_ids), list(chunk.logprobs)) for chunk in given.chunks]
+    assert told == [(list(response.token_ids), list(response.logprobs)) for response in responses]
+    assert [len(ids) for ids, logprobs in told] == [len(logprobs) for ids, logprobs in told]
+    assert not any(chunk.logprobs for chunk in bare.chunks)
+
+
+async def test_of_the_callers_metadata_a_record_has_what_is_allowed(stack):
+    body = {"model": "storyteller", "prompt": "Once", "max_tokens": 2}
+    headers = {"x_user": "Ann", "x_other": "hidden", "authorization": "Bearer key", "x_request_id": "by-header"}
+    await rest(stack.gateway, "POST", "/v1/completions", body, **headers)
+    (record,) = await records(stack, request_id="by-header")
+    assert dict(record.metadata) == {"x-user": "Ann"}
+    assert b"hidden" not in record.SerializeToString()
+    assert b"Bearer" not in record.SerializeToString()
+
+
+async def test_tensors_are_recorded_by_shape_and_digest_and_small_ones_with_their_contents(stack):
+    small, large = np.arange(8, dtype=np.int64), np.arange(200, dtype=np.float32).reshape(10, 20)
+    request = pb.ModelInferRequest(model_name="tensors", id="tensors")
+    add_input(request, Tensor("small", "INT64", small))
+    add_input(request, Tensor("large", "FP32", large))
+    await infer(stack.gateway, request)
+    (record,) = await records(stack, request_id="tensors")
+    expected = [
+        ("small", "INT64", [8], f"sha256:{hashlib.sha256(small.tobytes()).hexdigest()}", small.tobytes()),
+        ("large", "FP32", [10, 20], f"sha256:{hashlib.sha256(large.tobytes()).hexdigest()}", b""),
+    ]
+    for tensors in (record.inputs, record.outputs):  # The model gives back what it got.
+        assert [(t.name, t.datatype, list(t.shape), t.digest, t.data) for t in tensors] == expected
+
+
+async def test_each_answer_of_a_model_that_gives_many_is_a_chunk_of_its_record(stack):
+    request = pb.ModelInferRequest(model_name="many", id="many")
+    add_input(request, Tensor("x", "INT32", np.zeros(1, np.int32)))
+    async with channel(stack.gateway) as open_channel:
+        call = GRPCInferenceServiceStub(open_channel).ModelStreamInfer(each(request))
+        answers = [response.infer_response async for response in call]
+    (record,) = await records(stack, request_id="many")
+    shapes = [[list(output.shape) for output in answer.outputs] for answer in answers]
+    assert [[list(output.shape) for output in chunk.outputs] for chunk in record.chunks] == shapes
+    assert [shape for told in shapes for shape in told] == [[1], [2]]
+    offsets = [chunk.offset_ms for chunk in record.chunks]
+    assert offsets == sorted(offsets)
+    assert offsets[0] > 0
+
+
+# ---------------------------------------------------------------- modes and redaction
+
+
+async def test_each_mode_keeps_what_it_says(strict_stack):
+    await asyncio.gather(
+        *(
+            generate(strict_stack.gateway, model=model, prompt="A day", max_tokens=3, request_id=f"mode-{model}")
+            for model in ("whole", "asked", "told", "counted", "quiet")
+        )
+    )
+    kept = {}
+    for model in ("whole", "asked", "told", "counted"):
+        (record,) = await records(strict_stack, request_id=f"mode-{model}")
+        kept[model] = (bool(record.prompt), bool(record.parameters), bool(record.text), bool(record.chunks))
+        assert (record.status, record.usage.completion_tokens) == ("OK", 3)
+        assert record.HasField("ttft_ms")
+    assert kept == {
+        "whole": (True, True, True, True),
+        "asked": (True, True, False, False),
+        "told": (False, False, True, True),
+        "counted": (False, False, False, False),
+    }
+    # It was asked at the same time as the others, whose records have come.
+    asked = millrace_pb2.QueryPayloadsRequest(model="quiet")
+    async with channel(strict_stack.gateway) as open_channel:
+        assert [record async for record in millrace_pb2_grpc.PayloadLogStub(open_channel).Query(asked)] == []
+
+
+async def test_what_is_redacted_reaches_neither_the_log_nor_the_disk(strict_stack):
+    prompt = f"Once upon a time with {CARD}"
+    responses = await generate(
+        strict_stack.gateway, model="whole", prompt=prompt, max_tokens=40, ignore_eos=True, request_id="redacted"
+    )
+    assert "the " in text_of(responses).lower()  # The caller gets all of it.
+    (record,) = await records(strict_stack, request_id="redacted")
+    assert record.prompt == "Once upon a time with [card]"
+    assert record.text == "".join(chunk.text for chunk in record.chunks)
+    assert "[redacted]" in record.text
+    assert "the " not in record.text.lower()
+    assert len(record.chunks) == len(responses)
+    for file in strict_stack.settings.run_folder.rglob("*"):
+        if file.is_file():
+            assert CARD.encode() not in file.read_bytes(), file
+
+
+async def test_a_conversation_is_redacted_within_its_messages(strict_stack):
+    body = {"model": "whole", "messages": [{"role": "user", "content": f"Mine:\n{CARD}"}], "max_tokens": 2}
+    await rest(strict_stack.gateway, "POST", "/v1/chat/completions", body, x_request_id="chat-redacted")
+    (record,) = await records(strict_stack, request_id="chat-redacted")
+    assert json.loads(record.prompt) == [{"role": "user", "content": "Mine:\n[card]"}]

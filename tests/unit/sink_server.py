@@ -1,0 +1,94 @@
+"""An HTTP server that takes CloudEvents, or does not, as the test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from cloudevents.core.base import BaseCloudEvent
+from cloudevents.core.bindings.http import HTTPMessage, from_http_event
+
+# What the sink answers to an event: a status, and headers.
+Answer = tuple[int, dict[str, str]]
+ACCEPTED: Answer = (202, {})
+
+
+class SinkServer:
+    """Listens on a port that outlives restarts; `taken` are the events that it answered with a 2xx, in order."""
+
+    def __init__(self) -> None:
+        self.taken: list[BaseCloudEvent] = []
+        self.tries = 0
+        self.at_once = 0  # The most events that were with it at a time.
+        self.answer: Callable[[BaseCloudEvent], Awaitable[Answer]] = self._accept
+        self.body = b""  # Of each answer.
+        self._port = 0
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._open = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}/events"
+
+    @property
+    def keys(self) -> list[tuple[str, str]]:
+        """(source, id) of what it took."""
+        return [(event.get_source(), event.get_id()) for event in self.taken]
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
+        self._port = self._server.sockets[0].getsockname()[1]
+
+    async def kill(self) -> None:
+        """Breaks every connection and listens no more."""
+        assert self._server is not None
+        self._server.close()
+        for writer in self._connections:
+            writer.transport.abort()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._server.wait_closed()
+
+    async def _accept(self, event: BaseCloudEvent) -> Answer:
+        return ACCEPTED
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self._connections.add(writer)
+        try:
+            while True:
+                await self._serve_one(reader, writer)
+        except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
+            pass
+        finally:
+            self._tasks.discard(task)
+            self._connections.discard(writer)
+            writer.close()
+
+    async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("ascii").splitlines()
+        assert head[0] == "POST /events HTTP/1.1"
+        headers = dict(line.split(": ", 1) for line in head[1:] if line)
+        headers = {name.lower(): value for name, value in headers.items()}
+        body = await reader.readexactly(int(headers["content-length"]))
+        # The SDK parses what came, and refuses what is no CloudEvent.
+        event = from_http_event(HTTPMessage(headers, body))
+        self.tries += 1
+        self._open += 1
+        self.at_once = max(self.at_once, self._open)
+        try:
+            status, extra = await self.answer(event)
+        finally:
+            self._open -= 1
+        if 200 <= status < 300:
+            self.taken.append(event)
+        lines = [f"HTTP/1.1 {status} As Told", f"content-length: {len(self.body)}"]
+        lines += [f"{name}: {value}" for name, value in extra.items()]
+        writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + self.body)
+        await writer.drain()

@@ -1,0 +1,72 @@
+"""What is to be recorded is read from the environment; what is wrong is refused at the start, in one line."""
+
+import json
+import sys
+
+import pytest
+
+from millrace.errors import StartupError
+from millrace.payload_rules import Mode
+from millrace.protos.millrace_pb2 import PayloadRecord
+from millrace.settings import load
+from services.transformer.settings import TransformerSettings
+
+
+@pytest.fixture
+def settings(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["transformer"])
+    monkeypatch.delenv("MODELS", raising=False)
+
+    def read(**environment):
+        for name, value in environment.items():
+            monkeypatch.setenv(f"TRANSFORMER_PAYLOAD_{name}", value)
+        return load(TransformerSettings, "services.transformer")
+
+    return read
+
+
+def test_everything_is_recorded_unless_something_else_is_said(settings):
+    rules = settings().payload_rules
+    assert (rules.mode("any", "r"), rules.redactions, rules.metadata, rules.tensor_bytes) == (
+        Mode.ALL,
+        (),
+        frozenset(),
+        0,
+    )
+
+
+def test_the_environment_says_what_is_recorded(settings):
+    read = settings(
+        LOG="all,storyteller=metadata,later=off",
+        SAMPLE="0.5",
+        REDACT=json.dumps([{"pattern": "secret"}]),
+        METADATA="X-User",
+        TENSOR_BYTES="4KiB",
+    )
+    rules = read.payload_rules
+    assert (rules.models, rules.sample) == ({"storyteller": Mode.METADATA, "later": Mode.OFF}, 0.5)
+    assert (rules.metadata, rules.tensor_bytes) == ({"x-user"}, 4096)
+    record = PayloadRecord(prompt="a secret")
+    rules.redact(record)
+    assert record.prompt == "a [redacted]"
+    # It may be loaded later, so the start goes on.
+    assert read.unknown_logged_models == ["later"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("LOG", "some", "'some' is no mode; there are all, request, response, metadata, off"),
+        ("SAMPLE", "2", "less than or equal to 1"),
+        ("REDACT", '[{"pattern": "("}]', "rule 1: '(' is no pattern of RE2: missing )"),
+        ("REDACT", "nowhere.json", "neither a JSON list nor a file"),
+        ("METADATA", "x-user,authorization", "authorization is a secret"),
+        ("TENSOR_BYTES", "1TiB", "less than or equal to"),
+    ],
+)
+def test_what_is_wrong_is_refused_in_one_line(settings, name, value, text):
+    with pytest.raises(StartupError) as caught:
+        settings(**{name: value})
+    assert str(caught.value).startswith(f"TRANSFORMER_PAYLOAD_{name}={value}: ")
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)

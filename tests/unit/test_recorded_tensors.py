@@ -1,0 +1,130 @@
+"""Tensors of a message are recorded alike however they were sent, and nothing that is sent can make a record fail."""
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace.protos import inference_pb2 as pb
+from millrace.recorded_tensors import MAX_FIELDS, answer_tensors, request_tensors, streamed_tensors
+from millrace.tensors import Tensor, add_input, add_output, bytes_tensor
+
+TYPED = {
+    "BOOL": ("bool_contents", "?", [True, False]),
+    "INT8": ("int_contents", "<i1", [-128, 0, 127]),
+    "INT16": ("int_contents", "<i2", [-(2**15), 5]),
+    "INT32": ("int_contents", "<i4", [-(2**31), -1, 2**31 - 1]),
+    "INT64": ("int64_contents", "<i8", [-(2**63), -1, 0, 2**63 - 1]),
+    "UINT8": ("uint_contents", "<u1", [0, 255]),
+    "UINT16": ("uint_contents", "<u2", [2**16 - 1]),
+    "UINT32": ("uint_contents", "<u4", [2**32 - 1, 127, 128]),
+    "UINT64": ("uint64_contents", "<u8", [2**64 - 1, 0]),
+    "FP32": ("fp32_contents", "<f4", [1.5, -2.0]),
+    "FP64": ("fp64_contents", "<f8", [1e300]),
+}
+
+
+def typed(datatype, field, values):
+    request = pb.ModelInferRequest(model_name="m")
+    tensor = request.inputs.add(name="t", datatype=datatype, shape=[len(values)])
+    getattr(tensor.contents, field).extend(values)
+    return request
+
+
+def told(tensors):
+    return [(t.name, t.datatype, tuple(t.shape), None if t.data is None else bytes(t.data)) for t in tensors.read()]
+
+
+@pytest.mark.parametrize("datatype", TYPED)
+def test_typed_contents_are_told_as_raw_ones(datatype):
+    field, dtype, values = TYPED[datatype]
+    expected = [("t", datatype, (len(values),), np.array(values, dtype).tobytes())]
+    request = typed(datatype, field, values)
+    assert told(request_tensors(request)) == told(request_tensors(request.SerializeToString())) == expected
+    raw = pb.ModelInferRequest()
+    add_input(raw, Tensor("t", datatype, np.array(values, dtype)))
+    assert told(request_tensors(raw.SerializeToString())) == expected
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=300))
+def test_numbers_of_any_length_are_told_exactly(values):
+    ((*_, data),) = told(request_tensors(typed("INT64", "int64_contents", values).SerializeToString()))
+    assert data == struct.pack(f"<{len(values)}q", *values)
+
+
+def test_numbers_are_told_exactly_over_the_bounds_of_pieces():
+    values = np.random.default_rng(5).integers(-(2**40), 2**40, 50_000)
+    ((*_, data),) = told(request_tensors(typed("INT64", "int64_contents", values.tolist()).SerializeToString()))
+    assert data == values.astype("<i8").tobytes()
+
+
+def test_texts_are_told_as_raw_ones():
+    request = typed("BYTES", "bytes_contents", [b"a", b"", "é".encode()])
+    raw = pb.ModelInferRequest()
+    add_input(raw, bytes_tensor("t", [b"a", b"", "é".encode()]))
+    assert told(request_tensors(request)) == told(request_tensors(raw))
+
+
+def test_several_tensors_keep_their_order_and_contents():
+    request = pb.ModelInferRequest(model_name="m", id="r")
+    request.parameters["p"].int64_param = 1
+    for name in "abc":
+        add_input(request, Tensor(name, "FP32", np.full((2, 1), ord(name), np.float32)))
+    names = [(name, shape, data) for name, _, shape, data in told(request_tensors(request.SerializeToString()))]
+    assert names == [(name, (2, 1), np.full(2, ord(name), "<f4").tobytes()) for name in "abc"]
+
+
+def test_raw_contents_are_not_copied():
+    request = pb.ModelInferRequest()
+    add_input(request, Tensor("t", "UINT8", np.zeros(1 << 20, np.uint8)))
+    data = request.SerializeToString()
+    tensors = request_tensors(data)
+    (tensor,) = tensors.read()
+    assert isinstance(tensor.data, memoryview)
+    assert tensor.data.obj is data
+    assert tensors.size == len(data)
+
+
+def test_answers_are_told_whole_and_from_a_stream():
+    answer = pb.ModelInferResponse(model_name="m")
+    add_output(answer, Tensor("o", "INT32", np.array([3], "<i4")))
+    expected = [("o", "INT32", (1,), b"\x03\0\0\0")]
+    streamed = pb.ModelStreamInferResponse(infer_response=answer).SerializeToString()
+    for tensors in (
+        answer_tensors(answer),
+        answer_tensors(answer.SerializeToString()),
+        streamed_tensors(answer),
+        streamed_tensors(streamed),
+    ):
+        assert told(tensors) == expected
+    assert told(streamed_tensors(pb.ModelStreamInferResponse().SerializeToString())) == []
+
+
+def test_what_cannot_be_told_has_no_contents():
+    missing_raw = pb.ModelInferRequest(raw_input_contents=[b"a"])
+    missing_raw.inputs.add(name="a", datatype="FP16", shape=[1])
+    missing_raw.inputs.add(name="b", datatype="FP16", shape=[1])
+    assert [data for *_, data in told(request_tensors(missing_raw))] == [None, None]
+    unknown = pb.ModelInferRequest()
+    unknown.inputs.add(name="a", datatype="COMPLEX", shape=[1]).contents.fp32_contents.append(1)
+    assert [data for *_, data in told(request_tensors(unknown))] == [None]
+    many = typed("BYTES", "bytes_contents", [b"a"] * (MAX_FIELDS + 1))
+    assert [data for *_, data in told(request_tensors(many))] == [None]
+    unpacked = b"\x0a\x01t\x12\x05INT32\x1a\x01\x01\x2a\x02\x10\x07"  # int_contents: 7, with a tag of its own.
+    assert told(request_tensors(b"\x2a" + bytes([len(unpacked)]) + unpacked)) == [("t", "INT32", (1,), None)]
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_make_it_fail(data):
+    for tensors in (request_tensors(data), answer_tensors(data), streamed_tensors(data)):
+        tensors.read()
+
+
+@given(st.data())
+def test_no_damaged_request_makes_it_fail(data):
+    request = typed("INT32", "int_contents", [1, 2, 300]).SerializeToString()
+    at = data.draw(st.integers(0, len(request) - 1))
+    damaged = request[:at] + bytes([data.draw(st.integers(0, 255))]) + request[at + 1 :]
+    request_tensors(damaged).read()
