@@ -49,6 +49,13 @@ class EventSink:
         return Counter(tuple(line.split("\t")) for line in self.file.read_text().splitlines())
 
 
+@pytest.fixture
+def sink(tmp_path):
+    started = EventSink(tmp_path)
+    yield started
+    started.kill()
+
+
 def stored(stack):
     """Of each request_id the status and record_id of its records, but those that only the gateway tells of."""
     with sqlite3.connect(f"file:{stack.settings.run_folder}/payloads.sqlite3?mode=ro", uri=True) as connection:
@@ -89,10 +96,9 @@ async def one_request(stack, dice, name):
 
 
 @pytest.mark.timeout(900)
-async def test_every_record_is_kept_once_while_logger_and_sink_die(new_stack, tmp_path):
+async def test_every_record_is_kept_once_while_logger_and_sink_die(new_stack, sink):
     print(f"seed {SEED}")
     dice = random.Random(SEED)
-    sink = EventSink(tmp_path)
     stack = await new_stack(models="storyteller=models/storyteller", environment={"logger": {"LOGGER_SINKS": sink.url}})
 
     async def kill_for_ever():
@@ -139,15 +145,10 @@ async def test_every_record_is_kept_once_while_logger_and_sink_die(new_stack, tm
 
     record_ids = {record_id for records in kept.values() for _, record_id in records}
 
-    async def all_are_at_the_sink():
-        return {record_id for _, record_id in sink.events()} >= record_ids
-
-    await until(all_are_at_the_sink, timeout_s=120)
-    by_type = {}
-    for kind, record_id in sink.events():
-        by_type.setdefault(kind.rpartition(".")[2], set()).add(record_id)
-    assert by_type == {"request": record_ids, "response": record_ids}
-    sink.kill()
+    kinds = ("request", "response")
+    events = {(f"org.kubeflow.serving.inference.{kind}", record_id) for kind in kinds for record_id in record_ids}
+    await until(lambda: set(sink.events()) >= events, timeout_s=120)
+    assert set(sink.events()) == events
 
 
 async def test_a_transformer_that_is_killed_loses_no_request_that_a_client_saw_start(new_stack):
