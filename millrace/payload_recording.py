@@ -68,10 +68,15 @@ class Recording:
         self._inputs_at_begin: Tensors = ()
         self._settled = True
         self._waiting: asyncio.Event | None = None
+        self._has_waited = False
 
     async def begun(self) -> bool:
-        """Waits until the begin lies on disk or was dropped; False where that has not been within a second."""
-        if self._settled or not self._tap._begins_answered:
+        """Waits until the begin lies on disk or was dropped; False where that has not been within a second.
+
+        To be awaited before each chunk leaves: only the first time may it wait.
+        """
+        has_waited, self._has_waited = self._has_waited, True
+        if self._settled or has_waited or not self._tap._begins_answered:
             return self._settled
         self._waiting = self._waiting or asyncio.Event()
         try:

@@ -164,6 +164,11 @@ class PayloadTap:
             self._drops.warn("drain", "payload records are left in %s: the next start sends them", self._root)
         return done
 
+    async def stop(self, timeout_s: float) -> None:
+        """Drains, and ends the threads."""
+        await self.drain(timeout_s)
+        await asyncio.to_thread(self.close)
+
     def close(self) -> None:
         """Writes what waits and ends the threads, each within a second; not for the event loop's thread."""
         self._begins_answered = False

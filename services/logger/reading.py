@@ -56,12 +56,12 @@ def page_statement(
         clauses.append((records.c.time_us < before.time_us) | (records.c.position < before.position))
     # The bodies are read of those alone that have been chosen.
     chosen = sql.select(records.c.position).where(*clauses).order_by(*_newest_first()).limit(limit)
-    return _whole_rows().where(records.c.position.in_(chosen)).order_by(*_newest_first())
+    return whole_rows().where(records.c.position.in_(chosen)).order_by(*_newest_first())
 
 
 def by_record_id(record_id: str) -> sql.Select[Any]:
     """The row of that key."""
-    return _whole_rows().where(records.c.record_id == record_id)
+    return whole_rows().where(records.c.record_id == record_id)
 
 
 def after(position: int, limit: int) -> sql.Select[Any]:
@@ -94,6 +94,12 @@ def place_of(page_token: str) -> Place:
     return Place(*place)
 
 
+def whole_rows() -> sql.Select[Any]:
+    """Rows as `record_of` takes them, of all records."""
+    joined = records.outerjoin(calls, calls.c.call_id == records.c.call_id)
+    return sql.select(records.c.position, records.c.time_us, records.c.body, calls.c.gateway).select_from(joined)
+
+
 def each_of(values: Sequence[int | str]) -> sql.ScalarSelect[Any]:
     """Any number of values as one parameter, of which SQLite takes a bounded number."""
     return sql.select(sql.func.json_each(json.dumps(values)).table_valued("value").c.value).scalar_subquery()
@@ -111,11 +117,6 @@ def _few(connection: sql.Connection, filters: Filters) -> Sequence[int] | None:
         if len(found) <= FEW:
             return found
     return None
-
-
-def _whole_rows() -> sql.Select[Any]:
-    joined = records.outerjoin(calls, calls.c.call_id == records.c.call_id)
-    return sql.select(records.c.position, records.c.time_us, records.c.body, calls.c.gateway).select_from(joined)
 
 
 def _newest_first() -> tuple[sql.ColumnElement[Any], ...]:

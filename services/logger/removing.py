@@ -12,7 +12,7 @@ from typing import Any
 
 import sqlalchemy as sql
 
-from services.logger.schema import BUSY_MS, now_us, records
+from services.logger.schema import BUSY_MS, EACH, column, now_us, records
 
 _RECORDS = 200
 _SEQUENCES = 10_000
@@ -22,7 +22,6 @@ _LOG_BUSY_MS = 100
 
 _Rows = Sequence[Any]
 
-_EACH = "(SELECT value FROM json_each(?))"
 _OLDEST = (
     sql.select(
         *(records.c.position, records.c.call_id, records.c.of_call), sql.func.length(records.c.body).label("bytes")
@@ -62,9 +61,9 @@ def forget_some(connection: sql.Connection, before_us: int) -> int:
     A source's sequences rise with time, so those to be forgotten are its first.
     """
     forgotten = 0
-    for source_id in _column(connection, "SELECT source_id FROM sources"):
+    for source_id in column(connection, "SELECT source_id FROM sources"):
         first = "SELECT sequence, time_us FROM appended WHERE source_id = ? ORDER BY sequence LIMIT ?"
-        sequences = _column(
+        sequences = column(
             connection,
             f"SELECT sequence FROM ({first}) WHERE time_us < ?",  # noqa: S608
             *(source_id, _SEQUENCES, before_us),
@@ -72,13 +71,13 @@ def forget_some(connection: sql.Connection, before_us: int) -> int:
         if sequences:
             forgotten += len(sequences)
             connection.exec_driver_sql(
-                f"DELETE FROM appended WHERE source_id = ? AND sequence IN {_EACH}",  # noqa: S608
+                f"DELETE FROM appended WHERE source_id = ? AND sequence IN {EACH}",  # noqa: S608
                 (source_id, json.dumps(sequences)),
             )
     connection.exec_driver_sql("DELETE FROM sources WHERE source_id NOT IN (SELECT source_id FROM appended)")
     deleted = "SELECT call_id FROM calls WHERE gateway IS NULL AND time_us < ? LIMIT ?"
-    call_ids = _column(connection, deleted, before_us, _SEQUENCES)
-    connection.exec_driver_sql(f"DELETE FROM calls WHERE call_id IN {_EACH}", (json.dumps(call_ids),))  # noqa: S608
+    call_ids = column(connection, deleted, before_us, _SEQUENCES)
+    connection.exec_driver_sql(f"DELETE FROM calls WHERE call_id IN {EACH}", (json.dumps(call_ids),))  # noqa: S608
     return forgotten + len(call_ids)
 
 
@@ -102,15 +101,15 @@ def empty_log(engine: sql.Engine) -> None:
 def _delete(connection: sql.Connection, rows: _Rows) -> list[str]:
     """Deletes records and what the gateway said of calls that none names any more; returns the ids of these."""
     positions = json.dumps([row.position for row in rows])
-    connection.exec_driver_sql(f"DELETE FROM records WHERE position IN {_EACH}", (positions,))  # noqa: S608
+    connection.exec_driver_sql(f"DELETE FROM records WHERE position IN {EACH}", (positions,))  # noqa: S608
     call_ids = json.dumps([row.call_id for row in rows if row.call_id is not None])
-    unnamed: list[str] = _column(
+    unnamed: list[str] = column(
         connection,
         "SELECT DISTINCT value FROM json_each(?)"
         " WHERE NOT EXISTS (SELECT 1 FROM records WHERE call_id = value AND call_id IS NOT NULL)",
         call_ids,
     )
-    connection.exec_driver_sql(f"DELETE FROM calls WHERE call_id IN {_EACH}", (json.dumps(unnamed),))  # noqa: S608
+    connection.exec_driver_sql(f"DELETE FROM calls WHERE call_id IN {EACH}", (json.dumps(unnamed),))  # noqa: S608
     return unnamed
 
 
@@ -130,7 +129,3 @@ def _bytes_used(connection: sql.Connection) -> int:
 
 def _pragma(connection: sql.Connection, name: str) -> int:
     return int(connection.exec_driver_sql(f"PRAGMA {name}").scalar_one())
-
-
-def _column(connection: sql.Connection, statement: str, *parameters: Any) -> list[Any]:
-    return list(connection.exec_driver_sql(statement, parameters).scalars())

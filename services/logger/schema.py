@@ -101,6 +101,15 @@ cursors = sql.Table(
 )
 
 
+# Any number of keys as one parameter, a JSON list.
+EACH = "(SELECT value FROM json_each(?))"
+
+
+def column(connection: sql.Connection, statement: str, *parameters: Any) -> list[Any]:
+    """The first column of what a statement finds."""
+    return list(connection.exec_driver_sql(statement, parameters).scalars())
+
+
 def now_us() -> int:
     """Microseconds since 1970."""
     return time.time_ns() // 1_000

@@ -25,7 +25,7 @@ from millrace.errors import StartupError
 from millrace.protos.millrace_pb2 import PayloadRecord
 from services.logger import reading, schema
 from services.logger.filters import Filters
-from services.logger.schema import calls, records
+from services.logger.schema import records
 
 _ROWS = 500
 _BYTES = 16 * 1024 * 1024
@@ -86,11 +86,8 @@ class Snapshot:
                 if chosen and size > _BYTES:
                     break
                 chosen.append(row.position)
-            joined = records.outerjoin(calls, calls.c.call_id == records.c.call_id)
-            whole = sql.select(*order, records.c.body, calls.c.gateway).select_from(joined)
-            return connection.execute(
-                whole.where(records.c.position.in_(reading.each_of(chosen))).order_by(*order)
-            ).all()
+            whole = reading.whole_rows().where(records.c.position.in_(reading.each_of(chosen)))
+            return connection.execute(whole.order_by(*order)).all()
 
     @contextmanager
     def _connect(self) -> Iterator[sql.Connection]:

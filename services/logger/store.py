@@ -91,10 +91,6 @@ class Store(Protocol):
         """The position of the newest commit, deleted or not; 0 where there was none."""
         ...
 
-    async def cursor(self, name: str) -> int:
-        """How far the reader of that name is; 0 where there is none."""
-        ...
-
     async def cursors(self) -> dict[str, int]:
         """Every cursor that was ever moved."""
         ...
@@ -220,9 +216,6 @@ class SqliteStore:
     async def last_position(self) -> int:
         found = await self._select(sql.text("SELECT seq FROM sqlite_sequence WHERE name = 'records'"))
         return int(found[0].seq) if found else 0
-
-    async def cursor(self, name: str) -> int:
-        return (await self.cursors()).get(name, 0)
 
     async def cursors(self) -> dict[str, int]:
         return {row.name: row.position for row in await self._select(sql.select(schema.cursors))}

@@ -15,8 +15,8 @@ import sqlalchemy as sql
 
 from millrace.protos.millrace_pb2 import AppendRequest, PayloadRecord
 from services.logger.filters import columns_of
+from services.logger.schema import EACH, column
 
-_EACH = "(SELECT value FROM json_each(?))"
 _COLUMNS = (*columns_of(PayloadRecord()), "of_call", "body")
 _RECORDS = f"records ({', '.join(_COLUMNS)})"
 _SIZES = (256, 64, 16, 4, 1)
@@ -39,9 +39,9 @@ def _append_of_source(
     for request in requests:
         by_sequence.setdefault(request.sequence, request)
     connection.exec_driver_sql("INSERT OR IGNORE INTO sources (source) VALUES (?)", (source,))
-    (source_id,) = _column(connection, "SELECT source_id FROM sources WHERE source = ?", source)
-    known = f"SELECT sequence FROM appended WHERE source_id = ? AND sequence IN {_EACH}"  # noqa: S608
-    for sequence in _column(connection, known, source_id, json.dumps(list(by_sequence))):
+    (source_id,) = column(connection, "SELECT source_id FROM sources WHERE source = ?", source)
+    known = f"SELECT sequence FROM appended WHERE source_id = ? AND sequence IN {EACH}"  # noqa: S608
+    for sequence in column(connection, known, source_id, json.dumps(list(by_sequence))):
         del by_sequence[sequence]
     _insert(
         connection,
@@ -52,8 +52,8 @@ def _append_of_source(
     by_id: dict[str, AppendRequest] = {}
     for request in by_sequence.values():
         by_id.setdefault(request.record.record_id, request)
-    known = f"SELECT record_id FROM records WHERE record_id IN {_EACH}"  # noqa: S608
-    for record_id in _column(connection, known, json.dumps(list(by_id))):
+    known = f"SELECT record_id FROM records WHERE record_id IN {EACH}"  # noqa: S608
+    for record_id in column(connection, known, json.dumps(list(by_id))):
         del by_id[record_id]
     records = [request.record for request in by_id.values()]
     _replace_calls(connection, records)
@@ -66,7 +66,7 @@ def _replace_calls(connection: sql.Connection, new: Iterable[PayloadRecord]) -> 
     call_ids = {record.call_id for record in new if record.call_id}
     if call_ids:
         connection.exec_driver_sql(
-            f"DELETE FROM records WHERE of_call AND call_id IN {_EACH}",  # noqa: S608
+            f"DELETE FROM records WHERE of_call AND call_id IN {EACH}",  # noqa: S608
             (json.dumps(list(call_ids)),),
         )
 
@@ -75,14 +75,14 @@ def add_calls(connection: sql.Connection, observed: Sequence[PayloadRecord], now
     """Adds the calls that have not come before; returns those that are records of their own."""
     by_id = {record.call_id: record for record in reversed(observed) if record.call_id}
     call_ids = json.dumps(list(by_id))
-    for call_id in _column(connection, f"SELECT call_id FROM calls WHERE call_id IN {_EACH}", call_ids):  # noqa: S608
+    for call_id in column(connection, f"SELECT call_id FROM calls WHERE call_id IN {EACH}", call_ids):  # noqa: S608
         del by_id[call_id]
     _insert(
         connection,
         "calls (call_id, time_us, gateway)",
         [(call_id, now_us, record.gateway.SerializeToString()) for call_id, record in by_id.items()],
     )
-    named = set(_column(connection, f"SELECT call_id FROM records WHERE call_id IN {_EACH}", call_ids))  # noqa: S608
+    named = set(column(connection, f"SELECT call_id FROM records WHERE call_id IN {EACH}", call_ids))  # noqa: S608
     alone = [
         record
         for record in observed
@@ -90,10 +90,6 @@ def add_calls(connection: sql.Connection, observed: Sequence[PayloadRecord], now
     ]
     _insert(connection, _RECORDS, [_row(record, of_call=True) for record in alone])
     return alone
-
-
-def _column(connection: sql.Connection, statement: str, *parameters: Any) -> list[Any]:
-    return list(connection.exec_driver_sql(statement, parameters).scalars())
 
 
 def _insert(connection: sql.Connection, into: str, rows: list[_Row]) -> None:

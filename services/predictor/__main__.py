@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
+from functools import partial
 
 from millrace.payload_tap import PayloadTap
 from millrace.protos.inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
@@ -48,13 +48,7 @@ async def serve(settings: PredictorSettings) -> None:
         await server.set_serving(name, False)
     server.own("load-and-watch", load())
     if tap is not None:
-        shipped = tap
-
-        async def end_tap() -> None:
-            await shipped.drain(_TAP_DRAIN_S)
-            await asyncio.to_thread(shipped.close)
-
-        server.at_stop(end_tap)
+        server.at_stop(partial(tap.stop, _TAP_DRAIN_S))
     server.at_stop(repository.close)
     await server.run()
 

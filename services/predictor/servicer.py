@@ -110,16 +110,13 @@ class InferenceServicer(OpenInferenceBase):
         self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context
     ) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
         async def answer(request: pb.ModelInferRequest) -> AsyncGenerator[pb.ModelInferResponse, None]:
-            is_first = True
             with self._recorded(request, context, "ModelStreamInfer") as recording:
                 serving = self._repository.get(request.model_name, request.model_version)
                 async with aclosing(serving.stream(request, context.time_remaining())) as responses:
                     async for response in responses:
                         if recording is not None:
                             recording.chunk("", outputs=streamed_tensors(response))
-                            if is_first:
-                                is_first = False
-                                await recording.begun()
+                            await recording.begun()
                         yield response
 
         async with aclosing(multiplex(request_iterator, answer, errors_as_status(context))) as responses:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from millrace.channel import open_channel
 from millrace.health import watch_serving
@@ -104,17 +104,13 @@ async def _serve(settings: TransformerSettings, shares_port: bool) -> None:
     async def tell_of_log(serving: bool) -> None:
         await server.set_serving(_PAYLOAD_LOG, serving)
 
-    async def drain_tap() -> None:
-        await tap.drain(_TAP_DRAIN_S)
-        await asyncio.to_thread(tap.close)
-
     for name in ("", READY, *_OWN, _PAYLOAD_LOG):
         await server.set_serving(name, False)
     server.own("payload-log-health", watch_serving(log, _PAYLOAD_LOG, tell_of_log))
     server.at_stop(log.close)
     server.at_stop(predictor.close)
     server.at_stop(replicas.close)
-    server.at_stop(drain_tap)
+    server.at_stop(partial(tap.stop, _TAP_DRAIN_S))
     server.at_stop(v2_rest.close)
     if shares_port:
         # It listens once it can serve: another one takes the connections until then.

@@ -73,13 +73,10 @@ class Inference:
                 answers = processed.stream(model, request, self._relay, timeout_s)
             else:
                 answers = self._relay.stream(request.data, timeout_s)
-            is_first = True
             async with aclosing(answers):
                 async for answer in answers:
                     recording.chunk("", outputs=streamed_tensors(answer))
-                    if is_first:
-                        is_first = False
-                        await recording.begun()
+                    await recording.begun()
                     yield answer
 
     def _recorded(

@@ -91,7 +91,7 @@ class Pipeline:
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
         """The chunks of one answer; raises MillraceError; closing the generator cancels the request."""
-        arrived, is_first = time.monotonic(), True
+        arrived = time.monotonic()
         prompt, parameters = _recorded_prompt(request), _recorded_parameters(request)
         with begin(self._tap, request.origin, request.model, prompt=prompt, parameters=parameters) as recording:
             try:
@@ -100,9 +100,8 @@ class Pipeline:
                         recording.chunk(chunk.text, chunk.token_ids, chunk.logprobs)
                         if chunk.finish_reason is not None:
                             recording.end("OK", finish_reason=chunk.finish_reason, usage=chunk.usage)
-                        if is_first:  # What a client has seen begin is on record, even if this process dies now.
-                            is_first = False
-                            await recording.begun()
+                        # What a client has seen begin is on record, even if this process dies now.
+                        await recording.begun()
                         yield chunk
             except (asyncio.CancelledError, GeneratorExit):
                 if deadline_passed(arrived, request.timeout_s):

@@ -67,13 +67,6 @@ def full_request(number):
 
 
 @pytest.fixture
-async def store(tmp_path):
-    store = SqliteStore(tmp_path / "payloads.sqlite3")
-    yield store
-    await store.close()
-
-
-@pytest.fixture
 def run(tmp_path):
     """Runs the command in this process; the exit code."""
     return lambda *arguments: export.main(("--database", str(tmp_path / "payloads.sqlite3"), *arguments))

@@ -13,7 +13,6 @@ from millrace.interceptors import ErrorServerInterceptor
 from millrace.protos.millrace_pb2 import QueryPayloadsRequest, TailPayloadsRequest
 from services.logger.filters import Filters
 from services.logger.gateway_calls import GatewayCalls
-from services.logger.store import SqliteStore
 from services.logger.tails import Tails
 from tests.unit.test_logger_store import append_request, record_id
 
@@ -56,13 +55,6 @@ def export_request(*calls):
         for key, value in (FINE | {"call_id": str(uuid.uuid4())} | call).items():
             log.attributes.add(key=key).value.string_value = value
     return request
-
-
-@pytest.fixture
-async def store(tmp_path):
-    store = SqliteStore(tmp_path / "payloads.sqlite3")
-    yield store
-    await store.close()
 
 
 @pytest.fixture

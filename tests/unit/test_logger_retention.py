@@ -180,14 +180,14 @@ async def test_what_a_reader_keeps_in_the_log_is_gone_at_the_next_round(store, p
 
 async def test_a_cursor_survives_a_restart_and_positions_are_never_given_twice(path):
     store = SqliteStore(path)
-    assert (await store.cursor("a"), await store.last_position(), await store.cursors()) == (0, 0, {})
+    assert ((await store.cursors()).get("a", 0), await store.last_position(), await store.cursors()) == (0, 0, {})
     await store.append([append_request(n) for n in range(1, 4)])
     await store.move_cursor("a", 2)
     await store.move_cursor("a", 3)
     assert await store.delete(record_id=record_id(3)) == 1
     await store.close()
     store = SqliteStore(path)
-    assert (await store.cursor("a"), await store.last_position()) == (3, 3)
+    assert ((await store.cursors()).get("a", 0), await store.last_position()) == (3, 3)
     await store.append([append_request(4)])
     assert [one.position for one in await store.after(3, 10)] == [4]
     assert [one.position for one in await store.after(0, 2)] == [1, 2]

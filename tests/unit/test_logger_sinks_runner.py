@@ -49,13 +49,6 @@ def short_delays(monkeypatch):
 
 
 @pytest.fixture
-async def store(tmp_path):
-    store = SqliteStore(tmp_path / "payloads.sqlite3")
-    yield store
-    await store.close()
-
-
-@pytest.fixture
 async def server():
     server = SinkServer()
     await server.start()

@@ -45,13 +45,6 @@ async def numbers(store, limit=1000, **filters):
 
 
 @pytest.fixture
-async def store(tmp_path):
-    store = SqliteStore(tmp_path / "payloads.sqlite3")
-    yield store
-    await store.close()
-
-
-@pytest.fixture
 async def stub(store):
     server = grpc.aio.server(interceptors=(ErrorServerInterceptor("logger"),))
     millrace_pb2_grpc.add_PayloadLogServicer_to_server(PayloadLogServicer(store, Tails()), server)

@@ -23,19 +23,6 @@ from tests.waiting import until
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-async def ingest():
-    async with listening() as ingest:
-        yield ingest
-
-
-@pytest.fixture
-async def taps(tmp_path):
-    taps = Taps(tmp_path / "spool")
-    yield taps
-    await taps.close_all()
-
-
 async def written(tap):
     """Returns when the writer has dealt with all that was recorded."""
     await until(lambda: tap.queued_bytes == 0)

@@ -17,21 +17,8 @@ from millrace.payload_rules import Mode, PayloadRules
 from millrace.payload_tap import DISK, FAILED, MEMORY, TOO_LARGE, DeferredTensors, PayloadTap, RecordedTensor
 from millrace.protos.millrace_pb2 import Usage
 from millrace.uuid7 import as_uuid7, next_id
-from tests.unit.payload_ingest import Taps, away, begin, listening, segments
+from tests.unit.payload_ingest import away, begin, segments
 from tests.waiting import until
-
-
-@pytest.fixture
-async def ingest():
-    async with listening() as ingest:
-        yield ingest
-
-
-@pytest.fixture
-async def taps(tmp_path):
-    taps = Taps(tmp_path / "spool")
-    yield taps
-    await taps.close_all()
 
 
 async def recorded(tap, ingest):
