@@ -14,18 +14,23 @@ TRITON := .venv-triton/.installed
 KSERVE := .venv-kserve/.installed
 NODE_TOOLS := .tools/.installed
 BUF := @bufbuild/buf@1.75.0
+comma := ,
 
 .PHONY: help
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
 .PHONY: up
-up: $(RUN_DEPENDENCIES) ## start the whole stack as local processes (MODELS=, PREDICTORS=, DEVICE=)
+up: $(RUN_DEPENDENCIES) ## start the whole stack as local processes (MODELS=, PREDICTORS=, DEVICE=, DEVELOPMENT=)
 	@exec $(VENV)/bin/python -m runner up
 
 .PHONY: down
 down: $(RUN_DEPENDENCIES) ## stop a running stack
 	@exec $(VENV)/bin/python -m runner down
+
+.PHONY: reload
+reload: $(RUN_DEPENDENCIES) ## have a running stack's gateway read envoy/ anew, at the cost of no call
+	@exec $(VENV)/bin/python -m runner reload
 
 .PHONY: load
 load: $(DEV_DEPENDENCIES) ## Locust's browser UI against a running stack
@@ -48,6 +53,10 @@ test: $(DEV_DEPENDENCIES) $(CLIENTS) $(NODE_TOOLS) ## all tests but those of the
 test-containers: $(DEV_DEPENDENCIES) $(CLIENTS) $(NODE_TOOLS) ## the container tests, on a real Docker engine
 	tests/containers/tools/prepare
 	$(VENV)/bin/python -m pytest tests/containers $(PYTEST)
+
+.PHONY: chaos
+chaos: $(DEV_DEPENDENCIES) ## random faults under mixed load, each answer held against the right one (SEEDS=, SECONDS_EACH=, OUT=)
+	@exec $(VENV)/bin/python -m tests.chaos --seeds $(or $(SEEDS),1$(comma)2$(comma)3) --seconds $(or $(SECONDS_EACH),180) $(if $(OUT),--out '$(OUT)')
 
 .PHONY: check
 check: $(DEV_DEPENDENCIES) ## format, lint, types, stub drift, Envoy's configuration

@@ -1,7 +1,7 @@
 -- What the transcoder leaves undone for REST clients; gRPC calls pass untouched.
 --
--- Requests: the service keeps the deadline of the header x-timeout-ms, so that it can say in the stream that
--- it passed; the gRPC deadline, a second later, ends a service that does not. A body that is compressed in a way that
+-- Requests: the service keeps the deadlines of the headers x-timeout-ms and x-first-token-timeout-ms, so that it can say
+-- in the stream that one passed; the gRPC deadline, a second after the first, ends a service that does not. A body that is compressed in a way that
 -- nobody behind the gateway reads is refused, for it would be taken for what it is not.
 -- Answers: the service's x-http-status becomes the HTTP status, retry-after-ms also Retry-After, gRPC's
 -- own headers go, a stream of lines says that it is one, and every error has its API's shape. Bodies are read of
@@ -16,6 +16,7 @@ local INTERNAL = {
   "grpc-accept-encoding",
   "x-http-status",
 }
+local TIMEOUTS = { "x-timeout-ms", "x-first-token-timeout-ms" }
 -- Paths whose answers are lines of JSON.
 local LINES = {
   ["/millrace/v1/generate"] = true,
@@ -81,16 +82,18 @@ function envoy_on_request(handle)
   end
 
   headers:remove("grpc-timeout")
+  for _, name in ipairs(TIMEOUTS) do
+    local timeout = headers:get(name)
+    -- Eight digits are the most that gRPC's header takes.
+    if timeout and (#timeout > 8 or not timeout:find("^%d+$") or tonumber(timeout) == 0) then
+      handle:respond({ [":status"] = "400" }, name .. " is not a whole number from 1 to 99999999")
+      return
+    end
+  end
   local timeout = headers:get("x-timeout-ms")
-  if timeout == nil then
-    return
+  if timeout then
+    headers:replace("grpc-timeout", string.format("%dm", math.min(tonumber(timeout) + 1000, 99999999)))
   end
-  -- Eight digits are the most that gRPC's header takes.
-  if #timeout > 8 or not timeout:find("^%d+$") or tonumber(timeout) == 0 then
-    handle:respond({ [":status"] = "400" }, "x-timeout-ms is not a whole number from 1 to 99999999")
-    return
-  end
-  headers:replace("grpc-timeout", string.format("%dm", math.min(tonumber(timeout) + 1000, 99999999)))
 end
 
 function envoy_on_response(handle)

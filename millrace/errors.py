@@ -16,6 +16,7 @@ from grpc import StatusCode
 FAILED_HOP = "x-failed-hop"
 HTTP_STATUS = "x-http-status"
 RETRY_AFTER_MS = "retry-after-ms"
+DRAINING = "x-millrace-draining"
 
 # gRPC sends the text as a header, where a character beyond ASCII takes up to nine bytes and all
 # headers together 8 KiB: a longer text would break the connection, and every call on it.
@@ -132,6 +133,13 @@ class NotReadyError(MillraceError):
     http_status = 503
 
 
+class DrainingError(NotReadyError):
+    """Handed back by a replica that is about to stop: another, or the next process, can have it at once."""
+
+    def trailing_metadata(self, this_hop: str) -> tuple[tuple[str, str], ...]:
+        return (*super().trailing_metadata(this_hop), (DRAINING, "true"))
+
+
 class DeadlineError(MillraceError):
     """The request's deadline passed."""
 
@@ -156,8 +164,13 @@ _BY_BOTH = {(error.status, error.http_status): error for error in _CLASSES}
 # Where only the gRPC status is known, the commoner of two meanings.
 _BY_STATUS = {error.status: error for error in reversed(_CLASSES)} | {StatusCode.RESOURCE_EXHAUSTED: OverloadedError}
 
-# Envoy's own answers when a cluster has no host to offer.
-_NO_REPLICA = ("no healthy upstream", "no_healthy_upstream")
+# Envoy's own answers when a cluster has no host to offer, and gRPC's when nobody listens: the call reached nobody.
+_NO_REPLICA = (
+    "no healthy upstream",
+    "no_healthy_upstream",
+    "failed to connect to all addresses",
+    "DNS resolution failed",
+)
 # gRPC's own answer to a message beyond the limit, at either end.
 _TOO_LARGE = "message larger than max"
 
@@ -180,6 +193,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError, hop: str) -> MillraceError:
     http_status = metadata.get(HTTP_STATUS, "")
     cls = _BY_BOTH.get((code, int(http_status))) if http_status.isdigit() else None
     cls = cls or _BY_STATUS.get(code, RequestFailedError)
+    if cls is NotReadyError and metadata.get(DRAINING) == "true":
+        cls = DrainingError
     retry_after = metadata.get(RETRY_AFTER_MS, "")
     return cls(message, hop=failed_hop or hop, retry_after_ms=int(retry_after) if retry_after.isdigit() else None)
 

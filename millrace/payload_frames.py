@@ -16,7 +16,7 @@ from millrace.payload_rules import PayloadRules
 from millrace.protos.millrace_pb2 import PayloadChunk, PayloadRecord, PayloadTensor
 from millrace.protos.spool_pb2 import Frame
 
-# Behind an END frame, which it becomes a part of: protobuf reads two messages in a row as one, merged.
+# Behind any frame, which it becomes a part of: protobuf reads two messages in a row as one, merged.
 INCOMPLETE = Frame(part=PayloadRecord(incomplete=True)).SerializeToString()
 
 _STRINGS = ("request_id", "model", "prompt", "parameters", "trace_id", "span_id", "client", "call_id")

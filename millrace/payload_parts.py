@@ -3,8 +3,8 @@
 A part holds references to what a request or an answer is made of; nothing is copied or encoded before
 the writer thread does so. What is handed in must not change afterwards.
 
-`PartQueue` hands parts over without a lock: `begin`, `put` and `has_room` belong to the event loop's thread, the
-rest to the writer's. Each counter has one thread that changes it.
+`PartQueue` hands parts over without a lock: `begin`, `put`, `offer` and `has_room` belong to the event loop's thread,
+the rest to the writer's. Each counter has one thread that changes it.
 """
 
 from __future__ import annotations
@@ -150,9 +150,21 @@ class PartQueue:
         self.wake.set()
 
     def put(self, part: LaterPart) -> None:
-        """Puts what follows a begin; the writer finds it by itself within milliseconds."""
+        """Puts what follows a begin, whatever room there is; the writer finds it by itself within milliseconds."""
         self._put_bytes += part.cost
         self.parts.append(part)
+
+    def offer(self, part: LaterPart) -> bool:
+        """Puts what follows a begin if there is room for it, and tells whether there was.
+
+        `has_room` and `put` in one: of what a chunk costs the event loop, calls are the most.
+        """
+        put_bytes = self._put_bytes + part.cost
+        if put_bytes - self._taken_bytes > self._capacity_bytes:
+            return False
+        self._put_bytes = put_bytes
+        self.parts.append(part)
+        return True
 
     def taken(self, cost: int) -> None:
         """Tells that parts of that cost have been dealt with."""

@@ -102,9 +102,7 @@ class Recording:
             cost = PART_BYTES + len(text) + TOKEN_BYTES * (count + len(logprobs))
             if outputs:
                 cost += size_of(outputs)
-            if self._queue.has_room(cost):
-                self._queue.put(ChunkPart(self._id, cost, offset_ms, text, token_ids, logprobs, outputs))
-            else:
+            if not self._queue.offer(ChunkPart(self._id, cost, offset_ms, text, token_ids, logprobs, outputs)):
                 self._miss(MEMORY)
         except Exception:
             self._miss(FAILED, exc_info=True)

@@ -224,6 +224,5 @@ class PayloadWriter:
 
 
 def _payload(frame: _Written) -> bytes:
-    """The frame as it is written: an end says what has become of the parts before it by then."""
-    is_incomplete = frame.record.incomplete and isinstance(frame.part, EndPart)
-    return frame.payload + INCOMPLETE if is_incomplete else frame.payload
+    """The frame as it is written: it says whether parts before it are missing. The process may not live to the end."""
+    return frame.payload + INCOMPLETE if frame.record.incomplete else frame.payload

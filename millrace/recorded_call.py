@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from millrace.interceptors import Context
 from millrace.payload_tap import PayloadTap, Recording, Tensors
@@ -31,11 +31,19 @@ _DEADLINE_MARGIN_S = 0.05
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a request came in: the method called, the caller's or the gateway's id for it, and the call's metadata."""
+    """Where a request came in: the method called, the caller's or the gateway's id for it, and the call's metadata.
+
+    `arrived` is when, of the monotonic clock.
+    """
 
     protocol: str
     request_id: str
     metadata: Sequence[tuple[str, str | bytes]] = ()
+    arrived: float = field(default_factory=time.monotonic, compare=False)
+
+    def left_s(self, timeout_s: float | None) -> float | None:
+        """What is left now of a time limit that began with the arrival; 0 where it has passed, None for none."""
+        return None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - self.arrived))
 
     def told(self, name: str) -> str:
         """What the metadata says by a name, several values joined by commas as HTTP has it; "" for nothing."""

@@ -1,8 +1,9 @@
 """The gRPC server that every service runs: start, health, reflection, orderly stop.
 
 Life of a service: `Server(...)`, register servicers, `await run()`. `run` returns after SIGTERM or
-SIGINT, when health has said NOT_SERVING, calls in flight have ended or used up the drain time, and
-every background task has been cancelled and awaited.
+SIGINT, when health has said NOT_SERVING, what drains has drained, calls in flight have ended or used up
+the drain time, and every background task has been cancelled and awaited. An event loop that does not
+answer for `loop_timeout_s` meanwhile is the process's end, with every thread's traceback.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
@@ -19,15 +21,20 @@ from grpc_reflection.v1alpha import reflection as reflection_v1alpha
 from grpc_reflection.v1alpha import reflection_pb2 as reflection_v1alpha_pb2
 from grpc_reflection.v1alpha import reflection_pb2_grpc as reflection_v1alpha_grpc
 
+from millrace.admission import AdmissionInterceptor
+from millrace.cut_off import CutOffInterceptor
 from millrace.errors import StartupError
 from millrace.interceptors import ErrorServerInterceptor
 from millrace.protos import reflection_v1_pb2
 from millrace.telemetry.interceptors import TracingServerInterceptor
+from millrace.watchdog import LoopWatchdog
 
 logger = logging.getLogger(__name__)
 
 READY = "ready"  # Health name: a generation would work now. "" says only that the process serves.
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # Above Envoy's 60 MiB, so that the gateway answers first.
+_LEAST_S = 0.5  # What was ended at the end of the drain must still be sent.
+_CALLS_SHARE = 0.9  # Of that time.
 
 _STREAM_WINDOW_BYTES = 8 * 1024 * 1024
 MESSAGE_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -51,7 +58,7 @@ class Server:
 
     `hop` signs the errors; `public_services` are what reflection lists beside health and itself. A port
     that is taken is an error, unless `shares_port`: then it is one of several processes for which
-    somebody else has reserved the port.
+    somebody else has reserved the port. `max_calls` bounds the calls in flight, see admission.py.
     """
 
     def __init__(
@@ -62,15 +69,21 @@ class Server:
         drain_s: float,
         public_services: Iterable[str] = (),
         shares_port: bool = False,
+        max_calls: int | None = None,
+        loop_timeout_s: float = 60.0,
     ) -> None:
         self._address = f"{host}:{port}"
         self._drain_s = drain_s
+        self._loop_timeout_s = loop_timeout_s
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
         self._stop = asyncio.Event()
+        self._at_drain: list[Callable[[float], Awaitable[None]]] = []
         self._at_stop: list[Callable[[], Awaitable[None]]] = []
+        admission = () if max_calls is None else (AdmissionInterceptor(hop, max_calls),)
+        self._calls = CutOffInterceptor()
         self.grpc = grpc.aio.server(
-            interceptors=(TracingServerInterceptor(), ErrorServerInterceptor(hop)),
+            interceptors=(TracingServerInterceptor(), *admission, ErrorServerInterceptor(hop), self._calls),
             options=(*SERVER_OPTIONS, ("grpc.so_reuseport", int(shares_port))),
         )
         self.health = health.aio.HealthServicer()
@@ -93,6 +106,11 @@ class Server:
         self._tasks.add(task)
         task.add_done_callback(self._task_ended)
 
+    def at_drain(self, drain: Callable[[float], Awaitable[None]]) -> None:
+        """Registers what is run after health has said NOT_SERVING and before the server stops: it has so many seconds,
+        in which calls are still taken."""
+        self._at_drain.append(drain)
+
     def at_stop(self, close: Callable[[], Awaitable[None]]) -> None:
         """Registers what is closed after the last call, in reverse order."""
         self._at_stop.append(close)
@@ -106,17 +124,29 @@ class Server:
             port = self.grpc.add_insecure_port(self._address)
         except RuntimeError:
             raise StartupError(f"{self._address} cannot be listened on: is the port taken?") from None
-        await self.grpc.start()
-        logger.info("listening on %s", self._address.rsplit(":", 1)[0] + f":{port}")
-        await self._stop.wait()
-        await self._shut_down()
+        watchdog = LoopWatchdog(loop, self._loop_timeout_s)
+        try:
+            await self.grpc.start()
+            logger.info("listening on %s", self._address.rsplit(":", 1)[0] + f":{port}")
+            await self._stop.wait()
+            await self._shut_down()
+        finally:
+            watchdog.close()
         if self._failure is not None:
             raise self._failure
 
     async def _shut_down(self) -> None:
         logger.info("stopping: calls in flight have %.0f s", self._drain_s)
         await self.health.enter_graceful_shutdown()
-        await self.grpc.stop(self._drain_s)
+        ends_at = time.monotonic() + self._drain_s
+        for drain in self._at_drain:
+            await self._drain(drain)
+        left_s = max(_LEAST_S, ends_at - time.monotonic())
+        stopped = asyncio.create_task(self.grpc.stop(left_s))
+        # What is left is told why it ends, and has the rest of the time to be told.
+        await asyncio.wait((stopped,), timeout=_CALLS_SHARE * left_s)
+        self._calls.cut_off()
+        await stopped
         tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()
@@ -124,6 +154,13 @@ class Server:
         for close in reversed(self._at_stop):
             await close()
         logger.info("stopped")
+
+    async def _drain(self, drain: Callable[[float], Awaitable[None]]) -> None:
+        try:
+            await drain(self._drain_s)
+        except Exception:
+            # The stop goes on, whatever happens.
+            logger.exception("draining failed")
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

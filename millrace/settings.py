@@ -31,6 +31,9 @@ class ServiceSettings(BaseSettings):
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: Port = Field(0, description="gRPC port.")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least severe log level kept.")
+    loop_timeout: float = Field(
+        60.0, gt=0, description="Seconds without an answer of the event loop after which the process ends."
+    )
     drain_s: float = Field(5.0, ge=0, le=3600, description="Seconds that calls in flight are given at SIGTERM.")
 
 

@@ -1,4 +1,8 @@
-"""`python -m runner up`: the stack in the foreground until Ctrl-C or SIGTERM. `down`: stops a running one."""
+"""`python -m runner up`: the stack in the foreground until Ctrl-C or SIGTERM. `down`: stops a running one.
+
+SIGHUP, or `reload`, has a new Envoy take over with what envoy/ says then, at the cost of no call; the outcome is one
+line of the runner's. A terminal that goes away sends SIGHUP too: then the stack stops.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from millrace.errors import StartupError
@@ -21,14 +26,16 @@ _DOWN_TIMEOUT_S = 15.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m runner", description=__doc__)
-    parser.add_argument("action", choices=("up", "down"))
+    parser.add_argument("action", choices=("up", "down", "reload"))
     action = parser.parse_args().action
     try:
         settings = stack_settings.load()
         if action == "up":
             asyncio.run(up(Stack(settings, say=_say)))
-        else:
+        elif action == "down":
             down(RunFolder(settings.run_folder))
+        else:
+            reload(RunFolder(settings.run_folder))
     except StartupError as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(1) from None
@@ -37,24 +44,41 @@ def main() -> None:
 async def up(stack: Stack) -> None:
     """Runs a stack until a signal; StartupError if it cannot run."""
     started = time.monotonic()
-    asked_to_stop = asyncio.Event()
+    asked_to_stop, asked_to_reload = asyncio.Event(), asyncio.Event()
+    had_terminal = _has_terminal()
+
+    def hang_up() -> None:
+        terminal_is_gone = had_terminal and not _has_terminal()
+        (asked_to_stop if terminal_is_gone else asked_to_reload).set()
+
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signum, asked_to_stop.set)
+    loop.add_signal_handler(signal.SIGHUP, hang_up)
 
     await stack.start()
     serving = asyncio.create_task(_serve(stack, started), name="serve")
+    reloading = asyncio.create_task(_reload_when_asked(stack, asked_to_reload), name="reload")
     stopping = asyncio.create_task(asked_to_stop.wait(), name="wait for a signal")
+    tasks = (serving, reloading, stopping)
     try:
-        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if serving.done():
-            await serving
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done - {stopping}:
+            await task
         _say("stopping")
     finally:
-        for task in (serving, stopping):
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(serving, stopping, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await stack.stop()
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 async def _serve(stack: Stack, started: float) -> None:
@@ -71,16 +95,34 @@ async def _serve(stack: Stack, started: float) -> None:
     await stack.ended()
 
 
+async def _reload_when_asked(stack: Stack, asked: asyncio.Event) -> None:
+    """Reloads the gateway at each request, for ever; those that come during a reload are one more."""
+    while True:
+        await asked.wait()
+        asked.clear()
+        try:
+            await stack.reload()
+        except (StartupError, OSError) as error:
+            _say(f"not reloaded: {error}")
+        else:
+            _say("reloaded: a new Envoy takes the calls, the one before ends those that it has")
+
+
+def reload(folder: RunFolder) -> None:
+    """Asks the runner that holds the folder for a reload."""
+    runner = _runner(folder)
+    if runner is None:
+        raise StartupError("no stack is running")
+    os.kill(runner, signal.SIGHUP)
+    _say(f"asked process {runner}, which says what becomes of it")
+
+
 def down(folder: RunFolder) -> None:
     """Stops the runner that holds the folder and waits for its end."""
-    runner = folder.holder()
+    runner = _runner(folder)
     if runner is None:
         _say("no stack is running")
         return
-    if not _is_runner(runner):
-        raise StartupError(
-            f"process {runner}, which holds {folder.path}, is not `python -m runner up`; stop it yourself"
-        )
     os.kill(runner, signal.SIGTERM)
     give_up_at = time.monotonic() + _DOWN_TIMEOUT_S
     while folder.holder() == runner:
@@ -88,6 +130,16 @@ def down(folder: RunFolder) -> None:
             raise StartupError(f"process {runner} is still running after {_DOWN_TIMEOUT_S:g} s")
         time.sleep(0.1)
     _say("stopped")
+
+
+def _runner(folder: RunFolder) -> int | None:
+    """The runner that holds the folder; StartupError where it is another kind of process."""
+    holder = folder.holder()
+    if holder is not None and not _is_runner(holder):
+        raise StartupError(
+            f"process {holder}, which holds {folder.path}, is not `python -m runner up`; stop it yourself"
+        )
+    return holder
 
 
 def _is_runner(pid: int) -> bool:
@@ -101,7 +153,8 @@ def _short(path: Path) -> str:
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    with suppress(OSError):  # The terminal may be gone.
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

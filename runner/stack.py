@@ -21,6 +21,7 @@ from typing import Self
 
 from millrace.errors import StartupError
 from runner import envoy_config, services
+from runner.envoy_process import EnvoyProcess
 from runner.process import Process, Say
 from runner.readiness import Readiness
 from runner.run_folder import RunFolder
@@ -33,7 +34,8 @@ _REPORT_S = 10.0
 class Stack:
     """Logger, predictors, transformer and Envoy, supervised.
 
-    `commands` and `environment` are those of `services.plan`; `say` takes one line for the user.
+    `commands` and `environment` are those of `services.plan`; `say` takes one line for the user; `change_gateway` is
+    what a test changes in Envoy's configuration.
     """
 
     def __init__(
@@ -42,14 +44,20 @@ class Stack:
         *,
         commands: Mapping[str, tuple[str, ...]] | None = None,
         environment: Mapping[str, Mapping[str, str]] | None = None,
+        change_gateway: envoy_config.Change | None = None,
         say: Say = print,
     ) -> None:
         self.settings = settings
         self.gateway = settings.gateway
         self.folder = RunFolder(settings.run_folder)
         self._say = say
+        self._change_gateway = change_gateway
         plan = services.plan(settings, self.folder.envoy_config, commands or {}, environment or {})
-        self._stages = [[Process(spec, self.folder.logs, ROOT, say) for spec in stage] for stage in plan.stages()]
+        self._envoy = EnvoyProcess(plan.envoy, self.folder.logs, ROOT, say, settings.gateway_admin_port)
+        self._stages = [
+            [self._envoy if spec is plan.envoy else Process(spec, self.folder.logs, ROOT, say) for spec in stage]
+            for stage in plan.stages()
+        ]
         self._processes = {process.spec.name: process for stage in self._stages for process in stage}
         self._supervisions: list[asyncio.Task[None]] = []
 
@@ -82,11 +90,30 @@ class Stack:
         self.folder.claim()
         try:
             check_ports(self.settings)
-            envoy_config.write(self.settings, self.folder.envoy_config)
+            envoy_config.write(self.settings, self.folder.envoy_config, self._change_gateway)
         except BaseException:
             self.folder.release()
             raise
         self._supervisions = [process.start() for process in self._processes.values()]
+
+    async def reload(self) -> None:
+        """Returns when a new Envoy with what `envoy/` says now takes the calls; no call is lost.
+
+        StartupError with one line where it is refused: nothing has changed then. See envoy_process.py.
+        """
+        config = self.folder.envoy_config
+        new, running = config.with_suffix(".new.yaml"), config.read_text()
+        try:
+            envoy_config.write(self.settings, new, self._change_gateway)
+            await envoy_config.check(new)
+            new.replace(config)
+        finally:
+            new.unlink(missing_ok=True)
+        try:
+            await self._envoy.reload()
+        except BaseException:
+            config.write_text(running)
+            raise
 
     async def wait_ready(self, timeout_s: float | None = None) -> None:
         """Returns when a generation would work; StartupError if one cannot come to be, TimeoutError if too late."""

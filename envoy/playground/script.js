@@ -70,8 +70,9 @@ function traceLink(traceId) {
 }
 
 async function readSettings() {
-  const { trace_page: page } = await (await call("/playground/settings.json")).json();
+  const { trace_page: page, development } = await (await call("/playground/settings.json")).json();
   if (/^https?:\/\//.test(page)) tracePage = page;
+  byId("kill").hidden = !["true", "1"].includes(development);
 }
 
 // ---------------------------------------------------------------- generation
@@ -114,9 +115,44 @@ async function generate(event) {
     else show(byId("error"), error);
   } finally {
     running = null;
+    pause = null;
     byId("generate").disabled = false;
-    byId("stop").disabled = true;
+    byId("stop").disabled = byId("kill").disabled = true;
   }
+}
+
+// ---------------------------------------------------------------- the death of a predictor, in development mode
+
+let pause = null; // Since the kill: the longest pause, and the mark before what came after it.
+
+async function killPredictor() {
+  byId("kill").disabled = true;
+  show(byId("error"), null);
+  try {
+    await call("/millrace/v1/development/kill", {
+      method: "POST",
+      // A page of another origin cannot send this header.
+      headers: { "content-type": "application/json", "x-millrace-development": "true" },
+      body: JSON.stringify({ request_id: byId("request-id").textContent }),
+    });
+    if (!running) return;
+    const mark = document.createElement("span");
+    mark.className = "pause";
+    mark.title = "The predictor was killed; what follows was made after it.";
+    pause = { longest: 0, mark };
+  } catch (error) {
+    show(byId("error"), error);
+  } finally {
+    byId("kill").disabled = !running;
+  }
+}
+
+/** Moves the mark to before a piece of the answer that came after a longer pause than any since the kill. */
+function markPause(piece, milliseconds) {
+  if (!pause || milliseconds <= pause.longest) return;
+  pause.longest = milliseconds;
+  pause.mark.dataset.pause = `${milliseconds.toFixed(0)} ms`;
+  piece.before(pause.mark);
 }
 
 async function stream(signal) {
@@ -133,11 +169,16 @@ async function stream(signal) {
   let tokens = 0;
   let atFirst = 0; // Tokens of the first message, which are not part of the rate.
   let firstAt = 0;
+  let lastAt = begun;
   let ended = false;
+  byId("kill").disabled = false;
   for await (const chunk of lines(response)) {
     const now = performance.now();
     const atEnd = answer.scrollTop + answer.clientHeight >= answer.scrollHeight - 4;
-    answer.append(chunk.text ?? "");
+    const piece = document.createTextNode(chunk.text ?? "");
+    answer.append(piece);
+    markPause(piece, now - lastAt);
+    lastAt = now;
     if (atEnd) answer.scrollTop = answer.scrollHeight;
     tokens += chunk.token_ids?.length ?? 0;
     if (!firstAt) {
@@ -259,6 +300,7 @@ for (const tab of tabs) {
 
 byId("request").addEventListener("submit", generate);
 byId("stop").addEventListener("click", () => running?.abort());
+byId("kill").addEventListener("click", killPredictor);
 byId("filters").addEventListener("submit", (event) => {
   event.preventDefault();
   follow();

@@ -385,3 +385,158 @@ class PayloadIngest:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class DevelopmentStub:
+    """Faults on request, where the settings allow them (DEVELOPMENT=true): to be seen, and never in production. Every call
+    carries the metadata `x-millrace-development: true`, which no foreign page can send.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.KillPredictor = channel.unary_unary(
+                '/millrace.v1.Development/KillPredictor',
+                request_serializer=millrace_dot_protos_dot_millrace__pb2.KillPredictorRequest.SerializeToString,
+                response_deserializer=millrace_dot_protos_dot_millrace__pb2.KillPredictorResponse.FromString,
+                _registered_method=True)
+
+
+class DevelopmentServicer:
+    """Faults on request, where the settings allow them (DEVELOPMENT=true): to be seen, and never in production. Every call
+    carries the metadata `x-millrace-development: true`, which no foreign page can send.
+    """
+
+    def KillPredictor(self, request, context):
+        """Kills the predictor that generates for a request, as SIGKILL does; NOT_FOUND where none does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_DevelopmentServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'KillPredictor': grpc.unary_unary_rpc_method_handler(
+                    servicer.KillPredictor,
+                    request_deserializer=millrace_dot_protos_dot_millrace__pb2.KillPredictorRequest.FromString,
+                    response_serializer=millrace_dot_protos_dot_millrace__pb2.KillPredictorResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'millrace.v1.Development', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('millrace.v1.Development', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Development:
+    """Faults on request, where the settings allow them (DEVELOPMENT=true): to be seen, and never in production. Every call
+    carries the metadata `x-millrace-development: true`, which no foreign page can send.
+    """
+
+    @staticmethod
+    def KillPredictor(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.Development/KillPredictor',
+            millrace_dot_protos_dot_millrace__pb2.KillPredictorRequest.SerializeToString,
+            millrace_dot_protos_dot_millrace__pb2.KillPredictorResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class PredictorDevelopmentStub:
+    """A predictor's own part in that. Inner: neither routed by the gateway nor listed by reflection.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Kill = channel.unary_unary(
+                '/millrace.v1.PredictorDevelopment/Kill',
+                request_serializer=millrace_dot_protos_dot_millrace__pb2.KillPredictorRequest.SerializeToString,
+                response_deserializer=millrace_dot_protos_dot_millrace__pb2.KillPredictorResponse.FromString,
+                _registered_method=True)
+
+
+class PredictorDevelopmentServicer:
+    """A predictor's own part in that. Inner: neither routed by the gateway nor listed by reflection.
+    """
+
+    def Kill(self, request, context):
+        """Kills itself where it generates for the request; NOT_FOUND where it does not.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_PredictorDevelopmentServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Kill': grpc.unary_unary_rpc_method_handler(
+                    servicer.Kill,
+                    request_deserializer=millrace_dot_protos_dot_millrace__pb2.KillPredictorRequest.FromString,
+                    response_serializer=millrace_dot_protos_dot_millrace__pb2.KillPredictorResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'millrace.v1.PredictorDevelopment', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('millrace.v1.PredictorDevelopment', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class PredictorDevelopment:
+    """A predictor's own part in that. Inner: neither routed by the gateway nor listed by reflection.
+    """
+
+    @staticmethod
+    def Kill(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.PredictorDevelopment/Kill',
+            millrace_dot_protos_dot_millrace__pb2.KillPredictorRequest.SerializeToString,
+            millrace_dot_protos_dot_millrace__pb2.KillPredictorResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -166,3 +166,71 @@ class PayloadIngestServicer(metaclass=_abc_1.ABCMeta):
         """
 
 def add_PayloadIngestServicer_to_server(servicer: PayloadIngestServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class DevelopmentStub:
+    """Faults on request, where the settings allow them (DEVELOPMENT=true): to be seen, and never in production. Every call
+    carries the metadata `x-millrace-development: true`, which no foreign page can send.
+    """
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> DevelopmentAsyncStub: ...
+    KillPredictor: _grpc.UnaryUnaryMultiCallable[_millrace_pb2.KillPredictorRequest, _millrace_pb2.KillPredictorResponse]
+    """Kills the predictor that generates for a request, as SIGKILL does; NOT_FOUND where none does."""
+
+@_typing.type_check_only
+class DevelopmentAsyncStub(DevelopmentStub):
+    """Faults on request, where the settings allow them (DEVELOPMENT=true): to be seen, and never in production. Every call
+    carries the metadata `x-millrace-development: true`, which no foreign page can send.
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    KillPredictor: _aio.UnaryUnaryMultiCallable[_millrace_pb2.KillPredictorRequest, _millrace_pb2.KillPredictorResponse]  # type: ignore[assignment]
+    """Kills the predictor that generates for a request, as SIGKILL does; NOT_FOUND where none does."""
+
+class DevelopmentServicer(metaclass=_abc_1.ABCMeta):
+    """Faults on request, where the settings allow them (DEVELOPMENT=true): to be seen, and never in production. Every call
+    carries the metadata `x-millrace-development: true`, which no foreign page can send.
+    """
+
+    @_abc_1.abstractmethod
+    def KillPredictor(
+        self,
+        request: _millrace_pb2.KillPredictorRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_millrace_pb2.KillPredictorResponse, _abc.Awaitable[_millrace_pb2.KillPredictorResponse]]:
+        """Kills the predictor that generates for a request, as SIGKILL does; NOT_FOUND where none does."""
+
+def add_DevelopmentServicer_to_server(servicer: DevelopmentServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class PredictorDevelopmentStub:
+    """A predictor's own part in that. Inner: neither routed by the gateway nor listed by reflection."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> PredictorDevelopmentAsyncStub: ...
+    Kill: _grpc.UnaryUnaryMultiCallable[_millrace_pb2.KillPredictorRequest, _millrace_pb2.KillPredictorResponse]
+    """Kills itself where it generates for the request; NOT_FOUND where it does not."""
+
+@_typing.type_check_only
+class PredictorDevelopmentAsyncStub(PredictorDevelopmentStub):
+    """A predictor's own part in that. Inner: neither routed by the gateway nor listed by reflection."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Kill: _aio.UnaryUnaryMultiCallable[_millrace_pb2.KillPredictorRequest, _millrace_pb2.KillPredictorResponse]  # type: ignore[assignment]
+    """Kills itself where it generates for the request; NOT_FOUND where it does not."""
+
+class PredictorDevelopmentServicer(metaclass=_abc_1.ABCMeta):
+    """A predictor's own part in that. Inner: neither routed by the gateway nor listed by reflection."""
+
+    @_abc_1.abstractmethod
+    def Kill(
+        self,
+        request: _millrace_pb2.KillPredictorRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_millrace_pb2.KillPredictorResponse, _abc.Awaitable[_millrace_pb2.KillPredictorResponse]]:
+        """Kills itself where it generates for the request; NOT_FOUND where it does not."""
+
+def add_PredictorDevelopmentServicer_to_server(servicer: PredictorDevelopmentServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

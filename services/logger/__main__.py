@@ -24,7 +24,9 @@ _PROBE_S = 5.0
 
 async def serve(settings: LoggerSettings) -> None:
     """Serves the payload log until SIGTERM."""
-    server = Server("logger", settings.host, settings.port, settings.drain_s, [PAYLOAD_LOG])
+    server = Server(
+        "logger", settings.host, settings.port, settings.drain_s, [PAYLOAD_LOG], loop_timeout_s=settings.loop_timeout
+    )
     store = SqliteStore(settings.database, settings.fsync)
     server.at_stop(store.close)
     tails = Tails()

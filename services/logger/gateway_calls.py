@@ -90,9 +90,9 @@ class GatewayCalls:
             for scope in resource.scope_logs
             for log in scope.log_records
         ]
-        unrecorded = {call.record.record_id for call in observed if not call.reached_a_recorder}
-        alone = await self._store.add_calls([call.record for call in observed])
-        self._tails.show([record for record in alone if record.record_id in unrecorded])
+        reached = {call.record.record_id for call in observed if call.reached_a_recorder}
+        alone = await self._store.add_calls([call.record for call in observed], reached)
+        self._tails.show([record for record in alone if record.record_id not in reached])
         return ExportLogsServiceResponse()
 
 

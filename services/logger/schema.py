@@ -3,9 +3,10 @@
 `records` holds each record as its serialized protobuf beside the columns that queries filter by. `position` is the
 order of commit, never given twice. Every index ends in `time_us` and, as all of SQLite's do, in `position`: the
 matches lie in the order in which they are asked for. A record that was made of the gateway's access log alone says so
-in `of_call`. `calls` holds what the gateway said of a call, under the id that the gateway gave it; without contents
-where the call's records were deleted. `appended` remembers which sequences of a source have come, apart from the
-records: what was deleted does not come back. `cursors` says how far the readers of all records are.
+in `of_call`, and whether a service's record of the same call may yet come to take its place. `calls` holds what the
+gateway said of a call, under the id that the gateway gave it; without contents where the call's records were deleted.
+`appended` remembers which sequences of a source have come, apart from the records: what was deleted does not come back.
+`cursors` says how far the readers of all records are.
 
 Times are whole microseconds since 1970. The file is its owner's alone (mode 0600), in WAL mode, so that `sqlite3` may
 read it live, and gives back the space of what is deleted, which is overwritten with zeros.
@@ -38,6 +39,9 @@ _LOG_BYTES = 64 * 1024 * 1024
 _LOG_PAGES = 8192
 _INCREMENTAL = 2  # What `PRAGMA auto_vacuum` calls it.
 
+# What `of_call` says: a service's record; a call's, for good; a call's, until a service's record of it comes.
+NOT_OF_CALL, OF_CALL, OF_CALL_FOR_NOW = 0, 1, 2
+
 _metadata = sql.MetaData()
 records = sql.Table(
     "records",
@@ -56,7 +60,7 @@ records = sql.Table(
     sql.Column("ttft_ms", sql.Double),
     sql.Column("ttft_class", sql.Integer),
     sql.Column("call_id", sql.String),
-    sql.Column("of_call", sql.Boolean, nullable=False),
+    sql.Column("of_call", sql.Integer, nullable=False),
     sql.Column("body", sql.LargeBinary, nullable=False),
     *(
         sql.Index(f"records_by_{name}", name, "time_us")

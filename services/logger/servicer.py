@@ -31,6 +31,7 @@ from services.logger.tails import OpenTail, Tails
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 
+_GATHER_S = 0.005  # What comes in one burst is one commit.
 _MAX_ARRIVED_BYTES = 8 * 1024 * 1024
 _MAX_SEQUENCE = 2**63 - 1
 _UUID = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
@@ -129,6 +130,8 @@ class _Arrivals:
     async def take(self) -> list[AppendRequest]:
         """All that has arrived, at least one; empty after the last."""
         await self._news.wait()
+        if not self._ended:
+            await asyncio.sleep(_GATHER_S)
         batch, self._waiting, self._bytes = self._waiting, [], 0
         if not self._ended:
             self._news.clear()

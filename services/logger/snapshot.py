@@ -58,7 +58,8 @@ class Snapshot:
         last: reading.Place | None = None
         while rows := self._page(last):
             for row in rows:
-                yield reading.record_of(row)
+                if not reading.may_be_replaced(row):
+                    yield reading.record_of(row)
             last = reading.Place(rows[-1].time_us, rows[-1].position)
 
     def __enter__(self) -> Snapshot:

@@ -2,7 +2,8 @@
 
 `Store` is what the logger's services need; `SqliteStore` is the embedded one, in the file that schema.py describes.
 `append` returns after the commit; a (source, sequence) or record_id that has come before changes nothing, deleted or
-not. What is read is newest first, by the records' times, but for `after`, which reads in the order of commit.
+not. What is read is newest first, by the records' times, but for `after`, which reads in the order of commit. A call
+that a service answered is not shown without the service's record while that may be on its way.
 
 Threads: all writes happen on one thread, reads on a few others, none on the event loop. A query reads page by page,
 each in a transaction of its own, and holds none while its reader takes its time. Whatever could take long (deleting,
@@ -17,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -55,11 +56,11 @@ class Store(Protocol):
         """Commits the records, all or none, and returns the new ones; those that are there already stay as they are."""
         ...
 
-    async def add_calls(self, calls: Sequence[PayloadRecord]) -> list[PayloadRecord]:
+    async def add_calls(self, calls: Sequence[PayloadRecord], reached: Collection[str] = ()) -> list[PayloadRecord]:
         """Commits what the gateway said of calls: records of which `gateway` is set, and `call_id` where it has one.
 
         The call is joined to the services' records that name its call_id. Where there is none it is a record of its
-        own, until one comes; these are returned.
+        own, until one comes; these are returned. `reached` has the record_ids of those that a service may record.
         """
         ...
 
@@ -166,8 +167,8 @@ class SqliteStore:
                 notice()
         return {id(request) for request in new}
 
-    async def add_calls(self, calls: Sequence[PayloadRecord]) -> list[PayloadRecord]:
-        return await self._write(writing.add_calls, calls, schema.now_us()) if calls else []
+    async def add_calls(self, calls: Sequence[PayloadRecord], reached: Collection[str] = ()) -> list[PayloadRecord]:
+        return await self._write(writing.add_calls, calls, reached, schema.now_us()) if calls else []
 
     async def get(self, record_id: str) -> PayloadRecord | None:
         rows = await self._select(reading.by_record_id(record_id))
@@ -182,6 +183,8 @@ class SqliteStore:
             rows = await self._read(reading.page, filters, before, rows_per_read)
             looked_through += len(rows)
             for row in rows:
+                if reading.may_be_replaced(row):
+                    continue
                 # Protobuf keeps strings as they are: most rows without the text need no parsing.
                 if text not in row.body:
                     continue

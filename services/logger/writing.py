@@ -7,7 +7,7 @@ one parameter, a JSON list.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -15,7 +15,7 @@ import sqlalchemy as sql
 
 from millrace.protos.millrace_pb2 import AppendRequest, PayloadRecord
 from services.logger.filters import columns_of
-from services.logger.schema import EACH, column
+from services.logger.schema import EACH, NOT_OF_CALL, OF_CALL, OF_CALL_FOR_NOW, column
 
 _COLUMNS = (*columns_of(PayloadRecord()), "of_call", "body")
 _RECORDS = f"records ({', '.join(_COLUMNS)})"
@@ -57,7 +57,7 @@ def _append_of_source(
         del by_id[record_id]
     records = [request.record for request in by_id.values()]
     _replace_calls(connection, records)
-    _insert(connection, _RECORDS, [_row(record, of_call=False) for record in records])
+    _insert(connection, _RECORDS, [_row(record, NOT_OF_CALL) for record in records])
     return by_id.values()
 
 
@@ -71,7 +71,9 @@ def _replace_calls(connection: sql.Connection, new: Iterable[PayloadRecord]) -> 
         )
 
 
-def add_calls(connection: sql.Connection, observed: Sequence[PayloadRecord], now_us: int) -> list[PayloadRecord]:
+def add_calls(
+    connection: sql.Connection, observed: Sequence[PayloadRecord], reached: Collection[str], now_us: int
+) -> list[PayloadRecord]:
     """Adds the calls that have not come before; returns those that are records of their own."""
     by_id = {record.call_id: record for record in reversed(observed) if record.call_id}
     call_ids = json.dumps(list(by_id))
@@ -88,7 +90,8 @@ def add_calls(connection: sql.Connection, observed: Sequence[PayloadRecord], now
         for record in observed
         if not record.call_id or (by_id.get(record.call_id) is record and record.call_id not in named)
     ]
-    _insert(connection, _RECORDS, [_row(record, of_call=True) for record in alone])
+    kinds = (OF_CALL_FOR_NOW if record.record_id in reached else OF_CALL for record in alone)
+    _insert(connection, _RECORDS, [_row(record, kind) for record, kind in zip(alone, kinds, strict=True)])
     return alone
 
 
@@ -109,5 +112,5 @@ def _insert(connection: sql.Connection, into: str, rows: list[_Row]) -> None:
             connection.exec_driver_sql(statement, tuple(chain.from_iterable(some)))
 
 
-def _row(record: PayloadRecord, of_call: bool) -> _Row:
+def _row(record: PayloadRecord, of_call: int) -> _Row:
     return (*columns_of(record).values(), of_call, record.SerializeToString())

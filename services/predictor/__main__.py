@@ -17,13 +17,16 @@ _TAP_DRAIN_S = 3.0
 
 async def serve(settings: PredictorSettings) -> None:
     # Torch takes seconds to import: a wrong setting is told before.
+    from services.predictor import development
     from services.predictor.repository import ModelRepository
     from services.predictor.servicer import InferenceServicer
 
     # What was imported stays: a collection that looks at all of it holds up every stream for a fifth of a second.
     gc.collect()
     gc.freeze()
-    server = Server("predictor", settings.host, settings.port, settings.drain_s, [_SERVICE])
+    server = Server(
+        "predictor", settings.host, settings.port, settings.drain_s, [_SERVICE], loop_timeout_s=settings.loop_timeout
+    )
 
     async def tell_ready(ready: bool) -> None:
         await server.set_serving(READY, ready)
@@ -37,6 +40,9 @@ async def serve(settings: PredictorSettings) -> None:
         tap.start()
     add_GRPCInferenceServiceServicer_to_server(InferenceServicer(repository, tap), server.grpc)
 
+    if settings.development:
+        development.add_to_server(repository, server.grpc)
+
     async def load() -> None:
         await repository.load_all()
         for name in ("", _SERVICE):
@@ -49,6 +55,7 @@ async def serve(settings: PredictorSettings) -> None:
     server.own("load-and-watch", load())
     if tap is not None:
         server.at_stop(partial(tap.stop, _TAP_DRAIN_S))
+    server.at_drain(repository.drain)
     server.at_stop(repository.close)
     await server.run()
 

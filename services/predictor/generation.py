@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from millrace.errors import InvalidRequestError
 from millrace.protos import inference_pb2
+from millrace.resumable import HEARTBEAT, RUNS_ALONE, CallOptions
 from millrace.sampling import parameters_of, set_parameters
 from millrace.tensors import Tensor, add_output, decode_inputs
 from services.predictor.engine.interface import Chunk, EngineLimits, GenerationRequest
@@ -34,7 +35,7 @@ OUTPUTS = (OUTPUT_IDS, LOGPROBS, TOP_LOGPROB_IDS, TOP_LOGPROBS)
 
 
 def read_request(
-    model: LoadedModel, request: inference_pb2.ModelInferRequest, time_remaining_s: float | None
+    model: LoadedModel, request: inference_pb2.ModelInferRequest, time_remaining_s: float | None, options: CallOptions
 ) -> GenerationRequest:
     """Everything that can be refused is refused here, before the engine sees it."""
     tensors = decode_inputs(request)
@@ -63,10 +64,29 @@ def read_request(
     if wanted & {TOP_LOGPROB_IDS, TOP_LOGPROBS} and not sampling.top_logprobs:
         raise InvalidRequestError("outputs 'top_logprob_ids' and 'top_logprobs' need the parameter top_logprobs")
     _check_ids("stop_token_ids", np.array(sampling.stop_token_ids, dtype=np.int64), limits)
-    if output_ids and len(output_ids) >= (sampling.max_tokens or 0):
+    # As many as that, or with an end token last, are an answer of which only the end was lost.
+    if len(output_ids) > (sampling.max_tokens or 0):
         raise InvalidRequestError(f"output_ids has {len(output_ids)} tokens, max_tokens is {sampling.max_tokens}")
     deadline = None if time_remaining_s is None else time.monotonic() + time_remaining_s
-    return GenerationRequest(request.id or str(uuid.uuid4()), input_ids, sampling, output_ids, deadline)
+    timeout_ms = options.first_token_timeout_ms
+    return GenerationRequest(
+        request.id or str(uuid.uuid4()),
+        input_ids,
+        sampling,
+        output_ids,
+        deadline,
+        None if timeout_ms is None else timeout_ms / 1000,
+        options.alone,
+    )
+
+
+def heartbeat(request: inference_pb2.ModelInferRequest, runs_alone: bool) -> inference_pb2.ModelInferResponse:
+    """A response that says only that the request is alive, and whether it runs alone."""
+    response = inference_pb2.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
+    response.parameters[HEARTBEAT].bool_param = True
+    if runs_alone:
+        response.parameters[RUNS_ALONE].bool_param = True
+    return response
 
 
 def write_response(request: inference_pb2.ModelInferRequest, chunk: Chunk) -> inference_pb2.ModelInferResponse:

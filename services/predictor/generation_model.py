@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 
-from millrace.errors import MillraceError, StartupError
+from millrace.errors import DrainingError, MillraceError, StartupError
 from millrace.protos import inference_pb2 as pb
+from millrace.resumable import CallOptions
 from millrace.stream_infer import FINAL
-from services.predictor.engine.interface import Chunk, Engine, EngineStatistics, GenerationRequest
+from services.predictor.engine.interface import Engine, EngineStatistics, GenerationRequest, OutputSlot
 from services.predictor.generation import (
     INPUT_IDS,
     LOGPROBS,
     OUTPUT_IDS,
     TOP_LOGPROB_IDS,
     TOP_LOGPROBS,
+    heartbeat,
     merged,
     read_request,
     write_response,
 )
 from services.predictor.generation_loading import LoadedModel
-from services.predictor.served_model import ModelDescription, TensorSpec
+from services.predictor.served_model import NO_OPTIONS, ModelDescription, TensorSpec
+
+_CACHED_TOKENS = "cached_tokens"
 
 
 class GenerationModel:
@@ -30,6 +34,7 @@ class GenerationModel:
         self.name = loaded.name
         self.description = _describe(loaded)
         self._loaded = loaded
+        self._resumable: set[OutputSlot] = set()  # Those whose callers go on elsewhere.
 
     @property
     def engine(self) -> Engine:
@@ -39,19 +44,43 @@ class GenerationModel:
     def statistics(self) -> EngineStatistics:
         return self.engine.statistics
 
-    async def infer(self, request: pb.ModelInferRequest, time_remaining_s: float | None) -> pb.ModelInferResponse:
-        async with aclosing(self._generate(request, time_remaining_s)) as chunks:
-            whole = [chunk async for chunk in chunks]
-        return write_response(request, merged(whole))
+    async def infer(
+        self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions = NO_OPTIONS
+    ) -> pb.ModelInferResponse:
+        with self._generation(request, time_remaining_s, options) as slot:
+            chunks = [await slot.read()]
+            while chunks[-1].finish_reason is None:
+                chunks.append(await slot.read())
+        return write_response(request, merged(chunks))
 
     async def stream(
-        self, request: pb.ModelInferRequest, time_remaining_s: float | None
+        self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions = NO_OPTIONS
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
-        async with aclosing(self._generate(request, time_remaining_s)) as chunks:
-            async for chunk in chunks:
+        heartbeat_s = None if options.heartbeat_ms is None else options.heartbeat_ms / 1000
+        with self._generation(request, time_remaining_s, options) as slot:
+            tells_cached = options.resumes
+            if tells_cached:
+                self._resumable.add(slot)
+            ended = False
+            while not ended:
+                while heartbeat_s is not None and not await slot.readable(heartbeat_s):
+                    runs_alone = slot.runs_alone
+                    yield heartbeat(request, runs_alone)
+                    if runs_alone:
+                        slot.told()
+                chunk = await slot.read()
+                ended = chunk.finish_reason is not None
                 response = write_response(request, chunk)
-                response.parameters[FINAL].bool_param = chunk.finish_reason is not None
+                response.parameters[FINAL].bool_param = ended
+                if tells_cached:
+                    # The last chunk, which tells the usage, may be another replica's.
+                    response.parameters[_CACHED_TOKENS].int64_param = slot.cached_tokens
+                    tells_cached = False
                 yield response
+
+    def hand_back(self) -> None:
+        for slot in self._resumable:
+            slot.fail(DrainingError(f"model {self.name!r} is handed back"))
 
     async def warm_up(self) -> None:
         """Two real tokens through the engine, so that ready means that a generation works."""
@@ -71,18 +100,16 @@ class GenerationModel:
     def close(self) -> None:
         self.engine.close()
 
-    async def _generate(
-        self, request: pb.ModelInferRequest, time_remaining_s: float | None
-    ) -> AsyncGenerator[Chunk, None]:
-        """One request's chunks; the engine stops when the caller does."""
-        slot = self.engine.submit(read_request(self._loaded, request, time_remaining_s))
+    @contextmanager
+    def _generation(
+        self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions
+    ) -> Iterator[OutputSlot]:
+        """The request's output; the engine stops when the caller does."""
+        slot = self.engine.submit(read_request(self._loaded, request, time_remaining_s, options))
         try:
-            while True:
-                chunk = await slot.read()
-                yield chunk
-                if chunk.finish_reason is not None:
-                    return
+            yield slot
         finally:
+            self._resumable.discard(slot)
             slot.cancel()
 
 

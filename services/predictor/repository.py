@@ -7,12 +7,13 @@ leaves does not stop one, and finds out by the index what became of it.
 - A load of a model that is loaded replaces it. The new one is made beside the old one, which serves until
   then and goes on if the new one fails; but one that generates is unloaded first, once its files have been
   found, because its cache is planned by the memory that is free.
-- An unload drains: requests in flight have `drain_s`, then end as UNAVAILABLE. Then its threads end and
-  its memory is given back.
+- An unload drains: requests in flight have `drain_s`, then end as UNAVAILABLE; those that can go on elsewhere are
+  handed back. Then its threads end and its memory is given back.
 - A load that fails is told to who asked for it, and leaves the rest as it is.
 
 `ready` says that every model is there that should be: those of `MODELS` and those loaded later, but for
-what was unloaded or could not be loaded on request.
+what was unloaded or could not be loaded on request. Nothing is ready any more once the repository drains or
+an engine has died: either way the process ends.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import NamedTuple, NoReturn
 import torch
 
 from millrace.errors import (
+    DrainingError,
     InvalidRequestError,
     NotFoundError,
     NotReadyError,
@@ -102,6 +104,7 @@ class ModelRepository:
         }
         self._loading = asyncio.Lock()
         self._operations = Operations()
+        self._draining = False
         self._dead = asyncio.Event()
         self._death: EngineDeadError | None = None
 
@@ -117,6 +120,8 @@ class ModelRepository:
         """Loads a model, or once more one that is loaded; `source` is a hub id where the name is not its own."""
         if not name:
             raise InvalidRequestError("the request names no model")
+        if self._ending:
+            raise _stopping()
         found = await asyncio.to_thread(self._locations.find, name, source)
         await self._operations.run(f"load of {name}", self._load_for_caller(found), time_remaining_s)
 
@@ -142,7 +147,7 @@ class ModelRepository:
 
     @property
     def ready(self) -> bool:
-        return all(entry.state is State.READY for entry in self._entries.values() if entry.wanted)
+        return not self._ending and all(e.state is State.READY for e in self._entries.values() if e.wanted)
 
     @property
     def served(self) -> Sequence[Serving]:
@@ -151,7 +156,7 @@ class ModelRepository:
 
     def is_ready(self, name: str, version: str = "") -> bool:
         known = self._entries.get(name)
-        return known is not None and known.state is State.READY and version in ("", VERSION)
+        return known is not None and known.state is State.READY and version in ("", VERSION) and not self._ending
 
     def get(self, name: str, version: str = "") -> Serving:
         """The model; raises NotFoundError, or NotReadyError while it loads or is on its way out."""
@@ -164,11 +169,25 @@ class ModelRepository:
             raise NotReadyError(f"model {name!r} is not ready: {entry.reason}")
         if entry.serving is None:
             raise NotFoundError(f"model {name!r} is not loaded")
+        if self._ending:
+            raise _stopping()
         return entry.serving
 
     def source(self, name: str) -> str:
         """Where a model that `get` gives came from, as `MODELS` would name it."""
         return self._entries[name].source.where
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses what is new; hands streams back, at once or when the time is up; lets the rest end until then."""
+        self._draining = True
+        await self._changed()
+        served = [entry.serving for entry in self._entries.values() if entry.serving is not None]
+        if self._settings.drain == "hand-back":
+            for serving in served:
+                serving.model.hand_back()
+        left = sum(await asyncio.gather(*(serving.drain(timeout_s) for serving in served)))
+        if left:
+            logger.warning("%d requests have not ended in time", left)
 
     async def close(self) -> None:
         """Stops every model; a load that is under way is left to end with the process."""
@@ -279,6 +298,7 @@ class ModelRepository:
         except EngineDeadError as error:
             self._death = error
             self._dead.set()
+            await self._changed()
 
     async def _unwatch(self, entry: _Entry) -> None:
         if entry.watch is not None:
@@ -286,7 +306,15 @@ class ModelRepository:
             await asyncio.gather(entry.watch, return_exceptions=True)
             entry.watch = None
 
+    @property
+    def _ending(self) -> bool:
+        return self._draining or self._dead.is_set()
+
     async def _changed(self) -> None:
         if self.ready != self._told:
             self._told = self.ready
             await self._tell_ready(self._told)
+
+
+def _stopping() -> DrainingError:
+    return DrainingError("the predictor is stopping")

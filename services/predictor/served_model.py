@@ -2,7 +2,8 @@
 
 A request is answered by `infer` with one response or by `stream` with any number of them, each with
 the parameter `triton_final_response`. Both raise MillraceError; cancelling the one and closing the
-other cancels the request. They run on the event loop and never block it.
+other cancels the request. What `options` say concerns models that generate, whose streams can go on
+elsewhere; see millrace/resumable.py. They run on the event loop and never block it.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from typing import Protocol
 
 from millrace.protos import inference_pb2 as pb
 from millrace.protos import model_config_pb2
+from millrace.resumable import CallOptions
 
 VERSION = "1"  # The one version that each model has.
+NO_OPTIONS = CallOptions()
 
 
 @dataclass(frozen=True)
@@ -66,13 +69,18 @@ class ServedModel(Protocol):
     @property
     def statistics(self) -> Counts: ...
 
-    async def infer(self, request: pb.ModelInferRequest, time_remaining_s: float | None) -> pb.ModelInferResponse:
+    async def infer(
+        self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions
+    ) -> pb.ModelInferResponse:
         """The one answer to a request."""
 
     def stream(
-        self, request: pb.ModelInferRequest, time_remaining_s: float | None
+        self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
-        """The answers to a request, as they are made."""
+        """The answers to a request, as they are made; heartbeats among them, where the options ask for them."""
+
+    def hand_back(self) -> None:
+        """Ends each stream whose caller goes on elsewhere with DrainingError, after what has been made of it."""
 
     async def warm_up(self) -> None:
         """Proves that the model works; raises StartupError."""

@@ -13,6 +13,7 @@ from millrace.payload_tap import PayloadTap, Recording
 from millrace.protos import inference_pb2 as pb
 from millrace.recorded_call import is_recorded, origin_of, recorded
 from millrace.recorded_tensors import answer_tensors, request_tensors, streamed_tensors
+from millrace.resumable import HEARTBEAT, call_options_of
 from millrace.stream_infer import errors_as_status, multiplex
 from services.predictor.repository import ModelRepository, State
 from services.predictor.served_model import VERSION, config_of, metadata_of
@@ -100,7 +101,8 @@ class InferenceServicer(OpenInferenceBase):
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
         with self._recorded(request, context, "ModelInfer") as recording:
             serving = self._repository.get(request.model_name, request.model_version)
-            response = await serving.infer(request, context.time_remaining())
+            options = call_options_of(context.invocation_metadata())
+            response = await serving.infer(request, context.time_remaining(), options)
             if recording is not None:
                 recording.end("OK", outputs=answer_tensors(response))
                 await recording.begun()
@@ -109,12 +111,14 @@ class InferenceServicer(OpenInferenceBase):
     async def ModelStreamInfer(
         self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context
     ) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
+        options = call_options_of(context.invocation_metadata())
+
         async def answer(request: pb.ModelInferRequest) -> AsyncGenerator[pb.ModelInferResponse, None]:
             with self._recorded(request, context, "ModelStreamInfer") as recording:
                 serving = self._repository.get(request.model_name, request.model_version)
-                async with aclosing(serving.stream(request, context.time_remaining())) as responses:
+                async with aclosing(serving.stream(request, context.time_remaining(), options)) as responses:
                     async for response in responses:
-                        if recording is not None:
+                        if recording is not None and HEARTBEAT not in response.parameters:
                             recording.chunk("", outputs=streamed_tensors(response))
                             await recording.begun()
                         yield response

@@ -1,7 +1,8 @@
 """A loaded model while it is served: counts its requests, and ends them when it is unloaded.
 
-Owned by the event loop. `drain` waits for the requests in flight; `stop` closes the model, after which
-whatever is left of them ends with NotReadyError, even where the model's own code does not give way.
+Owned by the event loop. `drain` waits for the requests in flight, and hands back those that can go on
+elsewhere when its time is up; `stop` closes the model, after which whatever is left of them ends with
+NotReadyError, even where the model's own code does not give way.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 
-from millrace.errors import NotReadyError
+from millrace.errors import DrainingError, NotReadyError
 from millrace.protos import inference_pb2 as pb
+from millrace.resumable import HEARTBEAT, CallOptions
 from services.predictor.request_statistics import CountedRequest, RequestStatistics
-from services.predictor.served_model import VERSION, ServedModel
+from services.predictor.served_model import NO_OPTIONS, VERSION, ServedModel
 
 
 class Serving:
@@ -24,41 +26,46 @@ class Serving:
         self.requests = RequestStatistics(model.description.max_batch_size)
         counted = model.statistics
         self._before = (counted.steps, counted.ended, counted.queue_ns, counted.compute_ns)
+        self.request_ids: list[str] = []  # Of the requests in flight, as their callers name them.
         self._in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._stopped = False
         self._waits: set[asyncio.Timeout] = set()
 
-    async def infer(self, request: pb.ModelInferRequest, time_remaining_s: float | None) -> pb.ModelInferResponse:
+    async def infer(
+        self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions = NO_OPTIONS
+    ) -> pb.ModelInferResponse:
         """The model's `infer`."""
         with self._counted(request, time_remaining_s) as counted:
-            async with self._until_stopped():
-                response = await self.model.infer(request, time_remaining_s)
+            async with self._until_stopped(NotReadyError):
+                response = await self.model.infer(request, time_remaining_s, options)
             counted.response(response)
             return response
 
     async def stream(
-        self, request: pb.ModelInferRequest, time_remaining_s: float | None
+        self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions = NO_OPTIONS
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
         """The model's `stream`."""
+        stopped = DrainingError if options.resumes else NotReadyError
         with self._counted(request, time_remaining_s) as counted:
-            async with aclosing(self.model.stream(request, time_remaining_s)) as responses:
+            async with aclosing(self.model.stream(request, time_remaining_s, options)) as responses:
                 while True:
-                    async with self._until_stopped():
+                    async with self._until_stopped(stopped):
                         response = await anext(responses, None)
                     if response is None:
                         return
-                    counted.response(response)
+                    if HEARTBEAT not in response.parameters:
+                        counted.response(response)
                     yield response
 
     async def drain(self, timeout_s: float) -> int:
-        """Waits until no request is in flight or the time is up; how many are."""
+        """Waits until no request is in flight or the time is up, then hands back; how many were left."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
         except TimeoutError:
-            pass
+            self.model.hand_back()
         return self._in_flight
 
     async def stop(self) -> None:
@@ -91,20 +98,22 @@ class Serving:
 
     @contextmanager
     def _counted(self, request: pb.ModelInferRequest, time_remaining_s: float | None) -> Iterator[CountedRequest]:
+        self.request_ids.append(request.id)
         self._in_flight += 1
         self._idle.clear()
         try:
             with self.requests.begin(request, time_remaining_s) as counted:
                 yield counted
         finally:
+            self.request_ids.remove(request.id)
             self._in_flight -= 1
             if not self._in_flight:
                 self._idle.set()
 
     @asynccontextmanager
-    async def _until_stopped(self) -> AsyncIterator[None]:
-        """Ends what the block waits for with NotReadyError when the model is stopped."""
-        unloaded = NotReadyError(f"model {self.model.name!r} was unloaded")
+    async def _until_stopped(self, error: type[NotReadyError]) -> AsyncIterator[None]:
+        """Ends what the block waits for when the model is stopped."""
+        unloaded = error(f"model {self.model.name!r} was unloaded")
         if self._stopped:
             raise unloaded
         wait = asyncio.timeout(None)

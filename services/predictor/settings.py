@@ -63,11 +63,19 @@ class PredictorSettings(ServiceSettings):
         gt=0,
         description="Seconds; a forward pass that takes longer is hung: the process ends and is started again.",
     )
+    drain: Literal["hand-back", "finish"] = Field(
+        "hand-back",
+        description="At SIGTERM: hand-back ends the streams of transformers at once, to go on at another replica; "
+        "finish lets them end, like all other calls, within drain_s.",
+    )
     model_repository: DirectoryPath | None = Field(
         None, description="Folder whose sub-folders are models that RepositoryModelLoad may load by their names."
     )
     hub_allow: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_parse_patterns)] = Field(
         (), description="Comma list of hub ids that RepositoryModelLoad may load; * and ? are wildcards, as in org/*."
+    )
+    development: bool = Field(
+        False, description="Whether the transformer may have this process killed; for demonstrations alone."
     )
     payload_log: Literal["off", "on"] = Field(
         "off", description="on records the requests that reach the predictor without the transformer."

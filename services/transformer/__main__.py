@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -14,6 +16,7 @@ from millrace.protos.rest_pb2_grpc import add_OpenAIServicer_to_server, add_Open
 from millrace.server import READY, Server
 from millrace.service import run_service
 from millrace.threads import run_in_daemon_thread
+from services.transformer import development
 from services.transformer.settings import TransformerSettings
 from services.transformer.workers import supervise
 
@@ -42,6 +45,7 @@ async def serve_worker(settings: TransformerSettings) -> None:
 
 async def _serve(settings: TransformerSettings, shares_port: bool) -> None:
     # transformers takes seconds to import: a wrong setting is told before.
+    _leave_out_torch()
     from services.transformer.catalogue import Catalogue
     from services.transformer.inference import Inference
     from services.transformer.inference_servicer import InferenceServicer
@@ -53,10 +57,11 @@ async def _serve(settings: TransformerSettings, shares_port: bool) -> None:
     from services.transformer.processors import RunningProcessor
     from services.transformer.relay import Relay
     from services.transformer.replicas import Replicas
+    from services.transformer.resuming import ResumingGenerator
     from services.transformer.text_generation_servicer import TextGenerationServicer
     from services.transformer.work_pool import WorkPool
 
-    predictor = PredictorClient(settings.predictor)
+    predictor = PredictorClient(settings.predictor, settings.silence_limit, settings.predictor_wait)
     log = open_channel(settings.logger, "logger")
     tap = PayloadTap(
         settings.logger,
@@ -75,9 +80,12 @@ async def _serve(settings: TransformerSettings, shares_port: bool) -> None:
     work = WorkPool(settings.processor_threads, settings.processor_waiting, "processor")
     processors = {source.name: RunningProcessor(source, work) for source in settings.processors}
     catalogue = Catalogue(settings.models, predictor, replicas, pool, processors)
-    pipeline = Pipeline(catalogue, predictor, tap)
-    public = (*_OWN, _PAYLOAD_LOG)
-    server = Server("transformer", settings.host, settings.port, settings.drain_s, public, shares_port)
+    pipeline = Pipeline(catalogue, predictor, ResumingGenerator(predictor, settings.resume_limit), tap)
+    public = (*_OWN, _PAYLOAD_LOG, *development.services(settings.development))
+    server = Server(
+        *("transformer", settings.host, settings.port, settings.drain_s, public, shares_port),
+        *(settings.max_calls, settings.loop_timeout),
+    )
 
     inference = InferenceServicer(Inference(pipeline, catalogue, Relay(predictor), tap), catalogue, predictor, replicas)
     inference.add_to_server(server.grpc)
@@ -86,6 +94,8 @@ async def _serve(settings: TransformerSettings, shares_port: bool) -> None:
     add_OpenAIServicer_to_server(openai, server.grpc)
     v2_rest = OpenInferenceServicer(inference, pipeline)
     add_OpenInferenceServicer_to_server(v2_rest, server.grpc)
+    if settings.development:
+        development.add_to_server(replicas, server.grpc)
 
     async def tell(ready: bool) -> None:
         await server.set_serving(READY, ready)
@@ -107,6 +117,7 @@ async def _serve(settings: TransformerSettings, shares_port: bool) -> None:
     for name in ("", READY, *_OWN, _PAYLOAD_LOG):
         await server.set_serving(name, False)
     server.own("payload-log-health", watch_serving(log, _PAYLOAD_LOG, tell_of_log))
+    server.at_drain(catalogue.drain)
     server.at_stop(log.close)
     server.at_stop(predictor.close)
     server.at_stop(replicas.close)
@@ -123,6 +134,23 @@ async def _serve(settings: TransformerSettings, shares_port: bool) -> None:
     await server.run()
     pool.shutdown(wait=False, cancel_futures=True)
     work.close()
+
+
+def _leave_out_torch() -> None:
+    """Has transformers do without torch, as in this service's image: where torch is, it imports that, for seconds.
+
+    What is asked here it remembers. Whoever else wants torch, a processor say, imports it as ever.
+    """
+    if "torch" in sys.modules:
+        return
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # That there is none would be news of every start.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        from transformers.utils.import_utils import is_torch_available
+
+        is_torch_available()
+    finally:
+        del sys.modules["torch"]
 
 
 if __name__ == "__main__":

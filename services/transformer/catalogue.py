@@ -3,7 +3,11 @@
 The catalogue follows the predictor's RepositoryIndex: a model that is loaded there appears here, with
 the tokenizer of its own folder or hub id, and one that is unloaded disappears. A model that makes
 `output_ids` of `input_ids` and whose tokenizer can be read takes text; any other is relayed. A server
-without an index is asked for the models of `MODELS`, and what else a caller names is relayed to it.
+without an index is asked for the models of `MODELS`, and what else a caller names is relayed to it. Requests for a
+model that the predictor will have again, or soon, wait for it.
+
+`ready`, which health says by that name, is the one word of whether a generation would work now: what ServerReady,
+ModelReady and REST answer is made of it. It is false while the predictor is away, and for good once the process drains.
 
 Everything belongs to the event loop; files are read on threads of their own.
 """
@@ -15,61 +19,25 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
 from millrace.errors import InvalidRequestError, MillraceError, NotFoundError, NotReadyError, StartupError
 from millrace.model_sources import ModelSource, parse_models
-from millrace.sampling import ContextLimits, SamplingParameters
+from millrace.recorded_call import Origin
 from millrace.telemetry.untraced import leave_untraced
 from millrace.threads import run_in_daemon_thread
+from services.transformer.first_token import FirstToken
 from services.transformer.model_text import ModelText, read_text
+from services.transformer.models import Model, ProcessedModel, RelayedModel, TextModel, model_of
 from services.transformer.predictor_client import PredictorClient
-from services.transformer.predictor_models import OURS, Dialect, PredictorModel
+from services.transformer.predictor_models import PredictorModel
 from services.transformer.processors import RunningProcessor
 from services.transformer.replicas import LOADING, READY, UNAVAILABLE, ModelState, Replicas
-from services.transformer.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
-VERSION = "1"
 _PROBE_INTERVAL_S = 1.0
 _STARTING_INTERVAL_S = 0.1
-
-
-@dataclass(frozen=True)
-class TextModel:
-    """A model that generates text; one that resumes goes on after ids that were given before."""
-
-    name: str
-    tokenizer: TextTokenizer
-    defaults: SamplingParameters
-    limits: ContextLimits
-    resumes: bool = True
-    dialect: Dialect = OURS
-    versions: Sequence[str] = (VERSION,)
-
-
-@dataclass(frozen=True)
-class RelayedModel:
-    """A model that needs no text processing; one that embeds has a tokenizer where its folder has one."""
-
-    name: str
-    tokenizer: TextTokenizer | None = None
-    versions: Sequence[str] = ()  # None known: the predictor will say.
-    context_length: int | None = None  # Of a model that embeds: tokens a row at most.
-
-
-@dataclass(frozen=True)
-class ProcessedModel:
-    """A processor of the user's own, before and after the model of the predictor that it names."""
-
-    name: str
-    processor: RunningProcessor
-    versions: Sequence[str] = (VERSION,)
-
-
-Model = TextModel | RelayedModel | ProcessedModel
 
 
 class Catalogue:
@@ -100,6 +68,8 @@ class Catalogue:
         self._tasks: asyncio.TaskGroup | None = None  # There while `watch` runs, and so is `_tell`.
         self._tell: Callable[[bool], Awaitable[None]]
         self._first_ready = asyncio.Event()
+        self._changed = asyncio.Event()  # Set, and replaced, whenever `find` may answer otherwise.
+        self._draining = False
         self.ready = False
 
     @property
@@ -118,9 +88,9 @@ class Catalogue:
         for source in self._sources.values():
             self._texts[source.name] = read_text(source, self._pool)
 
-    def get(self, name: str, version: str = "") -> TextModel:
-        """The text model; raises as `find`, and InvalidRequestError where the model takes no text."""
-        model = self.find(name, version)
+    async def get(self, name: str, version: str, origin: Origin, timeout_s: float | None) -> TextModel:
+        """The text model; waits and raises as `wait_for`, and InvalidRequestError where the model takes no text."""
+        model = await self.wait_for(name, version, origin, timeout_s)
         if not isinstance(model, TextModel):
             raise InvalidRequestError(f"model {name!r} takes tensors, not text; call it by ModelInfer")
         return model
@@ -149,6 +119,21 @@ class Catalogue:
             raise NotFoundError(f"model {name!r} has no version {version!r}, only {', '.join(model.versions)}")
         return model
 
+    async def wait_for(self, name: str, version: str, origin: Origin, timeout_s: float | None) -> Model:
+        """As `find` for a request, which waits while the model is not ready, in time for its deadlines.
+
+        `timeout_s` is what its deadline had left when it arrived.
+        """
+        with suppress(NotReadyError):
+            return self.find(name, version)
+        patience = self._predictor.patience(timeout_s, origin.arrived)
+        async with FirstToken(origin).in_time():
+            while True:
+                try:
+                    return self.find(name, version)
+                except NotReadyError as error:
+                    await patience.until(self._changed, error)
+
     def _called(self, name: str) -> TextModel | RelayedModel:
         told = self._state(name)
         if told.state == UNAVAILABLE:
@@ -174,6 +159,11 @@ class Catalogue:
                 await self._look()
                 await asyncio.sleep(_PROBE_INTERVAL_S if self.ready else _STARTING_INTERVAL_S)
 
+    async def drain(self, grace_s: float) -> None:
+        """Is never ready again: the process stops in so many seconds."""
+        self._draining = True
+        self.ready = False
+
     async def wait_ready(self, timeout_s: float) -> None:
         """Returns once a generation has been possible, or when the time is up."""
         with suppress(TimeoutError):
@@ -192,12 +182,17 @@ class Catalogue:
 
     async def _look(self) -> None:
         async with self._looking:
-            ready = await self._follow()
+            ready = await self._follow() and not self._draining
+            self._tell_of_change()
             if ready != self.ready:
                 self.ready = ready
                 await self._tell(ready)
             if ready:
                 self._first_ready.set()
+
+    def _tell_of_change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def _follow(self) -> bool:
         """Takes over what the predictor serves; whether its models can be called."""
@@ -242,8 +237,9 @@ class Catalogue:
         """Makes a model known that the predictor serves; where that fails, the next look tries again."""
         try:
             described = await self._replicas.describe(name)
-            self._models[name] = _model_of(name, described, await self._text_of(name, described))
+            self._models[name] = model_of(name, described, await self._text_of(name, described))
             self._learned.add(name)
+            self._tell_of_change()
             self._troubles.pop(name, None)
         except MillraceError as error:
             if self._troubles.get(name) != error.message:
@@ -268,31 +264,3 @@ class Catalogue:
             return ModelText()
         self._texts[name] = text
         return text
-
-
-def _model_of(name: str, described: PredictorModel, text: ModelText) -> TextModel | RelayedModel:
-    if not described.generates:
-        tokenizer = text.tokenizer if described.embeds else None
-        return RelayedModel(name, tokenizer, described.versions, described.context_length)
-    limits = _limits_of(described, text)
-    if text.tokenizer is None or limits is None:
-        return RelayedModel(name, None, described.versions)
-    return TextModel(
-        name=name,
-        tokenizer=text.tokenizer,
-        defaults=text.defaults,
-        limits=limits,
-        resumes=described.resumes,
-        dialect=described.dialect,
-        versions=described.versions or (VERSION,),
-    )
-
-
-def _limits_of(described: PredictorModel, text: ModelText) -> ContextLimits | None:
-    """The predictor's own, which may be less than the model's files say."""
-    if described.context_length is None:
-        return text.limits
-    is_encoder_decoder = described.is_encoder_decoder
-    if is_encoder_decoder is None:
-        is_encoder_decoder = text.limits is not None and text.limits.is_encoder_decoder
-    return ContextLimits(described.context_length, is_encoder_decoder)

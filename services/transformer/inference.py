@@ -2,8 +2,8 @@
 
 Behind every front end that speaks the protocol, gRPC and REST. Text is recorded by the pipeline, with
 what was said; of anything else the record has the tensors, those of a stream answer by answer. An answer is a
-message, or the bytes of one that the predictor sent and nobody here looked at. Raises MillraceError; closing a
-generator cancels the request.
+message, or the bytes of one that the predictor sent and nobody here looked at. `timeout_s` is what a request's deadline
+had left when it arrived. Raises MillraceError; closing a generator cancels the request.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from millrace.recorded_tensors import answer_tensors, request_tensors, streamed_
 from millrace.stream_infer import FINAL
 from services.transformer import processed
 from services.transformer.calls import check_request_id
-from services.transformer.catalogue import Catalogue, Model, ProcessedModel, RelayedModel, TextModel
+from services.transformer.catalogue import Catalogue
 from services.transformer.infer_request import InferRequest
+from services.transformer.models import Model, ProcessedModel, RelayedModel, TextModel
 from services.transformer.pipeline import Pipeline
 from services.transformer.relay import Relay
 from services.transformer.text_tensors import TextAnswer, TextCall, read_request
@@ -38,9 +39,10 @@ class Inference:
         self, request: InferRequest, origin: Origin, timeout_s: float | None
     ) -> pb.ModelInferResponse | bytes:
         """The one answer; bytes are a serialized ModelInferResponse."""
-        model = self._find(request, origin)
+        model = await self._find(request, origin, timeout_s)
         if isinstance(model, TextModel):
             return await self._whole_text(model, request, self._read(request, origin, timeout_s))
+        timeout_s = origin.left_s(timeout_s)
         with self._recorded(request, origin, timeout_s) as recording:
             answer: pb.ModelInferResponse | bytes
             if isinstance(model, ProcessedModel):
@@ -55,11 +57,11 @@ class Inference:
         self, request: InferRequest, origin: Origin, timeout_s: float | None
     ) -> AsyncGenerator[pb.ModelInferResponse | bytes, None]:
         """The answers as they come, the last one marked; bytes are a serialized ModelStreamInferResponse."""
-        model = self._find(request, origin)
+        model = await self._find(request, origin, timeout_s)
         if isinstance(model, TextModel):
             answers = self._text(model, request, self._read(request, origin, timeout_s))
         else:
-            answers = self._tensors(model, request, origin, timeout_s)
+            answers = self._tensors(model, request, origin, origin.left_s(timeout_s))
         async with aclosing(answers):
             async for answer in answers:
                 yield answer
@@ -85,10 +87,10 @@ class Inference:
         inputs = request_tensors(request.received_data or request.message)
         return recorded(self._tap, origin, request.model_name, timeout_s, inputs=inputs)
 
-    def _find(self, request: InferRequest, origin: Origin) -> Model:
+    async def _find(self, request: InferRequest, origin: Origin, timeout_s: float | None) -> Model:
         with self._pipeline.recording_refusals(origin, request.model_name):
             check_request_id(request.id)
-            return self._catalogue.find(request.model_name, request.model_version)
+            return await self._catalogue.wait_for(request.model_name, request.model_version, origin, timeout_s)
 
     def _read(self, request: InferRequest, origin: Origin, timeout_s: float | None) -> TextCall:
         with self._pipeline.recording_refusals(origin, request.model_name):

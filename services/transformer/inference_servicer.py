@@ -19,13 +19,14 @@ from millrace.interceptors import Context
 from millrace.open_inference import OpenInferenceBase
 from millrace.protos import inference_pb2 as pb
 from millrace.protos.inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
-from millrace.recorded_call import origin_of
+from millrace.recorded_call import Origin, origin_of
 from millrace.stream_infer import errors_as_status, multiplex
 from services.transformer import processed, text_tensors
 from services.transformer.calls import timeout_of
-from services.transformer.catalogue import Catalogue, ProcessedModel, TextModel
+from services.transformer.catalogue import Catalogue
 from services.transformer.infer_request import InferRequest
 from services.transformer.inference import Inference
+from services.transformer.models import ProcessedModel, TextModel
 from services.transformer.predictor_client import PROBE_TIMEOUT_S, PredictorClient, answered_soon
 from services.transformer.replicas import READY, Replicas
 
@@ -126,6 +127,15 @@ class InferenceServicer(OpenInferenceBase):
             return processed.metadata_of(model)
         with answered_soon():
             return await self._predictor.inference.ModelMetadata(request, timeout=PROBE_TIMEOUT_S)
+
+    async def metadata_of_called(
+        self, request: pb.ModelMetadataRequest, context: Context, origin: Origin
+    ) -> pb.ModelMetadataResponse:
+        """As ModelMetadata, for a request that calls the model: it waits for it as the call does."""
+        timeout_s = timeout_of(context)
+        await self._catalogue.wait_for(request.name, request.version, origin, timeout_s)
+        patience = self._predictor.patience(timeout_s, origin.arrived)
+        return await patience.insist(lambda: self.ModelMetadata(request, context))
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
         model = self._catalogue.find(request.name, request.version)

@@ -24,7 +24,7 @@ from millrace.interceptors import Context
 from millrace.protos import inference_pb2 as pb
 from millrace.protos import rest_pb2_grpc
 from millrace.protos.rest_pb2 import ModelBody, ModelRequest, SharedMemoryRequest
-from millrace.recorded_call import origin_of
+from millrace.recorded_call import Origin, origin_of
 from services.transformer.calls import timeout_of
 from services.transformer.inference_servicer import InferenceServicer
 from services.transformer.pipeline import Pipeline
@@ -123,22 +123,29 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
                     yield HttpBody(content_type=EVENTS, data=b"data: " + data + b"\n\n")
 
     async def _read(
-        self, read: Callable[[ModelBody, Context], Awaitable[T]], request: ModelBody, context: Context, method: str
+        self,
+        read: Callable[[ModelBody, Context, Origin], Awaitable[T]],
+        request: ModelBody,
+        context: Context,
+        method: str,
     ) -> T:
         """What a body asks for; one that is refused is on record like any other request."""
-        with self._pipeline.recording_refusals(origin_of(context, method), request.model):
-            return await read(request, context)
+        origin = origin_of(context, method)
+        with self._pipeline.recording_refusals(origin, request.model):
+            return await read(request, context, origin)
 
-    async def _read_infer(self, request: ModelBody, context: Context) -> InferCall:
+    async def _read_infer(self, request: ModelBody, context: Context, origin: Origin) -> InferCall:
         data, length = await self._body(request, context), _header_length(context)
         if length == 0:
-            return read_raw_body(request.model, request.version, await self._metadata(request, context), data)
+            metadata = await self._metadata_of_called(request, context, origin)
+            return read_raw_body(request.model, request.version, metadata, data)
         return await self._threads.run(
             len(data), lambda: read_body(request.model, request.version, data, length), timeout_of(context)
         )
 
-    async def _read_generate(self, request: ModelBody, context: Context) -> pb.ModelInferRequest:
-        metadata, data = await self._metadata(request, context), await self._body(request, context)
+    async def _read_generate(self, request: ModelBody, context: Context, origin: Origin) -> pb.ModelInferRequest:
+        metadata = await self._metadata_of_called(request, context, origin)
+        data = await self._body(request, context)
         return await self._threads.run(
             len(data), lambda: read_generate(request.model, request.version, metadata, data), timeout_of(context)
         )
@@ -152,9 +159,15 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
     async def _write(self, response: pb.ModelInferResponse, context: Context) -> bytes:
         return await self._threads.run(response.ByteSize(), lambda: write_answer(response), timeout_of(context))
 
-    async def _metadata(self, request: ModelRequest | ModelBody, context: Context) -> pb.ModelMetadataResponse:
+    async def _metadata(self, request: ModelRequest, context: Context) -> pb.ModelMetadataResponse:
         asked = pb.ModelMetadataRequest(name=request.model, version=request.version)
         return await self._inference.ModelMetadata(asked, context)
+
+    async def _metadata_of_called(
+        self, request: ModelBody, context: Context, origin: Origin
+    ) -> pb.ModelMetadataResponse:
+        asked = pb.ModelMetadataRequest(name=request.model, version=request.version)
+        return await self._inference.metadata_of_called(asked, context, origin)
 
     # ------------------------------------------------------------------ administration
 

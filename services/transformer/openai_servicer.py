@@ -20,7 +20,8 @@ from millrace.interceptors import Context
 from millrace.protos import rest_pb2, rest_pb2_grpc
 from millrace.recorded_call import Origin, origin_of
 from services.transformer.calls import timeout_of
-from services.transformer.catalogue import Catalogue, RelayedModel, TextModel
+from services.transformer.catalogue import Catalogue
+from services.transformer.models import RelayedModel, TextModel
 from services.transformer.openai.answers import ChatFormat, CompletionFormat, Echoes
 from services.transformer.openai.bodies import answer
 from services.transformer.openai.choices import choices_of
@@ -63,8 +64,12 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         origin = origin_of(context, "millrace.rest.v1.OpenAI/Completions")
         with self._pipeline.recording_refusals(origin):
             asked = parse(CompletionRequest, request.data)
-        echoes = Echoes(asked.prompt, asked.n, self._tokenizer(origin, asked.model)) if asked.echo else None
-        tokens = None if asked.logprobs is None else self._tokenizer(origin, asked.model).token_bytes
+        timeout_s = timeout_of(context)
+        echoes = tokens = None
+        if asked.echo or asked.logprobs is not None:
+            tokenizer = await self._tokenizer(origin, asked.model, timeout_s)
+            echoes = Echoes(asked.prompt, asked.n, tokenizer) if asked.echo else None
+            tokens = None if asked.logprobs is None else tokenizer.token_bytes
         generations = [
             choice
             for prompt in asked.prompt
@@ -77,7 +82,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
                     sampling=asked.sampling(),
                     default_max_tokens=COMPLETION_MAX_TOKENS,
                     stop=asked.stop,
-                    timeout_s=timeout_of(context),
+                    timeout_s=timeout_s,
                 ),
                 asked.n,
             )
@@ -91,6 +96,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         origin = origin_of(context, "millrace.rest.v1.OpenAI/ChatCompletions")
         with self._pipeline.recording_refusals(origin):
             asked = parse(ChatCompletionRequest, request.data)
+        timeout_s = timeout_of(context)
         generations = choices_of(
             TextRequest(
                 origin=origin,
@@ -99,11 +105,12 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
                 template_options=asked.chat_template_kwargs,
                 sampling=asked.sampling(),
                 stop=asked.stop,
-                timeout_s=timeout_of(context),
+                timeout_s=timeout_s,
             ),
             asked.n,
         )
-        shape = ChatFormat(self._tokenizer(origin, asked.model).token_bytes if asked.logprobs else None)
+        tokens = (await self._tokenizer(origin, asked.model, timeout_s)).token_bytes if asked.logprobs else None
+        shape = ChatFormat(tokens)
         async with aclosing(answer(self._pipeline, generations, asked, shape)) as bodies:
             async for body in bodies:
                 yield body
@@ -117,9 +124,9 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         for piece in embeddings_json(asked, vectors, tokens):
             yield HttpBody(content_type=JSON, data=piece)
 
-    def _tokenizer(self, origin: Origin, model: str) -> TextTokenizer:
+    async def _tokenizer(self, origin: Origin, model: str, timeout_s: float | None) -> TextTokenizer:
         with self._pipeline.recording_refusals(origin, model):
-            return self._catalogue.get(model).tokenizer
+            return (await self._catalogue.get(model, "", origin, timeout_s)).tokenizer
 
     def _card(self, name: str) -> dict[str, Any]:
         """What is told of a model; NotFoundError where OpenAI's API has no use for it."""

@@ -1,7 +1,7 @@
 """One generation, from text to text: what every front end calls.
 
-Refuses what can be refused, renders the chat, tokenises, generates at a predictor, detokenises, and
-records all of it through the tap, which never delays a chunk.
+Refuses what can be refused, renders the chat, tokenises, generates at as many predictors as it takes, detokenises,
+and records all of it through the tap, which never delays a chunk.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from millrace.errors import DeadlineError, InvalidRequestError
-from millrace.payload_tap import PayloadTap
+from millrace.errors import InvalidRequestError
+from millrace.payload_tap import PayloadTap, Recording
 from millrace.protos.millrace_pb2 import Usage
 from millrace.recorded_call import Origin, begin, deadline_passed
 from millrace.sampling import DEFAULT_MAX_TOKENS
-from services.transformer.catalogue import Catalogue, TextModel
+from services.transformer.catalogue import Catalogue
 from services.transformer.detokenizer import Detokenizer
-from services.transformer.predictor_client import PredictorClient, TokenChunk
+from services.transformer.first_token import FirstToken
+from services.transformer.models import TextModel
+from services.transformer.predictor_client import Generation, PredictorClient, TokenChunk
+from services.transformer.resuming import ResumingGenerator
 from services.transformer.tokenizer import check_token_count
 
 MAX_STOP_STRINGS = 16
@@ -36,7 +39,7 @@ class TextRequest:
 
     `template_options` are variables of the chat template. Where `sampling` has no max_tokens,
     `default_max_tokens` or what the context has left counts. `timeout_s` is what the caller's deadline
-    has left; None is no deadline.
+    had left when the request arrived; None is no deadline. The first-token deadline is in the origin's metadata.
     """
 
     origin: Origin
@@ -84,18 +87,23 @@ def joined(chunks: Sequence[TextChunk]) -> TextChunk:
 class Pipeline:
     """Owned by the event loop; one for all requests."""
 
-    def __init__(self, catalogue: Catalogue, predictor: PredictorClient, tap: PayloadTap) -> None:
+    def __init__(
+        self, catalogue: Catalogue, predictor: PredictorClient, generator: ResumingGenerator, tap: PayloadTap
+    ) -> None:
         self._catalogue = catalogue
         self._predictor = predictor
+        self._generator = generator
         self._tap = tap
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
         """The chunks of one answer; raises MillraceError; closing the generator cancels the request."""
-        arrived = time.monotonic()
+        arrived = request.origin.arrived
         prompt, parameters = _recorded_prompt(request), _recorded_parameters(request)
         with begin(self._tap, request.origin, request.model, prompt=prompt, parameters=parameters) as recording:
             try:
-                async with aclosing(self._generate(request, arrived)) as chunks:
+                first_token = FirstToken(request.origin)
+                made = self._generate(request, first_token, recording)
+                async with aclosing(made), aclosing(first_token.bound(made)) as chunks:
                     async for chunk in chunks:
                         recording.chunk(chunk.text, chunk.token_ids, chunk.logprobs)
                         if chunk.finish_reason is not None:
@@ -117,8 +125,11 @@ class Pipeline:
             with begin(self._tap, origin, model):
                 raise
 
-    async def _generate(self, request: TextRequest, arrived: float) -> AsyncGenerator[TextChunk, None]:
-        model = self._catalogue.get(request.model, request.version)
+    async def _generate(
+        self, request: TextRequest, first_token: FirstToken, recording: Recording
+    ) -> AsyncGenerator[TextChunk, None]:
+        arrived = request.origin.arrived
+        model = await self._catalogue.get(request.model, request.version, request.origin, request.timeout_s)
         sampling = model.defaults.changed(request.sampling)
         _check_stop(request.stop)
         prompt_ids = await self._prompt_ids(request, model, model.limits.context_length)
@@ -127,12 +138,13 @@ class Pipeline:
         follows = [] if model.limits.is_encoder_decoder else prompt_ids
         detokenizer = Detokenizer(model.tokenizer.backend, follows, request.stop, sampling.min_tokens)
         assembler = _Assembler(detokenizer, len(prompt_ids), sampling.stop_token_ids)
-        timeout_s = None if request.timeout_s is None else request.timeout_s - (time.monotonic() - arrived)
-        if timeout_s is not None and timeout_s <= 0:
-            raise DeadlineError("the deadline passed before generation began")
-        tokens = self._predictor.generate(
-            *(model.name, request.origin.request_id, prompt_ids, sampling, timeout_s, model.dialect)
-        )
+        asked = Generation(*(model.name, request.origin.request_id, prompt_ids, sampling, model.dialect, model.resumes))
+
+        def resumed() -> None:
+            recording.resumes += 1
+
+        patience = self._predictor.patience(request.timeout_s, arrived)
+        tokens = self._generator.generate(asked, patience, first_token, resumed)
         async with aclosing(tokens):
             async for token_chunk in tokens:
                 yield assembler.take(token_chunk, time.monotonic() - arrived)

@@ -1,14 +1,14 @@
-"""The predictors, through Envoy's inner listener: one `ModelStreamInfer` call a generation.
+"""The predictors, through Envoy's inner listener, a call at a time; resuming.py makes one generation of several.
 
-One call each, so that cancel, deadline and flow control are HTTP/2's own; through Envoy, because one
-long-lived connection would pin every call to one replica. Any server of the protocol can stand there:
-what it lacks of ours (health by the name `ready`, ModelConfig) is asked in another way.
+A generation is one `ModelStreamInfer` call, so that cancel, deadline and flow control are HTTP/2's own; through Envoy,
+because one long-lived connection would pin every call to one replica. Any server of the protocol can stand there: what
+it lacks of ours (health by the name `ready`, ModelConfig, heartbeats) is asked in another way or done without.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 
@@ -29,9 +29,11 @@ from millrace.errors import (
 from millrace.protos import inference_pb2, inference_pb2_grpc
 from millrace.protos.millrace_pb2 import Usage
 from millrace.recorded_call import RECORDED
+from millrace.resumable import RUNS_ALONE, CallOptions
 from millrace.sampling import SamplingParameters, parameters_of, set_parameters
 from millrace.server import READY
 from millrace.tensors import Tensor, add_input, decode_outputs, dtype_of
+from services.transformer.patience import Patience
 from services.transformer.predictor_models import INPUT_IDS, OURS, OUTPUT_IDS, Dialect
 
 PROBE_TIMEOUT_S = 2.0
@@ -44,14 +46,33 @@ _END_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True)
+class Generation:
+    """What is generated, however many calls it takes; `resumes`: a call can go on after ids of an earlier one."""
+
+    model: str
+    request_id: str
+    prompt_ids: Sequence[int]
+    sampling: SamplingParameters
+    dialect: Dialect = OURS
+    resumes: bool = True
+
+
+@dataclass(frozen=True)
 class TokenChunk:
-    """New token ids, with log probabilities (see TextChunk) where asked for; the last one ends the generation."""
+    """New token ids, with log probabilities (see TextChunk) where asked for; the last one ends the generation.
+
+    `cached_tokens` is how many of the prompt's tokens needed no computation, where this chunk tells. A chunk with
+    neither ids nor a reason says that the predictor is alive; with `runs_alone`, that it computes nothing else from
+    now on.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
     top_logprobs: list[list[tuple[int, float]]]
     finish_reason: str | None
     usage: Usage | None
+    cached_tokens: int | None = None
+    runs_alone: bool = False
 
 
 @contextmanager
@@ -64,9 +85,15 @@ def answered_soon() -> Iterator[None]:
 
 
 class PredictorClient:
-    """Every method raises MillraceError signed with the hop that failed."""
+    """Every method raises MillraceError signed with the hop that failed.
 
-    def __init__(self, target: str) -> None:
+    A predictor of ours that says nothing for `silence_limit_s` counts as away where it has not answered the call yet,
+    else as dead; `wait_s` is how long a request waits for predictors that are away.
+    """
+
+    def __init__(self, target: str, silence_limit_s: float = 10.0, wait_s: float = 30.0) -> None:
+        self.silence_limit_s = silence_limit_s
+        self._wait_s = wait_s
         self._channel = open_channel(target, "predictor")
         self.inference = inference_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -89,6 +116,10 @@ class PredictorClient:
 
     async def close(self) -> None:
         await self._channel.close()
+
+    def patience(self, timeout_s: float | None, since: float | None = None) -> Patience:
+        """How long a request waits whose deadline has `timeout_s` left, or had at the time `since`."""
+        return Patience(self._wait_s, timeout_s, since)
 
     async def ready(self) -> bool:
         """Whether a predictor says that a generation would work now."""
@@ -117,39 +148,50 @@ class PredictorClient:
             return False
 
     async def generate(
-        self,
-        model: str,
-        request_id: str,
-        prompt_ids: list[int],
-        sampling: SamplingParameters,
-        timeout_s: float | None,
-        dialect: Dialect = OURS,
+        self, asked: Generation, output_ids: Sequence[int], options: CallOptions, timeout_s: float | None
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Chunks of one generation; closing the generator cancels it at the predictor."""
-        request = inference_pb2.ModelInferRequest(model_name=model, id=request_id)
-        add_input(request, _ids_tensor(prompt_ids, dialect))
-        set_parameters(request.parameters, sampling.model_dump(exclude_none=True))
-        call = self._stream(request, timeout=timeout_s, metadata=(ERRORS_AS_STATUS, RECORDED))
+        """Chunks of one call, which goes on after `output_ids`; closing the generator cancels it at the predictor."""
+        request = inference_pb2.ModelInferRequest(model_name=asked.model, id=asked.request_id)
+        add_input(request, _ids_tensor(INPUT_IDS, asked.prompt_ids, asked.dialect))
+        if output_ids:
+            add_input(request, _ids_tensor(OUTPUT_IDS, output_ids, asked.dialect))
+        set_parameters(request.parameters, asked.sampling.model_dump(exclude_none=True))
+        metadata = (ERRORS_AS_STATUS, RECORDED, *options.metadata())
+        silence_limit_s = None if options.heartbeat_ms is None else self.silence_limit_s
         produced = 0
+        silent: MillraceError = NotReadyError("the predictor does not answer", hop="predictor")
+        call = self._stream(request, timeout=timeout_s, metadata=metadata)
         try:
             async with aclosing(_chunks(call)) as chunks:
-                async for chunk in chunks:
+                while (chunk := await _unless_silent(chunks, silence_limit_s, silent)) is not None:
+                    silent = HopBrokenError("the predictor fell silent", hop="predictor")
                     produced += len(chunk.token_ids)
                     yield chunk
                     if chunk.finish_reason is not None:
                         await _until_end(chunks)
                         return
-            if dialect.tells_reason:
+            if asked.dialect.tells_reason:
                 raise HopBrokenError("the predictor ended the stream before its last token", hop="predictor")
-            reason = "length" if produced >= (sampling.max_tokens or 0) else "stop"
-            yield TokenChunk([], [], [], reason, Usage(prompt_tokens=len(prompt_ids), completion_tokens=produced))
+            reason = "length" if produced >= (asked.sampling.max_tokens or 0) else "stop"
+            yield TokenChunk([], [], [], reason, Usage(prompt_tokens=len(asked.prompt_ids), completion_tokens=produced))
         finally:
             call.cancel()
 
 
-def _ids_tensor(ids: list[int], dialect: Dialect) -> Tensor:
-    array = np.array(ids, dtype=dtype_of(INPUT_IDS, dialect.datatype))
-    return Tensor(INPUT_IDS, dialect.datatype, array[None] if dialect.batched else array)
+async def _unless_silent(
+    chunks: AsyncIterator[TokenChunk], limit_s: float | None, silent: MillraceError
+) -> TokenChunk | None:
+    """The next chunk, None after the last; raises `silent` where none comes within the limit."""
+    try:
+        async with asyncio.timeout(limit_s):
+            return await anext(chunks, None)
+    except TimeoutError:
+        raise silent from None
+
+
+def _ids_tensor(name: str, ids: Sequence[int], dialect: Dialect) -> Tensor:
+    array = np.array(ids, dtype=dtype_of(name, dialect.datatype))
+    return Tensor(name, dialect.datatype, array[None] if dialect.batched else array)
 
 
 async def _until_end(chunks: AsyncIterator[TokenChunk]) -> None:
@@ -176,7 +218,10 @@ async def _chunks(
         token_ids, logprobs = (
             outputs[name].array.ravel().tolist() if name in outputs else [] for name in (OUTPUT_IDS, "logprobs")
         )
-        yield TokenChunk(token_ids, logprobs, _top_logprobs(outputs), reason, usage)
+        cached = parameters.get("cached_tokens")
+        cached_tokens = None if cached is None else int(cached)
+        runs_alone = RUNS_ALONE in parameters
+        yield TokenChunk(token_ids, logprobs, _top_logprobs(outputs), reason, usage, cached_tokens, runs_alone)
 
 
 def _top_logprobs(outputs: Mapping[str, Tensor]) -> list[list[tuple[int, float]]]:

@@ -51,8 +51,8 @@ class PredictorModel:
 
     @property
     def resumes(self) -> bool:
-        """It goes on after ids that it, or another replica, gave before."""
-        return self.generates and OUTPUT_IDS in self.inputs
+        """It goes on after ids that it, or another replica, gave before, see millrace/resumable.py."""
+        return self.generates and OUTPUT_IDS in self.inputs and self.dialect == OURS
 
     @property
     def embeds(self) -> bool:

@@ -33,8 +33,8 @@ from millrace.tensors import (
     decode_raw,
     raw_inputs,
 )
-from services.transformer.catalogue import ProcessedModel
 from services.transformer.infer_request import InferRequest
+from services.transformer.models import ProcessedModel
 from services.transformer.relay import Relay
 
 T = TypeVar("T")

@@ -1,17 +1,19 @@
 """Requests as bytes to a predictor, and its answers as bytes back: what needs no text processing.
 
 One call at the predictor for each request, as for a generation: cancel, deadline and flow control are
-HTTP/2's own. Errors keep their status and the hop that failed. The predictor is told that the request
-is recorded here.
+HTTP/2's own. Errors keep their status and the hop that failed. While no predictor is ready a request waits, as
+patience.py says; of one that has begun to answer nothing is asked again. The predictor is told that the request is
+recorded here.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from google.protobuf.message import DecodeError
 
-from millrace.errors import HopBrokenError, RequestFailedError
+from millrace.errors import HopBrokenError, NotReadyError, RequestFailedError
 from millrace.protos import inference_pb2 as pb
 from millrace.recorded_call import RECORDED
 from millrace.wire_fields import fields
@@ -28,7 +30,10 @@ class Relay:
 
     async def infer(self, request: bytes, timeout_s: float | None) -> bytes:
         """The one answer to a serialized ModelInferRequest, a serialized ModelInferResponse."""
-        return await self._predictor.infer_bytes(request, timeout=timeout_s, metadata=(RECORDED,))
+        patience = self._predictor.patience(timeout_s)
+        return await patience.insist(
+            lambda: self._predictor.infer_bytes(request, timeout=patience.left_s, metadata=(RECORDED,))
+        )
 
     async def stream(self, request: bytes, timeout_s: float | None) -> AsyncGenerator[bytes, None]:
         """The answers as they come, each a serialized ModelStreamInferResponse without error_message.
@@ -36,6 +41,21 @@ class Relay:
         Closing the generator cancels the request at the predictor. Marks of the last response are the
         predictor's: it reads what the request says of them.
         """
+        patience, begun = self._predictor.patience(timeout_s), False
+        while True:
+            try:
+                async with aclosing(self._call(request, patience.left_s)) as responses:
+                    async for response in responses:
+                        begun = True
+                        yield response
+                return
+            except NotReadyError as error:
+                if begun:
+                    raise
+                not_ready = error
+            await patience.pause(not_ready, not_ready.retry_after_ms)
+
+    async def _call(self, request: bytes, timeout_s: float | None) -> AsyncGenerator[bytes, None]:
         call = self._predictor.stream_bytes(request, timeout=timeout_s, metadata=(ERRORS_AS_STATUS, RECORDED))
         try:
             async for response in call:

@@ -54,6 +54,10 @@ class Replicas:
         for channel in self._channels.values():
             await channel.close()
 
+    async def channels(self) -> list[grpc.aio.Channel]:
+        """A channel to each replica, in whatever state it is; empty where there is one, behind Envoy."""
+        return await self._resolved() if self._addresses else []
+
     async def index(self) -> Mapping[str, ModelState] | None:
         """Every model's state over all replicas; None where the predictor has no index."""
 

@@ -62,6 +62,27 @@ class TransformerSettings(ServiceSettings):
         description="Comma list of host:port of the predictors themselves, all addresses of a name; loading, unloading,"
         " index and statistics concern each. Empty: there is one, behind TRANSFORMER_PREDICTOR.",
     )
+    silence_limit: float = Field(
+        10.0,
+        ge=0.1,
+        le=3600,
+        description="Seconds without a word after which a predictor that generates counts as dead, and its streams go"
+        " on elsewhere; it says a word ten times as often, and every second at least.",
+    )
+    predictor_wait: float = Field(
+        30.0,
+        ge=0,
+        le=3600,
+        description="Seconds that a request waits, within its deadline, while no predictor answers; 0: not at all, so"
+        " that no stream goes on.",
+    )
+    resume_limit: int = Field(
+        2,
+        ge=1,
+        le=100,
+        description="Deaths of predictors in a row, without a new token between them, after which a request runs alone"
+        " on its next one; another one then ends it, and it is refused for ten minutes.",
+    )
     logger: str = Field("127.0.0.1:9002", description="The payload logger.")
     payload_spool: Path = Field(
         Path(".run/spool"), description="Folder where records lie until the logger has them; made if missing."
@@ -105,6 +126,14 @@ class TransformerSettings(ServiceSettings):
     )
     processor_threads: int = Field(4, ge=1, le=256, description="Threads that run blocking code of processors.")
     processor_waiting: int = Field(64, ge=0, le=10_000, description="Calls that wait for such a thread at most.")
+    max_calls: int = Field(
+        2048,
+        ge=1,
+        description="Calls in flight that each worker takes at most; more are refused at once. Health is not counted.",
+    )
+    development: bool = Field(
+        False, description="Whether callers may kill the predictor of a request of theirs; for demonstrations alone."
+    )
     workers: int = Field(
         1, ge=1, le=64, description="Processes that share the port; more than one for more than one core of text."
     )

@@ -29,7 +29,7 @@ from millrace.protos import model_config_pb2
 from millrace.recorded_call import Origin
 from millrace.sampling import parameters_of, set_parameters
 from millrace.tensors import BYTES, Tensor, add_output, bytes_tensor, decode_inputs
-from services.transformer.catalogue import TextModel
+from services.transformer.models import TextModel
 from services.transformer.pipeline import TextChunk, TextRequest, joined
 
 TEXT_INPUT = "text_input"

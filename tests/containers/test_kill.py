@@ -10,7 +10,7 @@ import pytest
 from tests.containers.calls import GENERATE, KINDS, channel, generate, load
 from tests.waiting import until
 
-HANGS_S = 20.0
+HANGS_S = 45.0  # Calls may wait 30 s for a predictor.
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may kill -9 a container's process")
 
@@ -42,7 +42,8 @@ async def test_it_returns_by_itself_and_only_its_own_calls_notice(stack, service
         ended_as.add(grpc.StatusCode.INTERNAL)
     assert {outcome.error.code() for outcome in errors} <= ended_as, told
     assert max(outcome.seconds for outcome in ended) < HANGS_S
-    if GENERATE in mine:
+    # A stream outlives its predictor: it goes on at the next one.
+    if GENERATE in mine and service != "predictor":
         assert isinstance(broken, grpc.aio.AioRpcError)
         assert broken.code() in ended_as, broken
     else:

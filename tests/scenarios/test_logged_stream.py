@@ -1,14 +1,12 @@
 """`logged_stream`: turning on logging does not end streaming, whatever becomes of the logger.
 
-On every streaming way in, chunk i reaches the client before the model makes chunk i + 1 while the logger runs,
-stands still, dies again and again, or has a sink that takes ten seconds an event; and afterwards the log holds each
-answer once, with every chunk.
+The logger has a sink that takes ten seconds an event. On every streaming way in, chunk i reaches the client before the
+model makes chunk i + 1 while that logger runs, stands still, or dies again and again; and afterwards the log holds
+each answer once, with every chunk.
 """
 
 import asyncio
 import signal
-import socket
-import sys
 from contextlib import aclosing, asynccontextmanager, suppress
 
 import grpc
@@ -17,8 +15,8 @@ import pytest_asyncio
 
 from bench.streams import HAS_CURL, WAYS_IN
 from millrace.protos import millrace_pb2, millrace_pb2_grpc
-from runner.free_ports import start_stack
 from tests.system.calls import channel
+from tests.system.gated_stack import gated_stack
 from tests.waiting import until
 
 TOKENS = 8
@@ -54,8 +52,10 @@ async def runs(stack):
 @asynccontextmanager
 async def stands_still(stack):
     await stack.kill("logger", signal.SIGSTOP)
-    yield
-    await stack.kill("logger", signal.SIGCONT)
+    try:
+        yield
+    finally:
+        await stack.kill("logger", signal.SIGCONT)
 
 
 @asynccontextmanager
@@ -67,39 +67,24 @@ async def dies_again_and_again(stack):
             await asyncio.sleep(0.05)
 
     killer = asyncio.create_task(kill_for_ever())
-    yield
-    killer.cancel()
-    await asyncio.gather(killer, return_exceptions=True)
+    try:
+        yield
+    finally:
+        killer.cancel()
+        await asyncio.gather(killer, return_exceptions=True)
 
 
-TROUBLES = {
-    "runs": runs,
-    "stands still": stands_still,
-    "dies again and again": dies_again_and_again,
-    "has a slow sink": runs,
-}
+TROUBLES = {"runs": runs, "stands still": stands_still, "dies again and again": dies_again_and_again}
 
 
-@pytest_asyncio.fixture(scope="module", params=TROUBLES)
-async def logged(request, tmp_path_factory):
-    """A stack whose model makes a token for each call of the second value, and what troubles its logger."""
-    folder = tmp_path_factory.mktemp("logged")
-    path = str(folder / "gate")
-    async with slow_sink() as sink:
-        environment = {"predictor": {"GATE_SOCKET": path}}
-        if request.param == "has a slow sink":
-            environment["logger"] = {"LOGGER_SINKS": sink}
-        stack = await start_stack(
-            folder,
-            {"models": "storyteller=models/storyteller"},
-            commands={"predictor": (sys.executable, "-m", "tests.system.gated_predictor")},
-            environment=environment,
-        )
-        try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-                yield stack, lambda: sender.sendto(b"1", path), TROUBLES[request.param]
-        finally:
-            await stack.stop()
+@pytest_asyncio.fixture(scope="module")
+async def logged(tmp_path_factory):
+    """A stack with a slow sink, whose model makes as many tokens as the second value is called with."""
+    async with (
+        slow_sink() as sink,
+        gated_stack(tmp_path_factory.mktemp("logged"), logger={"LOGGER_SINKS": sink}) as gated,
+    ):
+        yield gated
 
 
 async def records(stack, request_id):
@@ -108,16 +93,18 @@ async def records(stack, request_id):
         return [record async for record in stub.Query(millrace_pb2.QueryPayloadsRequest(request_id=request_id))]
 
 
+@pytest.mark.parametrize("trouble", TROUBLES)
 @pytest.mark.parametrize("name", WAYS_IN)
-async def test_each_chunk_arrives_before_the_next_one_is_made_and_all_are_recorded(logged, name):
+async def test_each_chunk_arrives_before_the_next_one_is_made_and_all_are_recorded(logged, name, trouble):
     if name not in BY_GRPC and not HAS_CURL:
         pytest.skip("curl is not installed")
-    stack, let_one_token_be_made, trouble = logged
-    request_id = name.replace(" ", "-")
-    async with trouble(stack), aclosing(WAYS_IN[name](stack.gateway, "storyteller", TOKENS, request_id)) as chunks:
+    stack, let_tokens_be_made = logged
+    request_id = f"{name} {trouble}".replace(" ", "-")
+    stream = WAYS_IN[name](stack.gateway, "storyteller", TOKENS, request_id)
+    async with TROUBLES[trouble](stack), aclosing(stream) as chunks:
         texts = []
         for _ in range(TOKENS):
-            let_one_token_be_made()
+            let_tokens_be_made(1)
             # The model stands still: what it has made must come, or nothing ever will.
             async with asyncio.timeout(15):
                 texts.append(await anext(chunks))

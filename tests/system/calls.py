@@ -6,7 +6,7 @@ import asyncio
 import http.client
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -93,9 +93,14 @@ class Answer:
 
 
 def http_request(
-    gateway: str, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    gateway: str,
+    method: str,
+    path: str,
+    body: Any = None,
+    headers: dict[str, str] | None = None,
+    on_piece: Callable[[], None] | None = None,
 ) -> Answer:
-    """A request over HTTP/1.1; blocks; `body` is sent as JSON unless it is bytes."""
+    """A request over HTTP/1.1; blocks; `body` is sent as JSON unless it is bytes; `on_piece` is told of each piece."""
     host, _, port = gateway.rpartition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=60)
     data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
@@ -109,6 +114,8 @@ def http_request(
         answer.headers = {name.lower(): value for name, value in response.getheaders()}
         while piece := response.read1(65536):
             answer.pieces.append((time.monotonic() - begun, piece))
+            if on_piece is not None:
+                on_piece()
     finally:
         connection.close()
     return answer

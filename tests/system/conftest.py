@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from runner.envoy_config import Change
 from runner.free_ports import start_stack
 from runner.stack import Stack
 
@@ -31,7 +32,7 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
 async def new_stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[StackFactory]:
     """Makes stacks that end with the test: `await new_stack(predictors=2, environment={"predictor": {…}})`.
 
-    Keywords are fields of StackSettings, but for `environment` and `commands`, which are Stack's.
+    Keywords are fields of StackSettings, but for `environment`, `commands` and `change_gateway`, which are Stack's.
     """
     own: list[Stack] = []
 
@@ -39,10 +40,12 @@ async def new_stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[S
         *,
         environment: Mapping[str, Mapping[str, str]] | None = None,
         commands: Mapping[str, tuple[str, ...]] | None = None,
+        change_gateway: Change | None = None,
         **overrides: Any,
     ) -> Stack:
         folder = tmp_path_factory.mktemp("stack")
-        own.append(await _start(folder, overrides, environment=environment, commands=commands))
+        arguments = {"environment": environment, "commands": commands, "change_gateway": change_gateway}
+        own.append(await _start(folder, overrides, **arguments))
         return own[-1]
 
     yield start

@@ -1,14 +1,21 @@
-"""The predictor with faults that a test can ask for, through files in the folder `FAULTS`.
+"""The predictor with faults that a test can ask for, through files in the folder `FAULTS` and token ids.
 
 It is the real service; only the model fails. While `hold` is there, no step is made, and while
 `hold_later` is, no fourth step of a request with the seed HOLDS_LATER; while `down` is there, the process
 does not start. `admitted` grows by a byte for each request that the engine or the Python model takes in.
 A request with the seed FAILS fails in its first step, one with the seed FAILS_LATER in its fourth.
+
+Where the environment names a token id, a request with it in its prompt is more than a request can be: with
+POISON_ID it kills the process (SIGKILL, as a segmentation fault would) in the first step that computes any of
+it, on every replica and after every restart; with HANGS_ID that step never ends, so that PREDICTOR_STEP_TIMEOUT
+must end the process. Both hold for all models that the process serves. For a text model the id comes from its
+tokenizer: take a word that is one token and that no other prompt of the test has.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -20,7 +27,7 @@ from services.predictor.engine.scheduler import Scheduler
 FAILS, FAILS_LATER, HOLDS_LATER = 13, 14, 15
 _FAILS_AFTER = {FAILS: 0, FAILS_LATER: 3}
 _HOLDS_AFTER = {HOLDS_LATER: 3}
-_WARM_UP = "warm-up"
+_OWN = ("warm-up", "")  # The latter is the engine's probe.
 
 # A model that needs no text, with the same faults.
 PYTHON_MODEL = """
@@ -57,13 +64,18 @@ def main() -> None:
             time.sleep(0.01)
 
     wait_while("down")
+    poison, hangs = (int(os.environ.get(name) or -1) for name in ("POISON_ID", "HANGS_ID"))
 
     class FaultyRunner(PagedRunner):
         def run(self, rows):
             for row in rows:
                 request, made = row.sequence.request, len(row.sequence.output_ids)
-                if request.id == _WARM_UP:
+                if request.id in _OWN:
                     continue
+                if poison in request.input_ids:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                while hangs in request.input_ids:
+                    time.sleep(60)
                 wait_while("hold")
                 if made == _HOLDS_AFTER.get(request.sampling.seed):
                     wait_while("hold_later")
@@ -74,7 +86,7 @@ def main() -> None:
     class CountingScheduler(Scheduler):
         def add(self, sequence, retry_after_ms):
             super().add(sequence, retry_after_ms)
-            if sequence.request.id != _WARM_UP:
+            if sequence.request.id not in _OWN:
                 with (folder / "admitted").open("a") as admitted:
                     admitted.write(".")
 

@@ -30,8 +30,10 @@ async def gated(new_stack, tmp_path):
     stack = await new_stack(
         models="storyteller=models/storyteller",
         commands={"predictor": (sys.executable, "-m", "tests.system.gated_predictor")},
-        environment={"predictor": {"GATE_SOCKET": path}},
+        # The only predictor may take long to come back where the machine is busy.
+        environment={"predictor": {"GATE_SOCKET": path}, "transformer": {"TRANSFORMER_PREDICTOR_WAIT": "90"}},
         gateway_trace_page="http://traces.example/trace/",
+        development=True,
     )
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
         yield stack, lambda: sender.sendto(b"1", path)
@@ -125,6 +127,55 @@ async def test_stop_ends_the_generation_where_it_is_made(gated, open_page):
     await expect(page.locator("#records tr")).to_have_count(1)
     await expect(page.locator("#records tr")).to_contain_text("To be stopped")
     let_one_token_be_made()  # The step that the model was held in.
+
+
+async def test_the_sentence_goes_on_when_its_predictor_is_killed(gated, open_page):
+    stack, let_one_token_be_made = gated
+    page = await open_page(stack.gateway)
+    await page.fill("[name=max_tokens]", str(TOKENS))
+    await page.fill("[name=temperature]", "0")
+    answer, kill = page.locator("#answer"), page.locator("#kill")
+    await expect(kill).to_be_disabled()
+
+    async def generate_all(kill_at=None):
+        await page.click("#generate")
+        for made in range(1, TOKENS + 1):
+            let_one_token_be_made()
+            await expect(page.locator("#tokens")).to_have_text(str(made))
+            if made == kill_at:
+                await kill_and_wait()
+        await expect(page.locator("#finish")).to_have_text("max tokens")
+        return await answer.text_content()
+
+    async def kill_and_wait():
+        before = stack.pid("predictor-0")
+
+        def is_another():
+            try:
+                return stack.pid("predictor-0") != before
+            except ProcessLookupError:
+                return False
+
+        await expect(kill).to_be_enabled()
+        await kill.click()
+        await until(is_another)
+        await stack.wait_ready(timeout_s=60)
+
+    undisturbed = await generate_all()
+    assert await page.locator(".pause").count() == 0
+    assert await generate_all(kill_at=TOKENS // 2) == undisturbed
+    await expect(page.locator(".pause")).to_have_attribute("data-pause", re.compile(r"\d+ ms"))
+    await expect(page.locator("#error")).to_be_hidden()
+    await expect(kill).to_be_disabled()
+    await screenshot(page, "pause")
+
+
+async def test_the_button_is_of_development_mode_alone(stack, open_page):
+    page = await open_page(stack.gateway)
+    await expect(page.locator("#generate")).to_be_enabled()
+    settings = await page.evaluate("fetch('/playground/settings.json').then((answer) => answer.json())")
+    assert settings["development"] == "false"
+    await expect(page.locator("#kill")).to_be_hidden()
 
 
 async def test_errors_are_told_whether_they_come_before_the_answer_or_within(gated, open_page):

@@ -2,8 +2,6 @@
 
 import asyncio
 
-import grpc
-
 from tests.system.calls import generate, rest, statistics
 from tests.waiting import until
 
@@ -27,12 +25,9 @@ async def test_work_is_shared_and_a_killed_predictor_comes_back(new_stack):
     killed = stack.pid("predictor-0")
     streams = [asyncio.create_task(tell()) for _ in range(8)]
     await stack.kill("predictor-0")
-    for outcome in await asyncio.gather(*streams, return_exceptions=True):
-        # A stream on the dead predictor ends with the truth; none hangs.
-        if isinstance(outcome, BaseException):
-            assert isinstance(outcome, grpc.aio.AioRpcError)
-            assert outcome.code() is grpc.StatusCode.UNAVAILABLE
-            assert dict(outcome.trailing_metadata())["x-failed-hop"] == "predictor"
+    # A stream on the dead predictor goes on at the other one.
+    for responses in await asyncio.gather(*streams):
+        assert responses[-1].usage.completion_tokens == 20
 
     # The other one serves while the first is away.
     assert await tell()
@@ -41,11 +36,11 @@ async def test_work_is_shared_and_a_killed_predictor_comes_back(new_stack):
     assert await tell()
 
 
-async def test_without_a_predictor_the_answer_is_503_at_once(new_stack):
-    stack = await new_stack(models=MODELS)
+async def test_without_a_predictor_the_answer_is_503_once_the_wait_is_over(new_stack):
+    stack = await new_stack(models=MODELS, environment={"transformer": {"TRANSFORMER_PREDICTOR_WAIT": "0.2"}})
     await stack.kill("predictor-0")
     answer = await rest(stack.gateway, "POST", "/v1/completions", {"model": "storyteller", "prompt": "Once"})
-    assert answer.status in (502, 503)
+    assert answer.status == 503
     assert answer.headers["x-failed-hop"] == "predictor"
     assert answer.pieces[-1][0] < 5
     ready = await rest(stack.gateway, "GET", "/v2/health/ready")

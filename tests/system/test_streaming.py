@@ -4,15 +4,13 @@ The ways by HTTP are read through `curl -N`.
 """
 
 import asyncio
-import socket
-import sys
 from contextlib import aclosing
 
 import pytest
 import pytest_asyncio
 
 from bench.streams import HAS_CURL, WAYS_IN
-from runner.free_ports import start_stack
+from tests.system.gated_stack import gated_stack
 
 TOKENS = 12
 BY_GRPC = ("Generate", "ModelStreamInfer")
@@ -20,29 +18,20 @@ BY_GRPC = ("Generate", "ModelStreamInfer")
 
 @pytest_asyncio.fixture(scope="module")
 async def gated(tmp_path_factory):
-    """A stack whose model makes a token for each call of the second value."""
-    folder = tmp_path_factory.mktemp("gated")
-    path = str(folder / "gate")
-    stack = await start_stack(
-        folder,
-        {"models": "storyteller=models/storyteller"},
-        commands={"predictor": (sys.executable, "-m", "tests.system.gated_predictor")},
-        environment={"predictor": {"GATE_SOCKET": path}},
-    )
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-        yield stack, lambda: sender.sendto(b"1", path)
-    await stack.stop()
+    """A stack whose model makes as many tokens as the second value is called with."""
+    async with gated_stack(tmp_path_factory.mktemp("gated")) as gated:
+        yield gated
 
 
 @pytest.mark.parametrize("name", WAYS_IN)
 async def test_each_chunk_arrives_before_the_next_one_is_made(gated, name):
     if name not in BY_GRPC and not HAS_CURL:
         pytest.skip("curl is not installed")
-    stack, let_one_token_be_made = gated
+    stack, let_tokens_be_made = gated
     async with aclosing(WAYS_IN[name](stack.gateway, "storyteller", TOKENS, f"gated {name}")) as chunks:
         texts = []
         for _ in range(TOKENS):
-            let_one_token_be_made()
+            let_tokens_be_made(1)
             # The model stands still: what it has made must come, or nothing ever will.
             async with asyncio.timeout(15):
                 texts.append(await anext(chunks))

@@ -304,6 +304,7 @@ async def test_events_come_one_by_one_and_who_leaves_stops_the_model(stack, tmp_
             # The next one is not made before this one is here.
             event = await reader.readuntil(b"\n\n")
             assert json.loads(event[event.index(b"data: ") + 6 :])["i"] == i
+            await until(lambda: gate.writer)  # The event may come before this loop has taken the connection.
             gate.writer.write(b".")
         writer.close()
         await until(lambda: gate.ended == 1)

@@ -1,8 +1,14 @@
 """What several of the unit tests need of the payload log."""
 
+import grpc
 import pytest
 
+from millrace.channel import open_channel
+from millrace.interceptors import ErrorServerInterceptor
+from millrace.protos import millrace_pb2_grpc
+from services.logger.servicer import PayloadLogServicer
 from services.logger.store import SqliteStore
+from services.logger.tails import Tails
 from tests.unit.payload_ingest import Taps, listening
 
 
@@ -11,6 +17,18 @@ async def store(tmp_path):
     store = SqliteStore(tmp_path / "payloads.sqlite3")
     yield store
     await store.close()
+
+
+@pytest.fixture
+async def payload_log(store):
+    """A stub of the logger's public service, which reads `store`."""
+    server = grpc.aio.server(interceptors=(ErrorServerInterceptor("logger"),))
+    millrace_pb2_grpc.add_PayloadLogServicer_to_server(PayloadLogServicer(store, Tails()), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with open_channel(f"127.0.0.1:{port}", "logger") as channel:
+        yield millrace_pb2_grpc.PayloadLogStub(channel)
+    await server.stop(None)
 
 
 @pytest.fixture

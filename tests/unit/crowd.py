@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from millrace.errors import DeadlineError, NotReadyError, RequestFailedError
+from millrace.errors import DeadlineError, HopBrokenError, NotReadyError, RequestFailedError
 from services.predictor.engine.interface import EngineDeadError
 from tests.unit.fakes import expected, read_all, request
 
@@ -22,7 +22,7 @@ async def outcome(slot):
     """What a request ends with: its ids, or the class of its error."""
     try:
         return (await read_all(slot))[0]
-    except (RequestFailedError, NotReadyError, DeadlineError) as error:
+    except (RequestFailedError, HopBrokenError, NotReadyError, DeadlineError) as error:
         return type(error)
 
 

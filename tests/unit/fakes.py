@@ -19,6 +19,7 @@ from services.predictor.engine.interface import Chunk, EngineLimits, GenerationR
 from services.predictor.engine.sampler import SamplingRow, sample
 from services.predictor.engine.scheduler import Scheduler
 from services.predictor.engine.sequence import Row
+from services.predictor.engine.solo import SoloPlace
 
 VOCABULARY = 64
 END = 2
@@ -96,13 +97,18 @@ class Gate:
 
 
 def make_engine(
-    runner: Any, max_running: int = 8, max_waiting: int = 8, step_tokens: int = 64, step_timeout_s: float = 60
+    runner: Any,
+    max_running: int = 8,
+    max_waiting: int = 8,
+    step_tokens: int = 64,
+    step_timeout_s: float = 60,
+    solo: SoloPlace | None = None,
 ) -> ContinuousBatchingEngine:
     scheduler = Scheduler(
         BlockManager(len(runner.memory), BLOCK_TOKENS), max_running, max_waiting, step_tokens, runner.reuses_prefixes
     )
     limits = EngineLimits(1024, False, VOCABULARY)
-    return ContinuousBatchingEngine("fake", runner, scheduler, limits, {END}, step_timeout_s)
+    return ContinuousBatchingEngine("fake", runner, scheduler, limits, {END}, step_timeout_s, solo or SoloPlace())
 
 
 @contextmanager
@@ -126,10 +132,12 @@ def request(
     prompt: Rows[int] = (5, 6),
     output_ids: Rows[int] = (),
     deadline: float | None = None,
+    first_token_timeout_s: float | None = None,
+    alone: bool = False,
     **parameters: Any,
 ) -> GenerationRequest:
     sampling = SamplingParameters(**{"max_tokens": 12, "seed": 3, **parameters})
-    return GenerationRequest(name, list(prompt), sampling, list(output_ids), deadline)
+    return GenerationRequest(name, list(prompt), sampling, list(output_ids), deadline, first_token_timeout_s, alone)
 
 
 async def read_all(slot: OutputSlot) -> tuple[list[int], list[Chunk]]:

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from millrace.errors import DeadlineError, NotReadyError, OverloadedError, RequestFailedError
+from millrace.errors import DeadlineError, HopBrokenError, NotReadyError, OverloadedError, RequestFailedError
 from services.predictor.engine.interface import EngineDeadError
 from tests.unit.fakes import END, FakeRunner, Gate, engines, expected, read_all, request
 from tests.waiting import until
@@ -158,7 +158,7 @@ async def test_an_engine_that_dies_ends_every_request_and_says_so(engine_of):
 
     engine = engine_of(Dying())
     slot = engine.submit(request())
-    with pytest.raises(NotReadyError):
+    with pytest.raises(HopBrokenError, match="the engine died"):
         await read_all(slot)
     with pytest.raises(EngineDeadError):
         await asyncio.wait_for(engine.died(), 10)

@@ -110,8 +110,9 @@ class Crowd:
                 await asyncio.sleep(0.03)
             try:
                 chunk = await slot.read()
-            except (DeadlineError, RequestFailedError) as error:
-                ended = {DeadlineError: "deadline", RequestFailedError: "cancel"}[type(error)]
+            except (DeadlineError, OverloadedError, RequestFailedError) as error:
+                # Who cannot be done by its deadline is told before it.
+                ended = "cancel" if isinstance(error, RequestFailedError) else "deadline"
                 right = kind == ended and ids == greedy(prompt, len(ids))
                 break
             ids += chunk.output_ids

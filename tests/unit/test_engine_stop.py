@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from millrace.errors import DeadlineError, NotReadyError, OverloadedError, RequestFailedError
+from millrace.errors import DeadlineError, HopBrokenError, NotReadyError, OverloadedError, RequestFailedError
 from tests.unit.crowd import CROWD, assert_crowd_is_unharmed, dead, outcome, submit_crowd
 from tests.unit.fakes import FakeRunner, Gate, engines, expected, read_all, request
 from tests.waiting import until
@@ -41,8 +41,8 @@ async def test_a_step_that_hangs_is_the_engines_end(engine_of, hanging, caplog, 
     engine = engine_of(hanging, max_running=2, step_timeout_s=1)
     slots = [engine.submit(request(name)) for name in ("stuck", "beside", "waiting")]
     with caplog.at_level(logging.CRITICAL):
-        for slot in slots:
-            assert await outcome(slot) is NotReadyError
+        outcomes = [await outcome(slot) for slot in slots]
+    assert outcomes == [HopBrokenError, HopBrokenError, NotReadyError]
     await dead(engine)
     [line] = [record.getMessage() for record in caplog.records if "a step takes longer" in record.getMessage()]
     assert "['stuck', 'beside', 'waiting']" in line
@@ -55,17 +55,17 @@ async def test_a_step_that_hangs_is_the_engines_end_even_without_standard_error(
 
     monkeypatch.setattr("faulthandler.dump_traceback", closed)
     engine = engine_of(hanging, step_timeout_s=1)
-    assert await outcome(engine.submit(request("stuck"))) is NotReadyError
+    assert await outcome(engine.submit(request("stuck"))) is HopBrokenError
     await dead(engine)
 
 
 async def test_rows_that_are_run_again_each_have_a_steps_time(engine_of, monkeypatch):
     now = [1000.0]
     clock = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
-    monkeypatch.setattr("services.predictor.engine.engine.time", clock)
+    monkeypatch.setattr("millrace.watchdog.time", clock)
 
     def before(row):
-        # By the engine's clock all nine take less than a step may, but not nine after four. The watchdog
+        # By the watchdog's clock all nine take less than a step may, but not nine after four. The watchdog
         # looks each 5 ms of real time.
         now[0] += 0.002
         time.sleep(0.01)
@@ -76,7 +76,7 @@ async def test_rows_that_are_run_again_each_have_a_steps_time(engine_of, monkeyp
     slots = submit_crowd(engine, max_tokens=3)
     outcomes = [await outcome(slot) for slot in slots]
     assert outcomes.pop(3) is RequestFailedError
-    assert NotReadyError not in outcomes
+    assert HopBrokenError not in outcomes
 
 
 async def test_close_ends_what_is_in_flight_even_in_a_step_that_hangs(engine_of, hanging, monkeypatch):
@@ -99,7 +99,7 @@ async def test_close_ends_running_and_waiting_requests_and_both_threads(engine_o
     for slot in slots:
         assert await outcome(slot) is NotReadyError
     assert not engine._thread.is_alive()
-    assert not engine._watchdog.is_alive()
+    assert not engine._watchdog.thread.is_alive()
 
 
 async def test_whoever_submits_while_the_engine_closes_gets_an_end(engine_of):
@@ -187,7 +187,7 @@ async def test_a_full_queue_says_how_long_requests_take_to_end(engine_of, monkey
     gate.open(1)
     await read_all(engine.submit(request("before", max_tokens=1)))
     # Else the hour would be the step's, which ends a little after its reader is woken.
-    await until(lambda: engine._step_started is None)
+    await until(lambda: engine._step_under_way is None)
     now[0] += 3600
     timed = [engine.submit(request("timed", max_tokens=1)) for _ in range(40)]
     gate.open(40)

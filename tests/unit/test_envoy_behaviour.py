@@ -8,6 +8,7 @@ import http.client
 import json
 import os
 import zlib
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,9 @@ from google.protobuf import empty_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 import envoy
-from millrace.errors import HopBrokenError, NotReadyError, from_rpc_error
+from millrace.errors import DrainingError, HopBrokenError, NotReadyError, from_rpc_error
 from millrace.protos import inference_pb2, inference_pb2_grpc, rest_pb2_grpc
+from millrace.resumable import ALONE, HEARTBEAT_MS, RESUMES
 from runner import envoy_config
 from runner.free_ports import free_settings
 from runner.process import Process, ProcessSpec
@@ -71,11 +73,25 @@ class FakeOpenInference(rest_pb2_grpc.OpenInferenceServicer):
 class FakeInference(inference_pb2_grpc.GRPCInferenceServiceServicer):
     def __init__(self, name: str) -> None:
         self._name = name
+        self._streams: Counter[str] = Counter()
+
+    async def ModelStreamInfer(  # noqa: N802
+        self, request_iterator: AsyncIterator[inference_pb2.ModelInferRequest], context: Context
+    ) -> AsyncIterator[inference_pb2.ModelStreamInferResponse]:
+        """The first call of each kind is refused: "drains" as one that drains does, "dies" as one whose engine died."""
+        async for request in request_iterator:
+            self._streams[request.id] += 1
+            if self._streams[request.id] == 1:
+                error = DrainingError("draining") if request.id == "drains" else HopBrokenError("the engine died")
+                await context.abort(error.status, error.message, error.trailing_metadata("predictor"))
+            response = inference_pb2.ModelInferResponse(id=request.id)
+            yield inference_pb2.ModelStreamInferResponse(infer_response=response)
 
     async def ServerMetadata(  # noqa: N802
         self, request: inference_pb2.ServerMetadataRequest, context: Context
     ) -> inference_pb2.ServerMetadataResponse:
-        return inference_pb2.ServerMetadataResponse(name=self._name)
+        headers = [key for key, _ in context.invocation_metadata() or ()]
+        return inference_pb2.ServerMetadataResponse(name=self._name, extensions=headers)
 
     async def ModelReady(  # noqa: N802
         self, request: inference_pb2.ModelReadyRequest, context: Context
@@ -302,11 +318,18 @@ async def test_the_timeout_header_sets_the_deadline_a_second_later(gateway: Gate
     assert untimed.json["time_remaining"] is None
 
 
+@pytest.mark.parametrize("name", ["x-timeout-ms", "x-first-token-timeout-ms"])
 @pytest.mark.parametrize("value", ["0", "-1", "1.5", "1s", "123456789", "many"])
-async def test_a_malformed_timeout_header_is_400(gateway: Gateway, value: str) -> None:
-    answer = await gateway.request("POST", OPENAI, b"{}", x_timeout_ms=value)
+async def test_a_malformed_timeout_header_is_400(gateway: Gateway, name: str, value: str) -> None:
+    answer = await gateway.request("POST", OPENAI, b"{}", **{name: value})
     assert (answer.status, answer.headers["x-failed-hop"]) == (400, "gateway")
-    assert answer.json["error"]["message"].startswith("x-timeout-ms is not")
+    assert answer.json["error"]["message"].startswith(f"{name} is not")
+
+
+async def test_the_first_token_s_deadline_is_passed_on_and_is_no_deadline_of_the_call(gateway: Gateway) -> None:
+    answer = await gateway.request("POST", OPENAI, b"{}", x_first_token_timeout_ms="99999999")
+    assert answer.json["metadata"]["x-first-token-timeout-ms"] == "99999999"
+    assert answer.json["time_remaining"] is None
 
 
 async def test_a_request_id_is_made_or_kept_passed_on_and_returned(gateway: Gateway) -> None:
@@ -343,10 +366,18 @@ async def test_a_client_cannot_change_retries_or_timeouts(gateway: Gateway) -> N
     assert "x-envoy-force-trace" not in answer.json["metadata"]
 
 
-async def test_a_client_cannot_keep_a_call_out_of_the_payload_log(gateway: Gateway) -> None:
-    answer = await gateway.request("POST", OPENAI, b"{}", x_millrace_recorded="true")
+async def test_a_client_cannot_say_what_only_the_transformer_may(gateway: Gateway) -> None:
+    inner = {"x-millrace-recorded": "true", RESUMES: "true", HEARTBEAT_MS: "1", ALONE: "true"}
+    answer = await gateway.request("POST", OPENAI, b"{}", **inner)
     assert answer.status == 200
-    assert "x-millrace-recorded" not in answer.json["metadata"]
+    assert not inner.keys() & answer.json["metadata"].keys()
+    for authority in (None, "predictor"):
+        async with gateway.channel(authority) as channel:
+            stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+            metadata = (*inner.items(), ("x-other", "true"))
+            told = await stub.ServerMetadata(inference_pb2.ServerMetadataRequest(), metadata=metadata, timeout=10)
+        assert "x-other" in told.extensions
+        assert not inner.keys() & set(told.extensions)
 
 
 @pytest.mark.parametrize(
@@ -360,6 +391,24 @@ async def test_the_authority_chooses_the_predictor(gateway: Gateway, authority: 
     assert answer.name == expected
 
 
+async def test_a_stream_that_a_draining_predictor_refuses_is_sent_again(gateway: Gateway) -> None:
+    assert await stream_one(gateway, "drains") == ["drains"]
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await stream_one(gateway, "dies")
+    assert failed.value.details() == "the engine died"
+
+
+async def stream_one(gateway: Gateway, request_id: str) -> list[str]:
+    """Ids of the answers to one request to the predictor."""
+
+    async def requests() -> AsyncIterator[inference_pb2.ModelInferRequest]:
+        yield inference_pb2.ModelInferRequest(id=request_id)
+
+    async with gateway.channel("predictor") as channel:
+        stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+        return [answer.infer_response.id async for answer in stub.ModelStreamInfer(requests(), timeout=10)]
+
+
 @pytest.mark.parametrize(("authority", "hop"), [(None, "transformer"), ("predictor", "predictor")])
 async def test_a_hop_that_is_away_is_named_to_grpc_clients(
     lonely_gateway: Gateway, authority: str | None, hop: str
@@ -370,18 +419,15 @@ async def test_a_hop_that_is_away_is_named_to_grpc_clients(
             await stub.ServerMetadata(inference_pb2.ServerMetadataRequest(), timeout=10)
     error = from_rpc_error(failed.value, "gateway")
     assert error.hop == hop
-    # The first until a health check has failed.
-    if isinstance(error, HopBrokenError):
-        assert error.message == f"the connection to the {hop} broke"
-    else:
-        assert isinstance(error, NotReadyError)
-        assert error.message == f"no {hop} is ready"
+    # Before a health check has failed and after: in neither case a call reaches anybody.
+    assert isinstance(error, NotReadyError)
+    assert error.message == f"no {hop} is ready"
 
 
 async def test_a_hop_that_is_away_is_named_to_rest_clients(lonely_gateway: Gateway) -> None:
     openai = await lonely_gateway.post()
-    assert openai.status in (502, 503)
-    assert openai.json["error"]["message"] in ("the connection to the transformer broke", "no transformer is ready")
+    assert openai.status == 503
+    assert openai.json["error"]["message"] == "no transformer is ready"
     assert openai.headers["x-failed-hop"] == "transformer"
     assert openai.json["error"]["type"] == "server_error"
     v2 = await lonely_gateway.request("GET", V2)
@@ -435,6 +481,22 @@ async def test_the_page_is_served_and_may_run_nothing_but_its_own(gateway: Gatew
         assert "script-src 'self'" in answer.headers["content-security-policy"]
         assert "unsafe" not in answer.headers["content-security-policy"]
     assert (await gateway.request("POST", f"/{name}")).status == 404
+
+
+@pytest.mark.parametrize("path", ["/millrace/v1/development/kill", "/millrace.v1.Development/KillPredictor"])
+async def test_no_page_of_another_origin_may_kill(gateway: Gateway, path: str) -> None:
+    asked = {"origin": ORIGIN, "access_control_request_method": "POST"}
+    preflight = await gateway.request("OPTIONS", path, **asked, access_control_request_headers="x-millrace-development")
+    assert preflight.status == 404
+    assert "access-control-allow-origin" not in preflight.headers
+
+
+@pytest.mark.parametrize("method", ["/millrace.v1.PredictorDevelopment/Kill", "/millrace.v1.Development/KillPredictor"])
+async def test_a_predictor_is_not_asked_to_die_from_outside(gateway: Gateway, method: str) -> None:
+    async with gateway.channel("predictor") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await channel.unary_unary(method)(b"", timeout=10)
+    assert dict(failed.value.trailing_metadata() or ())["x-failed-hop"] == "gateway"
 
 
 async def test_grpc_web_passes_and_fails_as_grpc(gateway: Gateway) -> None:

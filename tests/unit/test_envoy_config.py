@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Iterator
 from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,13 @@ import yaml
 from pydantic import ValidationError
 
 import envoy
+from millrace.recorded_call import RECORDED
+from millrace.resumable import ALONE, HEARTBEAT_MS, RESUMES
 from runner import envoy_config
+from runner.envoy_process import PREDECESSOR_LIFE_S
 from runner.settings import StackSettings
+from services.predictor.settings import PredictorSettings
+from services.transformer.settings import TransformerSettings
 
 Config = dict[str, Any]
 
@@ -29,6 +35,7 @@ STREAMS = (
 )
 SILENT_BY_NATURE = (STREAMS[0], "/millrace.v1.PayloadLog/", "/grpc.health.v1.Health/Watch")
 SERVICES = ("transformer", "predictor", "logger")
+HOUR_S = 3600
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +152,52 @@ def test_no_time_limit_ends_a_stream(config: Config) -> None:
         assert connection_manager(config, listener)["stream_idle_timeout"] == "600s"
 
 
+def test_a_stream_of_an_hour_meets_no_limit(config: Config) -> None:
+    for listener in ("ingress", "inner"):
+        connection = connection_manager(config, listener)["common_http_protocol_options"]
+        assert seconds(connection["idle_timeout"]) >= HOUR_S
+    # Neither a route, a connection nor a cluster counts how long a stream has lasted.
+    lasting = {
+        "max_stream_duration",
+        "max_connection_duration",
+        "grpc_timeout_header_max",
+        "max_requests_per_connection",
+    }
+    assert not lasting & set(keys(config))
+    # A reload of the gateway leaves it alone as well.
+    assert PREDECESSOR_LIFE_S >= HOUR_S
+
+
+def test_silence_that_can_occur_ends_no_call(config: Config) -> None:
+    """Outside while a predictor hangs and another is waited for; inside heartbeats come all the while."""
+    transformer, predictor = TransformerSettings(), PredictorSettings()
+    silence_s = transformer.silence_limit + transformer.predictor_wait + predictor.step_timeout
+    idle_s = [
+        seconds(route["route"].get("idle_timeout", "600s")) for _, route in every_route(config) if "route" in route
+    ]
+    assert all(limit_s == 0 or limit_s > 2 * silence_s for limit_s in idle_s)
+    assert routes(config, "inner", "inner")[STREAMS[0]]["route"]["idle_timeout"] == "0s"
+    for listener in ("ingress", "inner"):
+        manager = connection_manager(config, listener)
+        assert seconds(manager["stream_idle_timeout"]) > 2 * silence_s
+        # Dead peers of calls that may be silent for ever are found by pings.
+        assert seconds(manager["http2_protocol_options"]["connection_keepalive"]["interval"]) <= 60
+
+
+def keys(part: Any) -> Iterator[str]:
+    """Every key of every mapping."""
+    for value in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
+        yield from keys(value)
+    if isinstance(part, dict):
+        yield from part
+
+
+def test_what_only_the_transformer_may_say_is_taken_from_strangers(config: Config) -> None:
+    removed = connection_manager(config, "ingress")["route_config"]["request_headers_to_remove"]
+    assert set(removed) == {RECORDED[0], RESUMES, HEARTBEAT_MS, ALONE}
+    assert "request_headers_to_remove" not in connection_manager(config, "inner")["route_config"]
+
+
 @pytest.mark.parametrize("origins", ["", "*", "https://a.example", "https://a.example,http://[::1]:3000"])
 def test_the_container_allows_the_origins_that_the_local_runner_allows(tmp_path: Path, origins: str) -> None:
     assert start(tmp_path, origins).returncode == 0
@@ -184,7 +237,8 @@ def cors(config: Config) -> Config:
 
 def test_every_cluster_of_a_route_exists_but_that_of_unknown_paths(config: Config) -> None:
     named = {(path, route["route"]["cluster"]) for path, route in every_route(config) if "route" in route}
-    assert {path for path, cluster in named if cluster not in clusters(config)} == {"/"}
+    unknown = {path for path, cluster in named if cluster not in clusters(config)}
+    assert unknown == {"/", "/millrace/v1/development/", "/millrace.v1.Development/"}
     assert routes(config, "ingress", "public")["/"]["route"]["cluster_not_found_response_code"] == "NOT_FOUND"
 
 

@@ -11,6 +11,7 @@ from millrace import errors
 from millrace.channel import open_channel
 from millrace.errors import (
     DeadlineError,
+    DrainingError,
     HopBrokenError,
     InvalidRequestError,
     MillraceError,
@@ -106,6 +107,19 @@ async def test_every_class_comes_back_as_itself(cls, kind):
     assert (caught.value.message, caught.value.hop, caught.value.retry_after_ms) == ("what happened", "predictor", None)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_call_that_was_handed_back_says_so_over_two_hops(kind):
+    async with serving("predictor", raising(DrainingError("stopping"))) as inner:
+
+        async def relay(context):
+            await call(inner, kind)
+
+        async with serving("transformer", relay) as outer:
+            with pytest.raises(DrainingError, match="stopping") as caught:
+                await call(outer, kind)
+    assert caught.value.hop == "predictor"
+
+
 async def test_what_came_before_the_error_is_delivered():
     async with serving("predictor", raising(RequestFailedError("late"))) as channel:
         responses = aiter(channel.unary_stream("/test/stream")(b"x"))
@@ -181,9 +195,10 @@ async def test_a_deadline_that_passes_is_a_deadline_error(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_nobody_listening_is_a_broken_hop(kind):
+async def test_where_nobody_listens_nobody_is_ready(kind):
+    # And no hop has broken: the call, which may be what breaks hops, reached none.
     async with open_channel("127.0.0.1:1", "predictor") as channel:
-        with pytest.raises(HopBrokenError, match="the connection to the predictor broke") as caught:
+        with pytest.raises(NotReadyError, match="no predictor is ready") as caught:
             await call(channel, kind)
     assert caught.value.hop == "predictor"
 
@@ -246,7 +261,14 @@ def rpc_error(code, details, **metadata):
         (rpc_error(StatusCode.RESOURCE_EXHAUSTED, "rate limited"), OverloadedError),
         (rpc_error(StatusCode.DATA_LOSS, "?"), RequestFailedError),
         (rpc_error(StatusCode.INVALID_ARGUMENT, "bad", x_failed_hop="a", x_http_status="4oo"), InvalidRequestError),
+        (rpc_error(StatusCode.UNAVAILABLE, "failed to connect to all addresses; last error: x"), NotReadyError),
         (rpc_error(StatusCode.UNAVAILABLE, "draining", x_failed_hop="a", x_http_status="503"), NotReadyError),
+        (
+            rpc_error(
+                *(StatusCode.UNAVAILABLE, "?"), x_failed_hop="a", x_http_status="503", x_millrace_draining="true"
+            ),
+            DrainingError,
+        ),
         (rpc_error(StatusCode.UNAVAILABLE, "broke", x_failed_hop="a", x_http_status="502"), HopBrokenError),
     ],
 )  # fmt: skip

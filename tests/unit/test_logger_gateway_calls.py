@@ -11,6 +11,7 @@ from opentelemetry.proto.collector.logs.v1.logs_service_pb2_grpc import LogsServ
 
 from millrace.interceptors import ErrorServerInterceptor
 from millrace.protos.millrace_pb2 import QueryPayloadsRequest, TailPayloadsRequest
+from services.logger import reading
 from services.logger.filters import Filters
 from services.logger.gateway_calls import GatewayCalls
 from services.logger.tails import Tails
@@ -70,6 +71,11 @@ async def logger(store):
     await server.stop(None)
 
 
+@pytest.fixture(autouse=True)
+def records_are_not_waited_for(monkeypatch):
+    monkeypatch.setattr(reading, "RECORD_LATE_S", 0)
+
+
 async def everything(store):
     return [record async for record in store.query(Filters(QueryPayloadsRequest()), None, 1000)]
 
@@ -113,6 +119,21 @@ async def test_a_call_and_its_record_are_one_whichever_comes_first(store, logger
         assert record.prompt == "p"
         assert record.gateway.details == "via_upstream"
         assert (await store.get(record.record_id)).gateway == record.gateway
+
+
+async def test_a_call_that_a_service_may_record_is_shown_without_its_record_only_once_that_is_late(
+    store, logger, monkeypatch
+):
+    monkeypatch.setattr(reading, "RECORD_LATE_S", 60)
+    stub, _, _ = logger
+    await stub.Export(export_request({"call_id": "c"}, {"call_id": "refused", **NO_UPSTREAM}))
+    assert [record.call_id for record in await everything(store)] == ["refused"]
+    await store.append([service_record(1, "c")])
+    assert {record.call_id for record in await everything(store)} == {"c", "refused"}
+    await stub.Export(export_request({"call_id": "unrecorded"}))
+    assert len(await everything(store)) == 2
+    monkeypatch.setattr(reading, "RECORD_LATE_S", 0)
+    assert len(await everything(store)) == 3
 
 
 async def test_the_readers_of_all_records_get_the_services_alone_as_they_came(store, logger):

@@ -3,18 +3,12 @@
 import logging
 import sqlite3
 
-import grpc
 import pytest
 
-from millrace.channel import open_channel
 from millrace.errors import InvalidRequestError
-from millrace.interceptors import ErrorServerInterceptor
-from millrace.protos import millrace_pb2_grpc
 from millrace.protos.millrace_pb2 import DeletePayloadsRequest
 from services.logger.retention import Retention
-from services.logger.servicer import PayloadLogServicer
 from services.logger.store import SqliteStore
-from services.logger.tails import Tails
 from tests.unit.test_logger_store import append_request, numbers, record_id
 
 DAY_US = 24 * 3600 * 1_000_000
@@ -202,27 +196,16 @@ async def test_readers_are_told_of_new_records_alone(store):
     assert len(told) == 1
 
 
-@pytest.fixture
-async def stub(store):
-    server = grpc.aio.server(interceptors=(ErrorServerInterceptor("logger"),))
-    millrace_pb2_grpc.add_PayloadLogServicer_to_server(PayloadLogServicer(store, Tails()), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with open_channel(f"127.0.0.1:{port}", "logger") as channel:
-        yield millrace_pb2_grpc.PayloadLogStub(channel)
-    await server.stop(None)
-
-
-async def test_delete_answers_how_many_there_were(store, stub):
+async def test_delete_answers_how_many_there_were(store, payload_log):
     await store.append([append_request(n, request_id="r", client="c") for n in range(1, 4)])
-    assert (await stub.Delete(DeletePayloadsRequest(record_id=record_id(1)))).deleted == 1
-    assert (await stub.Delete(DeletePayloadsRequest(request_id="r"))).deleted == 2
-    assert (await stub.Delete(DeletePayloadsRequest(client="c"))).deleted == 0
+    assert (await payload_log.Delete(DeletePayloadsRequest(record_id=record_id(1)))).deleted == 1
+    assert (await payload_log.Delete(DeletePayloadsRequest(request_id="r"))).deleted == 2
+    assert (await payload_log.Delete(DeletePayloadsRequest(client="c"))).deleted == 0
 
 
 @pytest.mark.parametrize("key", [{}, {"record_id": ""}, {"request_id": ""}, {"client": ""}], ids=str)
-async def test_delete_without_a_key_deletes_nothing(store, stub, key):
+async def test_delete_without_a_key_deletes_nothing(store, payload_log, key):
     await store.append([append_request(1)])
     with pytest.raises(InvalidRequestError, match="give a record_id, a request_id or a client"):
-        await stub.Delete(DeletePayloadsRequest(**key))
+        await payload_log.Delete(DeletePayloadsRequest(**key))
     assert await numbers(store) == [1]

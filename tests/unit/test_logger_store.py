@@ -5,20 +5,14 @@ import sqlite3
 import stat
 import uuid
 
-import grpc
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from millrace.channel import open_channel
 from millrace.errors import DeadlineError, InvalidRequestError, NotFoundError, NotReadyError, StartupError
-from millrace.interceptors import ErrorServerInterceptor
-from millrace.protos import millrace_pb2_grpc
 from millrace.protos.millrace_pb2 import AppendRequest, GetPayloadRequest, PayloadRecord, QueryPayloadsRequest
 from services.logger.filters import Filters
 from services.logger.schema import SCHEMA_VERSION
-from services.logger.servicer import PayloadLogServicer
 from services.logger.store import SqliteStore
-from services.logger.tails import Tails
 
 SOURCE = str(uuid.uuid4())
 
@@ -42,17 +36,6 @@ def timestamp(time_ns):
 async def numbers(store, limit=1000, **filters):
     found = [record async for record in store.query(Filters(QueryPayloadsRequest(**filters)), None, limit)]
     return [uuid.UUID(record.record_id).int for record in found]
-
-
-@pytest.fixture
-async def stub(store):
-    server = grpc.aio.server(interceptors=(ErrorServerInterceptor("logger"),))
-    millrace_pb2_grpc.add_PayloadLogServicer_to_server(PayloadLogServicer(store, Tails()), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with open_channel(f"127.0.0.1:{port}", "logger") as channel:
-        yield millrace_pb2_grpc.PayloadLogStub(channel)
-    await server.stop(None)
 
 
 async def test_a_record_comes_back_as_it_went_in(store):
@@ -155,10 +138,10 @@ async def test_text_is_found_however_far_back_it_lies(store):
     assert await numbers(store, limit=1, text_contains="needle") == [500]
 
 
-async def test_pages_joined_are_the_whole_although_records_arrive_meanwhile(store, stub):
+async def test_pages_joined_are_the_whole_although_records_arrive_meanwhile(store, payload_log):
     await store.append([append_request(n) for n in range(1, 251)])
     found, token = [], None
-    while page := [r async for r in stub.Query(QueryPayloadsRequest(page_size=40, page_token=token))]:
+    while page := [r async for r in payload_log.Query(QueryPayloadsRequest(page_size=40, page_token=token))]:
         assert len(page) == 40 or found
         found += [uuid.UUID(record.record_id).int for record in page]
         token = page[-1].page_token
@@ -166,37 +149,37 @@ async def test_pages_joined_are_the_whole_although_records_arrive_meanwhile(stor
     assert found == list(range(250, 0, -1))
 
 
-async def test_every_record_carries_a_token_that_continues_after_it(store, stub):
+async def test_every_record_carries_a_token_that_continues_after_it(store, payload_log):
     await store.append([append_request(n) for n in range(1, 4)])
-    first = await anext(aiter(stub.Query(QueryPayloadsRequest())))
-    rest = [r.record_id async for r in stub.Query(QueryPayloadsRequest(page_token=first.page_token))]
+    first = await anext(aiter(payload_log.Query(QueryPayloadsRequest())))
+    rest = [r.record_id async for r in payload_log.Query(QueryPayloadsRequest(page_token=first.page_token))]
     assert rest == [record_id(2), record_id(1)]
 
 
-async def test_page_size_is_100_unless_told_and_1000_at_most(store, stub):
+async def test_page_size_is_100_unless_told_and_1000_at_most(store, payload_log):
     await store.append([append_request(n) for n in range(1, 1002)])
-    assert len([r async for r in stub.Query(QueryPayloadsRequest())]) == 100
-    assert len([r async for r in stub.Query(QueryPayloadsRequest(page_size=0))]) == 100
-    assert len([r async for r in stub.Query(QueryPayloadsRequest(page_size=1000))]) == 1000
+    assert len([r async for r in payload_log.Query(QueryPayloadsRequest())]) == 100
+    assert len([r async for r in payload_log.Query(QueryPayloadsRequest(page_size=0))]) == 100
+    assert len([r async for r in payload_log.Query(QueryPayloadsRequest(page_size=1000))]) == 1000
     with pytest.raises(InvalidRequestError, match="page_size 1001 is above 1000"):
-        await anext(aiter(stub.Query(QueryPayloadsRequest(page_size=1001))))
+        await anext(aiter(payload_log.Query(QueryPayloadsRequest(page_size=1001))))
 
 
 @pytest.mark.parametrize("token", ["x", "é", "!!!!", "AAAA", "A" * 23, "A" * 400, " "])
-async def test_a_malformed_page_token_is_refused(stub, token):
+async def test_a_malformed_page_token_is_refused(payload_log, token):
     with pytest.raises(InvalidRequestError, match="page_token"):
-        await anext(aiter(stub.Query(QueryPayloadsRequest(page_token=token))))
+        await anext(aiter(payload_log.Query(QueryPayloadsRequest(page_token=token))))
 
 
-async def test_get_finds_by_key_and_the_newest_by_request_id(store, stub):
+async def test_get_finds_by_key_and_the_newest_by_request_id(store, payload_log):
     await store.append([append_request(n, request_id="r", model=f"m{n}") for n in (1, 2)])
-    assert (await stub.Get(GetPayloadRequest(record_id=record_id(1)))).model == "m1"
-    assert (await stub.Get(GetPayloadRequest(request_id="r"))).model == "m2"
+    assert (await payload_log.Get(GetPayloadRequest(record_id=record_id(1)))).model == "m1"
+    assert (await payload_log.Get(GetPayloadRequest(request_id="r"))).model == "m2"
     for key in ({"record_id": record_id(3)}, {"record_id": "no uuid"}, {"request_id": "none"}):
         with pytest.raises(NotFoundError, match=next(iter(key.values()))):
-            await stub.Get(GetPayloadRequest(**key))
+            await payload_log.Get(GetPayloadRequest(**key))
     with pytest.raises(InvalidRequestError, match="record_id or a request_id"):
-        await stub.Get(GetPayloadRequest())
+        await payload_log.Get(GetPayloadRequest())
 
 
 async def test_only_the_owner_may_read_the_files(tmp_path):

@@ -1,9 +1,11 @@
 """The payload tap: never in the stream's way, bounded, and what it records is what happened."""
 
 import asyncio
+import errno
 import hashlib
 import logging
 import threading
+import time
 import uuid
 from contextlib import suppress
 
@@ -288,6 +290,32 @@ async def test_beyond_its_memory_it_drops_and_counts(taps, ingest):
     assert [record.incomplete for record in records] == [True] + [False] * (19 - dropped)
     assert records[0].HasField("ttft_ms")
     assert tap.queued_bytes == 0
+
+
+async def test_what_a_full_disk_took_is_told_though_the_process_dies_before_the_answers_end(taps, ingest, monkeypatch):
+    append, is_full = payload_spool.Spool.append, False
+
+    def append_if_there_is_room(spool, payloads):
+        if is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(spool, payloads)
+
+    monkeypatch.setattr(payload_spool.Spool, "append", append_if_there_is_room)
+    tap = taps.start(away())
+    recording = begin(tap)
+    recording.chunk("a", [1])
+    await until(lambda: tap.queued_bytes == 0)
+    is_full = True
+    recording.chunk("b", [2])
+    await until(lambda: tap.dropped[DISK] == 1)
+    is_full = False
+    await until(lambda: time.monotonic() >= tap._writer._retry_at)
+    recording.chunk("c", [3])
+    await until(lambda: tap.queued_bytes == 0)
+    await taps.close(tap)
+    assert await taps.start(ingest.target).drain(30)
+    [record] = ingest.records
+    assert (record.status, record.text, record.incomplete) == ("ABORTED", "ac", True)
 
 
 async def test_a_record_matters_more_than_its_tensors(taps, ingest):

@@ -3,12 +3,14 @@
 import asyncio
 import threading
 import weakref
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 
+import numpy as np
 import pytest
 
 from millrace.errors import (
     DeadlineError,
+    DrainingError,
     NotFoundError,
     NotReadyError,
     OverloadedError,
@@ -16,7 +18,9 @@ from millrace.errors import (
     StartupError,
 )
 from millrace.protos.inference_pb2 import ModelInferRequest
-from millrace.tensors import decode_outputs
+from millrace.resumable import CallOptions
+from millrace.sampling import set_parameters
+from millrace.tensors import Tensor, add_input, decode_outputs
 from services.predictor import operations
 from services.predictor.engine.interface import EngineDeadError
 from services.predictor.repository import ModelRepository, State
@@ -315,6 +319,126 @@ async def test_too_many_loads_at_once_are_refused(models, monkeypatch):
             await repository.load("slow")
         (slow / "go").touch()
         await asyncio.gather(*loads)
+
+
+def tells_ready(repository, *names):
+    """What ServerReady, ModelReady and the health name `ready` go by: one answer, or the test fails."""
+    answers = {repository.ready, *(repository.is_ready(name) for name in names)}
+    assert len(answers) == 1
+    return answers.pop()
+
+
+RESUMES = CallOptions(resumes=True)
+
+
+def generation(max_tokens):
+    message = ModelInferRequest(model_name="llama", id="r")
+    add_input(message, Tensor("input_ids", "INT64", np.array([5])))
+    set_parameters(message.parameters, {"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0})
+    return message
+
+
+async def read_ids(serving, options, max_tokens):
+    ids = []
+    async with aclosing(serving.stream(generation(max_tokens), None, options)) as responses:
+        async for response in responses:
+            ids += decode_outputs(response)["output_ids"].array.tolist()
+    return ids
+
+
+@pytest.mark.parametrize("drain", ["hand-back", "finish"])
+async def test_a_drain_refuses_what_is_new_and_lets_everybody_else_end_in_their_way(models, drain):
+    save_random_model("llama", models.folder / "llama")
+    models.write("waits", WAITS)
+    async with models.serve("first", "waits", drain=drain, kv_cache_memory="1MiB") as repository:
+        await repository.load_all()
+        await repository.load("llama")
+        names = ("first", "waits", "llama")
+        assert tells_ready(repository, *names)
+        llama, own = repository.get("llama"), variables(repository, "waits")
+        goes_on = asyncio.create_task(read_ids(llama, RESUMES, 100))
+        stays = asyncio.create_task(read_ids(llama, CallOptions(), 100))
+        waits = asyncio.create_task(_read_all(repository.get("waits")))
+        await until(lambda: own["begun"] and llama.model.statistics.tokens > 4)
+        draining = asyncio.create_task(repository.drain(60))
+        await until(lambda: not repository.ready)
+        assert not tells_ready(repository, *names)
+        assert models.told[-1] is False
+        for name in names:
+            with pytest.raises(DrainingError):
+                repository.get(name)
+        with pytest.raises(NotFoundError):
+            repository.get("unheard of")
+        with pytest.raises(DrainingError):
+            await repository.load("first")
+        if drain == "hand-back":
+            with pytest.raises(DrainingError):
+                await goes_on
+        else:
+            assert len(await goes_on) == 100
+        assert len(await stays) == 100
+        assert not draining.done()
+        own["go"]._loop.call_soon_threadsafe(own["go"].set)
+        assert len(await waits) == 2
+        await draining
+
+
+async def test_what_does_not_end_within_a_drain_is_handed_back_then(models):
+    save_random_model("llama", models.folder / "llama")
+    async with models.serve("llama", drain="finish", kv_cache_memory="1MiB") as repository:
+        await repository.load_all()
+        llama = repository.get("llama")
+        with held(llama):
+            goes_on = asyncio.create_task(read_ids(llama, RESUMES, 100))
+            await until(lambda: llama._in_flight)
+            await repository.drain(0.01)
+            with pytest.raises(DrainingError):
+                await goes_on
+
+
+async def test_an_unload_hands_back_what_does_not_end_in_time(models):
+    save_random_model("llama", models.folder / "llama")
+    async with models.serve("llama", drain_s=0.01, kv_cache_memory="1MiB") as repository:
+        await repository.load_all()
+        llama = repository.get("llama")
+        with held(llama):
+            ends = [asyncio.create_task(read_ids(llama, options, 100)) for options in (RESUMES, CallOptions(), RESUMES)]
+            await until(lambda: llama._in_flight == 3)
+            unloading = asyncio.create_task(repository.unload("llama"))
+            errors = await asyncio.gather(*ends, return_exceptions=True)
+        await unloading
+    assert [type(error) for error in errors] == [DrainingError, NotReadyError, DrainingError]
+
+
+@contextmanager
+def held(serving):
+    """Holds a generating model still."""
+    runner, go = serving.model.engine._runner, threading.Event()
+    run = runner.run
+
+    def wait_and_run(rows):
+        go.wait(60)
+        return run(rows)
+
+    runner.run = wait_and_run
+    try:
+        yield
+    finally:
+        go.set()
+
+
+async def test_after_the_death_of_an_engine_nothing_is_ready(models):
+    save_random_model("llama", models.folder / "llama")
+    async with models.serve("first", "llama", kv_cache_memory="1MiB") as repository:
+        await repository.load_all()
+        assert tells_ready(repository, "first", "llama")
+        repository.get("llama").model.engine._dead.set()
+        await until(lambda: not tells_ready(repository, "first", "llama"))
+        assert models.told == [True, False]
+        with pytest.raises(NotReadyError):
+            repository.get("first")
+        with pytest.raises(EngineDeadError):
+            await repository.engine_death()
 
 
 async def test_a_repository_that_stops_leaves_no_operation(models):

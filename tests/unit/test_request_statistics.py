@@ -8,6 +8,7 @@ import pytest
 
 from millrace.errors import InvalidRequestError, NotReadyError
 from millrace.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from millrace.resumable import HEARTBEAT, CallOptions
 from millrace.stream_infer import EMPTY_FINAL, FINAL
 from millrace.tensors import Tensor, add_input, add_output
 from services.predictor.counts import RequestCounts
@@ -27,14 +28,18 @@ class FakeModel:
         self.statistics = RequestCounts(steps=3, succeeded=1, queue_ns=5, compute_ns=7)
         self.asked = []
 
-    async def infer(self, request, time_remaining_s):
-        async with aclosing(self.stream(request, time_remaining_s)) as responses:
+    async def infer(self, request, time_remaining_s, options):
+        async with aclosing(self.stream(request, time_remaining_s, options)) as responses:
             return [response async for response in responses][-1]
 
-    async def stream(self, request, time_remaining_s):
+    async def stream(self, request, time_remaining_s, options):
         self.asked.append(request.id)
         if request.id == "bad":
             raise InvalidRequestError("bad")
+        if request.id == "1" and options.heartbeat_ms:
+            heartbeat = ModelInferResponse()
+            heartbeat.parameters[HEARTBEAT].bool_param = True
+            yield heartbeat
         count = int(request.id) if request.id.isdigit() else 1
         for i in range(count):
             response = ModelInferResponse()
@@ -45,6 +50,9 @@ class FakeModel:
             await asyncio.Event().wait()
         if request.id == "fails":
             raise InvalidRequestError("late")
+
+    def hand_back(self):
+        pass
 
     def close(self):
         pass
@@ -98,6 +106,13 @@ async def test_a_long_stream_makes_no_long_answer(serving):
     told = serving.statistics().response_stats
     assert len(told) == 17
     assert told["16+"].success.count == 5000 - 16
+
+
+async def test_a_heartbeat_is_no_response(serving):
+    options = CallOptions(heartbeat_ms=5)
+    async with aclosing(serving.stream(ModelInferRequest(id="1"), None, options)) as responses:
+        assert len([response async for response in responses]) == 2
+    assert counted(serving) == ((1, 0), {"0": (1, 0, 0, 0)})
 
 
 async def test_the_empty_final_response_is_counted(serving):

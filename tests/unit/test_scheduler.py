@@ -13,12 +13,12 @@ from services.predictor.engine.slot import MergingSlot
 SIZE = 4
 
 
-def sequence(prompt=4, max_tokens=4, salt="", output_ids=(), start_ids=()):
+def sequence(prompt=4, max_tokens=4, salt="", output_ids=(), start_ids=(), alone=False):
     """Of a prompt, or of so many ids that no other one has."""
     sequence.made += 1
     ids = [100 * sequence.made + i for i in range(prompt)] if isinstance(prompt, int) else list(prompt)
     sampling = SamplingParameters(max_tokens=max_tokens, seed=1, cache_salt=salt)
-    request = GenerationRequest(str(sequence.made), ids, sampling, list(output_ids))
+    request = GenerationRequest(str(sequence.made), ids, sampling, list(output_ids), alone=alone)
     return Sequence(request, MergingSlot(sampling), frozenset(), start_ids)
 
 
@@ -51,6 +51,18 @@ def test_first_come_first_served():
     assert [row[0] for row in step(scheduler)] == [first, second]
     scheduler.remove(first)
     assert [row[0] for row in step(scheduler)] == [second, third]
+
+
+def test_who_goes_on_from_elsewhere_goes_before_who_begins():
+    scheduler = scheduler_of(max_running=1)
+    running, new = added(scheduler, sequence(), sequence())
+    step(scheduler)
+    first, second = added(scheduler, sequence(output_ids=(7,)), sequence(output_ids=(7,)))
+    assert scheduler.waiting == [first, second, new]
+    assert scheduler.queue_before(sequence()) == 3
+    assert scheduler.queue_before(sequence(output_ids=(7,))) == 2
+    scheduler.remove(running)
+    assert [row[0] for row in step(scheduler)] == [first]
 
 
 def test_a_large_sequence_is_not_overtaken_by_small_ones():
@@ -170,3 +182,78 @@ def test_after_a_shortage_steps_grow_again():
     for _ in range(1000):
         scheduler.regain()
     assert (scheduler.step_tokens, scheduler.max_running) == (64, 4)
+
+
+def test_who_runs_alone_has_every_step_until_its_token_and_the_others_keep_their_blocks():
+    scheduler = scheduler_of(blocks=60, step_tokens=8)
+    decoding, prompt = added(scheduler, sequence(4, 9), sequence(30, 9))
+    step(scheduler)
+    held = {one: (list(one.blocks), one.computed) for one in (decoding, prompt)}
+    (alone,) = added(scheduler, sequence(20, 9, alone=True))
+    assert [step(scheduler) for _ in range(3)] == [[(alone, 0, 8)], [(alone, 8, 8)], [(alone, 16, 4)]]
+    assert {one: (list(one.blocks), one.computed) for one in (decoding, prompt)} == held
+    rows = step(scheduler)
+    assert {row[0] for row in rows} == {decoding, prompt, alone}
+
+
+def test_who_runs_alone_waits_for_its_turn_and_nobody_overtakes_it():
+    scheduler = scheduler_of(max_running=2)
+    first, second, alone, last = added(scheduler, sequence(), sequence(), sequence(alone=True), sequence())
+    assert [row[0] for row in step(scheduler)] == [first, second]
+    assert [row[0] for row in step(scheduler)] == [first, second]
+    scheduler.remove(first)
+    assert [row[0] for row in step(scheduler)] == [alone]
+    scheduler.remove(second)
+    assert [row[0] for row in step(scheduler)] == [alone, last]
+
+
+def test_an_encoder_s_prompt_that_runs_alone_is_not_cut_either():
+    scheduler = scheduler_of(blocks=60, step_tokens=8, reuses_prefixes=False)
+    (alone,) = added(scheduler, sequence(20, 9, start_ids=(0,), alone=True))
+    assert step(scheduler) == [(alone, 0, 21)]
+    assert step(scheduler) == [(alone, 21, 1)]
+
+
+def test_between_two_that_run_alone_the_others_have_a_step():
+    scheduler = scheduler_of()
+    (running,) = added(scheduler, sequence(4, 9))
+    step(scheduler)
+    first, second = added(scheduler, sequence(2, 9, alone=True), sequence(2, 9, alone=True))
+    assert [[row[0] for row in step(scheduler)] for _ in range(4)] == [
+        [first],
+        [running, first],
+        [second],
+        [running, first, second],
+    ]
+
+
+def test_the_end_of_who_runs_alone_lets_the_others_go_on():
+    scheduler = scheduler_of(blocks=60, step_tokens=8)
+    (running,) = added(scheduler, sequence(4, 9))
+    step(scheduler)
+    (alone,) = added(scheduler, sequence(20, 9, alone=True))
+    step(scheduler)
+    scheduler.remove(alone)
+    assert step(scheduler) == [(running, 4, 1)]
+
+
+def test_the_queue_is_those_who_wait_for_anothers_end():
+    scheduler = scheduler_of(max_running=1)
+    added(scheduler, *(sequence() for _ in range(3)))
+    assert scheduler.queue_before(sequence()) == 0
+    step(scheduler)
+    assert scheduler.queue_before(sequence()) == 2
+    scheduler = scheduler_of(blocks=4)
+    added(scheduler, sequence(9, 3), sequence(9, 3))
+    step(scheduler)
+    assert scheduler.queue_before(sequence()) == 1, "blocks run out as places do"
+
+
+def test_places_are_contended_where_more_wait_than_there_are():
+    scheduler = scheduler_of(max_running=2)
+    added(scheduler, sequence(), sequence())
+    assert not scheduler.contended
+    added(scheduler, sequence())
+    assert scheduler.contended
+    step(scheduler)
+    assert not scheduler.contended, "the last one would take its place from nobody"

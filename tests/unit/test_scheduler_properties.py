@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from millrace.errors import InvalidRequestError, OverloadedError
+from services.predictor.engine.scheduler import precedence
 from tests.unit.test_scheduler import SIZE, scheduler_of, sequence
 
 VOID = [-1] * SIZE
@@ -22,6 +23,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.manager = self.scheduler.blocks
         self.memory = [VOID[:] for _ in range(blocks + 1)]
         self.forgot = False
+        self.alone = None
         self.meanings = {}
 
     @rule(
@@ -31,10 +33,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "tenant"]),
         output_ids=st.lists(st.integers(0, 2), max_size=6),
         more=st.integers(1, 12),
+        alone=st.integers(0, 3).map(lambda i: i == 3),
     )
-    def submit(self, stem, length, tail, salt, output_ids, more):
+    def submit(self, stem, length, tail, salt, output_ids, more, alone):
         prompt = [50 * stem + i for i in range(length)] + tail
-        new = sequence(prompt, len(output_ids) + more, salt, output_ids, self.start_ids)
+        new = sequence(prompt, len(output_ids) + more, salt, output_ids, self.start_ids, alone)
         full = len(self.scheduler.waiting) >= 4 and len(self.scheduler.sequences) >= self.scheduler.max_running
         try:
             self.scheduler.add(new, 5)
@@ -88,7 +91,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def schedule(self, prefill_tokens):
         scheduler = self.scheduler
         before, decoding = list(scheduler.running), [one for one in scheduler.running if one.remaining == 1]
+        held = {one: (list(one.blocks), one.computed) for one in before}
         rows = scheduler.schedule(prefill_tokens)
+        was_alone, self.alone = self.alone, next((one for one in scheduler.running if one.alone), None)
         assert bool(rows) == bool(scheduler.sequences)
         assert len({row.sequence for row in rows}) == len(rows)
         for row in rows:
@@ -97,6 +102,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert row.start == row.sequence.computed
             assert row.start + row.count <= min(len(row.sequence.ids), SIZE * len(row.sequence.blocks))
         scheduled = [row.sequence for row in rows]
+        assert sum(one.alone for one in scheduler.running) <= 1
+        if self.alone is not None:
+            # It has the step to itself, and the others keep what they hold.
+            assert scheduled == [self.alone]
+            assert all(one in scheduler.running for one in before)
+            assert all(held[one] == (one.blocks, one.computed) for one in before if one is not self.alone)
+            # Nor does one follow another while others wait for a step.
+            assert was_alone in (None, self.alone) or not [one for one in before if one is not self.alone]
+            return rows
         assert all(one in scheduled or one in scheduler.waiting for one in decoding)
         prompts = [row.count for row in rows if row.sequence not in decoding]
         budget = scheduler.step_tokens - len(decoding)
@@ -106,11 +120,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             assert sum(prompts) <= max(0, min(budget, prefill_tokens) if decoding else budget)
         if before:
-            # The oldest always goes on.
+            # The first always goes on.
             assert before[0] in scheduled
         for new in scheduler.running:
             if new not in before:
-                overtaken = [one for one in scheduler.waiting if one.number < new.number and one not in before]
+                overtaken = [
+                    one for one in scheduler.waiting if precedence(one) < precedence(new) and one not in before
+                ]
                 assert all(self.waits_for_a_block(one) for one in overtaken)
         return rows
 
@@ -189,7 +205,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(self.scheduler.running) <= self.max_running
         assert len(self.scheduler.waiting) <= 4 + self.max_running
         for group in (self.scheduler.running, self.scheduler.waiting):
-            assert [one.number for one in group] == sorted(one.number for one in group)
+            assert group == sorted(group, key=precedence)
 
     def teardown(self):
         """Whatever happened, every sequence ends when it is driven, and all blocks are back."""

@@ -17,6 +17,7 @@ from millrace.errors import StartupError
 from millrace.protos import millrace_pb2, reflection_v1_pb2, reflection_v1_pb2_grpc
 from millrace.server import MAX_MESSAGE_BYTES, Server
 from tests.unit.logger_process import free_port
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -25,6 +26,7 @@ PUBLIC = [millrace_pb2.DESCRIPTOR.services_by_name[name].full_name for name in (
 # A service as the others are made: `/test/count` sends a number every 50 ms, as many as it is asked for.
 SERVICE = """
 import asyncio
+import time
 import grpc
 from millrace.server import READY, Server
 from millrace.service import run_service
@@ -34,9 +36,15 @@ from pydantic_settings import SettingsConfigDict
 class Settings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="TEST_", frozen=True, env_ignore_empty=True)
     fail: bool = False
+    drains: bool = False
 
 class Count(grpc.GenericRpcHandler):
     def service(self, details):
+        async def block(request, context):
+            print("blocks", flush=True)
+            time.sleep(600)
+        if details.method == "/test/block":
+            return grpc.unary_unary_rpc_method_handler(block)
         async def count(request, context):
             for number in range(int(request)):
                 yield str(number).encode()
@@ -55,8 +63,17 @@ async def fails():
 async def closed(name):
     print(name, "closed", flush=True)
 
+async def drained(seconds):
+    print("drains for", seconds, flush=True)
+    raise RuntimeError("no water")
+
 async def serve(settings):
-    server = Server("test", settings.host, settings.port, settings.drain_s, ["millrace.v1.PayloadLog"])
+    server = Server(
+        "test", settings.host, settings.port, settings.drain_s, ["millrace.v1.PayloadLog"],
+        loop_timeout_s=settings.loop_timeout,
+    )
+    if settings.drains:
+        server.at_drain(drained)
     server.grpc.add_generic_rpc_handlers((Count(),))
     server.at_stop(lambda: closed("first"))
     server.at_stop(lambda: closed("second"))
@@ -155,7 +172,7 @@ async def _last(call):
     return [response async for response in _rest(call)][-1]
 
 
-async def test_a_call_that_outlasts_the_drain_is_cut(start):
+async def test_a_call_that_outlasts_the_drain_is_told_that_the_service_stops(start):
     service = start(TEST_DRAIN_S="0.2")
     async with grpc.aio.insecure_channel(service.target) as channel:
         call = count(channel, 100_000)
@@ -166,9 +183,47 @@ async def test_a_call_that_outlasts_the_drain_is_cut(start):
         assert time.monotonic() - begun < 20
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await _last(call)
-        assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert dict(caught.value.trailing_metadata())["x-http-status"] == "503"
     assert status == 0
     assert "Traceback" not in stderr
+
+
+async def test_what_drains_does_so_before_the_end_and_its_failure_does_not_prevent_that(start):
+    service = start(TEST_DRAIN_S="30", TEST_DRAINS="1")
+    async with grpc.aio.insecure_channel(service.target) as channel:
+        call = count(channel, 20)
+        assert await call.read() == b"0"
+        service.process.send_signal(signal.SIGTERM)
+        assert await _last(call) == b"19"
+    status, stdout, stderr = await service.ended()
+    assert status == 0
+    assert stdout.splitlines() == ["drains for 30.0", "task ended", "second closed", "first closed"]
+    assert "draining failed" in stderr
+
+
+async def test_an_event_loop_that_does_not_answer_ends_the_process_with_every_traceback(start):
+    service = start(TEST_LOOP_TIMEOUT="0.5")
+    async with grpc.aio.insecure_channel(service.target) as channel:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await channel.unary_unary("/test/block")(b"", wait_for_ready=True)
+    status, stdout, stderr = await service.ended()
+    assert (status, stdout) == (os.EX_SOFTWARE, "blocks\n")
+    assert "the event loop has not answered for 0.5 s" in stderr
+    assert "in block" in stderr
+
+
+async def test_a_process_that_was_stopped_is_not_taken_for_one_that_hangs(start):
+    service = start(TEST_LOOP_TIMEOUT="0.2")
+    async with grpc.aio.insecure_channel(service.target) as channel:
+        assert await _last(count(channel, 1)) == b"0"
+        service.process.send_signal(signal.SIGSTOP)
+        stopped_at = time.monotonic()
+        await until(lambda: time.monotonic() - stopped_at > 1.0)
+        service.process.send_signal(signal.SIGCONT)
+        # Long enough for several looks of the watchdog.
+        assert await _last(count(channel, 20)) == b"19"
+    assert service.process.poll() is None
 
 
 async def test_a_background_task_that_fails_ends_the_process_non_zero(start):

@@ -211,7 +211,7 @@ async def test_a_deadline_that_passes(bench, kind):
 async def test_a_hop_that_is_not_there_is_a_client_span_alone(bench, kind):
     async with open_channel("127.0.0.1:1", "predictor") as channel:
         bench.channel = channel
-        with pytest.raises(Exception, match="the connection to the predictor broke"):
+        with pytest.raises(Exception, match="no predictor is ready"):
             await bench.call(kind)
     [span] = bench.exporter.get_finished_spans()
     assert span.attributes["rpc.response.status_code"] == "UNAVAILABLE"

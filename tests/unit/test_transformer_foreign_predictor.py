@@ -60,8 +60,8 @@ async def test_text_becomes_ids_as_its_metadata_wants_them_and_back():
         last = responses[-1].infer_response.parameters
         assert (last["finish_reason"].string_param, last["triton_final_response"].bool_param) == ("stop", True)
         # It says nothing of its context, so the model's own files count.
-        assert catalogue.get("ids").limits.context_length == 1024
-        assert not catalogue.get("ids").resumes
+        assert catalogue.find("ids").limits.context_length == 1024
+        assert not catalogue.find("ids").resumes
 
         shorter = await stub.ModelInfer(text_request("ids", "Once upon a time", max_tokens=2))
         assert shorter.parameters["finish_reason"].string_param == "length"
@@ -96,7 +96,7 @@ async def test_a_model_that_leaves_is_not_found_and_one_that_comes_is_served():
 
 
 async def test_without_any_server_models_are_not_ready_rather_than_unknown():
-    async with transformer("127.0.0.1:9", TEXT, ready=False) as (stub, catalogue):
+    async with transformer("127.0.0.1:9", TEXT, ready=False, wait_s=0.2) as (stub, catalogue):
         assert not (await stub.ServerReady(pb.ServerReadyRequest())).ready
         for name in ("ids", "nobody"):
             with pytest.raises(grpc.aio.AioRpcError) as raised:

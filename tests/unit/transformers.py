@@ -14,15 +14,19 @@ from millrace.interceptors import ErrorServerInterceptor
 from millrace.model_sources import parse_models
 from millrace.payload_tap import PayloadTap
 from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace.protos.rest_pb2_grpc import add_OpenAIServicer_to_server
 from services.transformer.catalogue import Catalogue
 from services.transformer.inference import Inference
 from services.transformer.inference_servicer import InferenceServicer
+from services.transformer.openai.embeddings import Embedder
+from services.transformer.openai_servicer import OpenAIServicer
 from services.transformer.pipeline import Pipeline
 from services.transformer.predictor_client import PredictorClient
 from services.transformer.processor_sources import parse_processors
 from services.transformer.processors import RunningProcessor
 from services.transformer.relay import Relay
 from services.transformer.replicas import Replicas
+from services.transformer.resuming import ResumingGenerator
 from services.transformer.work_pool import WorkPool
 from tests.waiting import until
 
@@ -30,9 +34,11 @@ NOWHERE = "127.0.0.1:9"
 
 
 @asynccontextmanager
-async def transformer(predictor, models="", processors="", replicas=(), ready=True):
+async def transformer(
+    predictor, models="", processors="", replicas=(), ready=True, silence_limit_s=10.0, wait_s=30.0, resume_limit=2
+):
     """Its gRPC stub and its catalogue, once a generation would work; `replicas` are as the setting says."""
-    client = PredictorClient(predictor)
+    client = PredictorClient(predictor, silence_limit_s, wait_s)
     asked = Replicas(replicas, client)
     threads, work = ThreadPoolExecutor(1), WorkPool(2, 1, "processor")
     running = {source.name: RunningProcessor(source, work) for source in parse_processors(processors)}
@@ -43,9 +49,11 @@ async def transformer(predictor, models="", processors="", replicas=(), ready=Tr
     spool = await asyncio.to_thread(tempfile.TemporaryDirectory)
     tap = PayloadTap(NOWHERE, spool=Path(spool.name))
     tap.start()
-    inference = Inference(Pipeline(catalogue, client, tap), catalogue, Relay(client), tap)
+    pipeline = Pipeline(catalogue, client, ResumingGenerator(client, resume_limit), tap)
+    inference = Inference(pipeline, catalogue, Relay(client), tap)
     server = grpc.aio.server(interceptors=(ErrorServerInterceptor("transformer"),))
     InferenceServicer(inference, catalogue, client, asked).add_to_server(server)
+    add_OpenAIServicer_to_server(OpenAIServicer(pipeline, catalogue, Embedder(catalogue, client, tap)), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
 
@@ -58,7 +66,9 @@ async def transformer(predictor, models="", processors="", replicas=(), ready=Tr
         if ready:
             await until(lambda: catalogue.ready)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
-            yield GRPCInferenceServiceStub(channel), catalogue
+            stub = GRPCInferenceServiceStub(channel)
+            stub.channel = channel  # For the other services.
+            yield stub, catalogue
     finally:
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)

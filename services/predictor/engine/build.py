@@ -25,10 +25,13 @@ from services.predictor.engine.paged_runner import PagedRunner, self_test
 from services.predictor.engine.row_runner import CachelessRunner, CausalRunner, EncoderDecoderRunner
 from services.predictor.engine.runner import ModelRunner
 from services.predictor.engine.scheduler import Scheduler
+from services.predictor.engine.solo import SoloPlace
 from services.predictor.engine.t5_runner import T5Runner
 from services.predictor.settings import PredictorSettings
 
 logger = logging.getLogger(__name__)
+
+_SOLO = SoloPlace()  # The process has one.
 
 
 def build_engine(name: str, model: Any, settings: PredictorSettings) -> Engine:
@@ -52,6 +55,7 @@ def build_engine(name: str, model: Any, settings: PredictorSettings) -> Engine:
         EngineLimits(context, bool(model.config.is_encoder_decoder), vocabulary),
         _end_ids(model.generation_config.eos_token_id),
         settings.step_timeout,
+        _SOLO,
     )
 
 

@@ -1,29 +1,31 @@
 """The engine: continuous batching on one thread of its own, which no request can break.
 
 `_step` reads: schedule, run, sample, publish. A step that raises is replayed row by row, so that only
-the culprit fails (what a step writes is indexed by position: it can be run again). Where every row
-fails and a probe of the model fails too, or the device reports an error of its own, or a step takes
-longer than `step_timeout_s`, the engine is dead: every request ends with NotReadyError and `died`
-raises, so that the process ends and is started again.
+the culprit fails (what a step writes is indexed by position: it can be run again). After a step of
+which no row came through, a probe of the model must: nobody learns of the failure before a real forward
+pass has gone well. Where it fails, or the device reports an error of its own, or a step takes longer
+than `step_timeout_s`, or for so long steps pass by a sequence that each should serve, the engine is
+dead: every request ends with HopBrokenError and `died` raises, so that the process ends and is started
+again.
 
-Threads: `submit`, a slot's `cancel`, `close` and `statistics` may be used by any; all else is the
+Threads: `submit`, a slot's methods, `close` and `statistics` may be used by any; all else is the
 engine thread's. A second thread, the watchdog, looks at the first.
 """
 
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import logging
 import threading
 import time
 from collections.abc import Iterable
+from itertools import count
 
 import torch
 
-from millrace.errors import DeadlineError, MillraceError, NotReadyError, RequestFailedError
+from millrace.errors import HopBrokenError, MillraceError, NotReadyError, OverloadedError, RequestFailedError
+from millrace.watchdog import Watchdog, dump_tracebacks
 from services.predictor.counts import Outcome
-from services.predictor.engine.faults import is_device_error, is_out_of_memory
 from services.predictor.engine.interface import (
     EngineDeadError,
     EngineLimits,
@@ -32,20 +34,24 @@ from services.predictor.engine.interface import (
     Logprobs,
 )
 from services.predictor.engine.pace import PrefillPace
+from services.predictor.engine.progress import ProgressWatch
+from services.predictor.engine.queue_estimate import QueueEstimate
 from services.predictor.engine.runner import ModelRunner
-from services.predictor.engine.sampler import NO_TOKEN, sample
 from services.predictor.engine.scheduler import Scheduler
 from services.predictor.engine.sequence import Row, Sequence
 from services.predictor.engine.slot import MergingSlot, Reader, wake
+from services.predictor.engine.solo import SoloPlace
+from services.predictor.engine.step import Result, StepRunner
 
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 5.0
-_Result = tuple[Row, int, Logprobs | None]
+# What a request does alone may be the end of this process: first its caller learns that it begins.
+_TELL_S, _ON_ITS_WAY_S = 0.5, 0.05
 
 
 class ContinuousBatchingEngine:
-    """See the module. `end_ids` end a sequence; `name` is for logs and threads."""
+    """See the module. `end_ids` end a sequence; `name` is for logs and threads; `solo` is the process's."""
 
     def __init__(
         self,
@@ -55,6 +61,7 @@ class ContinuousBatchingEngine:
         limits: EngineLimits,
         end_ids: Iterable[int],
         step_timeout_s: float,
+        solo: SoloPlace,
     ) -> None:
         self.limits = limits
         self.statistics = EngineStatistics()
@@ -66,12 +73,15 @@ class ContinuousBatchingEngine:
         self._changed = threading.Condition()  # Guards the scheduler; notified of new work and of the stop.
         self._closing = False
         self._dead = threading.Event()
+        self._solo = solo
+        self._estimate = QueueEstimate(scheduler.max_running)
+        self._progress = ProgressWatch(step_timeout_s)
         self._step_timeout_s = step_timeout_s
-        self._step_started: float | None = None
-        self._end_interval_s = 1.0  # Between the ends of two requests, smoothed.
-        self._last_end: float | None = None
+        self._passes = count()
+        self._step_under_way: int | None = None  # Its latest pass.
+        self._step_runner = StepRunner(runner, self.statistics, self._make_room, self._begin_pass)
         self._thread = threading.Thread(target=self._run, name=f"engine-{name}", daemon=True)
-        self._watchdog = threading.Thread(target=self._watch, name=f"watchdog-{name}", daemon=True)
+        self._watchdog = Watchdog(f"watchdog-{name}", step_timeout_s, lambda: self._step_under_way, self._hang)
         self._thread.start()
         self._watchdog.start()
 
@@ -84,11 +94,13 @@ class ContinuousBatchingEngine:
     def submit(self, request: GenerationRequest) -> MergingSlot:
         slot = MergingSlot(request.sampling)
         sequence = Sequence(request, slot, self._end_ids, self._runner.start_ids)
+        if (reason := sequence.complete) is not None:
+            slot.finish(reason, sequence.usage)
+            return slot
         with self._changed:
             if self._closing or self._dead.is_set():
                 raise NotReadyError("the engine is stopping")
-            # A place in the queue is free when the next request ends.
-            self._scheduler.add(sequence, retry_after_ms=max(1, int(self._end_interval_s * 1000)))
+            self._queue(sequence)
             self._changed.notify()
         return slot
 
@@ -101,72 +113,99 @@ class ContinuousBatchingEngine:
         with self._changed:
             self._closing = True
             self._changed.notify()
-        self._thread.join(_STOP_TIMEOUT_S)
+        if not self._dead.is_set():
+            self._thread.join(_STOP_TIMEOUT_S)
         # The thread has done so, unless its step hangs.
         self._end_all()
-        self._watchdog.join(_STOP_TIMEOUT_S)
+        self._watchdog.join()
+
+    def _queue(self, sequence: Sequence) -> None:
+        """Adds it to the queue, unless it would end there by a deadline, or before it is done."""
+        if self._estimate.is_late(sequence, self._scheduler.queue_before(sequence), time.monotonic()):
+            raise self._too_late()
+        if sequence.alone:
+            self._solo.take(sequence)
+        try:
+            self._scheduler.add(sequence, retry_after_ms=self._estimate.retry_after_ms)
+        except MillraceError:
+            self._solo.leave(sequence)
+            raise
+
+    def _too_late(self) -> OverloadedError:
+        message = "the queue is longer than the request can wait"
+        return OverloadedError(message, retry_after_ms=self._estimate.retry_after_ms)
 
     def _run(self) -> None:
         try:
             # Inference mode belongs to a thread.
             with torch.inference_mode():
                 while self._wait_for_work():
-                    self._step_started = time.monotonic()
+                    self._begin_pass()
                     self._step()
-                    self._step_started = None
+                    self._step_under_way = None
         except BaseException:
             logger.critical("the engine died; in flight: %s", self._ids_in_flight(), exc_info=True)
         finally:
             self._end_all()
 
-    def _watch(self) -> None:
-        """Declares the engine dead when a step takes too long; the step itself cannot be stopped."""
-        while not self._dead.wait(min(1.0, self._step_timeout_s / 4)):
-            started = self._step_started
-            if started is not None and time.monotonic() - started > self._step_timeout_s:
-                in_flight = self._ids_in_flight()
-                logger.critical("a step takes longer than %g s; in flight: %s", self._step_timeout_s, in_flight)
-                try:
-                    faulthandler.dump_traceback(all_threads=True)
-                except (RuntimeError, ValueError, OSError) as error:
-                    logger.warning("standard error takes no traceback: %s", error)
-                self._end_all()
+    def _begin_pass(self) -> None:
+        self._step_under_way = next(self._passes)
+
+    def _hang(self) -> None:
+        """Declares the engine dead; the step that takes too long cannot be stopped."""
+        logger.critical("a step takes longer than %g s; in flight: %s", self._step_timeout_s, self._ids_in_flight())
+        dump_tracebacks()
+        self._end_all()
 
     def _end_all(self) -> None:
         self._dead.set()
+        self._watchdog.end()
         for sequence in self._sequences():
-            sequence.slot.fail(NotReadyError("the engine stopped"))
+            # A death may be the doing of whoever took part: who goes on elsewhere has to count it.
+            took_part = sequence.started_at is not None and not self._closing
+            error = HopBrokenError("the engine died") if took_part else NotReadyError("the engine stopped")
+            self._solo.leave(sequence)
+            sequence.slot.fail(error)
 
     def _wait_for_work(self) -> bool:
         with self._changed:
             while not (self._scheduler.sequences or self._closing or self._dead.is_set()):
                 self._scheduler.restore()
-                # Idle time says nothing of how fast requests end.
-                self._last_end = None
+                self._estimate.idle()
                 self._changed.wait()
             return not (self._closing or self._dead.is_set())
 
     def _step(self) -> None:
         rows = self._schedule()
+        served: set[Sequence] = set()
         if rows:
             started = time.perf_counter()
-            results = self._run_and_sample(rows)
+            results, failed = self._step_runner.run(rows)
             self._publish(results)
+            for sequence, error in failed:
+                self._fail(sequence, error, forget=True)
+            served = {result.row.sequence for result in results}
             self._scheduler.regain()
             elapsed = time.perf_counter() - started
             streams = sum(row.count == 1 for row in rows)
             self._pace.observe(streams, sum(row.count for row in rows) - streams, elapsed)
             self.statistics.steps += 1
             self.statistics.step_ns += int(elapsed * 1e9)
+        self._look_for_stuck(served)
 
     def _schedule(self) -> list[Row]:
         """The rows of this step, without those that are cancelled or out of time."""
         now = time.monotonic()
-        for sequence in self._sequences():
+        with self._changed:
+            sequences = self._scheduler.sequences
+            contended = self._scheduler.contended
+        for sequence in sequences:
             if sequence.slot.cancelled:
                 self._cancel(sequence)
-            elif sequence.expired(now):
-                self._fail(sequence, DeadlineError("the deadline passed during generation"))
+            elif (error := sequence.overdue(now)) is not None:
+                self._fail(sequence, error)
+            elif contended and sequence.started_at is None and self._estimate.is_hopeless(sequence, now):
+                self._fail(sequence, self._too_late())
         with self._changed:
             streams, prompts = self._scheduler.streams, self._scheduler.prompts
             rows = self._scheduler.schedule(self._pace.limit(streams, prompts) if prompts else 0)
@@ -174,67 +213,29 @@ class ContinuousBatchingEngine:
         for row in rows:
             if row.sequence.started_at is None:
                 row.sequence.started_at = now
+                row.sequence.slot.cached_tokens = row.sequence.cached_tokens
                 self.statistics.cached_tokens += row.sequence.cached_tokens
+        if rows and rows[0].sequence.alone and not rows[0].sequence.slot.runs_alone:
+            return rows if self._tell_alone(rows[0].sequence) else []
         return rows
 
-    def _run_and_sample(self, rows: list[Row]) -> list[_Result]:
-        try:
-            return self._try(rows)
-        except Exception as error:
-            if is_device_error(error):
-                raise EngineDeadError("the device failed") from error
-            if is_out_of_memory(error):
-                return self._make_room(rows, error)
-            return self._replay(rows, error)
+    def _tell_alone(self, sequence: Sequence) -> bool:
+        """Has the caller learn that a sequence runs alone from now on; whether it still should."""
+        if not sequence.slot.run_alone(_TELL_S):
+            self._cancel(sequence)
+            return False
+        time.sleep(_ON_ITS_WAY_S)  # Nothing tells when the word has come through the gateway.
+        return True
 
-    def _try(self, rows: list[Row]) -> list[_Result]:
-        started = time.perf_counter_ns()
-        logits = self._runner.run(rows)
-        self.statistics.forward_ns += time.perf_counter_ns() - started
-        sampling = [row for row in rows if row.samples]
-        results: list[_Result] = [(row, NO_TOKEN, None) for row in rows if not row.samples]
-        if sampling:
-            sampled = sample(logits, [row.sequence.row for row in sampling])
-            results += zip(sampling, sampled.token_ids, sampled.logprobs, strict=True)
-        return results
-
-    def _replay(self, rows: list[Row], error: Exception) -> list[_Result]:
-        """Runs each row alone, so that only what is at fault fails."""
-        results: list[_Result] = []
-        failed: list[Sequence] = []
-        for row in rows:
-            self._step_started = time.monotonic()  # Each has a step's time.
-            try:
-                results += self._try([row]) if len(rows) > 1 else _raise(error)
-            except Exception as own:
-                if is_device_error(own):
-                    raise EngineDeadError("the device failed") from own
-                if is_out_of_memory(own):
-                    results += self._make_room([row], own)
-                    continue
-                logger.exception("request %s failed in the model", row.sequence.request.id)
-                failed.append(row.sequence)
-        if failed and not results:
-            # Was it the requests, or is it the model? What cannot run the simplest input cannot go on, and
-            # then the requests are to blame for nothing: they end as all others do, and may go on elsewhere.
-            self._runner.probe()
-        for sequence in failed:
-            self._fail(sequence, RequestFailedError("the model failed on this request"), forget=True)
-        return results
-
-    def _make_room(self, rows: list[Row], error: Exception) -> list[_Result]:
-        """After an allocation that failed: smaller steps, then fewer sequences, then one request less."""
+    def _make_room(self, rows: list[Row]) -> Sequence | None:
         with self._changed:
-            alone = self._scheduler.make_room(rows)
-        if alone is None:
+            hopeless = self._scheduler.make_room(rows)
+        if hopeless is None:
             steps, running = self._scheduler.step_tokens, self._scheduler.max_running
             logger.warning("out of memory: steps of %d tokens and %d sequences from now on", steps, running)
-        else:
-            logger.error("out of memory on request %s alone", alone.request.id, exc_info=error)
-            self._fail(alone, RequestFailedError("there is not enough memory for this request"), forget=True)
-        return []
+        return hopeless
 
-    def _publish(self, results: list[_Result]) -> None:
+    def _publish(self, results: list[Result]) -> None:
         readers: list[Reader] = []
         try:
             for row, token_id, logprobs in results:
@@ -249,10 +250,8 @@ class ContinuousBatchingEngine:
 
     def _publish_token(self, sequence: Sequence, token_id: int, logprobs: Logprobs | None) -> Reader | None:
         """Hands a sequence its next token; the reader that has to be woken."""
-        if token_id == NO_TOKEN:
-            logger.error("request %s: the model's logits are not numbers", sequence.request.id)
-            self._fail(sequence, RequestFailedError("the model failed on this request"), forget=True)
-            return None
+        if sequence.alone:
+            self._solo.leave(sequence)
         reason = sequence.append(token_id)
         self.statistics.tokens += 1
         self.statistics.tokens_after_cancel += sequence.slot.cancelled
@@ -279,12 +278,22 @@ class ContinuousBatchingEngine:
         """Frees what a sequence held and counts it, before its reader learns that it ended; the void blocks."""
         with self._changed:
             released = self._scheduler.remove(sequence, forget)
-        now = time.monotonic()
-        self.statistics.add(outcome, sequence.submitted_at, sequence.started_at or now, now)
-        if self._last_end is not None:
-            self._end_interval_s += 0.1 * (min(now - self._last_end, 60.0) - self._end_interval_s)
-        self._last_end = now
+            now = time.monotonic()
+            started_at = sequence.started_at or now
+            if sequence.started_at is not None:
+                self._estimate.ended(now)
+            if outcome == "succeeded":
+                self._estimate.succeeded(sequence.asked, now - started_at)
+        self._solo.leave(sequence)
+        self.statistics.add(outcome, sequence.submitted_at, started_at, now)
         return released
+
+    def _look_for_stuck(self, served: set[Sequence]) -> None:
+        with self._changed:
+            due = self._scheduler.due
+        stuck = self._progress.observe(due, served, time.monotonic())
+        if stuck is not None:
+            raise EngineDeadError(f"request {stuck.request.id} gets no token, although steps go on")
 
     def _sequences(self) -> list[Sequence]:
         with self._changed:
@@ -292,7 +301,3 @@ class ContinuousBatchingEngine:
 
     def _ids_in_flight(self) -> list[str]:
         return [sequence.request.id for sequence in self._sequences()]
-
-
-def _raise(error: Exception) -> list[_Result]:
-    raise error

@@ -7,10 +7,17 @@ CUDA answers every later call with it.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from services.predictor.engine.interface import EngineDeadError
 
 _CPU_OUT_OF_MEMORY = "can't allocate memory"  # Of torch's DefaultCPUAllocator, which raises a plain RuntimeError.
+
+
+def check_numbers(logits: Tensor) -> None:
+    """Raises RuntimeError where a model gives what is no number."""
+    if bool(logits.isnan().any()):
+        raise RuntimeError("the model's logits are not numbers")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

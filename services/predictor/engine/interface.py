@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from millrace.errors import MillraceError
 from millrace.sampling import ContextLimits, SamplingParameters
 from services.predictor.counts import RequestCounts
 
@@ -19,7 +20,8 @@ class GenerationRequest:
 
     Generation continues after `output_ids`, tokens that were produced before: `max_tokens`,
     `min_tokens`, penalties and positions count them. `sampling` is resolved (seed, max_tokens).
-    `deadline` is on the clock of time.monotonic().
+    `deadline` is on the clock of time.monotonic(); `first_token_timeout_s` begins with the submission. While a
+    request that runs `alone` is computed, until its next token, the engine computes nothing else.
     """
 
     id: str
@@ -27,6 +29,8 @@ class GenerationRequest:
     sampling: SamplingParameters
     output_ids: list[int] = field(default_factory=list)
     deadline: float | None = None
+    first_token_timeout_s: float | None = None
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,11 +65,31 @@ class Chunk:
 class OutputSlot(Protocol):
     """Where one reader takes what an engine makes; tokens merge while the reader is away."""
 
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that needed no computation; known once there is a chunk."""
+
+    @property
+    def runs_alone(self) -> bool:
+        """Whether the engine computes nothing else until the next token; it waits a little until that is `told`."""
+
+    def told(self) -> None:
+        """Whoever wants to know of `runs_alone` does."""
+
+    async def readable(self, timeout_s: float) -> bool:
+        """Waits until `read` has a chunk, or an error, at once; False where that takes longer than `timeout_s`.
+
+        False at once where `runs_alone` is to be told.
+        """
+
     async def read(self) -> Chunk:
         """The next chunk, as large as `chunk_tokens` and `chunk_ms` ask; raises the request's MillraceError."""
 
     def cancel(self) -> None:
         """Ends a request whose output nobody wants; may be called at any time, and more than once."""
+
+    def fail(self, error: MillraceError) -> None:
+        """Ends the output with an error, after what has been made; the request still has to be cancelled."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +125,17 @@ class Engine(Protocol):
         """Facts that ModelConfig shows as parameters, such as "runner"."""
 
     def submit(self, request: GenerationRequest) -> OutputSlot:
-        """Queues a request; raises OverloadedError, or InvalidRequestError for what can never fit."""
+        """Queues a request; one that is complete already gets an empty last chunk.
+
+        Raises OverloadedError, also where the queue is longer than the request can wait; NotReadyError, also where
+        another request runs alone; and InvalidRequestError for what can never fit.
+        """
 
     async def died(self) -> None:
         """Waits until the engine cannot continue, then raises EngineDeadError."""
 
     def close(self) -> None:
-        """Stops the engine; what is in flight ends with NotReadyError."""
+        """Stops the engine; what is in flight ends with NotReadyError (where it has died, HopBrokenError)."""
 
 
 class EngineDeadError(Exception):

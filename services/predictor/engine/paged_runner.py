@@ -19,6 +19,7 @@ from services.predictor.engine.attention import NAME
 from services.predictor.engine.blocks import RESERVED
 from services.predictor.engine.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
 from services.predictor.engine.decode_graphs import DecodeGraphs, Record
+from services.predictor.engine.faults import check_numbers
 from services.predictor.engine.interface import GenerationRequest
 from services.predictor.engine.sequence import Row, Sequence
 from services.predictor.engine.slot import MergingSlot
@@ -90,7 +91,7 @@ class PagedRunner:
     def probe(self) -> None:
         sequence = detached_sequence([0])
         sequence.blocks = [0]
-        self.run([Row(sequence, 0, 1)])
+        check_numbers(self.run([Row(sequence, 0, 1)]))
 
 
 def detached_sequence(ids: list[int]) -> Sequence:

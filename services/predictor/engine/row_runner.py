@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache
 
+from services.predictor.engine.faults import check_numbers
 from services.predictor.engine.sequence import Row
 
 
@@ -39,7 +40,7 @@ class _RowRunner:
         """Nothing of a sequence outlives its state."""
 
     def probe(self) -> None:
-        self._model(input_ids=self._tensor([0]), use_cache=False)
+        check_numbers(self._model(input_ids=self._tensor([0]), use_cache=False).logits)
 
     def _last_logits(self, row: Row) -> Tensor:
         raise NotImplementedError
@@ -80,7 +81,8 @@ class EncoderDecoderRunner(_RowRunner):
         self.start_ids = (model.config.decoder_start_token_id if start is None else start,)
 
     def probe(self) -> None:
-        self._model(input_ids=self._tensor([0]), decoder_input_ids=self._tensor([0]), use_cache=False)
+        ids = self._tensor([0])
+        check_numbers(self._model(input_ids=ids, decoder_input_ids=ids, use_cache=False).logits)
 
     def _last_logits(self, row: Row) -> Tensor:
         sequence = row.sequence

@@ -35,4 +35,4 @@ class ModelRunner(Protocol):
         """Wipes what a failed sequence left in blocks that others will use."""
 
     def probe(self) -> None:
-        """A forward pass that touches no sequence; raises where the model cannot run any more."""
+        """A forward pass that touches no sequence; raises where the model cannot run any more, or gives no numbers."""

@@ -2,8 +2,13 @@
 
 Pure: no thread, no clock, no model. A step takes every sequence that waits for its next token, then
 chunks of prompts as far as the step's budget of tokens goes, then new sequences. First come, first
-served: where blocks run out, the newest running sequence gives its own back and is computed again
-later, so that the oldest always goes on and none starves.
+served, and those that go on from elsewhere before those that begin. Where blocks run out, the last of the
+running sequences gives its own back and is computed again later, so that the first always goes on and none
+starves.
+
+A sequence that runs alone waits for its turn like any other. From the step that begins its computation
+until its next token is there, or it has ended, every step is its own: the others keep their blocks and
+wait. Between two of these the others have a step.
 """
 
 from __future__ import annotations
@@ -30,13 +35,16 @@ class Scheduler:
         self, blocks: BlockManager, max_running: int, max_waiting: int, step_tokens: int, reuses_prefixes: bool = True
     ) -> None:
         self.blocks = blocks
-        # Both in the order of arrival.
+        # Both by `precedence`.
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.step_tokens = self._most_step_tokens = max(step_tokens, max_running)
         self.max_running = self._most_running = max_running
         self.preempted = 0
         self._steps_since_shortage = 0
+        self._alone: list[Sequence] = []  # Those whose next token is not there yet, in the order of arrival.
+        self._gave_way = False  # The others, in the latest step.
+        self._full = False  # Without blocks for the next sequence, in the latest step.
         self._max_waiting = max_waiting
         self._reuses_prefixes = reuses_prefixes
         self._arrivals = counter()
@@ -51,6 +59,28 @@ class Scheduler:
         """Sequences that have more to compute, running ones and those for which there is a place."""
         places = self.max_running - len(self.running)
         return len(self.running) - self.streams + min(places, len(self.waiting))
+
+    def queue_before(self, sequence: Sequence) -> int:
+        """Sequences that wait for another's end and would go before a new one."""
+        if not self._full and len(self.running) < self.max_running:
+            return 0
+        if not sequence.request.output_ids:
+            return len(self.waiting)
+        return sum(bool(waiting.request.output_ids) for waiting in self.waiting)
+
+    @property
+    def contended(self) -> bool:
+        """Whether a place that one of those who wait does not take is another's."""
+        places = 0 if self._full else self.max_running - len(self.running)
+        return len(self.waiting) > max(1, places)
+
+    @property
+    def due(self) -> list[Sequence]:
+        """Running sequences that no step may pass by: who runs alone, else those that decode and the oldest."""
+        alone = self._running_alone()
+        if alone is not None:
+            return [alone]
+        return [sequence for i, sequence in enumerate(self.running) if i == 0 or sequence.remaining == 1]
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -68,11 +98,20 @@ class Scheduler:
         if len(self.waiting) >= self._max_waiting and ahead >= self.max_running:
             raise OverloadedError("the queue is full", retry_after_ms=retry_after_ms)
         sequence.number = next(self._arrivals)
-        self.waiting.append(sequence)
+        insort(self.waiting, sequence, key=precedence)
+        if sequence.alone:
+            self._alone.append(sequence)
 
     def schedule(self, prefill_tokens: int) -> list[Row]:
-        """The rows of the next step: all sequences that decode, and `prefill_tokens` of prompts at most."""
+        """The rows of the next step: all sequences that decode, and `prefill_tokens` of prompts at most; or a
+        sequence alone."""
         rows: dict[Sequence, Row] = {}
+        alone = self._next_alone() if self._alone else None
+        if alone is not None:
+            self._plan(alone, min(alone.remaining, max(self.step_tokens, alone.indivisible)), rows)
+        self._gave_way = bool(rows)
+        if rows:
+            return list(rows.values())
         for sequence in list(self.running):
             if sequence.remaining == 1:
                 self._plan(sequence, 1, rows)
@@ -103,13 +142,15 @@ class Scheduler:
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
+        if sequence in self._alone:
+            self._alone.remove(sequence)
         return self._release(sequence, forget)
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes its blocks from a running sequence, which goes back to its place in the queue."""
         self.running.remove(sequence)
         self._release(sequence)
-        insort(self.waiting, sequence, key=_arrival)
+        insort(self.waiting, sequence, key=precedence)
         self.preempted += 1
 
     def make_room(self, rows: list[Row]) -> Sequence | None:
@@ -140,8 +181,25 @@ class Scheduler:
         """Takes all of it back, when nothing runs."""
         self.step_tokens, self.max_running = self._most_step_tokens, self._most_running
 
+    def _next_alone(self) -> Sequence | None:
+        """The sequence that the next step belongs to: one that runs alone, or begins to."""
+        self._alone = [sequence for sequence in self._alone if sequence.alone]
+        running = self._running_alone()
+        if running is not None or (self._gave_way and self.running) or len(self.running) >= self.max_running:
+            return running
+        for sequence in self.waiting:
+            cached, pending = self._find_cached(sequence)
+            if not pending:
+                if not sequence.alone or not self._has_blocks(sequence, cached):
+                    return None
+                self.waiting.remove(sequence)
+                self._start(sequence, cached)
+                return sequence
+        return None
+
     def _admit(self, budget: int, rows: dict[Sequence, Row]) -> None:
         """Starts waiting sequences while there are rows, tokens and blocks for them."""
+        self._full = False
         for sequence in list(self.waiting):
             if len(self.running) >= self.max_running or budget <= 0:
                 return
@@ -151,15 +209,25 @@ class Scheduler:
             if pending:
                 # Another sequence computes the next block; what follows it in the queue may go first.
                 continue
-            needed = self.blocks.blocks_for(len(sequence.ids) + 1) - len(cached)
-            if self.running and needed > self.blocks.free - self.blocks.idle(cached):
+            if sequence.alone:
+                return
+            if not self._has_blocks(sequence, cached):
+                self._full = True
                 return
             self.waiting.remove(sequence)
             self._start(sequence, cached)
             budget -= self._plan(sequence, min(sequence.remaining, max(budget, sequence.indivisible)), rows)
 
+    def _running_alone(self) -> Sequence | None:
+        return next((sequence for sequence in self._alone if sequence.alone and sequence in self.running), None)
+
+    def _has_blocks(self, sequence: Sequence, cached: list[int]) -> bool:
+        """Whether there are blocks for what is known of a sequence that would start; the only one always has."""
+        needed = self.blocks.blocks_for(len(sequence.ids) + 1) - len(cached)
+        return not self.running or needed <= self.blocks.free - self.blocks.idle(cached)
+
     def _start(self, sequence: Sequence, cached: list[int]) -> None:
-        insort(self.running, sequence, key=_arrival)
+        insort(self.running, sequence, key=precedence)
         self.blocks.share(cached)
         sequence.blocks = cached
         sequence.computed = len(cached) * self.blocks.block_tokens
@@ -209,5 +277,6 @@ class Scheduler:
         return released
 
 
-def _arrival(sequence: Sequence) -> int:
-    return sequence.number
+def precedence(sequence: Sequence) -> tuple[bool, int]:
+    """First come, first served, but for those that go on from elsewhere: their readers are in mid-sentence."""
+    return not sequence.request.output_ids, sequence.number

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 from typing import Any
 
+from millrace.errors import DeadlineError
 from services.predictor.engine.blocks import block_name, first_name
 from services.predictor.engine.interface import GenerationRequest, Usage
 from services.predictor.engine.sampler import SamplingRow
@@ -39,6 +40,7 @@ class Sequence:
         self.announced: list[bytes] = []
         self.number = 0  # Of its arrival.
         self.state: Any = None  # What a model runner keeps for it; gone when its blocks are.
+        self.alone = request.alone  # Until its next token is there.
         self.submitted_at = time.monotonic()
         self.started_at: float | None = None
         self._block_names: list[bytes] = []
@@ -54,6 +56,11 @@ class Sequence:
         return len(self.ids) - produced + max(self.request.sampling.max_tokens or 0, produced + 1)
 
     @property
+    def asked(self) -> int:
+        """Tokens that were asked for at most, beyond those produced before."""
+        return (self.request.sampling.max_tokens or 0) - len(self.request.output_ids)
+
+    @property
     def remaining(self) -> int:
         """Ids that are still to be computed."""
         return len(self.ids) - self.computed
@@ -67,8 +74,28 @@ class Sequence:
     def usage(self) -> Usage:
         return Usage(len(self.request.input_ids), self.cached_tokens, len(self.output_ids))
 
-    def expired(self, now: float) -> bool:
-        return self.request.deadline is not None and now >= self.request.deadline
+    @property
+    def complete(self) -> str | None:
+        """Why nothing follows what was produced before, if that is so."""
+        if not self.output_ids:
+            return None
+        return self.request.sampling.finish_reason(self.output_ids[-1], len(self.output_ids) - 1, self.end_ids)
+
+    @property
+    def first_token_deadline(self) -> float | None:
+        """Until when its first new token must be there, while it is not."""
+        timeout_s = self.request.first_token_timeout_s
+        return None if timeout_s is None or self.proven else self.submitted_at + timeout_s
+
+    def overdue(self, now: float) -> DeadlineError | None:
+        """The error of a deadline that has passed."""
+        request = self.request
+        if request.deadline is not None and now >= request.deadline:
+            return DeadlineError("the deadline passed during generation")
+        limit = self.first_token_deadline
+        if limit is not None and now >= limit:
+            return DeadlineError(f"no token within {(request.first_token_timeout_s or 0) * 1000:.0f} ms")
+        return None
 
     def block_names(self, count: int, block_tokens: int) -> list[bytes]:
         """The names of its first `count` blocks, all of which its ids fill."""
@@ -81,6 +108,7 @@ class Sequence:
     def append(self, token_id: int) -> str | None:
         """Takes the next token; the reason if the sequence ends with it."""
         reason = self.request.sampling.finish_reason(token_id, len(self.output_ids), self.end_ids)
+        self.alone = False
         self.ids.append(token_id)
         self.output_ids.append(token_id)
         return reason

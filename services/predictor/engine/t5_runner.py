@@ -28,6 +28,7 @@ from transformers import MT5ForConditionalGeneration, T5ForConditionalGeneration
 from millrace.sampling import SamplingParameters
 from services.predictor.engine import kernel
 from services.predictor.engine.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
+from services.predictor.engine.faults import check_numbers
 from services.predictor.engine.interface import GenerationRequest
 from services.predictor.engine.sequence import Row, Sequence
 from services.predictor.engine.slot import MergingSlot
@@ -104,7 +105,7 @@ class T5Runner:
         sampling = SamplingParameters()
         sequence = Sequence(GenerationRequest("", [0], sampling), MergingSlot(sampling), frozenset(), self.start_ids)
         sequence.blocks = [0]
-        self.run([Row(sequence, 0, len(sequence.ids))])
+        check_numbers(self.run([Row(sequence, 0, len(sequence.ids))]))
 
     def _encode(self, sequences: Rows[Sequence]) -> None:
         """Reads prompts and writes what cross-attention needs of them."""

@@ -2,8 +2,8 @@
 
 `submit` is called on an event loop and waits there for the one request's result. Where a batch
 raises, each of its requests runs again alone, so that only the culprit fails. An exception of the
-`fatal` types, after which nothing can work, ends the thread: `died` raises, and all requests end
-with NotReadyError.
+`fatal` types, after which nothing can work, ends the thread: `died` raises, the requests that ran end
+with HopBrokenError, for one of them may be to blame, and those that waited with NotReadyError.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
-from millrace.errors import DeadlineError, MillraceError, NotReadyError, RequestFailedError
+from millrace.errors import DeadlineError, HopBrokenError, MillraceError, NotReadyError, RequestFailedError
 from services.predictor.counts import Outcome, RequestCounts
 from services.predictor.engine.interface import EngineDeadError
 from services.predictor.tensor_models.batching import BatchQueue, Waiting
@@ -110,9 +110,11 @@ class BatchWorker(Generic[T, R]):
         finally:
             self._dead.set()
             with self._changed:
-                left = [*self._running, *self._queue.take_all()]
+                waiting = self._queue.take_all()
             now = time.monotonic()
-            for entry in left:
+            for entry in list(self._running):
+                self._fail(entry, HopBrokenError("the engine died"), now)
+            for entry in waiting:
                 self._fail(entry, NotReadyError("the model is stopping"), now)
 
     def _next_batch(self) -> list[Waiting[_Job[T, R]]] | None:

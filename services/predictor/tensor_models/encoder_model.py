@@ -14,10 +14,11 @@ import torch
 
 from millrace.errors import MillraceError, StartupError
 from millrace.protos import inference_pb2 as pb
+from millrace.resumable import CallOptions
 from millrace.stream_infer import FINAL
 from millrace.tensors import Tensor, add_output
 from services.predictor.counts import RequestCounts
-from services.predictor.served_model import VERSION, ModelDescription
+from services.predictor.served_model import NO_OPTIONS, VERSION, ModelDescription
 from services.predictor.tensor_models.batch_worker import BatchWorker
 from services.predictor.tensor_models.row_network import RowNetwork, Vectors
 from services.predictor.tensor_models.rows import ATTENTION_MASK, INPUT_IDS, RowLimits, Rows, read_rows
@@ -60,18 +61,23 @@ class EncoderModel:
     def statistics(self) -> RequestCounts:
         return self._worker.counts
 
-    async def infer(self, request: pb.ModelInferRequest, time_remaining_s: float | None) -> pb.ModelInferResponse:
+    async def infer(
+        self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions = NO_OPTIONS
+    ) -> pb.ModelInferResponse:
         vectors = await self._run(read_rows(request, self._output, self._limits), time_remaining_s)
         response = pb.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
         add_output(response, Tensor(self._output, "FP32", vectors))
         return response
 
     async def stream(
-        self, request: pb.ModelInferRequest, time_remaining_s: float | None
+        self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions = NO_OPTIONS
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
         response = await self.infer(request, time_remaining_s)
         response.parameters[FINAL].bool_param = True
         yield response
+
+    def hand_back(self) -> None:
+        """Nothing: no answer can go on elsewhere."""
 
     async def warm_up(self) -> None:
         ids = np.zeros((1, 1), dtype=np.int64)

@@ -45,10 +45,11 @@ from millrace.declared_tensors import check_inputs
 from millrace.errors import InvalidRequestError, MillraceError, NotReadyError, RequestFailedError
 from millrace.protos import inference_pb2 as pb
 from millrace.python_tensors import BadResultError
+from millrace.resumable import CallOptions
 from millrace.stream_infer import FINAL
 from services.predictor.counts import Outcome, RequestCounts
 from services.predictor.engine.interface import EngineDeadError
-from services.predictor.served_model import VERSION, ModelDescription
+from services.predictor.served_model import NO_OPTIONS, VERSION, ModelDescription
 from services.predictor.tensor_models.admission import Admission
 from services.predictor.tensor_models.channel import Channel, ReaderLeftError
 from services.predictor.tensor_models.loop_thread import LoopThread
@@ -81,7 +82,9 @@ class PythonModel:
         )
         logger.info("model %s: %s of %s", name, "a generator" if self._code.streams else "a function", folder)
 
-    async def infer(self, request: pb.ModelInferRequest, time_remaining_s: float | None) -> pb.ModelInferResponse:
+    async def infer(
+        self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions = NO_OPTIONS
+    ) -> pb.ModelInferResponse:
         answer = None
         async with aclosing(self._answers(request)) as answers:
             async for response, _ in answers:
@@ -95,13 +98,16 @@ class PythonModel:
         return answer
 
     async def stream(
-        self, request: pb.ModelInferRequest, time_remaining_s: float | None
+        self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions = NO_OPTIONS
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
         async with aclosing(self._answers(request)) as answers:
             async for response, last in answers:
                 # A function answers once; whether it has returned by now is a matter of threads.
                 response.parameters[FINAL].bool_param = last or not self._code.streams
                 yield response
+
+    def hand_back(self) -> None:
+        """Nothing: no answer can go on elsewhere."""
 
     async def warm_up(self) -> None:
         """Nothing: what the model takes is its own affair; `load` may try it."""

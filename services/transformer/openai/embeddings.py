@@ -1,8 +1,8 @@
 """Embeddings: texts or token ids in, a vector each out, by a predictor's `input_ids` → `embedding`.
 
 Each input is a call of its own at the predictor, which batches calls and lets the gateway spread them
-over replicas; all inputs are tokenised and checked before the first call. A request leaves one record,
-with its inputs and without the vectors.
+over replicas; all inputs are tokenised and checked before the first call, and each waits for a predictor that is
+away. A request leaves one record, with its inputs and without the vectors.
 Source of the shapes: OpenAI's API reference; base64 is of the vector's little-endian float32.
 """
 
@@ -24,7 +24,8 @@ from millrace.protos import inference_pb2
 from millrace.protos.millrace_pb2 import Usage
 from millrace.recorded_call import RECORDED, Origin, recorded
 from millrace.tensors import Tensor, add_input, decode_outputs
-from services.transformer.catalogue import Catalogue, RelayedModel, TextModel
+from services.transformer.catalogue import Catalogue
+from services.transformer.models import RelayedModel, TextModel
 from services.transformer.openai.requests import OpenAIRequest, Prompt, read_prompts
 from services.transformer.pipeline import MAX_RECORDED_CHARACTERS, recorded_list
 from services.transformer.predictor_client import PredictorClient
@@ -78,7 +79,7 @@ class Embedder:
     async def _embed(
         self, asked: EmbeddingsRequest, origin: Origin, timeout_s: float | None
     ) -> tuple[list[Vector], int]:
-        tokenizer, context_length = self._model(asked.model)
+        tokenizer, context_length = await self._model(asked.model, origin, timeout_s)
         rows = [await _ids_of(item, i, tokenizer, context_length) for i, item in enumerate(asked.input)]
         vectors: list[Vector] = [np.empty(0, np.float32)] * len(rows)
         waiting = iter(range(len(rows)))
@@ -95,9 +96,9 @@ class Embedder:
             raise failures.exceptions[0] from None
         return vectors, sum(map(len, rows))
 
-    def _model(self, name: str) -> tuple[TextTokenizer, int]:
+    async def _model(self, name: str, origin: Origin, timeout_s: float | None) -> tuple[TextTokenizer, int]:
         """The model's tokenizer, and how many tokens an input may have."""
-        model = self._catalogue.find(name)
+        model = await self._catalogue.wait_for(name, "", origin, timeout_s)
         if isinstance(model, TextModel):
             raise InvalidRequestError(f"model {name!r} generates text and makes no embeddings", param="model")
         if not isinstance(model, RelayedModel) or model.tokenizer is None:
@@ -109,8 +110,11 @@ class Embedder:
     async def _vector(self, model: str, request_id: str, ids: list[int], timeout_s: float | None) -> Vector:
         request = inference_pb2.ModelInferRequest(model_name=model, id=request_id)
         add_input(request, Tensor("input_ids", "INT64", np.array(ids, dtype=np.int64)))
-        call = self._predictor.inference.ModelInfer(request, timeout=timeout_s, metadata=(RECORDED,))
-        outputs = decode_outputs(await call)
+        patience = self._predictor.patience(timeout_s)
+        answer = await patience.insist(
+            lambda: self._predictor.inference.ModelInfer(request, timeout=patience.left_s, metadata=(RECORDED,))
+        )
+        outputs = decode_outputs(answer)
         if "embedding" not in outputs:
             raise HopBrokenError(f"model {model!r} gave no embedding", hop="predictor")
         return outputs["embedding"].array.reshape(-1).astype("<f4", copy=False)

@@ -1,0 +1,174 @@
+"""Where more callers bring no more answers: big tensors by gRPC and by V2 REST as JSON, side by side.
+
+A real stack, a model that answers with what it is given, tensors as a token model gets them: INT64 ids of 16 prompts of
+2,048 tokens, 256 KiB as they are. So many callers as a level says, each with one request at a time; at each level one
+protocol after the other. The knee is the level beyond which no other brings a tenth more answers. Every answer is
+compared with what was sent.
+
+`python -m bench.protocols` writes bench/results/protocols.json; 3 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+import httpx2
+import numpy as np
+import orjson
+
+from bench.statistics import quantile
+from millrace.protos import inference_pb2 as pb
+from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace.tensors import Tensor, add_input
+from runner.free_ports import start_stack
+
+_RESULTS = Path(__file__).resolve().parent / "results" / "protocols.json"
+_MODEL = "identity"
+_IDS = np.arange(16 * 2048, dtype=np.int64).reshape(16, 2048) % 50_000
+_CALLERS = (1, 2, 4, 8, 16, 32, 64, 128)
+_MORE = 1.1
+_CONNECTIONS = 4
+_TIMEOUT_S = 60.0
+_OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
+_OK = "OK"
+
+# Sends one request and says how it ended; "wrong" where the answer is not what was sent.
+Ask = Callable[[], Awaitable[str]]
+
+
+class Ended(NamedTuple):
+    """One request: when it ended (monotonic), how, and how long it took."""
+
+    at: float
+    status: str
+    took_s: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each protocol at each level")
+    parser.add_argument("--out", type=Path, default=_RESULTS)
+    arguments = parser.parse_args()
+    told = asyncio.run(_measure(arguments.seconds))
+    arguments.out.write_text(json.dumps(told, indent=2) + "\n")
+    print(json.dumps({"knees": told["knees"], "most_per_s": told["most_per_s"]}, indent=2))
+
+
+async def _measure(seconds: float) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        stack = await start_stack(Path(folder), {"models": f"{_MODEL}=models/{_MODEL}"}, say=lambda line: None)
+        channels = [grpc.aio.insecure_channel(stack.gateway, options=_OPTIONS) for _ in range(_CONNECTIONS)]
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+        try:
+            async with httpx2.AsyncClient(
+                base_url=f"http://{stack.gateway}", timeout=_TIMEOUT_S, limits=limits
+            ) as client:
+                protocols = {"gRPC": _by_grpc(channels), "REST": await _by_rest(client)}
+                levels: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in protocols}
+                for callers in _CALLERS:
+                    for name, ask in protocols.items():
+                        levels[name][callers] = await _level(ask, callers, seconds)
+                        print(name, callers, levels[name][callers], flush=True)
+        finally:
+            for channel in channels:
+                await channel.close()
+            await stack.stop()
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "tensor": {"datatype": "INT64", "shape": _IDS.shape, "bytes": _IDS.nbytes, "json_bytes": len(_json_body())},
+        "seconds_each": seconds,
+        "levels": levels,
+        "knees": {name: _knee(of_each) for name, of_each in levels.items()},
+        "most_per_s": {
+            name: max(level["answers_per_s"] for level in of_each.values()) for name, of_each in levels.items()
+        },
+    }
+
+
+def _by_grpc(channels: list[grpc.aio.Channel]) -> Ask:
+    request = pb.ModelInferRequest(model_name=_MODEL)
+    add_input(request, Tensor("input_ids", "INT64", _IDS))
+    sent = request.raw_input_contents[0]
+    stubs = [GRPCInferenceServiceStub(channel) for channel in channels]
+    turn = 0
+
+    async def ask() -> str:
+        nonlocal turn
+        turn += 1
+        try:
+            response = await stubs[turn % len(stubs)].ModelInfer(request, timeout=_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            return error.code().name
+        return _OK if list(response.raw_output_contents) == [sent] else "wrong"
+
+    return ask
+
+
+async def _by_rest(client: httpx2.AsyncClient) -> Ask:
+    body, path = _json_body(), f"/v2/models/{_MODEL}/infer"
+    first = (await client.post(path, content=body)).content
+    if orjson.loads(first)["outputs"][0]["data"] != _IDS.ravel().tolist():
+        raise RuntimeError("REST does not answer with what was sent")
+
+    async def ask() -> str:
+        try:
+            response = await client.post(path, content=body)
+        except httpx2.HTTPError as error:
+            return type(error).__name__
+        if response.status_code != 200:
+            return str(response.status_code)
+        return _OK if response.content == first else "wrong"
+
+    return ask
+
+
+def _json_body() -> bytes:
+    tensor = {"name": "input_ids", "datatype": "INT64", "shape": _IDS.shape, "data": _IDS.ravel().tolist()}
+    return orjson.dumps({"inputs": [tensor]})
+
+
+async def _level(ask: Ask, callers: int, seconds: float) -> dict[str, Any]:
+    """So many callers for a while; the first quarter of it is not counted."""
+    ended: list[Ended] = []
+    begin = time.monotonic() + seconds / 4
+    end = time.monotonic() + seconds
+
+    async def call_again_and_again() -> None:
+        while (asked := time.monotonic()) < end:
+            status = await ask()
+            now = time.monotonic()
+            ended.append(Ended(now, status, now - asked))
+
+    await asyncio.gather(*(call_again_and_again() for _ in range(callers)))
+    counted = [one for one in ended if begin <= one.at < end]
+    took_ms = [1000 * one.took_s for one in counted if one.status == _OK]
+    return {
+        "answers_per_s": round(len(took_ms) / (end - begin), 1),
+        "p50_ms": round(quantile(took_ms, 0.5), 1),
+        "p99_ms": round(quantile(took_ms, 0.99), 1),
+        "statuses": dict(Counter(one.status for one in ended)),
+    }
+
+
+def _knee(levels: dict[int, dict[str, Any]]) -> int:
+    """The fewest callers beyond whom no level brings a tenth more answers."""
+    rates = {callers: float(level["answers_per_s"]) for callers, level in levels.items()}
+    return next(
+        callers
+        for callers in rates
+        if max(rate for more, rate in rates.items() if more >= callers) < _MORE * rates[callers]
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Threads that look whether something in this process still moves.
+
+Time counts by the thread's own looks, and a look for twice its interval at most: a process that was
+stopped (SIGSTOP, a frozen container) or that got no CPU finds its watchdogs as late as all else, and is
+not taken for one that hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Hashable
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_INTERVAL_S = 1.0
+_JOIN_TIMEOUT_S = 5.0
+
+
+class Watchdog:
+    """Calls `stuck()` once when `mark()` has been the same for `timeout_s`, unless it is None: nothing to wait for.
+
+    Both are called on the watchdog's own thread.
+    """
+
+    def __init__(
+        self, name: str, timeout_s: float, mark: Callable[[], Hashable | None], stuck: Callable[[], None]
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._mark = mark
+        self._stuck = stuck
+        self._stop = threading.Event()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def end(self) -> None:
+        """Lets the thread end; any thread may."""
+        self._stop.set()
+
+    def join(self) -> None:
+        """Waits for that, seconds at most."""
+        self.thread.join(_JOIN_TIMEOUT_S)
+
+    def _run(self) -> None:
+        interval_s = min(_LONGEST_INTERVAL_S, self._timeout_s / 4)
+        still_s = 0.0
+        seen = self._mark()
+        looked_at = time.monotonic()
+        while not self._stop.wait(interval_s):
+            now = time.monotonic()
+            still_s += min(now - looked_at, 2 * interval_s)
+            looked_at = now
+            mark = self._mark()
+            if mark is None or mark != seen:
+                seen, still_s = mark, 0.0
+            elif still_s > self._timeout_s:
+                self._stuck()
+                return
+
+
+class LoopWatchdog:
+    """Ends the process, with the traceback of every thread, when its event loop does not answer for `timeout_s`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, timeout_s: float) -> None:
+        self._loop = loop
+        self._timeout_s = timeout_s
+        self._asked = self._answered = 0
+        self._watchdog = Watchdog("watchdog-loop", timeout_s, self._ping, self._give_up)
+        self._watchdog.start()
+
+    def close(self) -> None:
+        """Ends the thread; called before the loop closes."""
+        self._watchdog.end()
+        self._watchdog.join()
+
+    def _ping(self) -> int:
+        if self._answered == self._asked:
+            self._asked += 1
+            self._loop.call_soon_threadsafe(self._answer, self._asked)
+        return self._asked
+
+    def _answer(self, number: int) -> None:
+        self._answered = number
+
+    def _give_up(self) -> None:
+        dump_tracebacks()
+        # Not by the log, whose lock whoever is stuck may hold.
+        os.write(2, f"the event loop has not answered for {self._timeout_s:g} s: the process ends\n".encode())
+        os._exit(os.EX_SOFTWARE)
+
+
+def dump_tracebacks() -> None:
+    """What every thread does now, to standard error."""
+    try:
+        faulthandler.dump_traceback(all_threads=True)
+    except (RuntimeError, ValueError, OSError) as error:
+        logger.warning("standard error takes no traceback: %s", error)

@@ -1,0 +1,230 @@
+"""Envoy as a supervised process that can be replaced without losing a call: Envoy's hot restart.
+
+`reload` starts another Envoy, which takes over the listening sockets of the running one and gets every new connection.
+The one before tells its clients by GOAWAY or `connection: close` to come again, goes on with the calls that it has, and
+ends after `PREDECESSOR_LIFE_S`, or when the next reload needs its place: Envoy knows two generations at a time, a third
+ends the first. So a reload waits while the one before the running one still has calls.
+
+The generations find each other by a base id that Envoy chooses by itself, so that two stacks never meet. An Envoy that
+dies is started anew, with an id of its own: who is dead hands nothing over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import signal
+from asyncio.subprocess import Process as Running
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from millrace.errors import StartupError
+from runner.process import Process, ProcessSpec, Say
+from runner.settings import LOOPBACK
+
+# An hour, as long as a connection may be idle and as the longest stream that is promised. What lasts longer is cut.
+PREDECESSOR_LIFE_S = 3600
+
+_ACTIVE = r"/stats?format=json&filter=^http\.(ingress|inner)\.downstream_rq_active$"
+_POLL_S = 0.05
+_CALLS_POLL_S = 0.5
+_ADMIN_TIMEOUT_S = 5.0
+_LIVE_TIMEOUT_S = 60.0
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # Where the C library puts what Envoy shares between its generations.
+
+
+class EnvoyProcess(Process):
+    """A `Process` whose command is Envoy's; what hot restart needs is added to it here."""
+
+    def __init__(self, spec: ProcessSpec, log_folder: Path, working_folder: Path, say: Say, admin_port: int) -> None:
+        super().__init__(spec, log_folder, working_folder, say)
+        self._admin_port = admin_port
+        self._base_id_file = log_folder.parent / "envoy.base-id"
+        self._epoch = 0
+        self._predecessor: _Predecessor | None = None
+        self._replaced = asyncio.Event()
+        self._one_at_a_time = asyncio.Lock()
+
+    async def reload(self) -> None:
+        """Returns when a new Envoy, which has read its files anew, takes all new calls.
+
+        StartupError with one line where it does not come up: the running one goes on as before.
+        """
+        async with self._one_at_a_time:
+            await self._wait_for_place()
+            running = self._process
+            if running is None or running.returncode is not None or not self._base_id_file.exists():
+                raise StartupError("envoy is being started just now; reload once more")
+            # Connected now, since the port of the admin page passes to the new one.
+            admin = await asyncio.to_thread(_AdminConnection, self._admin_port)
+            try:
+                base_id, epoch = self._base_id_file.read_text().strip(), self._epoch + 1
+                process = await self._run((*self.spec.command, "--base-id", base_id, "--restart-epoch", str(epoch)))
+            except BaseException:
+                admin.close()
+                raise
+            try:
+                await self._until_live(process, epoch)
+                if self._predecessor is not None:  # Envoy has ended it.
+                    await self._predecessor.end(self.spec.grace_s)
+                if self._process is not running or running.returncode is not None:
+                    raise StartupError("envoy ended during the reload and was started anew; reload once more")
+            except BaseException:
+                await _end(process, signal.SIGKILL)
+                admin.close()
+                raise
+            self._predecessor = _Predecessor(running, admin)
+            self._epoch, self._process = epoch, process
+            self._replaced.set()
+
+    async def stop(self) -> None:
+        """Ends both generations."""
+        predecessor = self._predecessor
+        if predecessor is not None:
+            predecessor.terminate()
+        await super().stop()
+        if predecessor is not None:
+            await predecessor.end(self.spec.grace_s)
+        self._forget_base_id()
+
+    async def _spawn(self) -> Running:
+        self._forget_base_id()
+        self._epoch = 0
+        if self._predecessor is not None:
+            # The one that would have ended it is gone.
+            self._predecessor.terminate_after(PREDECESSOR_LIFE_S)
+        dynamic = ("--use-dynamic-base-id", "--base-id-path", str(self._base_id_file), "--restart-epoch", "0")
+        return await self._run((*self.spec.command, *dynamic))
+
+    async def _until_end(self, process: Running) -> int:
+        """Waits for the end of the generation that takes the new calls, whichever that is by then."""
+        while True:
+            ended = asyncio.create_task(super()._until_end(process), name="envoy's end")
+            replaced = asyncio.create_task(self._replaced.wait(), name="envoy's successor")
+            await asyncio.wait({ended, replaced}, return_when=asyncio.FIRST_COMPLETED)
+            replaced.cancel()
+            if self._process is process or self._predecessor is None:
+                return await ended
+            self._replaced.clear()
+            self._predecessor.ended = ended
+            process = self._process or process
+
+    async def _wait_for_place(self) -> None:
+        """Returns when a new generation costs no call of the one before the running one."""
+        predecessor = self._predecessor
+        if predecessor is None or not predecessor.is_running:
+            return
+        calls = await predecessor.calls()
+        if calls != 0:
+            told = "unknown" if calls is None else calls
+            self._say(f"reload waits, an hour at most: calls in flight in the Envoy before the running one: {told}")
+        while calls != 0 and predecessor.is_running:
+            await asyncio.sleep(_CALLS_POLL_S)
+            calls = await predecessor.calls()
+        if self._epoch == 0:
+            # It is no parent of the running one, and so nobody else ends it.
+            predecessor.terminate()
+            await predecessor.end(self.spec.grace_s)
+
+    async def _until_live(self, process: Running, epoch: int) -> None:
+        """Returns when the admin page is that of the epoch and says that it serves."""
+        try:
+            async with asyncio.timeout(_LIVE_TIMEOUT_S):
+                while not await asyncio.to_thread(_is_live, self._admin_port, epoch):
+                    if process.returncode is not None:
+                        raise StartupError(f"the new Envoy did not start: {self.last_line()}")
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            raise StartupError(f"the new Envoy did not serve within {_LIVE_TIMEOUT_S:g} s (see {self.log})") from None
+
+    def _forget_base_id(self) -> None:
+        """Removes what Envoy leaves behind for a successor."""
+        with suppress(FileNotFoundError, ValueError):
+            base_id = int(self._base_id_file.read_text())
+            self._base_id_file.unlink()
+            # Envoy counts generations in the last digit.
+            (_SHARED_MEMORY / f"envoy_shared_memory_{base_id * 10}").unlink()
+
+
+class _Predecessor:
+    """The generation before the running one, with a connection to its admin page from before."""
+
+    def __init__(self, process: Running, admin: _AdminConnection) -> None:
+        self.ended: asyncio.Task[int] | None = None  # Its end, waited for by the supervision.
+        self._process = process
+        self._admin = admin
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.returncode is None
+
+    async def calls(self) -> int | None:
+        """How many calls it has in flight; None where it does not tell."""
+        return await asyncio.to_thread(self._admin.active_calls)
+
+    def terminate(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        _signal(self._process, signal.SIGTERM)
+
+    def terminate_after(self, seconds: float) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(seconds, self.terminate)
+
+    async def end(self, grace_s: float) -> None:
+        """Returns when it has ended, by force after the grace."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), grace_s)
+        await _end(self._process, signal.SIGKILL)
+        if self.ended is not None:
+            await self.ended
+        self._admin.close()
+
+
+class _AdminConnection:
+    """A connection to an Envoy's admin page, which outlives the page's port; its methods block."""
+
+    def __init__(self, port: int) -> None:
+        self._connection = http.client.HTTPConnection(LOOPBACK, port, timeout=_ADMIN_TIMEOUT_S)
+        with suppress(OSError):
+            self._connection.connect()
+        self._connection.auto_open = 0  # Opened again it would lead to the successor.
+
+    def active_calls(self) -> int | None:
+        """Calls in flight on both listeners; None where it does not tell."""
+        try:
+            self._connection.request("GET", _ACTIVE)
+            stats = json.load(self._connection.getresponse())["stats"]
+            return sum(int(stat["value"]) for stat in stats)
+        except (OSError, http.client.HTTPException, ValueError, KeyError):
+            return None
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _is_live(port: int, epoch: int) -> bool:
+    connection = http.client.HTTPConnection(LOOPBACK, port, timeout=_ADMIN_TIMEOUT_S)
+    try:
+        connection.request("GET", "/server_info")
+        told: dict[str, Any] = json.load(connection.getresponse())
+    except (OSError, http.client.HTTPException, ValueError):
+        return False
+    finally:
+        connection.close()
+    return (told["state"], told["command_line_options"]["restart_epoch"]) == ("LIVE", epoch)
+
+
+async def _end(process: Running, signum: signal.Signals) -> None:
+    _signal(process, signum)
+    await process.wait()
+
+
+def _signal(process: Running, signum: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        if process.returncode is None:
+            os.kill(process.pid, signum)

@@ -1,0 +1,48 @@
+"""`millrace.v1.PredictorDevelopment`: kills it while it generates for a request.
+
+For demonstrations, and only where the settings say so. The process ends as by SIGKILL: nothing is drained, handed back
+or closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import grpc
+
+from millrace.development import check_requested
+from millrace.errors import NotFoundError
+from millrace.interceptors import Context
+from millrace.protos import millrace_pb2 as pb
+from millrace.protos import millrace_pb2_grpc
+from services.predictor.repository import ModelRepository
+
+_ANSWER_S = 0.02  # For the answer to leave.
+
+
+def add_to_server(repository: ModelRepository, server: grpc.aio.Server) -> None:
+    millrace_pb2_grpc.add_PredictorDevelopmentServicer_to_server(DevelopmentServicer(repository), server)
+
+
+class DevelopmentServicer(millrace_pb2_grpc.PredictorDevelopmentServicer):
+    def __init__(self, repository: ModelRepository) -> None:
+        self._repository = repository
+
+    async def Kill(  # noqa: N802
+        self, request: pb.KillPredictorRequest, context: Context
+    ) -> pb.KillPredictorResponse:
+        check_requested(context)
+        if not request.request_id or not any(
+            request.request_id in serving.request_ids for serving in self._repository.served
+        ):
+            raise NotFoundError(f"no request {request.request_id!r} is in flight here")
+        asyncio.get_running_loop().call_later(_ANSWER_S, _die)
+        return pb.KillPredictorResponse()
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+    # The first process of a container is spared its own signals.
+    os._exit(128 + signal.SIGKILL)

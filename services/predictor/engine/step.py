@@ -1,0 +1,126 @@
+"""Runs the rows of a step so that a row that fails does so alone.
+
+A step that raises is run again row by row, which it can be, since what it writes is indexed by position.
+One for which memory was too small makes the next ones smaller, and ends a request only where nothing
+else is left. Where no row came through, by an error or by logits that are no numbers, a probe must,
+before anybody learns of it: a model that cannot run the simplest input cannot go on, and then the
+requests are to blame for nothing. Used by the engine's thread alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from millrace.errors import MillraceError, RequestFailedError
+from services.predictor.engine.faults import is_device_error, is_out_of_memory
+from services.predictor.engine.interface import EngineDeadError, EngineStatistics, Logprobs
+from services.predictor.engine.runner import ModelRunner
+from services.predictor.engine.sampler import NO_TOKEN, sample
+from services.predictor.engine.sequence import Row, Sequence
+
+logger = logging.getLogger(__name__)
+
+
+class Result(NamedTuple):
+    """A row that was computed; its token, if it samples."""
+
+    row: Row
+    token_id: int
+    logprobs: Logprobs | None
+
+
+class Outcome(NamedTuple):
+    """What became of a step: rows that were computed, and sequences that have to end; a row may be neither."""
+
+    results: list[Result]
+    failed: list[tuple[Sequence, MillraceError]]
+
+
+class StepRunner:
+    """See the module.
+
+    `make_room` is the scheduler's; `begin` is called before each pass but the first, for each has a step's time.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        statistics: EngineStatistics,
+        make_room: Callable[[list[Row]], Sequence | None],
+        begin: Callable[[], None],
+    ) -> None:
+        self._runner = runner
+        self._statistics = statistics
+        self._make_room = make_room
+        self._begin = begin
+
+    def run(self, rows: list[Row]) -> Outcome:
+        """Computes the rows; raises what no request is to blame for."""
+        outcome = self._run(rows)
+        sampled = [result for result in outcome.results if result.row.samples]
+        numbers = not sampled or any(result.token_id != NO_TOKEN for result in sampled)
+        if (outcome.failed and not outcome.results) or not numbers:
+            self._runner.probe()
+        failed = list(outcome.failed)
+        for row, token_id, _ in sampled:
+            if token_id == NO_TOKEN:
+                logger.error("request %s: the model's logits are not numbers", row.sequence.request.id)
+                failed.append((row.sequence, RequestFailedError("the model failed on this request")))
+        ended = {sequence for sequence, _ in failed}
+        return Outcome([result for result in outcome.results if result.row.sequence not in ended], failed)
+
+    def _run(self, rows: list[Row]) -> Outcome:
+        try:
+            return Outcome(self._try(rows), [])
+        except Exception as error:
+            if is_device_error(error):
+                raise EngineDeadError("the device failed") from error
+            if is_out_of_memory(error):
+                return Outcome([], self._shrink(rows, error))
+            return self._replay(rows, error)
+
+    def _try(self, rows: list[Row]) -> list[Result]:
+        started = time.perf_counter_ns()
+        logits = self._runner.run(rows)
+        self._statistics.forward_ns += time.perf_counter_ns() - started
+        sampling = [row for row in rows if row.samples]
+        results = [Result(row, NO_TOKEN, None) for row in rows if not row.samples]
+        if sampling:
+            sampled = sample(logits, [row.sequence.row for row in sampling])
+            results += map(Result, sampling, sampled.token_ids, sampled.logprobs)
+        return results
+
+    def _replay(self, rows: list[Row], error: Exception) -> Outcome:
+        """Runs each row alone, so that only what is at fault fails."""
+        results: list[Result] = []
+        failed: list[tuple[Sequence, MillraceError]] = []
+        for row in rows:
+            if not row.sequence.blocks:
+                continue  # It gave them to another row.
+            self._begin()
+            try:
+                results += self._try([row]) if len(rows) > 1 else _raise(error)
+            except Exception as own:
+                if is_device_error(own):
+                    raise EngineDeadError("the device failed") from own
+                if is_out_of_memory(own):
+                    failed += self._shrink([row], own)
+                    continue
+                logger.exception("request %s failed in the model", row.sequence.request.id)
+                failed.append((row.sequence, RequestFailedError("the model failed on this request")))
+        return Outcome([result for result in results if result.row.sequence.blocks], failed)
+
+    def _shrink(self, rows: list[Row], error: Exception) -> list[tuple[Sequence, MillraceError]]:
+        """After an allocation that failed: smaller steps, then fewer sequences, then one request less."""
+        hopeless = self._make_room(rows)
+        if hopeless is None:
+            return []
+        logger.error("out of memory on request %s alone", hopeless.request.id, exc_info=error)
+        return [(hopeless, RequestFailedError("there is not enough memory for this request"))]
+
+
+def _raise(error: Exception) -> list[Result]:
+    raise error

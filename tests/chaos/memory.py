@@ -1,0 +1,93 @@
+"""How the memory of a stack's processes grows, of each of their lives for itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+from runner.stack import Stack
+
+# Of a predictor, caches that are full once it is warm: keys and values, and those of oneDNN and torch for shapes that
+# they have compiled for. With their usual sizes they grow for thousands of streams.
+SMALL_CACHES = {
+    "PREDICTOR_KV_CACHE_MEMORY": "16MiB",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0",
+    "LRU_CACHE_CAPACITY": "1",
+}
+# What a process may come to hold beside, in bytes: the logger's database fills its cache of pages.
+CACHES = {"logger": 64 << 20}
+_EVERY_S = 1.0
+_WARM_UP = 30  # Samples at the beginning of a life, in which it loads, and allocators fill their pools.
+_LONG_LIFE = 60  # Samples after that; fewer say nothing of growth.
+
+
+def resident_bytes(stack: Stack) -> dict[str, int]:
+    """Of each process that runs, what it holds now."""
+    found = {}
+    for name in stack.names:
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            found[name] = psutil.Process(stack.pid(name)).memory_info().rss
+    return found
+
+
+@asynccontextmanager
+async def peaks(stack: Stack, every_s: float = 0.2) -> AsyncIterator[dict[str, int]]:
+    """The most that each process has held, as of the end of the block."""
+    most = resident_bytes(stack)
+
+    async def look() -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            for name, size in resident_bytes(stack).items():
+                most[name] = max(size, most.get(name, 0))
+
+    looking = asyncio.create_task(look(), name="memory peaks")
+    try:
+        yield most
+    finally:
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+
+
+class MemoryWatch:
+    """Looks once a second; an async context manager."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+        self._samples: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self._task: asyncio.Task[None] | None = None
+
+    def growth_mb(self) -> dict[str, float]:
+        """The most that a life of each process grew by, from the first half of its warm part to the second."""
+        most: dict[str, float] = {}
+        for (name, _), samples in self._samples.items():
+            warm = samples[_WARM_UP:]
+            if len(warm) >= _LONG_LIFE:
+                half = len(warm) // 2
+                growth = (max(warm[half:]) - max(warm[:half])) / 1e6
+                most[name] = max(most.get(name, 0.0), round(growth, 1))
+        return most
+
+    async def _watch(self) -> None:
+        while True:
+            for name, size in resident_bytes(self._stack).items():
+                with suppress(ProcessLookupError):
+                    self._samples[name, self._stack.pid(name)].append(size)
+            await asyncio.sleep(_EVERY_S)
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._watch(), name="memory watch")
+        return self
+
+    async def __aexit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)

@@ -1,0 +1,70 @@
+"""The predictor with faults that are asked for through files in the folder `FAULTS`.
+
+It is the real service. Where `raise-PORT` is made, the next step of several rows raises, once; what fails with one row
+is that request's own doing. While `dead-PORT` is there, every step and every probe raises. A request with the seed
+FAILS fails in its fourth step. Whenever a request has ended, `blocks-PORT` says how many blocks of the KV cache are in
+use and how many sequences there are, in one line.
+
+A step takes PACE_MS milliseconds longer where the environment says so, as if the model ran on a device of its own and
+left the processor to the others. A prompt with the token POISON_ID kills the process in its first step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from services.predictor.__main__ import serve
+from services.predictor.engine import build
+from services.predictor.engine.paged_runner import PagedRunner
+from services.predictor.engine.scheduler import Scheduler
+
+FAILS = 13
+_FAILS_AFTER = 3
+
+
+class InjectedError(Exception):
+    """A step that fails since it was told to."""
+
+
+def main() -> None:
+    from millrace.service import run_service
+    from services.predictor.settings import PredictorSettings
+
+    folder, port = Path(os.environ["FAULTS"]), os.environ["PREDICTOR_PORT"]
+    raising, dead, blocks = (folder / f"{name}-{port}" for name in ("raise", "dead", "blocks"))
+    pace_s, poison = float(os.environ.get("PACE_MS", 0)) / 1000, int(os.environ.get("POISON_ID", -1))
+    # It was the last process's.
+    dead.unlink(missing_ok=True)
+
+    class FaultyRunner(PagedRunner):
+        def run(self, rows: Any) -> Any:
+            if dead.exists():
+                raise InjectedError
+            if len(rows) > 1 and raising.exists():
+                raising.unlink(missing_ok=True)
+                raise InjectedError
+            time.sleep(pace_s)
+            for row in rows:
+                if poison in row.sequence.request.input_ids:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if row.sequence.request.sampling.seed == FAILS and len(row.sequence.output_ids) == _FAILS_AFTER:
+                    raise InjectedError
+            return super().run(rows)
+
+    class CountingScheduler(Scheduler):
+        def remove(self, *arguments: Any, **named: Any) -> Any:
+            released = super().remove(*arguments, **named)
+            blocks.write_text(f"{self.blocks.total - self.blocks.free} {len(self.sequences)}\n")
+            return released
+
+    build.PagedRunner = FaultyRunner  # type: ignore[misc]
+    build.Scheduler = CountingScheduler  # type: ignore[misc]
+    run_service("predictor", PredictorSettings, serve)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""`bad_request`: one wrong call harms none beside it and none after it.
+
+While streams run on both text models, each wrong request is refused at once by its own status, and so is one whose
+model step fails; the streams get their answers to the last token, and the next right call works. An engine that is
+dead says so, its process is started again, and its streams go on.
+"""
+
+import asyncio
+import sys
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from runner.free_ports import start_stack
+from tests.chaos.asks import Story, greedy
+from tests.chaos.health import serves
+from tests.chaos.load import Client
+from tests.chaos.oracle import Oracle
+from tests.chaos.predictor import FAILS
+from tests.scenarios.crowd import Crowd, stories_of
+from tests.system.calls import generate, ids_request, infer, rest, text_of
+from tests.system.test_refusals import GENERATE, PREDICTOR, REST
+from tests.waiting import until
+
+CALLERS = 12
+TOKENS = 100
+DATES = [Story(prompt, (("temperature", 0.0),), "normalizer") for prompt in ("date: 3 Mar 2021", "date: 7 May 1999")]
+CHAT = {"model": "normalizer", "messages": [{"role": "user", "content": "date: 3 Mar 2021"}]}
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory):
+    """What tests.chaos.predictor looks for its faults in."""
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest_asyncio.fixture(scope="module")
+async def stack(tmp_path_factory, faults):
+    started = await start_stack(
+        tmp_path_factory.mktemp("stack"),
+        {},
+        commands={"predictor": (sys.executable, "-m", "tests.chaos.predictor")},
+        environment={"predictor": {"FAULTS": str(faults)}},
+    )
+    yield started
+    await started.stop()
+
+
+@pytest_asyncio.fixture
+async def beside(stack):
+    """Streams that run beside the test, and have to be right in the end."""
+    oracle = Oracle()
+    async with Client(stack.gateway) as client:
+        stories = [*stories_of(TOKENS), *DATES]
+        await oracle.learn(client, stories)
+        async with Crowd(client, stories, CALLERS + len(DATES)) as crowd:
+            await until(lambda: sum(bool(told.pieces) for told in crowd.told) >= CALLERS)
+            yield crowd
+        crowd.all_right(oracle)
+        assert (await client.tell(crowd.told[0].ask)).text == oracle.answers[crowd.told[0].ask.told].text
+
+
+async def refused_by_generate(gateway, change, status, text):
+    fields = {"model": "storyteller", "prompt": "Once", **change}
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await generate(gateway, **{name: value for name, value in fields.items() if value is not None})
+    assert raised.value.code() is status
+    assert text in raised.value.details()
+
+
+async def refused_by_predictor(gateway, model, tensor, parameters, status, text):
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await infer(gateway, ids_request(model, tensor, **parameters), authority="predictor")
+    assert raised.value.code() is status
+    assert text in raised.value.details()
+
+
+async def refused_by_rest(gateway, path, body, status, text):
+    answer = await rest(gateway, "POST", path, body)
+    assert answer.status == status
+    assert text in answer.json["error"]["message"]
+
+
+async def test_an_endpoint_that_the_model_has_not_is_refused_and_blocks_no_later_call(stack, beside):
+    for _ in range(10):
+        answer = await rest(stack.gateway, "POST", "/openai/v1/chat/completions", CHAT)
+        assert (answer.status, answer.headers["x-failed-hop"]) == (400, "transformer")
+        assert "chat" in answer.json["error"]["message"]
+        right = await rest(
+            stack.gateway, "POST", "/openai/v1/completions", {"model": "normalizer", "prompt": "date: 3 Mar 2021"}
+        )
+        assert (right.status, right.json["choices"][0]["text"]) == (200, "2021-03-03")
+
+
+async def test_every_wrong_request_is_refused_by_its_own_status_and_the_streams_beside_it_are_right(stack, beside):
+    await asyncio.gather(
+        *(refused_by_generate(stack.gateway, *case) for case in GENERATE.values()),
+        *(refused_by_predictor(stack.gateway, *case) for case in PREDICTOR.values()),
+        *(refused_by_rest(stack.gateway, *case) for case in REST.values()),
+    )
+
+
+async def test_a_request_that_fails_in_the_model_fails_alone(stack, beside):
+    for _ in range(4):
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await generate(stack.gateway, model="storyteller", prompt="Once", max_tokens=9, seed=FAILS, ignore_eos=True)
+        assert raised.value.code() is grpc.StatusCode.INTERNAL
+        assert dict(raised.value.trailing_metadata())["x-failed-hop"] == "predictor"
+        assert "Injected" not in raised.value.details()
+
+
+async def test_a_step_that_fails_once_is_noticed_by_nobody(stack, faults, beside):
+    raising = faults / f"raise-{stack.addresses['predictor-0'].rpartition(':')[2]}"
+    for _ in range(3):
+        raising.touch()
+        await until(lambda: not raising.exists())
+
+
+async def test_a_dead_engine_says_so_and_is_started_again_and_its_streams_go_on(stack, faults, beside):
+    predictor, process = stack.addresses["predictor-0"], stack.pid("predictor-0")
+    assert await serves(predictor, "ready")
+    (faults / f"dead-{predictor.rpartition(':')[2]}").touch()
+
+    async def says_so():
+        return not await serves(predictor, "ready")
+
+    await until(says_so)
+    await stack.wait_ready(60)
+    assert stack.pid("predictor-0") != process
+    story = greedy("Once upon a time", 5)
+    assert text_of(await generate(stack.gateway, model="storyteller", prompt=story.prompt, **story.parameters))

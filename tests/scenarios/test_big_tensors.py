@@ -1,0 +1,132 @@
+"""`big_tensors`: no 502 between transformer and predictor, however large the tensors and however many at once.
+
+64 callers, by gRPC and by V2 REST as JSON, for some seconds, with FULL=1 for 60: every answer is what was sent, and
+no process grows. One request a second with idle gaps is in test_idle_gaps.py. Requests that cannot be answered get
+the status that tells which hop was too slow, see also tests/system/test_error_table.py.
+"""
+
+import asyncio
+import os
+import time
+
+import grpc
+import httpx2
+import numpy as np
+import orjson
+import pytest
+import pytest_asyncio
+
+from millrace.protos import inference_pb2 as pb
+from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace.tensors import Tensor, add_input, decode_outputs
+from runner.free_ports import start_stack
+from tests.chaos.memory import peaks
+
+SECONDS = 60 if os.environ.get("FULL") == "1" else 4
+WARM_UP_S = max(3, SECONDS / 3)
+AT_ONCE = 64
+CONNECTIONS = 8
+# Token ids of 64 prompts of 2,048 tokens: 1 MiB as they are, some 400 kB of JSON for a quarter of them.
+IDS = np.arange(64 * 2048, dtype=np.int64).reshape(64, 2048) % 50_000
+NO_LIMIT = (("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1))
+# Twice what is in flight at once; hundreds of times that passes through.
+MOST_GROWTH = 2 * AT_ONCE * IDS.nbytes
+# Answers what it is asked once nobody is left who waits: never.
+STANDS_STILL = """
+import asyncio
+
+async def execute(request):
+    await asyncio.Event().wait()
+"""
+
+
+@pytest_asyncio.fixture(scope="module")
+async def stack(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "still").mkdir()
+    (folder / "still" / "model.py").write_text(STANDS_STILL)
+    models = {"models": f"identity=models/identity,still={folder / 'still'}"}
+    started = await start_stack(tmp_path_factory.mktemp("stack"), models)
+    yield started
+    await started.stop()
+
+
+def ids_request(model, ids=IDS):
+    request = pb.ModelInferRequest(model_name=model)
+    add_input(request, Tensor("input_ids", "INT64", ids))
+    return request
+
+
+async def by_grpc(stack, end):
+    """How many answers came until `end`."""
+    channels = [grpc.aio.insecure_channel(stack.gateway, options=NO_LIMIT) for _ in range(CONNECTIONS)]
+    request, answers = ids_request("identity"), 0
+
+    async def caller(number):
+        nonlocal answers
+        stub = GRPCInferenceServiceStub(channels[number % CONNECTIONS])
+        while time.monotonic() < end:
+            response = await stub.ModelInfer(request, timeout=60)
+            assert list(response.raw_output_contents) == list(request.raw_input_contents)
+            answers += 1
+
+    try:
+        await asyncio.gather(*(caller(number) for number in range(AT_ONCE)))
+    finally:
+        for channel in channels:
+            await channel.close()
+    return answers
+
+
+async def by_rest(stack, end):
+    """The same as JSON."""
+    ids = IDS[:16]
+    tensor = {"name": "input_ids", "datatype": "INT64", "shape": ids.shape, "data": ids.ravel().tolist()}
+    body, answers = orjson.dumps({"inputs": [tensor]}), 0
+    expected = None
+    async with httpx2.AsyncClient(base_url=f"http://{stack.gateway}", timeout=60) as client:
+
+        async def caller():
+            nonlocal answers, expected
+            while time.monotonic() < end:
+                response = await client.post("/v2/models/identity/infer", content=body)
+                assert response.status_code == 200, response.text[:300]
+                if expected is None:
+                    assert orjson.loads(response.content)["outputs"][0]["data"] == tensor["data"]
+                    expected = response.content
+                assert response.content == expected
+                answers += 1
+
+        await asyncio.gather(*(caller() for _ in range(AT_ONCE)))
+    return answers
+
+
+@pytest.mark.timeout(60 + 4 * SECONDS)
+@pytest.mark.parametrize("protocol", [by_grpc, by_rest])
+async def test_every_big_tensor_of_64_callers_is_answered_and_memory_stays(stack, protocol):
+    processes = {name: stack.pid(name) for name in stack.names}
+    async with peaks(stack) as before:
+        await protocol(stack, time.monotonic() + WARM_UP_S)
+    async with peaks(stack) as after:
+        answers = await protocol(stack, time.monotonic() + SECONDS)
+    growth = {name: size - before[name] for name, size in after.items()}
+    in_mb = {name: f"{size / 1e6:.1f} of {before[name] / 1e6:.0f} MB" for name, size in growth.items()}
+    print(f"{protocol.__name__}: {answers / SECONDS:.0f} answers a second, growth {in_mb}")
+    assert answers > AT_ONCE
+    assert {name: stack.pid(name) for name in stack.names} == processes
+    assert max(growth.values()) <= MOST_GROWTH, growth
+
+
+async def test_a_model_that_is_too_slow_is_a_504_of_its_hop_and_the_next_call_works(stack):
+    async with grpc.aio.insecure_channel(stack.gateway, options=NO_LIMIT) as channel:
+        stub = GRPCInferenceServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.ModelInfer(ids_request("still"), timeout=0.5)
+        assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        async with httpx2.AsyncClient(base_url=f"http://{stack.gateway}", timeout=60) as client:
+            response = await client.post(
+                "/v2/models/still/infer", content=b'{"inputs": []}', headers={"x-timeout-ms": "500"}
+            )
+        assert (response.status_code, response.headers["x-failed-hop"]) == (504, "predictor"), response.text
+        answer = decode_outputs(await stub.ModelInfer(ids_request("identity", IDS[:1]), timeout=60))
+    assert np.array_equal(answer["input_ids"].array, IDS[:1])

@@ -1,0 +1,81 @@
+"""`concurrent_streams`: streams by the thousand whose callers leave, run out of time or read slowly harm nobody.
+
+200 at a time: no crash, no error for the others, every block of the KV cache back, no process larger than before.
+1,000 of them, with FULL=1 10,000. The seed is printed; SEED chooses it.
+"""
+
+import asyncio
+import os
+import random
+import sys
+from collections import Counter
+
+import pytest
+
+from tests.chaos.asks import Ask
+from tests.chaos.load import Client
+from tests.chaos.memory import CACHES, SMALL_CACHES, resident_bytes
+from tests.chaos.oracle import Oracle
+from tests.scenarios.crowd import stories_of
+from tests.waiting import until
+
+STREAMS = 10_000 if os.environ.get("FULL") == "1" else 1_000
+WARM_UP = 800
+AT_ONCE = 200
+TOKENS = (8, 24)
+MANNERS = {"reads": 5, "reads slowly": 1, "leaves": 2, "has a deadline": 2}
+SEED = os.environ.get("SEED") or str(random.randrange(1 << 32))
+MOST_GROWTH = 1.05
+
+
+def ask_of(number, stories):
+    dice = random.Random(f"{SEED}/{number}")
+    (manner,) = dice.choices(list(MANNERS), list(MANNERS.values()))
+    limit = dice.uniform(0.01, 2) if manner == "has a deadline" else 100
+    way = dice.choice(("Generate", "ModelStreamInfer"))
+    return Ask(f"stream-{number}", way, dice.choice(stories), manner, pieces=dice.randrange(1, 12), timeout_s=limit)
+
+
+@pytest.mark.timeout(900 if STREAMS > 1000 else 120)
+async def test_thousands_of_streams_that_end_in_every_way_leave_nothing_behind(new_stack, tmp_path):
+    print(f"SEED={SEED}")
+    stack = await new_stack(
+        models="storyteller=models/storyteller",
+        commands={"predictor": (sys.executable, "-m", "tests.chaos.predictor")},
+        environment={"predictor": {"FAULTS": str(tmp_path), **SMALL_CACHES}},
+    )
+    port = stack.addresses["predictor-0"].rpartition(":")[2]
+    processes = {name: stack.pid(name) for name in stack.names}
+    stories = [story for tokens in TOKENS for story in stories_of(tokens)]
+    oracle, outcomes, wrong = Oracle(), Counter(), []
+
+    def all_blocks_are_back():
+        return (tmp_path / f"blocks-{port}").read_text().split() == ["0", "0"]
+
+    async with Client(stack.gateway, connections=16) as client:
+        await oracle.learn(client, stories)
+
+        async def send(numbers):
+            async def caller():
+                for number in numbers:
+                    told = await client.tell(ask_of(number, stories))
+                    verdict = oracle.judge(told, ())
+                    outcomes[verdict.outcome] += 1
+                    if verdict.outcome == "wrong":
+                        wrong.append(f"{told.ask}: {verdict.reason}")
+
+            await asyncio.gather(*(caller() for _ in range(AT_ONCE)))
+            await until(all_blocks_are_back)
+
+        await send(iter(range(WARM_UP)))
+        before = resident_bytes(stack)
+        await send(iter(range(WARM_UP, WARM_UP + STREAMS)))
+        after = resident_bytes(stack)
+
+    print(dict(outcomes))
+    assert not wrong, "\n".join([f"{len(wrong)} of {outcomes.total()}", *wrong[:10]])
+    assert min(outcomes[outcome] for outcome in ("right", "left", "late")) > 0
+    assert {name: stack.pid(name) for name in stack.names} == processes
+    told = {name: f"{before[name] / 1e6:.0f} to {after[name] / 1e6:.0f} MB" for name in before}
+    print(told)
+    assert all(after[name] <= MOST_GROWTH * before[name] + CACHES.get(name, 0) for name in before), told

@@ -1,0 +1,107 @@
+"""FIELD-CASES 1's idle gaps and 5's hour, with the gateway's idle limits cut from minutes to seconds.
+
+What ends an idle call or connection in hours does so here in seconds: the rest of the gateway is the real one. That the
+real numbers are what is promised says tests/unit/test_envoy_config.py.
+"""
+
+import asyncio
+import socket
+import sys
+
+import grpc
+import pytest
+
+from millrace.protos import inference_pb2, millrace_pb2, millrace_pb2_grpc
+from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from tests.system.calls import channel, rest, text_request
+
+CONNECTION_S, STREAM_S = 1, 4  # Instead of 3600 and 600.
+PING_S = 1  # Instead of 30.
+MODELS = "storyteller=models/storyteller"
+
+
+def shortened(config):
+    """Cuts every limit of idleness, those between the gateway and the services too, which are Envoy's own default."""
+    seconds = {"3600s": f"{CONNECTION_S}s", "600s": f"{STREAM_S}s", "0s": "0s"}
+
+    def walk(part):
+        if isinstance(part, list):
+            for item in part:
+                walk(item)
+        if not isinstance(part, dict):
+            return
+        for key, value in part.items():
+            if key in ("idle_timeout", "stream_idle_timeout"):
+                part[key] = seconds[value]
+            elif key == "request_headers_timeout":
+                part[key] = "1s"
+            elif key == "connection_keepalive":
+                part[key] = {"interval": f"{PING_S}s", "timeout": "10s"}
+            else:
+                walk(value)
+
+    walk(config)
+    for cluster in config["static_resources"]["clusters"]:
+        for options in cluster.get("typed_extension_protocol_options", {}).values():
+            options["common_http_protocol_options"] = {"idle_timeout": f"{CONNECTION_S}s"}
+
+
+async def test_big_tensors_idle_gaps(new_stack):
+    stack = await new_stack(models=MODELS, change_gateway=shortened)
+    request = text_request("storyteller", "Once", max_tokens=1)
+    # About as long as a connection may be idle, so that it is closed while a call sets out, and beyond every limit.
+    gaps_s = [0, *(CONNECTION_S + step for step in (-0.05, 0, 0.05)), STREAM_S + 0.5]
+    async with channel(stack.gateway) as for_text, channel(stack.gateway, "predictor") as for_tensors:
+        for gap_s in gaps_s:
+            await asyncio.sleep(gap_s)
+            await GRPCInferenceServiceStub(for_text).ModelInfer(request, timeout=30)
+            ready = inference_pb2.ModelReadyRequest(name="storyteller")
+            assert (await GRPCInferenceServiceStub(for_tensors).ModelReady(ready, timeout=30)).ready
+            asked = {"text_input": "Once", "max_tokens": 1}
+            answer = await rest(stack.gateway, "POST", "/v2/models/storyteller/generate", asked)
+            assert answer.status == 200, answer.body
+
+
+@pytest.fixture
+async def gated(new_stack, tmp_path):
+    """A stack whose model makes a token for each call of the second value."""
+    path = str(tmp_path / "gate")
+    stack = await new_stack(
+        models=MODELS,
+        commands={"predictor": (sys.executable, "-m", "tests.system.gated_predictor")},
+        environment={"predictor": {"GATE_SOCKET": path}},
+        change_gateway=shortened,
+    )
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        yield stack, lambda: sender.sendto(b"1", path)
+
+
+async def test_decoupled_a_stream_outlives_every_limit(gated):
+    stack, let_one_token_be_made = gated
+    silence_s = 0.6 * STREAM_S  # Six minutes of the ten that are allowed.
+    tokens = 5
+    asked = asyncio.Event()
+
+    async def asks_late():
+        await asked.wait()
+        yield text_request("storyteller", "Once", max_tokens=1)
+
+    async with channel(stack.gateway) as open_channel:
+        # Silent from its beginning, as a client is that has nothing to ask yet.
+        late = GRPCInferenceServiceStub(open_channel).ModelStreamInfer(asks_late())
+        tail = millrace_pb2_grpc.PayloadLogStub(open_channel).Tail(millrace_pb2.TailPayloadsRequest())
+        stream = millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(
+            millrace_pb2.GenerateRequest(model="storyteller", prompt="Once", max_tokens=tokens, ignore_eos=True)
+        )
+        for _ in range(tokens):
+            await asyncio.sleep(silence_s)
+            let_one_token_be_made()
+            assert len((await stream.read()).token_ids) == 1
+        assert await stream.read() is grpc.aio.EOF
+        assert await stream.code() is grpc.StatusCode.OK
+        assert (await tail.read()).finish_reason == "length"
+
+        asked.set()
+        let_one_token_be_made()
+        answer = await asyncio.wait_for(late.read(), 30)
+        assert not answer.error_message

@@ -1,0 +1,177 @@
+"""Any stream survives the death of its predictor: its caller sees a pause, and the answer it would have had.
+
+Streams of 200 tokens, greedy and sampled, in fp32, while predictors are killed, restarted one after the other, or
+stopped: 24 at a time for some seconds each, with FULL=1 64 for a minute. What is to come out was asked for before, of
+the same stack. Each test prints how long the pauses were.
+"""
+
+import asyncio
+import os
+import random
+import signal
+import sys
+import time
+
+import pytest
+import pytest_asyncio
+
+from runner.free_ports import start_stack
+from tests.chaos.health import serves
+from tests.chaos.load import Client
+from tests.chaos.oracle import Oracle
+from tests.scenarios.crowd import Crowd, stories_of
+from tests.system.calls import rest
+from tests.waiting import until
+
+FULL = os.environ.get("FULL") == "1"
+SECONDS = 60 if FULL else 6
+CALLERS = 64 if FULL else 24
+TOKENS = 200
+INNOCENTS = 32 if FULL else 16
+PREDICTORS = 3
+PACE_MS = 30
+POISON_ID = 3  # A mark that no text has.
+SILENCE_LIMIT_S = 2
+BACK_S = 60
+# Of a rolling restart. The promise is a second, of a machine with a core for each predictor.
+MOST_PAUSE_S = 1 if FULL else 10
+
+pytestmark = pytest.mark.timeout(600 if FULL else 240)
+
+
+def arguments(folder):
+    """Of a stack whose model leaves the processor to the others, so that a restart takes no longer than it must."""
+    # Each has room for all streams: what is seen is no queue.
+    room = {"PREDICTOR_MAX_RUNNING": str(CALLERS)}
+    predictor = {"FAULTS": str(folder), "PACE_MS": str(PACE_MS), "POISON_ID": str(POISON_ID), **room}
+    return {
+        "commands": {"predictor": (sys.executable, "-m", "tests.chaos.predictor")},
+        "environment": {
+            "predictor": predictor,
+            "transformer": {"TRANSFORMER_SILENCE_LIMIT": str(SILENCE_LIMIT_S)},
+        },
+    }
+
+
+@pytest_asyncio.fixture(scope="module")
+async def stack(tmp_path_factory):
+    started = await start_stack(
+        tmp_path_factory.mktemp("stack"),
+        {"models": "storyteller=models/storyteller", "predictors": PREDICTORS},
+        **arguments(tmp_path_factory.mktemp("faults")),
+    )
+    yield started
+    await started.stop()
+
+
+@pytest_asyncio.fixture
+async def oracle(stack):
+    """What is right, known before the test does anything; and afterwards all predictors serve again."""
+    known = Oracle()
+    await stack.wait_ready(BACK_S)
+    async with Client(stack.gateway) as client:
+        await known.learn(client, stories_of(TOKENS))
+    return known
+
+
+async def serving(stack):
+    """The predictors that serve."""
+    names = [name for name in stack.names if name.startswith("predictor")]
+    told = await asyncio.gather(*(serves(stack.addresses[name]) for name in names))
+    return [name for name, serves_now in zip(names, told, strict=True) if serves_now]
+
+
+def tell_pauses(what, crowd):
+    """Prints them, and gives the one that one in a hundred is longer than."""
+    pauses = crowd.pauses_s()
+    most = pauses[int(0.99 * (len(pauses) - 1))]
+    print(f"{what}: {len(pauses)} streams, longest pause {pauses[-1]:.2f} s, p99 {most:.2f} s")
+    return most
+
+
+async def test_killing_predictors_again_and_again_costs_pauses_alone(stack, oracle):
+    end, kills = time.monotonic() + SECONDS, 0
+    async with Client(stack.gateway) as client:
+        async with Crowd(client, stories_of(TOKENS), CALLERS) as crowd:
+            await until(crowd.all_have_moved, BACK_S)
+            while not kills or time.monotonic() < end:
+                if len(able := await serving(stack)) >= 2:
+                    await stack.kill(random.choice(able))
+                    kills += 1
+                await asyncio.sleep(0.05)
+        crowd.all_right(oracle)
+    tell_pauses(f"{kills} kills", crowd)
+
+
+@pytest.mark.full  # In little: tests/system/test_drain.py.
+async def test_the_restart_of_all_one_after_the_other_costs_no_error_and_hardly_a_pause(stack, oracle):
+    end, rounds = time.monotonic() + SECONDS, 0
+    async with Client(stack.gateway) as client:
+        async with Crowd(client, stories_of(TOKENS), CALLERS) as crowd:
+            await until(crowd.all_have_moved, BACK_S)
+            while not rounds or (FULL and time.monotonic() < end):
+                rounds += 1
+                for name in [name for name in stack.names if name.startswith("predictor")]:
+                    await stack.kill(name, signal.SIGTERM)
+                    # The gateway looks once a second who is back.
+                    await stack.wait_ready(BACK_S)
+        crowd.all_right(oracle)
+    assert tell_pauses(f"{rounds} rolling restarts", crowd) <= MOST_PAUSE_S
+
+
+async def test_the_streams_of_a_predictor_that_is_stopped_move_on_and_what_it_says_later_is_ignored(stack, oracle):
+    async with Client(stack.gateway) as client:
+        async with Crowd(client, stories_of(TOKENS), CALLERS) as crowd:
+            await until(crowd.all_have_moved, BACK_S)
+            for _ in range(6 if FULL else 1):
+                (stopped, *_) = await serving(stack)
+                process = stack.pid(stopped)
+                os.kill(process, signal.SIGSTOP)
+                try:
+                    since = time.monotonic()
+
+                    await until(lambda: crowd.all_have_moved(since), BACK_S)  # noqa: B023
+                finally:
+                    os.kill(process, signal.SIGCONT)
+                await until(lambda: serves(stack.addresses[stopped]), BACK_S)  # noqa: B023
+        crowd.all_right(oracle)
+    tell_pauses("stopped", crowd)
+
+
+async def test_a_poisonous_request_is_refused_after_its_third_death_and_the_innocent_are_right(stack, oracle):
+    poison = {"model": "storyteller", "prompt": [5, 6, POISON_ID], "max_tokens": 5}
+    async with Client(stack.gateway) as client:
+        async with Crowd(client, stories_of(TOKENS), INNOCENTS) as crowd:
+            await until(crowd.all_have_moved, BACK_S)
+            before = lives(stack)
+            for _ in range(3):
+                answer = await rest(stack.gateway, "POST", "/v1/completions", poison)
+                assert answer.status == 500, answer.body
+                await until(lambda: lives(stack) == before + 3, BACK_S)
+        crowd.all_right(oracle)
+    assert lives(stack) == before + 3
+    tell_pauses("poison", crowd)
+
+
+def lives(stack):
+    """How many lives the predictors have begun, together."""
+    names = [name for name in stack.names if name.startswith("predictor")]
+    return sum(stack.log(name).count("listening on") for name in names)
+
+
+@pytest.mark.full  # In little: tests/system/test_resume.py.
+async def test_with_one_predictor_the_pause_is_as_long_as_its_restart(new_stack, tmp_path):
+    stack = await new_stack(models="storyteller=models/storyteller", **arguments(tmp_path))
+    oracle, end, kills, longest = Oracle(), time.monotonic() + SECONDS, 0, 0.0
+    async with Client(stack.gateway) as client:
+        await oracle.learn(client, stories_of(TOKENS))
+        async with Crowd(client, stories_of(TOKENS), CALLERS) as crowd:
+            await until(crowd.all_have_moved, BACK_S)
+            while not kills or (FULL and time.monotonic() < end):
+                await stack.kill("predictor-0")
+                kills, killed = kills + 1, time.monotonic()
+                await stack.wait_ready(BACK_S)
+                longest = max(longest, time.monotonic() - killed)
+                await until(lambda: crowd.all_have_moved(killed), BACK_S)  # noqa: B023
+        crowd.all_right(oracle)
+    tell_pauses(f"one predictor, {kills} kills, away for {longest:.2f} s at most", crowd)

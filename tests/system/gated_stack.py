@@ -1,0 +1,31 @@
+"""A stack whose model stands still until it is told to make tokens; see gated_predictor.py."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from runner.free_ports import start_stack
+from runner.stack import Stack
+
+
+@asynccontextmanager
+async def gated_stack(
+    folder: Path, **environment: dict[str, str]
+) -> AsyncIterator[tuple[Stack, Callable[[int], object]]]:
+    """The stack, and what lets the model make so many tokens; `environment` is that of single services."""
+    path = str(folder / "gate")
+    stack = await start_stack(
+        folder,
+        {"models": "storyteller=models/storyteller"},
+        commands={"predictor": (sys.executable, "-m", "tests.system.gated_predictor")},
+        environment={"predictor": {"GATE_SOCKET": path}, **environment},
+    )
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            yield stack, lambda tokens: sender.sendto(b"1" * tokens, path)
+    finally:
+        await stack.stop()

@@ -1,0 +1,40 @@
+"""The predictor with slow models, so that a test can do something to it between two tokens.
+
+It is the real service; only the runners wait, SLOW_MS after each step.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from services.predictor.__main__ import serve
+from services.predictor.engine import build
+from services.predictor.engine.paged_runner import PagedRunner
+from services.predictor.engine.t5_runner import T5Runner
+
+
+def main() -> None:
+    from millrace.service import run_service
+    from services.predictor.settings import PredictorSettings
+
+    pause_s = float(os.environ["SLOW_MS"]) / 1000
+
+    class SlowPagedRunner(PagedRunner):
+        def run(self, rows):
+            made = super().run(rows)
+            time.sleep(pause_s)
+            return made
+
+    class SlowT5Runner(T5Runner):
+        def run(self, rows):
+            made = super().run(rows)
+            time.sleep(pause_s)
+            return made
+
+    build.PagedRunner, build.T5Runner = SlowPagedRunner, SlowT5Runner
+    run_service("predictor", PredictorSettings, serve)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""SIGTERM at a predictor: it says so, hands its streams back or lets them end, and nobody gets an error."""
+
+import asyncio
+import signal
+import socket
+import sys
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from millrace.errors import DRAINING
+from millrace.protos.inference_pb2 import ModelReadyRequest, ServerReadyRequest
+from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace.resumable import HEARTBEAT, CallOptions
+from millrace.tensors import Tensor, decode_outputs
+from tests.system.calls import channel, each, generate, ids_request
+from tests.system.predictor_process import predictor_process
+from tests.waiting import until
+
+MODELS = "storyteller=models/storyteller"
+AS_STATUS = ("triton_grpc_error", "true")
+TOKENS = 8
+GATED = "tests.system.gated_predictor"
+
+
+class Stream:
+    """A generation at the predictor's own port, read as it comes."""
+
+    def __init__(self, stub, options):
+        request = ids_request("storyteller", Tensor("input_ids", "INT64", np.array([1])), max_tokens=TOKENS, seed=1)
+        request.parameters["ignore_eos"].bool_param = True
+        self.ids = []
+        self.heartbeats = 0
+        self._call = stub.ModelStreamInfer(each(request), metadata=(AS_STATUS, *options.metadata()), timeout=60)
+        self._task = asyncio.create_task(self._read())
+
+    async def _read(self):
+        async for message in self._call:
+            response = message.infer_response
+            if response.parameters[HEARTBEAT].bool_param:
+                self.heartbeats += 1
+            else:
+                self.ids += decode_outputs(response)["output_ids"].array.tolist()
+
+    async def error(self):
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await self._task
+        return raised.value
+
+    async def end(self):
+        await self._task
+        return self.ids
+
+
+@pytest.fixture
+def gate(tmp_path):
+    path = tmp_path / "gate"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as opener:
+        yield str(path), lambda tokens=1: opener.sendto(b"." * tokens, str(path))
+
+
+@pytest.mark.parametrize("drain", ["hand-back", "finish"])
+async def test_a_stream_is_handed_back_or_ends_and_health_says_it_first(tmp_path, gate, drain):
+    path, make_tokens = gate
+    environment = {"GATE_SOCKET": path, "MODELS": MODELS, "PREDICTOR_DRAIN": drain, "PREDICTOR_DRAIN_S": "30"}
+    async with predictor_process(tmp_path / "log", GATED, **environment) as predictor, channel(predictor.target) as own:
+        stub, health = GRPCInferenceServiceStub(own), health_pb2_grpc.HealthStub(own)
+
+        async def serving():
+            names = ("", "ready", "inference.GRPCInferenceService")
+            told = [await health.Check(health_pb2.HealthCheckRequest(service=name)) for name in names]
+            answers = {answer.status == health_pb2.HealthCheckResponse.SERVING for answer in told}
+            answers.add((await stub.ServerReady(ServerReadyRequest())).ready)
+            answers.add((await stub.ModelReady(ModelReadyRequest(name="storyteller"))).ready)
+            assert len(answers) == 1
+            return answers.pop()
+
+        assert await serving()
+        goes_on = Stream(stub, CallOptions(resumes=True, heartbeat_ms=50))
+        await until(lambda: goes_on.heartbeats > 1)
+        make_tokens(3)
+        await until(lambda: len(goes_on.ids) == 3)
+        stays = Stream(stub, CallOptions())
+        watch = health.Watch(health_pb2.HealthCheckRequest(service="ready"))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        predictor.process.send_signal(signal.SIGTERM)
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        watch.cancel()
+        # It listens as long as somebody is at work.
+        assert not await serving()
+        refused = await Stream(stub, CallOptions(resumes=True)).error()
+        assert refused.code() is grpc.StatusCode.UNAVAILABLE
+        assert dict(refused.trailing_metadata())[DRAINING] == "true"
+        if drain == "hand-back":
+            error = await goes_on.error()
+            told = dict(error.trailing_metadata())
+            assert (error.code(), told["x-http-status"], told[DRAINING]) == (grpc.StatusCode.UNAVAILABLE, "503", "true")
+            assert len(goes_on.ids) == 3
+        # The model may wait in a step for a stream that has gone.
+        make_tokens(3 * TOKENS)
+        assert len(await stays.end()) == TOKENS
+        if drain == "finish":
+            assert await goes_on.end() == await stays.end()
+        assert await predictor.end() == 0
+
+
+async def test_an_engine_that_died_ends_the_process_and_its_streams_as_a_death(tmp_path, gate):
+    path, make_tokens = gate
+    environment = {"GATE_SOCKET": path, "MODELS": MODELS, "PREDICTOR_STEP_TIMEOUT": "1"}
+    async with predictor_process(tmp_path / "log", GATED, **environment) as predictor, channel(predictor.target) as own:
+        stream = Stream(GRPCInferenceServiceStub(own), CallOptions(resumes=True, heartbeat_ms=50))
+        make_tokens()
+        error = await stream.error()
+        assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, "the engine died")
+        assert dict(error.trailing_metadata())["x-http-status"] == "502"
+        assert await predictor.end() not in (0, 78)
+
+
+async def test_predictors_that_are_restarted_one_by_one_are_missed_by_nobody(new_stack):
+    stack = await new_stack(
+        predictors=2,
+        models=MODELS,
+        # Slow models leave the processor to the one that starts.
+        commands={"predictor": (sys.executable, "-m", "tests.system.slow_predictor")},
+        environment={"predictor": {"SLOW_MS": "30"}},
+    )
+    request = {"model": "storyteller", "prompt": "Once", "max_tokens": 40, "ignore_eos": True, "seed": 7}
+
+    async def ids():
+        return [token for response in await generate(stack.gateway, **request) for token in response.token_ids]
+
+    undisturbed = await ids()
+    stop = asyncio.Event()
+    told = 0
+
+    async def client():
+        nonlocal told
+        while not stop.is_set():
+            assert await ids() == undisturbed
+            told += 1
+
+    clients = [asyncio.create_task(client()) for _ in range(8)]
+    try:
+        for i in range(2):
+            before = told
+            await until(lambda before=before: told > before + 8)
+            await stack.kill(f"predictor-{i}", signal.SIGTERM)
+            await stack.wait_ready(timeout_s=60)
+    finally:
+        stop.set()
+        outcomes = await asyncio.gather(*clients, return_exceptions=True)
+    assert outcomes == [None] * 8
+    for i in range(2):
+        assert "Traceback" not in stack.log(f"predictor-{i}")

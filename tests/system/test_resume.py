@@ -1,0 +1,213 @@
+"""A predictor dies in the middle of many answers, and each goes on as if nothing had happened, on every way in."""
+
+import asyncio
+import json
+import signal
+import sys
+from collections import Counter
+from contextlib import suppress
+
+import pytest
+import pytest_asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from millrace.protos import inference_pb2 as pb
+from millrace.protos import millrace_pb2, millrace_pb2_grpc
+from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace.tensors import decode_outputs
+from runner.free_ports import start_stack
+from tests.system.calls import channel, each, http_request, rest, text_request
+from tests.waiting import until
+
+MODELS = "storyteller=models/storyteller,normalizer=models/normalizer"
+PROMPT, NUMBERS = "Once upon a time", "in 1984, 27 days, 3 hours and 15 minutes"
+TOKENS, REPEATS = 60, 2
+SAMPLING = {"greedy": {"temperature": 0.0, "seed": 0}, "sampled": {"temperature": 1.0, "seed": 11}}
+SLOW = {"predictor": (sys.executable, "-m", "tests.system.slow_predictor")}
+
+
+@pytest_asyncio.fixture(scope="module", params=[2, 1], ids=["two predictors", "one predictor"])
+async def slow_stack(request, tmp_path_factory):
+    """Predictors that take so long for a token that something can be done to them between two."""
+    settings = {"predictors": request.param, "models": MODELS}
+    environment = {
+        "predictor": {"SLOW_MS": "25", "PREDICTOR_DTYPE": "fp32"},
+        # On a busy machine a predictor takes its time to come back.
+        "transformer": {"TRANSFORMER_PREDICTOR_WAIT": "120", "TRANSFORMER_SILENCE_LIMIT": "1.5"},
+    }
+    stack = await start_stack(tmp_path_factory.mktemp("stack"), settings, commands=SLOW, environment=environment)
+    yield stack
+    await stack.stop()
+
+
+@pytest_asyncio.fixture(scope="module")
+async def undisturbed(slow_stack):
+    """What each way in answers where nothing happens."""
+    return await ask_all(slow_stack, "first")
+
+
+async def generated(gateway, name, sampling, came, model="storyteller", prompt=PROMPT):
+    """By Generate: ids, text, reason and usage."""
+    request = millrace_pb2.GenerateRequest(
+        model=model, prompt=prompt, max_tokens=TOKENS, ignore_eos=True, logprobs=True, request_id=name, **sampling
+    )
+    ids, logprobs, text = [], [], ""
+    async with channel(gateway) as open_channel:
+        async for response in millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=120):
+            came[name] += 1
+            ids += response.token_ids
+            logprobs += response.logprobs
+            text += response.text
+    assert len(logprobs) == len(ids) == TOKENS
+    usage = response.usage
+    return ids, text, response.finish_reason, usage.prompt_tokens, usage.completion_tokens
+
+
+async def normalized(gateway, name, sampling, came):
+    """The same of an encoder-decoder model."""
+    return await generated(gateway, name, sampling, came, "normalizer", NUMBERS)
+
+
+async def inferred(gateway, name, sampling, came):
+    """By ModelStreamInfer: text and reason."""
+    request = text_request("storyteller", PROMPT, max_tokens=TOKENS, seed=sampling["seed"])
+    request.id = name
+    request.parameters["ignore_eos"].bool_param = True
+    request.parameters["temperature"].double_param = sampling["temperature"]
+    text = b""
+    async with channel(gateway) as open_channel:
+        async for response in GRPCInferenceServiceStub(open_channel).ModelStreamInfer(each(request), timeout=120):
+            assert not response.error_message
+            came[name] += 1
+            text += decode_outputs(response.infer_response)["text_output"].array[0]
+    return text, response.infer_response.parameters["finish_reason"].string_param
+
+
+async def chatted(gateway, name, sampling, came):
+    """By server-sent events: text, reason and usage."""
+    body = {"model": "storyteller", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": TOKENS}
+    body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}, **sampling}
+
+    def came_one():
+        came[name] += 1
+
+    headers = {"x-request-id": name}
+    answer = await asyncio.to_thread(http_request, gateway, "POST", "/v1/chat/completions", body, headers, came_one)
+    assert answer.events[-1] == "[DONE]"
+    events = [json.loads(event) for event in answer.events[:-1]]
+    choices = [choice for event in events for choice in event["choices"]]
+    text = "".join(choice["delta"].get("content") or "" for choice in choices)
+    return text, choices[-1]["finish_reason"], events[-1]["usage"]["completion_tokens"]
+
+
+WAYS_IN = {"Generate": generated, "ModelStreamInfer": inferred, "chat": chatted, "T5": normalized}
+
+
+async def ask_all(stack, prefix, came=None):
+    """What each way in answers to each kind of request, several times, all at once."""
+    asked = [(way_in, kind, number) for way_in in WAYS_IN for kind in SAMPLING for number in range(REPEATS)]
+    came = Counter() if came is None else came
+    answers = await asyncio.gather(
+        *(
+            WAYS_IN[way_in](stack.gateway, f"{prefix} {way_in} {kind} {number}", SAMPLING[kind], came)
+            for way_in, kind, number in asked
+        )
+    )
+    return dict(zip(asked, answers, strict=True))
+
+
+async def ask_while(stack, prefix, disturb):
+    """The same with something done to the stack once every answer is under way."""
+    came = Counter()
+    asking = asyncio.create_task(ask_all(stack, prefix, came))
+    await until(lambda: len(came) == len(WAYS_IN) * len(SAMPLING) * REPEATS and min(came.values()) >= 5, 60)
+    await disturb()
+    assert not asking.done()
+    return await asking
+
+
+async def resumed_records(stack, prefix):
+    """The records of a round's answers that went on elsewhere, once there are some."""
+    found = []
+
+    async def are_there():
+        async with channel(stack.gateway) as open_channel:
+            log = millrace_pb2_grpc.PayloadLogStub(open_channel)
+            records = [record async for record in log.Query(millrace_pb2.QueryPayloadsRequest(page_size=500))]
+        found[:] = [record for record in records if record.resumes and record.request_id.startswith(prefix)]
+        return bool(found)
+
+    await until(are_there)
+    return found
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP], ids=lambda signum: signum.name)
+async def test_answers_go_on_whatever_becomes_of_their_predictor(slow_stack, undisturbed, signum):
+    prefix = f"while {signum.name}"
+    process = slow_stack.pid("predictor-0")
+    late = None
+
+    async def disturb():
+        nonlocal late
+        await slow_stack.kill("predictor-0", signum)
+        late = asyncio.create_task(generated(slow_stack.gateway, "late", SAMPLING["greedy"], Counter()))
+        if signum == signal.SIGSTOP:
+            # It wakes when what it had has been given up: what it says then is too late.
+            await until(lambda: "fell silent" in slow_stack.log("transformer"))
+            await slow_stack.kill("predictor-0", signal.SIGCONT)
+
+    assert await ask_while(slow_stack, prefix, disturb) == undisturbed
+    # One that came while nobody, or one less, was there.
+    assert late is not None
+    assert await late == undisturbed["Generate", "greedy", 0]
+    # With two predictors, least-request balancing has sent about half of them to the one that died.
+    for record in await resumed_records(slow_stack, prefix):
+        assert record.status == "OK"
+        assert sum(len(chunk.token_ids) for chunk in record.chunks) == record.usage.completion_tokens == TOKENS
+        assert "".join(chunk.text for chunk in record.chunks) == record.text
+    await slow_stack.wait_ready(timeout_s=120)
+    assert (slow_stack.pid("predictor-0") == process) == (signum == signal.SIGSTOP)
+
+
+async def readiness(gateway, open_channel):
+    """What health, ServerReady, ModelReady and REST say of a generation, and health of the process."""
+    stub, health = GRPCInferenceServiceStub(open_channel), health_pb2_grpc.HealthStub(open_channel)
+    ready, process, server, model, rest_server, rest_model = await asyncio.gather(
+        health.Check(health_pb2.HealthCheckRequest(service="ready")),
+        health.Check(health_pb2.HealthCheckRequest(service="")),
+        stub.ServerReady(pb.ServerReadyRequest()),
+        stub.ModelReady(pb.ModelReadyRequest(name="storyteller")),
+        rest(gateway, "GET", "/v2/health/ready"),
+        rest(gateway, "GET", "/v2/models/storyteller/ready"),
+    )
+    serving = health_pb2.HealthCheckResponse.SERVING
+    told = {ready.status == serving, server.ready, model.ready, rest_server.status == 200, rest_model.status == 200}
+    return frozenset(told), process.status == serving
+
+
+async def test_every_word_of_readiness_agrees_while_a_predictor_is_away_and_the_transformer_stays(new_stack):
+    stack = await new_stack(models="storyteller=models/storyteller")
+    killed = stack.pid("predictor-0")
+    seen = set()
+
+    async def look():
+        told = await readiness(stack.gateway, open_channel)
+        # Six questions are not one moment: an answer counts that is given twice.
+        if told == await readiness(stack.gateway, open_channel):
+            seen.add(told)
+        return told
+
+    async def is_away():
+        return (await look())[0] == {False}
+
+    async def is_back():
+        with suppress(ProcessLookupError):
+            return (await look())[0] == {True} and stack.pid("predictor-0") != killed
+        return False
+
+    async with channel(stack.gateway) as open_channel:
+        await look()
+        await stack.kill("predictor-0")
+        await until(is_away, 60)
+        await until(is_back, 60)
+    assert seen == {(frozenset({True}), True), (frozenset({False}), True)}

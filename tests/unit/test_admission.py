@@ -1,0 +1,90 @@
+"""A service takes so many calls at once; one more is refused at once, unread, and told when to come again."""
+
+import asyncio
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from millrace.admission import RETRY_AFTER_MS
+from millrace.server import Server
+
+MAX_CALLS = 2
+
+
+class Held(grpc.GenericRpcHandler):
+    """`/test/held`, whose calls end when they are released; it counts the messages that it was given."""
+
+    def __init__(self):
+        self.release = asyncio.Event()
+        self.messages = 0
+
+    def service(self, details):
+        async def held(request, context):
+            self.messages += 1
+            await self.release.wait()
+            yield b"done"
+
+        return grpc.unary_stream_rpc_method_handler(held) if details.method == "/test/held" else None
+
+
+@pytest.fixture
+async def served():
+    server, handler = Server("test", "127.0.0.1", 0, 0.0, max_calls=MAX_CALLS), Held()
+    server.grpc.add_generic_rpc_handlers((handler,))
+    port = server.grpc.add_insecure_port("127.0.0.1:0")
+    await server.grpc.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield channel, handler
+    await server.grpc.stop(None)
+
+
+def call(channel):
+    return channel.unary_stream("/test/held")(b"message", timeout=30)
+
+
+async def fill(channel, handler):
+    calls = [asyncio.create_task(anext(aiter(call(channel)))) for _ in range(MAX_CALLS)]
+    async with asyncio.timeout(30):
+        while handler.messages < MAX_CALLS:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    return calls
+
+
+async def test_one_call_too_many_is_refused_at_once_and_unread(served):
+    channel, handler = served
+    calls = await fill(channel, handler)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await anext(aiter(call(channel)))
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    told = dict(refused.value.trailing_metadata())
+    expected = {"x-http-status": "429", "x-failed-hop": "test", "retry-after-ms": str(RETRY_AFTER_MS)}
+    assert expected.items() <= told.items()
+    assert handler.messages == MAX_CALLS
+    handler.release.set()
+    assert await asyncio.gather(*calls) == [b"done"] * MAX_CALLS
+
+
+async def test_a_call_that_ends_makes_room_however_it_ends(served):
+    channel, handler = served
+    for task in await fill(channel, handler):
+        task.cancel()
+        await asyncio.wait({task})
+    handler.release.set()
+    async with asyncio.timeout(30):
+        while True:  # The server learns of a cancelled call a moment later.
+            try:
+                assert await anext(aiter(call(channel))) == b"done"
+                return
+            except grpc.aio.AioRpcError:
+                await asyncio.sleep(0.005)
+
+
+async def test_a_full_service_says_that_it_is_healthy(served):
+    channel, handler = served
+    calls = await fill(channel, handler)
+    health = health_pb2_grpc.HealthStub(channel)
+    told = await health.Check(health_pb2.HealthCheckRequest(service=""), timeout=30)
+    assert told.status == health_pb2.HealthCheckResponse.SERVING
+    handler.release.set()
+    await asyncio.gather(*calls)

@@ -1,0 +1,220 @@
+"""What resume decides without any call: how often, how long, and which requests not at all."""
+
+import asyncio
+import time
+
+import pytest
+
+from millrace.errors import DeadlineError, DrainingError, NotReadyError
+from millrace.sampling import SamplingParameters
+from services.transformer.deaths import Deaths, NextCall
+from services.transformer.patience import Patience
+from services.transformer.poison import Poison, fingerprint
+
+SHARED, ALONE, NONE = NextCall.SHARED, NextCall.ALONE, NextCall.NONE
+AWAY = NotReadyError("no predictor is ready")
+
+
+@pytest.mark.parametrize(
+    ("limit", "events", "next_call"),
+    [
+        (2, "", SHARED),
+        (2, "d", SHARED),
+        (2, "dd", ALONE),
+        (2, "ddd", ALONE),
+        (2, "ddad", NONE),
+        (2, "ddaed", ALONE),
+        (2, "ddded", ALONE),
+        (2, "dddddd", ALONE),
+        (2, "ddddddd", NONE),
+        (2, "dt", SHARED),
+        (2, "dtd", SHARED),
+        (2, "ddtd", SHARED),
+        (2, "ddtdd", ALONE),
+        (2, "tdtdtdtd", SHARED),
+        (1, "", SHARED),
+        (1, "d", ALONE),
+        (1, "dd", ALONE),
+        (1, "dad", NONE),
+        (3, "dd", SHARED),
+        (3, "dddad", NONE),
+        (2, "ddat", SHARED),
+        (2, "ddatddd", ALONE),
+    ],
+)
+def test_only_deaths_in_a_row_count(limit, events, next_call):
+    deaths = Deaths(limit)
+    happen = {
+        "d": lambda: deaths.call_ended(died=True),
+        "e": lambda: deaths.call_ended(died=False),
+        "a": deaths.runs_alone,
+        "t": deaths.token,
+    }
+    for event in events:
+        happen[event]()
+    assert deaths.next_call is next_call
+
+
+SAMPLING = SamplingParameters(max_tokens=10, seed=1)
+
+
+def test_a_request_is_known_by_all_but_its_seed():
+    known = fingerprint("m", [1, 2], SAMPLING)
+    assert fingerprint("m", [1, 2], SAMPLING.model_copy(update={"seed": 2})) == known
+    others = [
+        fingerprint("n", [1, 2], SAMPLING),
+        fingerprint("m", [1, 3], SAMPLING),
+        fingerprint("m", [1], SAMPLING),
+        fingerprint("m", [1, 2], SAMPLING.model_copy(update={"max_tokens": 11})),
+    ]
+    assert known not in others
+
+
+def test_poison_is_refused_for_ten_minutes():
+    now = [0.0]
+    poison = Poison(lambda: now[0])
+    assert not poison
+    poison.add(b"a")
+    now[0] = 599
+    poison.add(b"b")
+    assert (poison.refuses(b"a"), poison.refuses(b"b"), poison.refuses(b"c")) == (True, True, False)
+    now[0] = 600
+    assert (poison.refuses(b"a"), poison.refuses(b"b")) == (False, True)
+    now[0] = 1199
+    assert not poison.refuses(b"b")
+    assert not poison
+
+
+def test_poison_that_comes_again_is_refused_from_then_on():
+    now = [0.0]
+    poison = Poison(lambda: now[0])
+    poison.add(b"a")
+    now[0] = 300
+    poison.add(b"a")
+    now[0] = 601
+    assert poison.refuses(b"a")
+
+
+def test_the_oldest_poison_is_forgotten_first():
+    poison = Poison()
+    for number in range(1025):
+        poison.add(str(number).encode())
+    assert not poison.refuses(b"0")
+    assert poison.refuses(b"1")
+
+
+async def tries(patience, count, retry_after_ms=None):
+    for _ in range(count):
+        await patience.pause(AWAY, retry_after_ms)
+
+
+@pytest.fixture
+def slept(monkeypatch):
+    """The pauses that were asked for, which take no time."""
+    pauses = []
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    return pauses
+
+
+async def test_the_first_try_is_made_at_once_and_the_next_ones_ever_later(slept):
+    await tries(Patience(30), 9)
+    longest = [0, 0.02, 0.04, 0.08, 0.16, 0.32, 0.5, 0.5, 0.5]
+    assert all(most / 2 <= pause <= most for pause, most in zip(slept, longest, strict=True))
+
+
+async def test_an_answer_makes_the_next_try_immediate_again(slept):
+    patience = Patience(30)
+    await tries(patience, 5)
+    patience.answered()
+    await tries(patience, 1)
+    assert slept[-1] == 0
+
+
+async def test_a_predictor_that_says_when_to_come_back_is_heard(slept):
+    await tries(Patience(30), 1, 1500)
+    assert slept == [1.5]
+
+
+async def test_no_pause_is_longer_than_what_is_left(slept):
+    await tries(Patience(30), 1, 60_000)
+    await tries(Patience(30, timeout_s=5), 1, 60_000)
+    assert slept == [pytest.approx(30, abs=1), pytest.approx(5, abs=1)]
+
+
+async def test_the_wait_ends_with_the_error_that_it_was_for():
+    with pytest.raises(NotReadyError) as raised:
+        await tries(Patience(0.1), 1000)
+    assert raised.value is AWAY
+
+
+async def test_a_wait_for_what_drains_ends_as_not_ready():
+    draining = DrainingError("the predictor stops", hop="predictor")
+    with pytest.raises(NotReadyError, match="the predictor stops") as raised:
+        await Patience(0).pause(draining)
+    assert type(raised.value) is NotReadyError
+    assert raised.value.hop == "predictor"
+
+
+async def test_the_deadline_is_another_end():
+    with pytest.raises(DeadlineError):
+        await tries(Patience(30, timeout_s=0.1), 1000)
+
+
+async def test_a_deadline_counts_from_the_arrival():
+    with pytest.raises(DeadlineError):
+        _ = Patience(30, timeout_s=5, since=time.monotonic() - 5).left_s
+
+
+async def test_who_may_not_wait_is_told_at_once():
+    with pytest.raises(NotReadyError):
+        await tries(Patience(0), 1)
+
+
+async def test_a_change_ends_a_wait_and_no_change_ends_it_with_the_error():
+    changed = asyncio.Event()
+    waiting = asyncio.create_task(Patience(30).until(changed, AWAY))
+    await asyncio.sleep(0)
+    changed.set()
+    await waiting
+    with pytest.raises(NotReadyError):
+        await Patience(0.05).until(asyncio.Event(), AWAY)
+    with pytest.raises(DeadlineError):
+        await Patience(30, timeout_s=0.05).until(asyncio.Event(), AWAY)
+
+
+async def test_a_turn_is_waited_for_within_the_deadline():
+    turn = asyncio.Lock()
+    await turn.acquire()
+    with pytest.raises(DeadlineError):
+        await Patience(30, timeout_s=0.05).acquire(turn)
+    turn.release()
+    await Patience(0.05).acquire(turn)
+    assert turn.locked()
+
+
+async def test_waiting_for_others_is_not_waiting_for_a_predictor():
+    patience, turn = Patience(0.2), asyncio.Lock()
+    await patience.pause(AWAY)
+    await turn.acquire()
+    asyncio.get_running_loop().call_later(0.4, turn.release)
+    await patience.acquire(turn)
+    await patience.pause(AWAY)  # The limit would have been reached.
+
+
+async def test_insisting_ends_with_the_first_result_or_another_error():
+    outcomes = [AWAY, AWAY, 7]
+
+    async def call():
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    assert await Patience(30).insist(call) == 7
+    outcomes[:] = [AWAY, ZeroDivisionError()]
+    with pytest.raises(ZeroDivisionError):
+        await Patience(30).insist(call)
