@@ -15,6 +15,7 @@ from services.predictor.engine.memory import cache_shape
 from services.predictor.engine.paged_runner import PagedRunner, self_test
 from services.predictor.settings import PredictorSettings
 from tests.random_models import ARCHITECTURES, ONE_ROW, PAGED, RAGGED, VOCABULARY, greedy, random_model
+from tests.unit.bfloat16 import needs_bfloat16_processor
 
 KINDS = {"paged": PAGED, "one row": ONE_ROW, "ragged": RAGGED}
 # Twelve at once, of very different lengths.
@@ -125,7 +126,12 @@ async def test_fixed_buffers_of_padded_rows_and_blocks_give_the_same(engine_of, 
 
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
-    [("llama", torch.float32), ("gpt2", torch.float32), ("t5", torch.float32), ("llama", torch.bfloat16)],
+    [
+        ("llama", torch.float32),
+        ("gpt2", torch.float32),
+        ("t5", torch.float32),
+        pytest.param("llama", torch.bfloat16, marks=needs_bfloat16_processor),
+    ],
 )
 async def test_sampling_alone_in_a_crowd_and_continued_gives_the_same(architecture, dtype, engine_of):
     model = random_model(architecture).to(dtype)

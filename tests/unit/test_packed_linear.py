@@ -8,11 +8,12 @@ from torch import nn
 
 from services.predictor.engine.packed_linear import PackedLinear, pack_linears
 from tests.random_models import random_model
+from tests.unit.bfloat16 import needs_bfloat16_processor
 
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bfloat16_processor)])
 @pytest.mark.parametrize("width", [64, 3072])
 def test_a_row_gets_the_same_bits_in_every_batch(dtype, width):
     generator = torch.Generator().manual_seed(1)

@@ -2,8 +2,9 @@
 
 torch's own `F.linear` packs bfloat16 weights again at every call, and its float32 sums in another order
 for every number of rows. oneDNN's packed product is faster for a few rows, and adds up a row in the
-same order in whatever batch it stands, so that results do not depend on it. One row alone is the
-exception for wide inputs; where it is, by trial, a second row goes along.
+same order in whatever batch it stands, so that results do not depend on it: in float32, and in bfloat16
+where the processor multiplies that by itself (AVX512_BF16, AMX). One row alone is the exception for
+wide inputs; where it is, by trial, a second row goes along.
 
 A packed copy takes the weight's place, except where the weight is the embedding's too.
 """
