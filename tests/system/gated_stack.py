@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from runner.free_ports import start_stack
 from runner.stack import Stack
@@ -14,13 +15,16 @@ from runner.stack import Stack
 
 @asynccontextmanager
 async def gated_stack(
-    folder: Path, **environment: dict[str, str]
+    folder: Path, overrides: Mapping[str, Any] | None = None, **environment: dict[str, str]
 ) -> AsyncIterator[tuple[Stack, Callable[[int], object]]]:
-    """The stack, and what lets the model make so many tokens; `environment` is that of single services."""
+    """The stack, and what lets the model make so many tokens.
+
+    `overrides` are fields of StackSettings, `environment` is that of single services.
+    """
     path = str(folder / "gate")
     stack = await start_stack(
         folder,
-        {"models": "storyteller=models/storyteller"},
+        {"models": "storyteller=models/storyteller", **(overrides or {})},
         commands={"predictor": (sys.executable, "-m", "tests.system.gated_predictor")},
         environment={"predictor": {"GATE_SOCKET": path}, **environment},
     )

@@ -7,10 +7,12 @@ import uuid
 import grpc
 import numpy as np
 import pytest
+import pytest_asyncio
 
 from millrace.protos import millrace_pb2, millrace_pb2_grpc
 from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from millrace.tensors import Tensor
+from runner.free_ports import start_stack
 from tests.system.calls import channel, generate, ids_request, rest
 from tests.waiting import until
 
@@ -145,8 +147,16 @@ async def test_probes_and_readers_of_the_log_are_not_on_record(stack):
     assert await query(stack, request_id=request_id) == []
 
 
-async def test_a_call_that_found_no_transformer_is_on_record(new_stack):
-    stack = await new_stack(models="storyteller=models/storyteller")
+@pytest_asyncio.fixture(scope="module")
+async def own_stack(tmp_path_factory):
+    """For tests that harm its services, and wait until they are back."""
+    own = await start_stack(tmp_path_factory.mktemp("stack"), {"models": "storyteller=models/storyteller"})
+    yield own
+    await own.stop()
+
+
+async def test_a_call_that_found_no_transformer_is_on_record(own_stack):
+    stack = own_stack
     await stack.kill("transformer")
     refused = []
 
@@ -165,10 +175,11 @@ async def test_a_call_that_found_no_transformer_is_on_record(new_stack):
     # After a health check has failed, and before: nobody listens, which is a 503 as well.
     assert record.gateway.response_flags in ("UH", "URX,UF")
     assert record.gateway.upstream == ""
+    await stack.wait_ready(timeout_s=60)
 
 
-async def test_calls_go_on_while_the_logger_takes_nothing(new_stack):
-    stack = await new_stack(models="storyteller=models/storyteller")
+async def test_calls_go_on_while_the_logger_takes_nothing(own_stack):
+    stack = own_stack
     await stack.kill("logger", signal.SIGSTOP)
     try:
         body = {"model": "storyteller", "prompt": "Once", "max_tokens": 2}

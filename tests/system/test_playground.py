@@ -5,14 +5,14 @@ Screenshots are left in `.run/screenshots`. Without Chromium (Debian's package `
 
 import re
 import shutil
-import socket
-import sys
 
 import pytest
+import pytest_asyncio
 from playwright.async_api import async_playwright, expect
 
 from runner.settings import ROOT
 from tests.system.calls import generate
+from tests.system.gated_stack import gated_stack
 from tests.waiting import until
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -23,20 +23,14 @@ HOSTILE = "<img src=x onerror=document.title='broken'>"
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no browser here (Debian's package chromium)")
 
 
-@pytest.fixture
-async def gated(new_stack, tmp_path):
-    """A stack whose model makes a token for each call of the second value."""
-    path = str(tmp_path / "gate")
-    stack = await new_stack(
-        models="storyteller=models/storyteller",
-        commands={"predictor": (sys.executable, "-m", "tests.system.gated_predictor")},
-        # The only predictor may take long to come back where the machine is busy.
-        environment={"predictor": {"GATE_SOCKET": path}, "transformer": {"TRANSFORMER_PREDICTOR_WAIT": "90"}},
-        gateway_trace_page="http://traces.example/trace/",
-        development=True,
-    )
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-        yield stack, lambda: sender.sendto(b"1", path)
+@pytest_asyncio.fixture(scope="module")
+async def gated(tmp_path_factory):
+    """A stack whose model makes a token for each call of the second value; each test uses up what it lets be made."""
+    overrides = {"gateway_trace_page": "http://traces.example/trace/", "development": True}
+    # The only predictor may take long to come back where the machine is busy.
+    patient = {"TRANSFORMER_PREDICTOR_WAIT": "90"}
+    async with gated_stack(tmp_path_factory.mktemp("gated"), overrides, transformer=patient) as (stack, let_be_made):
+        yield stack, lambda: let_be_made(1)
 
 
 @pytest.fixture

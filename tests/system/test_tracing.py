@@ -1,13 +1,11 @@
 """One trace from the gateway to the predictor, seen by a real OTLP receiver."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import grpc
-import pytest_asyncio
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from tests.system.calls import channel, generate, rest
+from tests.system.calls import generate, rest
 from tests.waiting import until
 
 METHOD = "inference.GRPCInferenceService/ModelStreamInfer"
@@ -30,18 +28,11 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return [(service, span) for service, span in self.spans if span.trace_id.hex() == trace_id]
 
 
-@pytest_asyncio.fixture
-async def collector() -> AsyncIterator[tuple[Collector, str]]:
-    servicer, server = Collector(), grpc.aio.server()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    yield servicer, f"http://127.0.0.1:{port}"
-    await server.stop(None)
-
-
-async def test_one_trace_joins_the_caller_envoy_transformer_and_predictor(collector, new_stack):
-    servicer, endpoint = collector
+async def test_one_trace_joins_the_caller_envoy_transformer_and_predictor_until_the_collector_dies(new_stack):
+    servicer, collector = Collector(), grpc.aio.server()
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(servicer, collector)
+    endpoint = f"http://127.0.0.1:{collector.add_insecure_port('127.0.0.1:0')}"
+    await collector.start()
     exporting = {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_BSP_SCHEDULE_DELAY": "100"}
     stack = await new_stack(
         models="storyteller=models/storyteller",
@@ -73,14 +64,7 @@ async def test_one_trace_joins_the_caller_envoy_transformer_and_predictor(collec
         "envoy-ingress",
     ]
 
-
-async def test_a_dead_collector_costs_nothing(new_stack):
-    exporting = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
-    stack = await new_stack(
-        models="storyteller=models/storyteller",
-        otel_exporter_otlp_endpoint="http://127.0.0.1:9",
-        environment={"transformer": exporting, "predictor": exporting},
-    )
-    async with channel(stack.gateway):
-        calls = (generate(stack.gateway, model="storyteller", prompt="Once", max_tokens=4) for _ in range(20))
-        assert all(await asyncio.gather(*calls))
+    # A dead collector costs nothing.
+    await collector.stop(None)
+    calls = (generate(stack.gateway, model="storyteller", prompt="Once", max_tokens=4) for _ in range(20))
+    assert all(await asyncio.gather(*calls))

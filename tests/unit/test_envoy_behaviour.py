@@ -78,10 +78,13 @@ class FakeInference(inference_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelStreamInfer(  # noqa: N802
         self, request_iterator: AsyncIterator[inference_pb2.ModelInferRequest], context: Context
     ) -> AsyncIterator[inference_pb2.ModelStreamInferResponse]:
-        """The first call of each kind is refused: "drains" as one that drains does, "dies" as one whose engine died."""
+        """The first call of each kind is refused: "drains" as one that drains does, "dies" as one whose engine died,
+        "stops" as gRPC does for a server that stops."""
         async for request in request_iterator:
             self._streams[request.id] += 1
             if self._streams[request.id] == 1:
+                if request.id == "stops":
+                    await context.abort(grpc.StatusCode.CANCELLED, "CANCELLED")
                 error = DrainingError("draining") if request.id == "drains" else HopBrokenError("the engine died")
                 await context.abort(error.status, error.message, error.trailing_metadata("predictor"))
             response = inference_pb2.ModelInferResponse(id=request.id)
@@ -391,8 +394,9 @@ async def test_the_authority_chooses_the_predictor(gateway: Gateway, authority: 
     assert answer.name == expected
 
 
-async def test_a_stream_that_a_draining_predictor_refuses_is_sent_again(gateway: Gateway) -> None:
-    assert await stream_one(gateway, "drains") == ["drains"]
+async def test_a_stream_that_nobody_has_begun_is_sent_again(gateway: Gateway) -> None:
+    for refused in ("drains", "stops"):
+        assert await stream_one(gateway, refused) == [refused]
     with pytest.raises(grpc.aio.AioRpcError) as failed:
         await stream_one(gateway, "dies")
     assert failed.value.details() == "the engine died"

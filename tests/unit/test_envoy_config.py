@@ -152,6 +152,13 @@ def test_no_time_limit_ends_a_stream(config: Config) -> None:
         assert connection_manager(config, listener)["stream_idle_timeout"] == "600s"
 
 
+def test_what_grpc_refuses_while_its_server_stops_is_sent_again_on_every_route_to_a_model(config: Config) -> None:
+    policies = [route["route"].get("retry_policy") for _, route in every_route(config) if "route" in route]
+    retries = [policy["retry_on"].split(",") for policy in policies if policy is not None]
+    assert len(retries) > len(STREAMS)
+    assert all("cancelled" in retry_on for retry_on in retries)
+
+
 def test_a_stream_of_an_hour_meets_no_limit(config: Config) -> None:
     for listener in ("ingress", "inner"):
         connection = connection_manager(config, listener)["common_http_protocol_options"]
