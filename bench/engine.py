@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import random
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from typing import Any
 
 from bench.cases import CASES, GENERATE, LONG_PROMPT_TOKENS, Case
 from bench.contenders import CONTENDERS, ROOT
+from bench.machine import machine
 from bench.plot import plot
 from bench.report import case_table, target_table, verdicts
 from bench.worker_process import ENVIRONMENT, ContenderError, WorkerProcess
@@ -122,7 +122,7 @@ async def _measure(
     agreement = await _warm_up(case, entered, absent, _load(case, draw))
     record: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": _machine(),
+        "machine": machine() | {"environment": ENVIRONMENT},
         "model": case.model,
         "callers": case.callers,
         "prompt_tokens": case.prompt_tokens,
@@ -192,18 +192,6 @@ def _figures(answer: Mapping[str, Any]) -> dict[str, float]:
         "ttft_ms": median(answer["first_token_s"]) * 1e3,
         "cpu_share": answer["cpu_seconds"] / answer["seconds"],
         "seconds": answer["seconds"],
-    }
-
-
-def _machine() -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "environment": ENVIRONMENT,
     }
 
 

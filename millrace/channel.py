@@ -1,4 +1,4 @@
-"""Client channels to other hops: message limits, keepalive, error mapping and tracing."""
+"""Client channels to other hops: message limits, keepalive, error mapping and telemetry."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import grpc
 
 from millrace.interceptors import error_client_interceptors
 from millrace.server import MESSAGE_OPTIONS
-from millrace.telemetry.interceptors import tracing_client_interceptors
+from millrace.telemetry.client_interceptors import telemetry_client_interceptors
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
     *MESSAGE_OPTIONS,
@@ -22,5 +22,5 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 def open_channel(target: str, hop: str) -> grpc.aio.Channel:
     """A channel to `target` (host:port) whose failed calls raise `MillraceError` signed `hop`."""
     # The first interceptor is the outermost: spans see the status before it is translated.
-    interceptors = (*error_client_interceptors(hop), *tracing_client_interceptors())
+    interceptors = (*error_client_interceptors(hop), *telemetry_client_interceptors())
     return grpc.aio.insecure_channel(target, options=_OPTIONS, interceptors=interceptors)

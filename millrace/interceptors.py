@@ -12,6 +12,7 @@ import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import grpc
@@ -34,6 +35,20 @@ Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler
 Guard: TypeAlias = "Callable[[Context], AbstractAsyncContextManager[None]]"
 Reader: TypeAlias = "Callable[[Any, Context], Awaitable[Any]]"
 
+_first_message: ContextVar[Callable[[], None] | None] = ContextVar("first_message", default=None)
+
+
+def on_first_message(tell: Callable[[], None]) -> None:
+    """From inside a guard: has `tell` called when the first message of an answer that streams has been written."""
+    _first_message.set(tell)
+
+
+def _tell_first_message() -> None:
+    tell = _first_message.get()
+    if tell is not None:
+        _first_message.set(None)
+        tell()
+
 
 def guard_handler(handler: Handler, guard: Guard, read: Reader | None = None) -> Handler:
     """The same handler with each of its calls run inside `guard(context)`.
@@ -55,6 +70,7 @@ def guard_handler(handler: Handler, guard: Guard, read: Reader | None = None) ->
             async with guard(context), aclosing(behaviour(await received(request, context), context)) as responses:
                 async for response in responses:
                     await context.write(response)
+                    _tell_first_message()
 
         guarded: Any = write_all
     else:

@@ -26,7 +26,7 @@ from millrace.errors import InvalidRequestError, NotImplementedMethodError
 from millrace.interceptors import Context
 from millrace.protos import inference_pb2 as pb
 from millrace.protos import inference_pb2_grpc
-from millrace.telemetry.tracing import exports_spans
+from millrace.telemetry.setup import exports
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def trace_settings() -> dict[str, str]:
     sampler = getattr(trace.get_tracer_provider(), "sampler", None)
     return {
         "trace_mode": "opentelemetry",
-        "trace_level": "TIMESTAMPS" if exports_spans() else "OFF",
+        "trace_level": "TIMESTAMPS" if exports("TRACES") else "OFF",
         "trace_count": "-1",
         "trace_sampler": "none" if sampler is None else sampler.get_description(),
     }

@@ -18,6 +18,7 @@ DISK = "disk"  # It could not be written.
 MEMORY = "memory"  # Too much waits for the disk.
 FAILED = "failed"  # It could not be encoded.
 TOO_LARGE = "too_large"  # No message can take it.
+REASONS = (FULL, DISK, MEMORY, FAILED, TOO_LARGE)
 
 _WARN_EVERY_S = 60.0
 
@@ -29,6 +30,11 @@ class Drops:
         self.counts: Counter[str] = Counter()
         self._next_warning: dict[str, float] = {}
         self._lock = threading.Lock()
+
+    def so_far(self) -> dict[str, int]:
+        """How many parts were given up for each of the reasons."""
+        with self._lock:
+            return {reason: self.counts[reason] for reason in REASONS}
 
     def count(self, reason: str, *, exc_info: bool = False) -> None:
         """Counts one and warns, unless that was said within the last minute."""

@@ -121,10 +121,13 @@ LaterPart = InputsPart | ChunkPart | EndPart
 class PartQueue:
     """Parts in their order; begins apart, so that none waits behind another request's tensors."""
 
+    __slots__ = ("_capacity_bytes", "_put_bytes", "_taken_bytes", "begins", "parts", "polled", "wake")
+
     def __init__(self, capacity_bytes: int) -> None:
         self.begins: deque[BeginPart] = deque()
         self.parts: deque[LaterPart] = deque()
         self.wake = threading.Event()
+        self.polled = False  # Whether the writer looks by itself soon.
         self._capacity_bytes = capacity_bytes
         self._put_bytes = 0
         self._taken_bytes = 0
@@ -144,10 +147,11 @@ class PartQueue:
         return self._put_bytes - self._taken_bytes + cost <= self._capacity_bytes
 
     def begin(self, part: BeginPart) -> None:
-        """Puts a begin, and wakes the writer: an answer waits for it."""
+        """Puts a begin; wakes the writer where it would not look soon."""
         self._put_bytes += part.cost
         self.begins.append(part)
-        self.wake.set()
+        if not self.polled:
+            self.wake.set()
 
     def put(self, part: LaterPart) -> None:
         """Puts what follows a begin, whatever room there is; the writer finds it by itself within milliseconds."""

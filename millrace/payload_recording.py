@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from millrace.payload_tap import PayloadTap
 
 _BEGIN_WAIT_S = 1.0
+_new_tuple = tuple.__new__  # A chunk's part is made without a call of Python's: it is what a stream pays.
 
 
 class Recording:
@@ -79,6 +80,7 @@ class Recording:
         if self._settled or has_waited or not self._tap._begins_answered:
             return self._settled
         self._waiting = self._waiting or asyncio.Event()
+        self._queue.wake.set()
         try:
             async with asyncio.timeout(_BEGIN_WAIT_S):
                 await self._waiting.wait()
@@ -102,7 +104,8 @@ class Recording:
             cost = PART_BYTES + len(text) + TOKEN_BYTES * (count + len(logprobs))
             if outputs:
                 cost += size_of(outputs)
-            if not self._queue.offer(ChunkPart(self._id, cost, offset_ms, text, token_ids, logprobs, outputs)):
+            part = _new_tuple(ChunkPart, (self._id, cost, offset_ms, text, token_ids, logprobs, outputs))
+            if not self._queue.offer(part):
                 self._miss(MEMORY)
         except Exception:
             self._miss(FAILED, exc_info=True)

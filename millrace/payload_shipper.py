@@ -24,6 +24,7 @@ from millrace.payload_drops import TOO_LARGE, Drops
 from millrace.payload_merge import EndedRecord, Merger, fit
 from millrace.payload_segments import SpoolReader
 from millrace.payload_spool import Spool
+from millrace.payload_times import ended_at
 from millrace.protos.millrace_pb2 import AppendRequest, AppendResponse
 from millrace.server import MAX_MESSAGE_BYTES
 
@@ -34,7 +35,9 @@ _MAX_UNACKNOWLEDGED_BYTES = 16 << 20
 _MAX_RECORD_BYTES = MAX_MESSAGE_BYTES - 1024  # Room for what an AppendRequest adds.
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 2.0
 _LOOK_S = 1.0
-_GATHER_S = 0.1  # Records that are sent and committed together cost a fraction of those that go one by one.
+# Records that are sent and committed together cost a fraction of those that go one by one: where many come, they wait
+# for each other longer.
+_GATHER_S, _BUSY_GATHER_S, _BUSY_PER_S = 0.1, 0.5, 20
 _JOIN_S = 0.5
 _SLICE, _NAP_S = 64, 0.0002  # Frames: while they are read, the event loop does not run.
 _COPY_SEGMENTS, _COPY_SHARE = 4, 3  # Open records are copied in a spool of so many segments, so many times theirs.
@@ -44,6 +47,7 @@ class _Sent(NamedTuple):
     sequence: int
     began: int  # The number of its BEGIN frame.
     request: bytes  # A serialized AppendRequest.
+    ended_at: float  # When the record did, of the wall clock: it may have been another process's.
 
 
 class SourceShipper:
@@ -70,11 +74,22 @@ class SourceShipper:
         self._acknowledged = 0  # The newest sequence that the logger has committed.
         self._caught_up_at = 1  # All frames before this number have been dealt with.
         self._changed = threading.Event()
+        self._hurry = threading.Event()
+        self._gather_s = _GATHER_S
+        self._gathered = 0
 
     @property
     def unacknowledged(self) -> int:
         """How many records were sent that the logger has yet to commit."""
         return len(self._unacknowledged)
+
+    @property
+    def oldest_s(self) -> float:
+        """How long ago the oldest record ended that was sent and is not acknowledged; 0 where there is none."""
+        try:
+            return max(0.0, time.time() - self._unacknowledged[0].ended_at)
+        except IndexError:
+            return 0.0
 
     @property
     def idle(self) -> bool:
@@ -83,6 +98,11 @@ class SourceShipper:
 
     def wake(self) -> None:
         """Tells that there is something new in the spool, or that the stop has come."""
+        self._changed.set()
+
+    def hurry(self) -> None:
+        """From now on nothing waits for what may come after it."""
+        self._hurry.set()
         self._changed.set()
 
     def run(self) -> None:
@@ -123,9 +143,15 @@ class SourceShipper:
                 else:
                     self._changed.wait(_LOOK_S)
                     if not self._is_full:
-                        self._stopping.wait(_GATHER_S)
+                        self._gather()
         finally:
             call.close()
+
+    def _gather(self) -> None:
+        """Waits for more records to go with those that have come."""
+        busy = self._gathered >= _BUSY_PER_S * self._gather_s
+        self._gather_s, self._gathered = _BUSY_GATHER_S if busy else _GATHER_S, 0
+        self._hurry.wait(self._gather_s)
 
     @property
     def _is_full(self) -> bool:
@@ -162,9 +188,10 @@ class SourceShipper:
             self._drops.count(TOO_LARGE)
             return
         request = AppendRequest(source=self.spool.source, sequence=ended.sequence, record=ended.record)
-        sent = _Sent(ended.sequence, ended.began, request.SerializeToString())
+        sent = _Sent(ended.sequence, ended.began, request.SerializeToString(), ended_at(ended.record))
         self._unacknowledged.append(sent)
         self._unacknowledged_bytes += len(sent.request)
+        self._gathered += 1
         call.send(sent.request)
 
     def _forget_acknowledged(self, sequence: int) -> None:

@@ -55,6 +55,14 @@ class PayloadShipping:
         return sum(source.unacknowledged for source in (self._own, *self._orphans))
 
     @property
+    def oldest_s(self) -> float:
+        """How long ago the oldest record ended that the logger has yet to commit; 0 where there is none.
+
+        Of spools that wait for another to be shipped nothing is known yet.
+        """
+        return max(source.oldest_s for source in (self._own, *self._orphans))
+
+    @property
     def idle(self) -> bool:
         """Whether the logger has every record that has ended."""
         return self._own.idle and not self._orphans
@@ -62,6 +70,10 @@ class PayloadShipping:
     def wake(self) -> None:
         """Tells that a record has ended in the spool."""
         self._own.wake()
+
+    def hurry(self) -> None:
+        """Tells that this process is about to end: what there is goes out at once."""
+        self._own.hurry()
 
     def start(self) -> None:
         """Starts the threads."""
@@ -72,7 +84,7 @@ class PayloadShipping:
         """Ends the threads and lets go of the spools; with `remove`, this process's own goes if all is shipped."""
         self._stopping.set()
         for source in (self._own, *self._orphans):
-            source.wake()
+            source.hurry()
         for thread in self._threads:
             thread.join(_JOIN_S)
         self._channel.close()

@@ -95,6 +95,21 @@ class PayloadTap:
         return self._writer.spooled_bytes if self._writer else 0
 
     @property
+    def spooled(self) -> int:
+        """How many records this process has written to disk whole."""
+        return self._writer.spooled if self._writer else 0
+
+    @property
+    def dropped_so_far(self) -> dict[str, int]:
+        """A copy of `dropped`, with every reason; for any thread."""
+        return self._drops.so_far()
+
+    @property
+    def oldest_s(self) -> float:
+        """How long ago the oldest record ended that the logger has not acknowledged; 0 for none, for any thread."""
+        return self._shipper.oldest_s if self._shipper else 0.0
+
+    @property
     def unacknowledged(self) -> int:
         """How many records were sent that the logger has yet to commit."""
         return self._shipper.unacknowledged if self._shipper else 0
@@ -158,7 +173,7 @@ class PayloadTap:
         deadline = time.monotonic() + timeout_s
         while not (done := self._writer.idle and self._shipper.idle) and time.monotonic() < deadline:
             self._queue.wake.set()
-            self._shipper.wake()
+            self._shipper.hurry()
             await asyncio.sleep(_LOOK_S)
         if not done:
             self._drops.warn("drain", "payload records are left in %s: the next start sends them", self._root)

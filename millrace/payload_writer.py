@@ -1,8 +1,9 @@
 """The thread that writes what was recorded to the spool.
 
 It takes parts from the queue, encodes them as the rules say and appends them a batch at a time: one write. Then it
-tells the requests that wait for their begins. A begin wakes it; the rest it finds every 20 ms while a record is open.
-It works in slices with naps between, since while it runs Python the event loop does not.
+tells the requests that wait for their begins. It looks every 30 ms while a record is open; an answer that would leave
+before its begin is written wakes it, and so does the first begin of all. Each waking costs more than what it writes: it
+takes the interpreter from the event loop. It works in slices with naps between, for the same reason.
 
 Room: spools together may hold `max_bytes`, and a little more for ends. A begin for which there is no room drops its
 record, a chunk makes its record incomplete; an end waits, and there are no more of them than requests that were open.
@@ -23,7 +24,7 @@ from millrace.payload_frames import INCOMPLETE, FrameEncoder, OpenRecord
 from millrace.payload_parts import BeginPart, ChunkPart, EndPart, InputsPart, LaterPart, PartQueue
 from millrace.payload_spool import Spool
 
-_LOOK_S = 0.02
+_LOOK_S = 0.03
 _IDLE_S = 1.0
 _RETRY_S = 0.5
 _JOIN_S = 1.0
@@ -64,10 +65,12 @@ class PayloadWriter:
         self._max_bytes = max_bytes
         self._settle = settle
         self._ended = ended
+        # Dropped ones too, until their ends come: what still comes of them fills the queue until somebody looks.
         self._open: dict[bytes, OpenRecord] = {}
         self._waiting_ends: deque[_Written] = deque()
         self._retry_at = 0.0
         self._slice_cost = 0
+        self._spooled = 0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="payload-writer", daemon=True)
 
@@ -75,6 +78,11 @@ class PayloadWriter:
     def spooled_bytes(self) -> int:
         """What lies on disk, of this process and of those before it."""
         return self._spool.size + sum(orphan.size for orphan in self._orphans)
+
+    @property
+    def spooled(self) -> int:
+        """How many records have come to lie on disk from their begin to their end."""
+        return self._spooled
 
     @property
     def idle(self) -> bool:
@@ -90,7 +98,9 @@ class PayloadWriter:
         self._stopping.set()
         self._queue.wake.set()
         self._thread.join(_JOIN_S)
-        return not self._thread.is_alive() and self.idle and not self._open
+        if self._thread.is_alive():
+            return False
+        return self.idle and all(record.dropped for record in self._open.values())
 
     def _run(self) -> None:
         while True:
@@ -101,13 +111,19 @@ class PayloadWriter:
             except Exception:
                 self._drops.count(FAILED, exc_info=True)
             self._queue.taken(self._slice_cost)
-            if self._slice_cost:
+            if self._slice_cost and (stopping or not self._queue.empty):
                 time.sleep(_NAP_S)
             elif stopping:
                 return
             else:
-                self._queue.wake.wait(_LOOK_S if self._open or self._waiting_ends else _IDLE_S)
-                self._queue.wake.clear()
+                self._wait()
+
+    def _wait(self) -> None:
+        """Until there may be something to write."""
+        self._queue.polled = bool(self._open or self._waiting_ends)
+        if self._queue.empty or self._queue.polled:  # Else a begin came that still relied on being found.
+            self._queue.wake.wait(_LOOK_S if self._queue.polled else _IDLE_S)
+        self._queue.wake.clear()
 
     def _write_slice(self) -> None:
         """Writes some of what waits."""
@@ -119,7 +135,7 @@ class PayloadWriter:
             part = self._queue.parts.popleft()
             self._slice_cost += part.cost
             if part.record_id not in self._open:
-                self._take_begins(frames)  # Its own, unless that was dropped, came after the look above.
+                self._take_begins(frames)  # Its own came after the look above.
             self._take(part, frames)
         self._write(frames)
 
@@ -127,26 +143,24 @@ class PayloadWriter:
         while self._queue.begins:
             part = self._queue.begins.popleft()
             self._slice_cost += part.cost
+            record = self._open[part.record_id] = OpenRecord(part.fields)
             try:
-                payload = self._encoder.begin(part)
+                frames.append(_Written(self._encoder.begin(part), part, record))
             except Exception:
                 self._drops.count(FAILED, exc_info=True)
+                record.dropped = True
                 self._settle([part])
-            else:
-                record = self._open[part.record_id] = OpenRecord(part.fields)
-                frames.append(_Written(payload, part, record))
 
     def _take(self, part: LaterPart, frames: list[_Written]) -> None:
-        record = self._open.get(part.record_id)
-        if record is None:
-            return  # Dropped with its begin.
-        try:
-            frames.append(_Written(self._encode(part, record), part, record))
-        except Exception:
-            self._drops.count(FAILED, exc_info=True)
-            record.incomplete = True
-            if isinstance(part, EndPart):
-                frames.append(_Written(self._encoder.end_without_contents(part), part, record))
+        record = self._open[part.record_id]
+        if not record.dropped:
+            try:
+                frames.append(_Written(self._encode(part, record), part, record))
+            except Exception:
+                self._drops.count(FAILED, exc_info=True)
+                record.incomplete = True
+                if isinstance(part, EndPart):
+                    frames.append(_Written(self._encoder.end_without_contents(part), part, record))
         if isinstance(part, EndPart):
             del self._open[part.record_id]
             self._encoder.forget(record)
@@ -199,8 +213,7 @@ class PayloadWriter:
                     self._give_up(frame, DISK)
             self._use_reserve()
         else:
-            if any(isinstance(frame.part, EndPart) for frame in batch):
-                self._ended()
+            self._tell_ended(sum(isinstance(frame.part, EndPart) for frame in batch))
 
     def _use_reserve(self) -> None:
         """Writes the ends that wait: without them no segment could be deleted, and a full disk would stay full."""
@@ -208,7 +221,12 @@ class PayloadWriter:
             return
         with contextlib.suppress(OSError):  # Said before; they go on waiting.
             self._spool.append([_payload(frame) for frame in self._waiting_ends])
+            self._tell_ended(len(self._waiting_ends))
             self._waiting_ends.clear()
+
+    def _tell_ended(self, records: int) -> None:
+        if records:
+            self._spooled += records
             self._ended()
 
     def _give_up(self, frame: _Written, reason: str) -> None:
@@ -219,7 +237,6 @@ class PayloadWriter:
         frame.record.incomplete = True
         if isinstance(frame.part, BeginPart):
             frame.record.dropped = True
-            self._open.pop(frame.part.record_id, None)
             self._encoder.forget(frame.record)
 
 

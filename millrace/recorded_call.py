@@ -19,14 +19,18 @@ from dataclasses import dataclass, field
 
 from millrace.interceptors import Context
 from millrace.payload_tap import PayloadTap, Recording, Tensors
-from millrace.telemetry.tracing import current_span_id, current_trace_id
+from millrace.telemetry.identity import (
+    REQUEST_ID_METADATA,
+    current_span_id,
+    current_trace_id,
+    set_request_id,
+)
+from millrace.telemetry.rpc import DEADLINE_MARGIN_S
 
 RECORDED = ("x-millrace-recorded", "true")
-REQUEST_ID = "x-request-id"
 MAX_REQUEST_ID = 256
 CALL_ID = "x-millrace-call-id"
 CLIENT = "x-millrace-client"
-_DEADLINE_MARGIN_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,12 @@ class Origin:
 
     def left_s(self, timeout_s: float | None) -> float | None:
         """What is left now of a time limit that began with the arrival; 0 where it has passed, None for none."""
-        return None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - self.arrived))
+        return None if timeout_s is None else max(0.0, timeout_s - self.elapsed_s)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since the arrival."""
+        return time.monotonic() - self.arrived
 
     def told(self, name: str) -> str:
         """What the metadata says by a name, several values joined by commas as HTTP has it; "" for nothing."""
@@ -51,10 +60,13 @@ class Origin:
 
 
 def origin_of(context: Context, protocol: str, given: str = "") -> Origin:
-    """Of a call; the request's id is the caller's own, else the gateway's, else a new one."""
+    """Of a call; the request's id is the caller's own, else the gateway's, else a new one. Spans and log lines of the
+    task name it from now on."""
     metadata = tuple(context.invocation_metadata() or ())
-    request_id = given or Origin("", "", metadata).told(REQUEST_ID) or str(uuid.uuid4())
-    return Origin(protocol, request_id[:MAX_REQUEST_ID], metadata)
+    request_id = given or Origin("", "", metadata).told(REQUEST_ID_METADATA) or str(uuid.uuid4())
+    request_id = request_id[:MAX_REQUEST_ID]
+    set_request_id(request_id)
+    return Origin(protocol, request_id, metadata)
 
 
 def is_recorded(context: Context) -> bool:
@@ -85,9 +97,9 @@ def begin(
 def deadline_passed(begun: float, timeout_s: float | None) -> bool:
     """Whether a request, cancelled now, was so for its deadline: gRPC does that, and it is not the caller's doing.
 
-    `begun` is of the monotonic clock. The caller's clock started before ours, and so ends before it.
+    `begun` is of the monotonic clock.
     """
-    return timeout_s is not None and time.monotonic() - begun >= timeout_s - _DEADLINE_MARGIN_S
+    return timeout_s is not None and time.monotonic() - begun >= timeout_s - DEADLINE_MARGIN_S
 
 
 @contextmanager

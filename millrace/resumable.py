@@ -13,6 +13,8 @@ What the caller says travels as metadata, see `CallOptions`. What the predictor 
   tokens are held back for a chunk, so that silence always means that something is wrong.
 - A heartbeat with the parameter `RUNS_ALONE` = true, where it was asked to run the request alone: from now on it does,
   and has waited with the first step until this was on its way.
+- `SPAN`, a parameter of the first response of all, heartbeat or not, where the caller resumes and the call is traced:
+  the predictor's span of the call, as W3C trace context writes it. The next attempt's spans link to it.
 - `cached_tokens`, a parameter of the first response with ids where the caller resumes: of the prompt's tokens those
   that needed no computation. The last response, which has it always, may come from another replica.
 - `millrace.errors.DrainingError`: the stream is handed back. Every id published before has been sent. Nothing is wrong
@@ -34,9 +36,11 @@ HEARTBEAT_MS = "x-millrace-heartbeat-ms"
 ALONE = "x-millrace-alone"
 FIRST_TOKEN_TIMEOUT_MS = "x-first-token-timeout-ms"  # noqa: S105 (public: clients send it too)
 
-# Parameters of a response that says only that the call is alive, and that nothing else is computed beside it.
+# Parameters of a response: that it says only that the call is alive, that nothing else is computed beside it, and which
+# span of the predictor's tells of it.
 HEARTBEAT = "heartbeat"
 RUNS_ALONE = "runs_alone"
+SPAN = "span"
 
 MAX_TIMEOUT_MS = 99_999_999  # gRPC's own limit of digits in a timeout.
 

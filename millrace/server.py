@@ -9,6 +9,7 @@ answer for `loop_timeout_s` meanwhile is the process's end, with every thread's 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import time
@@ -26,7 +27,9 @@ from millrace.cut_off import CutOffInterceptor
 from millrace.errors import StartupError
 from millrace.interceptors import ErrorServerInterceptor
 from millrace.protos import reflection_v1_pb2
-from millrace.telemetry.interceptors import TracingServerInterceptor
+from millrace.telemetry.loop_lag import watch_loop_lag
+from millrace.telemetry.page import MetricsPage
+from millrace.telemetry.server_interceptor import TelemetryServerInterceptor
 from millrace.watchdog import LoopWatchdog
 
 logger = logging.getLogger(__name__)
@@ -54,11 +57,12 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class Server:
-    """A grpc.aio server with health, reflection, error mapping and tracing.
+    """A grpc.aio server with health, reflection, error mapping and telemetry.
 
     `hop` signs the errors; `public_services` are what reflection lists beside health and itself. A port
     that is taken is an error, unless `shares_port`: then it is one of several processes for which
-    somebody else has reserved the port. `max_calls` bounds the calls in flight, see admission.py.
+    somebody else has reserved the port. `max_calls` bounds the calls in flight, see admission.py. `metrics_port` is
+    that of the Prometheus page, 0 for none.
     """
 
     def __init__(
@@ -71,8 +75,11 @@ class Server:
         shares_port: bool = False,
         max_calls: int | None = None,
         loop_timeout_s: float = 60.0,
+        metrics_port: int = 0,
     ) -> None:
+        self._host = host
         self._address = f"{host}:{port}"
+        self._metrics_port = metrics_port
         self._drain_s = drain_s
         self._loop_timeout_s = loop_timeout_s
         self._tasks: set[asyncio.Task[None]] = set()
@@ -83,7 +90,7 @@ class Server:
         admission = () if max_calls is None else (AdmissionInterceptor(hop, max_calls),)
         self._calls = CutOffInterceptor()
         self.grpc = grpc.aio.server(
-            interceptors=(TracingServerInterceptor(), *admission, ErrorServerInterceptor(hop), self._calls),
+            interceptors=(TelemetryServerInterceptor(), *admission, ErrorServerInterceptor(hop), self._calls),
             options=(*SERVER_OPTIONS, ("grpc.so_reuseport", int(shares_port))),
         )
         self.health = health.aio.HealthServicer()
@@ -124,7 +131,12 @@ class Server:
             port = self.grpc.add_insecure_port(self._address)
         except RuntimeError:
             raise StartupError(f"{self._address} cannot be listened on: is the port taken?") from None
+        # What was imported stays: a collection that looks at all of it holds up every stream for a tenth of a second.
+        gc.collect()
+        gc.freeze()
+        page = MetricsPage(self._host, self._metrics_port) if self._metrics_port else None
         watchdog = LoopWatchdog(loop, self._loop_timeout_s)
+        self.own("loop-lag", watch_loop_lag())
         try:
             await self.grpc.start()
             logger.info("listening on %s", self._address.rsplit(":", 1)[0] + f":{port}")
@@ -132,6 +144,8 @@ class Server:
             await self._shut_down()
         finally:
             watchdog.close()
+            if page is not None:
+                await asyncio.to_thread(page.close)
         if self._failure is not None:
             raise self._failure
 

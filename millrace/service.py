@@ -7,13 +7,15 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import uvloop
 
 from millrace.errors import StartupError
 from millrace.settings import ServiceSettings, load
-from millrace.telemetry.tracing import set_up_tracing
+from millrace.telemetry.logs import set_up_logging
+from millrace.telemetry.setup import set_up_telemetry
 
 SettingsT = TypeVar("SettingsT", bound=ServiceSettings)
 
@@ -24,19 +26,13 @@ def run_service(
     """Runs `serve(settings)` on uvloop; exits with EX_CONFIG where the start cannot succeed by trying again."""
     try:
         settings = load(settings_class, f"services.{name}")
-        logging.basicConfig(
-            level=settings.log_level,
-            stream=sys.stderr,
-            format=f"%(asctime)s %(levelname)-7s {name} %(name)s: %(message)s",
-        )
         # The hub's client reports every request that went well.
         logging.getLogger("httpx2").setLevel(logging.WARNING)
-        shut_down_tracing = set_up_tracing(f"millrace-{name}")
-        try:
+        with ExitStack() as telemetry:
+            telemetry.callback(set_up_telemetry(f"millrace-{name}"))
+            telemetry.callback(set_up_logging(name, settings.log_level, settings.log_format))
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(serve(settings))
-        finally:
-            shut_down_tracing()
     except StartupError as error:
         sys.stderr.write(f"{name}: {error}\n")
         raise SystemExit(os.EX_CONFIG) from None

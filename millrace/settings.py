@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from millrace.errors import StartupError
 from millrace.model_sources import DEFAULT_MODELS, ModelSource, parse_models
+from millrace.telemetry.logs import LogFormat
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Models = Annotated[
@@ -30,6 +31,11 @@ class ServiceSettings(BaseSettings):
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: Port = Field(0, description="gRPC port.")
+    metrics_port: Port = Field(0, description="Port of the Prometheus page, /metrics. 0: none.")
+    log_format: LogFormat = Field(
+        "auto",
+        description="What log lines look like: json, console, or auto: json unless standard error is a terminal.",
+    )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least severe log level kept.")
     loop_timeout: float = Field(
         60.0, gt=0, description="Seconds without an answer of the event loop after which the process ends."

@@ -86,6 +86,9 @@ async def _serve(stack: Stack, started: float) -> None:
     await stack.wait_ready()
     for name, address in stack.addresses.items():
         _say(f"{name:<12} {address}")
+    for pages in stack.metrics_pages.values():
+        for host, port, path in pages:
+            _say(f"{'metrics':<12} http://{host}:{port}{path}")
     _say(f"{'playground':<12} http://{stack.gateway}/")
     _say(f"ready in {time.monotonic() - started:.1f} s. Try:")
     request = json.dumps({"model": stack.settings.first_model, "prompt": "Once upon a time"})

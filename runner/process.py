@@ -7,6 +7,7 @@ leads a session of its own: Ctrl-C reaches the runner alone, which stops everyth
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -94,7 +95,7 @@ class Process:
         with self.log.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = [line.strip() for line in log.read().decode(errors="replace").splitlines()]
-        return next((line for line in reversed(lines) if line), "")
+        return _told(next((line for line in reversed(lines) if line), ""))
 
     async def _supervise(self) -> None:
         delay_s = FIRST_DELAY_S
@@ -146,6 +147,15 @@ def end_group(leader: int) -> None:
     """Kills what a process that has ended left behind of its own children."""
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
+
+
+def _told(line: str) -> str:
+    """What a line of a log says to a reader: of a service's JSON the message."""
+    try:
+        said = json.loads(line)
+    except ValueError:
+        return line
+    return str(said.get("message", line)) if isinstance(said, dict) else line
 
 
 def _how(exit_code: int) -> str:

@@ -72,7 +72,7 @@ def plan(
     return StackPlan(
         logger=spec("logger", "logger", settings.logger_port, _logger(settings)),
         predictors=tuple(
-            spec("predictor", f"predictor-{replica}", port, _predictor(settings, port), _predictor_tuning(settings))
+            spec("predictor", f"predictor-{replica}", port, _predictor(settings, replica), _predictor_tuning(settings))
             for replica, port in enumerate(settings.predictor_ports)
         ),
         transformer=spec("transformer", "transformer", settings.transformer_port, _transformer(settings), _ALLOCATOR),
@@ -91,14 +91,17 @@ def _logger(settings: StackSettings) -> Environment:
     return {
         "LOGGER_HOST": LOOPBACK,
         "LOGGER_PORT": str(settings.logger_port),
+        "LOGGER_METRICS_PORT": str(settings.logger_metrics_port),
         "LOGGER_DATABASE": str(settings.run_folder / "payloads.sqlite3"),
     }
 
 
-def _predictor(settings: StackSettings, port: int) -> Environment:
+def _predictor(settings: StackSettings, replica: int) -> Environment:
     return {
         "PREDICTOR_HOST": LOOPBACK,
-        "PREDICTOR_PORT": str(port),
+        "PREDICTOR_PORT": str(settings.predictor_ports[replica]),
+        "PREDICTOR_METRICS_PORT": str(settings.predictor_metrics_ports[replica]),
+        "PREDICTOR_STATE": str(settings.run_folder / f"predictor-{replica}.state"),
         "PREDICTOR_DEVICE": settings.device,
         "PREDICTOR_LOGGER": f"{LOOPBACK}:{settings.logger_port}",
         "PREDICTOR_PAYLOAD_SPOOL": str(settings.run_folder / "spool-predictor"),
@@ -125,6 +128,7 @@ def _transformer(settings: StackSettings) -> Environment:
     return {
         "TRANSFORMER_HOST": LOOPBACK,
         "TRANSFORMER_PORT": str(settings.transformer_port),
+        "TRANSFORMER_METRICS_PORT": str(settings.transformer_metrics_port),
         "TRANSFORMER_PREDICTOR": f"{LOOPBACK}:{settings.gateway_inner_port}",
         "TRANSFORMER_PREDICTOR_REPLICAS": ",".join(f"{LOOPBACK}:{port}" for port in settings.predictor_ports),
         "TRANSFORMER_LOGGER": f"{LOOPBACK}:{settings.logger_port}",

@@ -30,6 +30,7 @@ _PASSED_ON = ("TRANSFORMER_", "PREDICTOR_", "LOGGER_", "OTEL_", "HF_")
 _ORIGIN = r"https?://[A-Za-z0-9.\[\]:-]+"
 
 Port = Annotated[int, Field(ge=1, le=65535)]
+MetricsPort = Annotated[int, Field(ge=0, le=65535)]  # 0: no page.
 
 
 class StackSettings(BaseSettings):
@@ -53,6 +54,11 @@ class StackSettings(BaseSettings):
     transformer_port: Port = Field(9001, description="The transformer's port.")
     predictor_port: Port = Field(9000, description="The first predictor's port; the next ones are +10, +20, …")
     logger_port: Port = Field(9002, description="The logger's port.")
+    transformer_metrics_port: MetricsPort = Field(9101, description="The transformer's Prometheus page. 0: none.")
+    predictor_metrics_port: MetricsPort = Field(
+        9100, description="The first predictor's page; the next ones are +10, +20, … 0: none."
+    )
+    logger_metrics_port: MetricsPort = Field(9102, description="The logger's page. 0: none.")
     models: str = Field(DEFAULT_MODELS, description="Comma list of name=folder-or-hub-id[@revision].")
     predictors: int = Field(1, ge=1, le=64, description="How many predictors.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes CUDA where there is one.")
@@ -61,11 +67,14 @@ class StackSettings(BaseSettings):
         description="Whether the playground may kill the predictor of the stream that it shows; for demonstrations.",
     )
     otel_exporter_otlp_endpoint: str = Field(f"http://{LOOPBACK}:4317", description="Where Envoy sends its traces.")
+    otel_exporter_otlp_traces_endpoint: str = Field("", description="The same, and wins; empty: not said.")
     run_folder: Path = Field(ROOT / ".run", description="Logs, payload database and derived configuration.")
 
-    @field_validator("otel_exporter_otlp_endpoint")
+    @field_validator("otel_exporter_otlp_endpoint", "otel_exporter_otlp_traces_endpoint")
     @classmethod
     def _has_host_and_port(cls, value: str) -> str:
+        if not value:
+            return value
         url = value if "://" in value else f"http://{value}"
         if not urlsplit(url).hostname or urlsplit(url).port is None:
             raise ValueError("is not http://host:port")
@@ -90,6 +99,12 @@ class StackSettings(BaseSettings):
         return tuple(self.predictor_port + REPLICA_STRIDE * replica for replica in range(self.predictors))
 
     @property
+    def predictor_metrics_ports(self) -> tuple[int, ...]:
+        if not self.predictor_metrics_port:
+            return (0,) * self.predictors
+        return tuple(port - self.predictor_port + self.predictor_metrics_port for port in self.predictor_ports)
+
+    @property
     def gateway(self) -> str:
         """Where a client on this machine reaches the gateway."""
         host = LOOPBACK if self.gateway_bind.is_unspecified else self.gateway_bind
@@ -97,7 +112,7 @@ class StackSettings(BaseSettings):
 
     @property
     def otel_address(self) -> tuple[str, int]:
-        url = urlsplit(self.otel_exporter_otlp_endpoint)
+        url = urlsplit(self.otel_exporter_otlp_traces_endpoint or self.otel_exporter_otlp_endpoint)
         return str(url.hostname), int(url.port or 0)
 
     @property
@@ -106,14 +121,18 @@ class StackSettings(BaseSettings):
 
     def ports(self) -> dict[str, tuple[int, ...]]:
         """Every port of the stack by the setting that chooses it."""
-        return {
+        ports = {
             "GATEWAY_PORT": (self.gateway_port,),
             "GATEWAY_INNER_PORT": (self.gateway_inner_port,),
             "GATEWAY_ADMIN_PORT": (self.gateway_admin_port,),
             "TRANSFORMER_PORT": (self.transformer_port,),
             "PREDICTOR_PORT": self.predictor_ports,
             "LOGGER_PORT": (self.logger_port,),
+            "TRANSFORMER_METRICS_PORT": (self.transformer_metrics_port,),
+            "PREDICTOR_METRICS_PORT": self.predictor_metrics_ports,
+            "LOGGER_METRICS_PORT": (self.logger_metrics_port,),
         }
+        return {name: numbers for name, numbers in ports.items() if all(numbers)}
 
 
 def load() -> StackSettings:

@@ -69,6 +69,18 @@ class Stack:
         return {"gateway": self.gateway, "inner": inner, **own}
 
     @property
+    def metrics_pages(self) -> dict[str, list[tuple[str, int, str]]]:
+        """Where Prometheus finds each kind of process: host, port and path of every page."""
+        settings = self.settings
+        ports = {
+            "predictor": settings.predictor_metrics_ports,
+            "transformer": (settings.transformer_metrics_port,),
+            "logger": (settings.logger_metrics_port,),
+        }
+        pages = {kind: [(LOOPBACK, port, "/metrics") for port in numbers if port] for kind, numbers in ports.items()}
+        return pages | {"envoy": [(LOOPBACK, settings.gateway_inner_port, "/stats/prometheus")]}
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The processes: "envoy", "transformer", "predictor-0", …, "logger"."""
         return tuple(self._processes)

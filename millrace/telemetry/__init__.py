@@ -1,1 +1,1 @@
-"""Tracing: set-up and the gRPC interceptors of both sides."""
+"""Telemetry that every service has: providers, the gRPC interceptors of both sides, log lines, the Prometheus page."""

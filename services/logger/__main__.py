@@ -16,6 +16,7 @@ from services.logger.settings import LoggerSettings
 from services.logger.sinks import start_sinks
 from services.logger.store import SqliteStore, Store
 from services.logger.tails import Tails
+from services.logger.telemetry import observe_sinks
 
 PAYLOAD_LOG = millrace_pb2.DESCRIPTOR.services_by_name["PayloadLog"].full_name
 
@@ -25,7 +26,13 @@ _PROBE_S = 5.0
 async def serve(settings: LoggerSettings) -> None:
     """Serves the payload log until SIGTERM."""
     server = Server(
-        "logger", settings.host, settings.port, settings.drain_s, [PAYLOAD_LOG], loop_timeout_s=settings.loop_timeout
+        "logger",
+        settings.host,
+        settings.port,
+        settings.drain_s,
+        [PAYLOAD_LOG],
+        loop_timeout_s=settings.loop_timeout,
+        metrics_port=settings.metrics_port,
     )
     store = SqliteStore(settings.database, settings.fsync)
     server.at_stop(store.close)
@@ -35,7 +42,8 @@ async def serve(settings: LoggerSettings) -> None:
     millrace_pb2_grpc.add_PayloadIngestServicer_to_server(ingest, server.grpc)
     GatewayCalls(store, tails).add_to(server.grpc)
     sinks = await start_sinks(settings, store, server)
-    retention = Retention(store, settings.retention_days, settings.max_size, sinks)
+    retention = Retention(store, settings.retention_days, settings.max_size, tuple(sinks))
+    observe_sinks(sinks)
     await _report_health(server, store)
     server.own("store probe", _probe(server, store))
     server.own("retention", retention.run())

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sql
 
-from millrace.errors import InvalidRequestError
+from millrace.errors import DeadlineError, InvalidRequestError
 from millrace.protos.millrace_pb2 import PayloadRecord
 from services.logger.filters import Filters
 from services.logger.schema import NOT_OF_CALL, OF_CALL_FOR_NOW, calls, now_us, records
@@ -131,3 +131,11 @@ def _few(connection: sql.Connection, filters: Filters) -> Sequence[int] | None:
 
 def _newest_first() -> tuple[sql.ColumnElement[Any], ...]:
     return records.c.time_us.desc(), records.c.position.desc()
+
+
+def searched_too_long(looked_through: int, last: Row) -> DeadlineError:
+    """Of a search for text that has come to the row `last`."""
+    return DeadlineError(
+        f"of the newest records {looked_through} were looked through for the text, which took too long:"
+        f" narrow the search by other filters, or go on with page_token={token_of(last)}"
+    )

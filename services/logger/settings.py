@@ -19,6 +19,7 @@ class LoggerSettings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="LOGGER_", frozen=True, env_ignore_empty=True)
 
     port: Port = Field(9002, description="gRPC port.")
+    metrics_port: Port = Field(9102, description="Port of the Prometheus page, /metrics. 0: none.")
     database: Path = Field(Path(".run/payloads.sqlite3"), description="SQLite file; made if missing.")
     fsync: bool = Field(
         True,

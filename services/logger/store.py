@@ -26,10 +26,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import sqlalchemy as sql
 from sqlalchemy.exc import DatabaseError
 
-from millrace.errors import DeadlineError, NotReadyError
+from millrace.errors import NotReadyError
 from millrace.protos.millrace_pb2 import AppendRequest, PayloadRecord
 from services.logger import reading, removing, schema, writing
 from services.logger.filters import Filters
+from services.logger.telemetry import Commits
 
 logger = logging.getLogger(__name__)
 
@@ -134,8 +135,11 @@ class SqliteStore:
     With `fsync` what was committed survives a power cut too; without, the process's death alone.
     """
 
-    def __init__(self, path: Path, fsync: bool = True, search_s: float = SEARCH_S) -> None:
+    def __init__(
+        self, path: Path, fsync: bool = True, search_s: float = SEARCH_S, commits: Commits | None = None
+    ) -> None:
         schema.prepare(path)
+        self._commits = commits or Commits()
         self._search_s = search_s
         self._writing = schema.open_for_writing(path, fsync)
         self._reading = schema.open_for_reading(path, _READERS)
@@ -161,11 +165,15 @@ class SqliteStore:
         """Commits what every caller has brought during the commit before; returns the `id` of each new request."""
         async with self._committing:
             requests, self._gathered, self._next_commit = self._gathered, [], None
-            new = await self._write(writing.append, requests, schema.now_us())
+            new = await self._run(self._writer, self._commits.observe, requests, lambda: self._add(requests))
         if new:
             for notice in self._notices:
                 notice()
         return {id(request) for request in new}
+
+    def _add(self, requests: Sequence[AppendRequest]) -> Sequence[AppendRequest]:
+        with self._writing.begin() as connection:
+            return writing.append(connection, requests, schema.now_us())
 
     async def add_calls(self, calls: Sequence[PayloadRecord], reached: Collection[str] = ()) -> list[PayloadRecord]:
         return await self._write(writing.add_calls, calls, reached, schema.now_us()) if calls else []
@@ -199,7 +207,7 @@ class SqliteStore:
                 return
             before = reading.Place(rows[-1].time_us, rows[-1].position)
             if text and time.monotonic() >= give_up_at:
-                raise _searched_too_long(looked_through, rows[-1])
+                raise reading.searched_too_long(looked_through, rows[-1])
 
     async def delete(
         self, *, record_id: str | None = None, request_id: str | None = None, client: str | None = None
@@ -290,10 +298,3 @@ def _after(connection: sql.Connection, position: int, limit: int) -> list[Stored
         if size >= _BYTES_PER_READ:
             break
     return page
-
-
-def _searched_too_long(looked_through: int, last: sql.Row[Any]) -> DeadlineError:
-    return DeadlineError(
-        f"of the newest records {looked_through} were looked through for the text, which took too long:"
-        f" narrow the search by other filters, or go on with page_token={reading.token_of(last)}"
-    )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 from functools import partial
 
 from millrace.payload_tap import PayloadTap
 from millrace.protos.inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from millrace.server import READY, Server
 from millrace.service import run_service
+from millrace.telemetry.payload_metrics import observe_tap
+from services.predictor.restarts import Restarts
 from services.predictor.settings import PredictorSettings
 
 _SERVICE = "inference.GRPCInferenceService"
@@ -18,26 +19,33 @@ _TAP_DRAIN_S = 3.0
 async def serve(settings: PredictorSettings) -> None:
     # Torch takes seconds to import: a wrong setting is told before.
     from services.predictor import development
+    from services.predictor.engine_metrics import observe_engines
     from services.predictor.repository import ModelRepository
     from services.predictor.servicer import InferenceServicer
 
-    # What was imported stays: a collection that looks at all of it holds up every stream for a fifth of a second.
-    gc.collect()
-    gc.freeze()
     server = Server(
-        "predictor", settings.host, settings.port, settings.drain_s, [_SERVICE], loop_timeout_s=settings.loop_timeout
+        "predictor",
+        settings.host,
+        settings.port,
+        settings.drain_s,
+        [_SERVICE],
+        loop_timeout_s=settings.loop_timeout,
+        metrics_port=settings.metrics_port,
     )
 
     async def tell_ready(ready: bool) -> None:
         await server.set_serving(READY, ready)
 
+    restarts = Restarts(settings.state)
     repository = ModelRepository(settings, tell_ready)
+    observe_engines(repository.engines)
     tap = None
     if settings.payload_log == "on":
         tap = PayloadTap(
             settings.logger, spool=settings.payload_spool, spool_max=settings.payload_spool_max, hop="predictor"
         )
         tap.start()
+        observe_tap(tap)
     add_GRPCInferenceServiceServicer_to_server(InferenceServicer(repository, tap), server.grpc)
 
     if settings.development:
@@ -58,6 +66,7 @@ async def serve(settings: PredictorSettings) -> None:
     server.at_drain(repository.drain)
     server.at_stop(repository.close)
     await server.run()
+    restarts.end()
 
 
 if __name__ == "__main__":

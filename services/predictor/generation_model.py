@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 
+from opentelemetry.metrics import Meter
+from opentelemetry.trace import get_current_span
+
 from millrace.errors import DrainingError, MillraceError, StartupError
 from millrace.protos import inference_pb2 as pb
-from millrace.resumable import CallOptions
+from millrace.resumable import SPAN, CallOptions
 from millrace.stream_infer import FINAL
+from millrace.telemetry.identity import traceparent_of
 from services.predictor.engine.interface import Engine, EngineStatistics, GenerationRequest, OutputSlot
 from services.predictor.generation import (
     INPUT_IDS,
@@ -23,6 +27,7 @@ from services.predictor.generation import (
 )
 from services.predictor.generation_loading import LoadedModel
 from services.predictor.served_model import NO_OPTIONS, ModelDescription, TensorSpec
+from services.predictor.telemetry import GenerationTelemetry, ObservedGeneration
 
 _CACHED_TOKENS = "cached_tokens"
 
@@ -30,10 +35,11 @@ _CACHED_TOKENS = "cached_tokens"
 class GenerationModel:
     """A ServedModel; the engine's death is its own."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, meter: Meter | None = None) -> None:
         self.name = loaded.name
         self.description = _describe(loaded)
         self._loaded = loaded
+        self._telemetry = GenerationTelemetry(loaded.name, meter)
         self._resumable: set[OutputSlot] = set()  # Those whose callers go on elsewhere.
 
     @property
@@ -47,17 +53,18 @@ class GenerationModel:
     async def infer(
         self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions = NO_OPTIONS
     ) -> pb.ModelInferResponse:
-        with self._generation(request, time_remaining_s, options) as slot:
-            chunks = [await slot.read()]
+        with self._generation(request, time_remaining_s, options) as (slot, observed):
+            chunks = [observed.take(await slot.read())]
             while chunks[-1].finish_reason is None:
-                chunks.append(await slot.read())
+                chunks.append(observed.take(await slot.read()))
         return write_response(request, merged(chunks))
 
     async def stream(
         self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions = NO_OPTIONS
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
         heartbeat_s = None if options.heartbeat_ms is None else options.heartbeat_ms / 1000
-        with self._generation(request, time_remaining_s, options) as slot:
+        with self._generation(request, time_remaining_s, options) as (slot, observed):
+            span = traceparent_of(get_current_span()) if options.resumes else ""
             tells_cached = options.resumes
             if tells_cached:
                 self._resumable.add(slot)
@@ -65,10 +72,12 @@ class GenerationModel:
             while not ended:
                 while heartbeat_s is not None and not await slot.readable(heartbeat_s):
                     runs_alone = slot.runs_alone
-                    yield heartbeat(request, runs_alone)
+                    beat = heartbeat(request, runs_alone)
+                    span = _tell_span(beat, span)
+                    yield beat
                     if runs_alone:
                         slot.told()
-                chunk = await slot.read()
+                chunk = observed.take(await slot.read())
                 ended = chunk.finish_reason is not None
                 response = write_response(request, chunk)
                 response.parameters[FINAL].bool_param = ended
@@ -76,6 +85,7 @@ class GenerationModel:
                     # The last chunk, which tells the usage, may be another replica's.
                     response.parameters[_CACHED_TOKENS].int64_param = slot.cached_tokens
                     tells_cached = False
+                span = _tell_span(response, span)
                 yield response
 
     def hand_back(self) -> None:
@@ -103,14 +113,22 @@ class GenerationModel:
     @contextmanager
     def _generation(
         self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions
-    ) -> Iterator[OutputSlot]:
-        """The request's output; the engine stops when the caller does."""
+    ) -> Iterator[tuple[OutputSlot, ObservedGeneration]]:
+        """The request's output, and who is told of what is read of it; the engine stops when the caller does."""
         slot = self.engine.submit(read_request(self._loaded, request, time_remaining_s, options))
-        try:
-            yield slot
-        finally:
-            self._resumable.discard(slot)
-            slot.cancel()
+        with self._telemetry.observed(slot.timeline) as observed:
+            try:
+                yield slot, observed
+            finally:
+                self._resumable.discard(slot)
+                slot.cancel()
+
+
+def _tell_span(response: pb.ModelInferResponse, span: str) -> str:
+    """Names the call's span in its first response; what is left to be told."""
+    if span:
+        response.parameters[SPAN].string_param = span
+    return ""
 
 
 def _describe(loaded: LoadedModel) -> ModelDescription:

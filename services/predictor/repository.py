@@ -45,6 +45,7 @@ from services.predictor.loading import bring, build
 from services.predictor.memory_release import release_memory
 from services.predictor.model_locations import ModelLocations
 from services.predictor.operations import Operations
+from services.predictor.served_engines import ServedEngines
 from services.predictor.served_model import VERSION
 from services.predictor.serving import Serving
 from services.predictor.settings import PredictorSettings
@@ -90,9 +91,10 @@ class _Entry:
 
 
 class ModelRepository:
-    """Owned by the event loop; `tell_ready` is told each time that `ready` changes."""
+    """Owned by the event loop; `tell_ready` is told each time that `ready` changes. `engines` is for any thread."""
 
     def __init__(self, settings: PredictorSettings, tell_ready: Callable[[bool], Awaitable[None]]) -> None:
+        self.engines = ServedEngines()
         self._settings = settings
         self._locations = ModelLocations(settings)
         self._tell_ready = tell_ready
@@ -227,6 +229,7 @@ class ModelRepository:
                 raise
             await self._unwatch(entry)
             replaced, entry.serving, entry.source = entry.serving, new, source
+            self.engines.add(new.model)
             entry.watch = asyncio.create_task(self._watch(new), name=f"watch-{source.name}")
             entry.set(State.READY)
             entry.wanted = True
@@ -291,6 +294,7 @@ class ModelRepository:
             # An engine that is closed has not died.
             await self._unwatch(watched)
         await serving.stop()
+        self.engines.remove(serving.model)
 
     async def _watch(self, serving: Serving) -> None:
         try:

@@ -30,6 +30,7 @@ class PredictorSettings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="PREDICTOR_", frozen=True, env_ignore_empty=True)
 
     port: Port = Field(9000, description="gRPC port.")
+    metrics_port: Port = Field(9100, description="Port of the Prometheus page, /metrics. 0: none.")
     models: Models = models_field()
     device: Annotated[Literal["auto", "cpu", "cuda"], BeforeValidator(str.lower)] = Field(
         "auto", description="auto takes CUDA where there is one."
@@ -88,3 +89,8 @@ class PredictorSettings(ServiceSettings):
         ByteSize(1 << 30), gt=0, description="Bytes of them that wait there at most; more are dropped and counted."
     )
     logger: str = Field("127.0.0.1:9002", description="The payload logger, for payload_log.")
+    state: Path | None = Field(
+        None,
+        description="File of this predictor alone that says whether its last life ended in order, to count restarts; "
+        "empty: they are not counted.",
+    )

@@ -15,10 +15,11 @@ from millrace.protos.millrace_pb2_grpc import add_TextGenerationServicer_to_serv
 from millrace.protos.rest_pb2_grpc import add_OpenAIServicer_to_server, add_OpenInferenceServicer_to_server
 from millrace.server import READY, Server
 from millrace.service import run_service
+from millrace.telemetry.payload_metrics import observe_tap
 from millrace.threads import run_in_daemon_thread
 from services.transformer import development
 from services.transformer.settings import TransformerSettings
-from services.transformer.workers import supervise
+from services.transformer.workers import supervise, tell_page
 
 logger = logging.getLogger(__name__)
 
@@ -33,17 +34,18 @@ _WORKER_READY_S = 2.0
 async def serve(settings: TransformerSettings) -> None:
     """Runs one transformer, or the parent of several."""
     if settings.workers > 1:
-        await supervise(settings.host, settings.port, settings.workers, settings.drain_s)
+        await supervise(settings.host, settings.port, settings.metrics_port, settings.workers, settings.drain_s)
     else:
-        await _serve(settings, shares_port=False)
+        await _serve(settings, shares_port=False, metrics_port=settings.metrics_port)
 
 
-async def serve_worker(settings: TransformerSettings) -> None:
-    """Runs one of several transformers."""
-    await _serve(settings, shares_port=True)
+async def serve_worker(settings: TransformerSettings, page: int) -> None:
+    """Runs one of several transformers; `page` is a descriptor, see workers.py."""
+    tell_page(page)
+    await _serve(settings, shares_port=True, metrics_port=0)
 
 
-async def _serve(settings: TransformerSettings, shares_port: bool) -> None:
+async def _serve(settings: TransformerSettings, shares_port: bool, metrics_port: int) -> None:
     # transformers takes seconds to import: a wrong setting is told before.
     _leave_out_torch()
     from services.transformer.catalogue import Catalogue
@@ -73,6 +75,7 @@ async def _serve(settings: TransformerSettings, shares_port: bool) -> None:
         hop="transformer",
     )
     tap.start()
+    observe_tap(tap)
     for name in settings.unknown_logged_models:
         logger.warning("TRANSFORMER_PAYLOAD_LOG names the model %s, which is not configured here", name)
     pool = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="tokenizer")
@@ -84,7 +87,7 @@ async def _serve(settings: TransformerSettings, shares_port: bool) -> None:
     public = (*_OWN, _PAYLOAD_LOG, *development.services(settings.development))
     server = Server(
         *("transformer", settings.host, settings.port, settings.drain_s, public, shares_port),
-        *(settings.max_calls, settings.loop_timeout),
+        *(settings.max_calls, settings.loop_timeout, metrics_port),
     )
 
     inference = InferenceServicer(Inference(pipeline, catalogue, Relay(predictor), tap), catalogue, predictor, replicas)

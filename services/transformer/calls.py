@@ -35,8 +35,3 @@ def _header_timeout_s(context: Context) -> float | None:
         if key == _TIMEOUT_MS and isinstance(value, str) and value.isdecimal():
             return int(value) / 1000
     return None
-
-
-def as_metadata(value: str) -> str:
-    """Text as gRPC metadata allows it: printable ASCII."""
-    return "".join(c if " " <= c <= "~" else "?" for c in value)

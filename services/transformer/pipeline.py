@@ -22,6 +22,7 @@ from millrace.sampling import DEFAULT_MAX_TOKENS
 from services.transformer.catalogue import Catalogue
 from services.transformer.detokenizer import Detokenizer
 from services.transformer.first_token import FirstToken
+from services.transformer.generation_telemetry import GenerationCourse, GenerationTelemetry
 from services.transformer.models import TextModel
 from services.transformer.predictor_client import Generation, PredictorClient, TokenChunk
 from services.transformer.resuming import ResumingGenerator
@@ -94,17 +95,22 @@ class Pipeline:
         self._predictor = predictor
         self._generator = generator
         self._tap = tap
+        self._telemetry = GenerationTelemetry()
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
         """The chunks of one answer; raises MillraceError; closing the generator cancels the request."""
-        arrived = request.origin.arrived
+        origin, timeout_s = request.origin, request.timeout_s
         prompt, parameters = _recorded_prompt(request), _recorded_parameters(request)
-        with begin(self._tap, request.origin, request.model, prompt=prompt, parameters=parameters) as recording:
+        with (
+            self._telemetry.generation(origin, bool(request.messages), timeout_s) as course,
+            begin(self._tap, origin, request.model, prompt=prompt, parameters=parameters) as recording,
+        ):
             try:
-                first_token = FirstToken(request.origin)
-                made = self._generate(request, first_token, recording)
+                first_token = FirstToken(origin)
+                made = self._generate(request, first_token, recording, course)
                 async with aclosing(made), aclosing(first_token.bound(made)) as chunks:
                     async for chunk in chunks:
+                        course.chunk(len(chunk.token_ids), chunk.elapsed_s, chunk.prompt_tokens, chunk.finish_reason)
                         recording.chunk(chunk.text, chunk.token_ids, chunk.logprobs)
                         if chunk.finish_reason is not None:
                             recording.end("OK", finish_reason=chunk.finish_reason, usage=chunk.usage)
@@ -112,7 +118,7 @@ class Pipeline:
                         await recording.begun()
                         yield chunk
             except (asyncio.CancelledError, GeneratorExit):
-                if deadline_passed(arrived, request.timeout_s):
+                if deadline_passed(origin.arrived, timeout_s):
                     recording.end("DEADLINE_EXCEEDED", "the deadline passed")
                 raise
 
@@ -126,10 +132,11 @@ class Pipeline:
                 raise
 
     async def _generate(
-        self, request: TextRequest, first_token: FirstToken, recording: Recording
+        self, request: TextRequest, first_token: FirstToken, recording: Recording, course: GenerationCourse
     ) -> AsyncGenerator[TextChunk, None]:
         arrived = request.origin.arrived
         model = await self._catalogue.get(request.model, request.version, request.origin, request.timeout_s)
+        course.found(model.name)
         sampling = model.defaults.changed(request.sampling)
         _check_stop(request.stop)
         prompt_ids = await self._prompt_ids(request, model, model.limits.context_length)
@@ -142,6 +149,7 @@ class Pipeline:
 
         def resumed() -> None:
             recording.resumes += 1
+            course.resumed()
 
         patience = self._predictor.patience(request.timeout_s, arrived)
         tokens = self._generator.generate(asked, patience, first_token, resumed)

@@ -29,9 +29,10 @@ from millrace.errors import (
 from millrace.protos import inference_pb2, inference_pb2_grpc
 from millrace.protos.millrace_pb2 import Usage
 from millrace.recorded_call import RECORDED
-from millrace.resumable import RUNS_ALONE, CallOptions
+from millrace.resumable import RUNS_ALONE, SPAN, CallOptions
 from millrace.sampling import SamplingParameters, parameters_of, set_parameters
 from millrace.server import READY
+from millrace.telemetry.client_interceptors import CallSpan
 from millrace.tensors import Tensor, add_input, decode_outputs, dtype_of
 from services.transformer.patience import Patience
 from services.transformer.predictor_models import INPUT_IDS, OURS, OUTPUT_IDS, Dialect
@@ -148,9 +149,18 @@ class PredictorClient:
             return False
 
     async def generate(
-        self, asked: Generation, output_ids: Sequence[int], options: CallOptions, timeout_s: float | None
+        self,
+        asked: Generation,
+        output_ids: Sequence[int],
+        options: CallOptions,
+        timeout_s: float | None,
+        span: CallSpan | None = None,
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Chunks of one call, which goes on after `output_ids`; closing the generator cancels it at the predictor."""
+        """Chunks of one call, which goes on after `output_ids`; closing the generator cancels it at the predictor.
+
+        `span` is told of the call's.
+        """
+        span = span or CallSpan()
         request = inference_pb2.ModelInferRequest(model_name=asked.model, id=asked.request_id)
         add_input(request, _ids_tensor(INPUT_IDS, asked.prompt_ids, asked.dialect))
         if output_ids:
@@ -160,9 +170,10 @@ class PredictorClient:
         silence_limit_s = None if options.heartbeat_ms is None else self.silence_limit_s
         produced = 0
         silent: MillraceError = NotReadyError("the predictor does not answer", hop="predictor")
-        call = self._stream(request, timeout=timeout_s, metadata=metadata)
+        with span.of_next_call():
+            call = self._stream(request, timeout=timeout_s, metadata=metadata)
         try:
-            async with aclosing(_chunks(call)) as chunks:
+            async with aclosing(_chunks(call, span)) as chunks:
                 while (chunk := await _unless_silent(chunks, silence_limit_s, silent)) is not None:
                     silent = HopBrokenError("the predictor fell silent", hop="predictor")
                     produced += len(chunk.token_ids)
@@ -204,13 +215,17 @@ async def _until_end(chunks: AsyncIterator[TokenChunk]) -> None:
 
 async def _chunks(
     call: grpc.aio.UnaryStreamCall[inference_pb2.ModelInferRequest, inference_pb2.ModelStreamInferResponse],
+    span: CallSpan,
 ) -> AsyncGenerator[TokenChunk, None]:
     async for message in call:
+        span.message()
         if message.error_message:
             raise RequestFailedError(message.error_message, hop="predictor")
         response = message.infer_response
         outputs = decode_outputs(response)
         parameters = parameters_of(response.parameters)
+        if SPAN in parameters:
+            span.answered_by = str(parameters[SPAN])
         reason = parameters.get("finish_reason")
         usage = None
         if reason is not None:

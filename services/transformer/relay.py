@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from millrace.errors import HopBrokenError, NotReadyError, RequestFailedError
 from millrace.protos import inference_pb2 as pb
 from millrace.recorded_call import RECORDED
+from millrace.telemetry.client_interceptors import CallSpan
 from millrace.wire_fields import fields
 from services.transformer.predictor_client import ERRORS_AS_STATUS, PredictorClient
 
@@ -56,10 +57,13 @@ class Relay:
             await patience.pause(not_ready, not_ready.retry_after_ms)
 
     async def _call(self, request: bytes, timeout_s: float | None) -> AsyncGenerator[bytes, None]:
-        call = self._predictor.stream_bytes(request, timeout=timeout_s, metadata=(ERRORS_AS_STATUS, RECORDED))
+        span = CallSpan()
+        with span.of_next_call():
+            call = self._predictor.stream_bytes(request, timeout=timeout_s, metadata=(ERRORS_AS_STATUS, RECORDED))
         try:
             async for response in call:
                 _raise_error(response)
+                span.message()
                 yield response
         finally:
             call.cancel()

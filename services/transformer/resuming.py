@@ -34,6 +34,7 @@ from millrace.errors import (
     RequestFailedError,
 )
 from millrace.resumable import CallOptions
+from millrace.telemetry.client_interceptors import CallSpan
 from services.transformer.deaths import Deaths, NextCall
 from services.transformer.first_token import FirstToken
 from services.transformer.patience import Patience
@@ -102,7 +103,8 @@ class ResumingGenerator:
                 alone=alone,
                 first_token_timeout_ms=None if goes_on else first_token.left_ms,
             )
-            call = self._predictor.generate(asked, progress.output_ids, options, patience.left_s)
+            timeout_s, span = patience.left_s, progress.next_span()
+            call = self._predictor.generate(asked, progress.output_ids, options, timeout_s, span)
             async with aclosing(call) as chunks:
                 async for chunk in chunks:
                     patience.answered()
@@ -127,6 +129,8 @@ class _Progress:
         self.output_ids: list[int] = []
         self._cached_tokens: int | None = None
         self.was_moved = False  # A predictor that had it gave it up.
+        self._span: CallSpan | None = None  # The latest call's.
+        self._follows = ""
 
     def take(self, chunk: TokenChunk) -> None:
         """Adds a chunk; the last one is told how much of the prompt the first call found in a cache."""
@@ -136,6 +140,13 @@ class _Progress:
             self._cached_tokens = chunk.cached_tokens
         if chunk.usage is not None and self._cached_tokens is not None:
             chunk.usage.cached_tokens = self._cached_tokens
+
+    def next_span(self) -> CallSpan:
+        """The next call's, which links to that of the newest predictor that answered, or else to the first call's."""
+        if self._span is not None:
+            self._follows = self._span.answered_by or self._follows or self._span.traceparent
+        self._span = CallSpan(self._follows)
+        return self._span
 
     def ended(self, error: MillraceError) -> None:
         """Takes note of what ended a call; raises it where it ends the request too."""

@@ -52,6 +52,7 @@ class TransformerSettings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="TRANSFORMER_", frozen=True, env_ignore_empty=True)
 
     port: Port = Field(9001, description="gRPC port.")
+    metrics_port: Port = Field(9101, description="Port of the Prometheus page, /metrics. 0: none.")
     models: Models = models_field()
     predictor: str = Field(
         "127.0.0.1:8090",

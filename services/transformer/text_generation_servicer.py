@@ -9,10 +9,11 @@ from typing import Any
 from millrace.interceptors import Context
 from millrace.protos import millrace_pb2 as pb
 from millrace.protos import millrace_pb2_grpc
-from millrace.recorded_call import REQUEST_ID, origin_of
+from millrace.recorded_call import origin_of
 from millrace.rest_streams import errors_in_band
 from millrace.sampling import MAX_STOP_TOKEN_IDS
-from services.transformer.calls import TTFT_MS, as_metadata, check_message_count, check_request_id, timeout_of
+from millrace.telemetry.identity import REQUEST_ID_METADATA, as_metadata
+from services.transformer.calls import TTFT_MS, check_message_count, check_request_id, timeout_of
 from services.transformer.pipeline import Pipeline, TextChunk, TextRequest
 
 _PROTOCOL = "millrace.v1.TextGeneration/Generate"
@@ -29,7 +30,7 @@ class TextGenerationServicer(millrace_pb2_grpc.TextGenerationServicer):
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         origin = origin_of(context, _PROTOCOL, request.request_id)
         request_id = origin.request_id
-        context.set_trailing_metadata(((REQUEST_ID, as_metadata(request_id)),))
+        context.set_trailing_metadata(((REQUEST_ID_METADATA, as_metadata(request_id)),))
         with self._pipeline.recording_refusals(origin, request.model):
             check_request_id(request.request_id)
             check_message_count(len(request.messages))
@@ -48,7 +49,7 @@ class TextGenerationServicer(millrace_pb2_grpc.TextGenerationServicer):
                 if first:
                     first = False
                     ttft = (TTFT_MS, f"{chunk.elapsed_s * 1000:.1f}")
-                    context.set_trailing_metadata(((REQUEST_ID, as_metadata(request_id)), ttft))
+                    context.set_trailing_metadata(((REQUEST_ID_METADATA, as_metadata(request_id)), ttft))
                 yield _response(chunk)
 
 

@@ -1,8 +1,9 @@
-"""Starts one of several transformers on a port: `python -m services.transformer.worker PARENT`; see workers.py."""
+"""Starts one of several transformers on a port: `python -m services.transformer.worker PARENT PAGE`; see workers.py."""
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from millrace.service import run_service
 from services.transformer.__main__ import serve_worker
@@ -10,5 +11,6 @@ from services.transformer.settings import TransformerSettings
 from services.transformer.workers import end_with_parent
 
 if __name__ == "__main__":
-    end_with_parent(int(sys.argv.pop(1)))
-    run_service("transformer", TransformerSettings, serve_worker)
+    page = int(sys.argv.pop())
+    end_with_parent(int(sys.argv.pop()))
+    run_service("transformer", TransformerSettings, partial(serve_worker, page=page))

@@ -6,7 +6,8 @@ reserves the port for itself alone, which fails where anybody has it, and then l
 Where a worker says that starting again cannot help, all end with its exit code.
 
 Each worker is whole: it follows the predictor, ships its own records from its own folder in the spool and answers
-for its own health. It listens once it can serve, so that no connection waits for one that is starting.
+for its own health. It listens once it can serve, so that no connection waits for one that is starting. Its Prometheus
+page is on a port of its own, which it tells the parent through a pipe; the parent's page shows all of them.
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
+from prometheus_client import CollectorRegistry
+
 from millrace.errors import StartupError
+from millrace.telemetry.page import MetricsPage, WorkerPages
 
 logger = logging.getLogger(__name__)
 
 _FIRST_DELAY_S, _MAX_DELAY_S, _STEADY_S = 0.2, 10.0, 30.0
 _GRACE_S = 4.0  # Beyond the drain: for the records that are still to be shipped.
+_PORT_BYTES = 16
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
@@ -35,20 +40,74 @@ class _WorkerRefusedError(Exception):
     """A worker cannot run, and has said why."""
 
 
-async def supervise(host: str, port: int, count: int, drain_s: float) -> None:
+class _Pages:
+    """The ports of the workers' pages, while these run; for any thread."""
+
+    def __init__(self) -> None:
+        self._ports: dict[str, int] = {}
+
+    def ports(self) -> dict[str, int]:
+        return self._ports.copy()
+
+    @contextmanager
+    def of(self, worker: str) -> Iterator[int]:
+        """A descriptor to which a worker that runs meanwhile writes its port."""
+        reading, writing = os.pipe()
+        loop = asyncio.get_running_loop()
+
+        def read() -> None:
+            loop.remove_reader(reading)
+            if said := os.read(reading, _PORT_BYTES):  # Nothing from one that ended before.
+                self._ports[worker] = int(said)
+
+        loop.add_reader(reading, read)
+        try:
+            yield writing
+        finally:
+            loop.remove_reader(reading)
+            self._ports.pop(worker, None)
+            os.close(reading)
+            os.close(writing)
+
+
+async def supervise(host: str, port: int, metrics_port: int, count: int, drain_s: float) -> None:
     """Runs the workers until SIGTERM or SIGINT; raises StartupError, or SystemExit with a worker's own refusal."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
-    with reserved(host, port) as reserved_port:
+    pages = _Pages()
+    with reserved(host, port) as reserved_port, _page(host, metrics_port, pages):
         environment = {**os.environ, "TRANSFORMER_PORT": str(reserved_port)}
         try:
             async with asyncio.TaskGroup() as group:
                 for number in range(count):
-                    group.create_task(_keep(number, environment, stop, drain_s + _GRACE_S), name=f"worker-{number}")
+                    work = _keep(str(number), environment, stop, drain_s + _GRACE_S, pages)
+                    group.create_task(work, name=f"worker-{number}")
         except* _WorkerRefusedError:
             raise SystemExit(os.EX_CONFIG) from None
+
+
+@contextmanager
+def _page(host: str, port: int, pages: _Pages) -> Iterator[None]:
+    """The page of all workers, unless there is to be none."""
+    if not port:
+        yield
+        return
+    registry = CollectorRegistry()
+    registry.register(WorkerPages(pages.ports))
+    page = MetricsPage(host, port, registry)
+    try:
+        yield
+    finally:
+        page.close()
+
+
+def tell_page(descriptor: int) -> None:
+    """Opens a worker's page and tells the parent where it is."""
+    page = MetricsPage("127.0.0.1", 0)
+    os.write(descriptor, str(page.port).encode())
+    os.close(descriptor)
 
 
 @contextmanager
@@ -87,28 +146,33 @@ def end_with_parent(parent: int) -> None:
         raise SystemExit(1)
 
 
-async def _keep(number: int, environment: Mapping[str, str], stop: asyncio.Event, grace_s: float) -> None:
+async def _keep(
+    worker: str, environment: Mapping[str, str], stop: asyncio.Event, grace_s: float, pages: _Pages
+) -> None:
     """One worker, started again until the stop."""
     delay_s = _FIRST_DELAY_S
     while not stop.is_set():
         started = time.monotonic()
-        exit_code = await _run(environment, stop, grace_s)
+        with pages.of(worker) as page:
+            exit_code = await _run(environment, stop, grace_s, page)
         if stop.is_set():
             return
         if exit_code == os.EX_CONFIG:
             raise _WorkerRefusedError
         if time.monotonic() - started >= _STEADY_S:
             delay_s = _FIRST_DELAY_S
-        logger.error("worker %d ended with exit code %d; starting it again in %.1f s", number, exit_code, delay_s)
+        logger.error("worker %s ended with exit code %d; starting it again in %.1f s", worker, exit_code, delay_s)
         with suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), delay_s)
         delay_s = min(2 * delay_s, _MAX_DELAY_S)
 
 
-async def _run(environment: Mapping[str, str], stop: asyncio.Event, grace_s: float) -> int:
+async def _run(environment: Mapping[str, str], stop: asyncio.Event, grace_s: float, page: int) -> int:
     """One life of a worker; its exit code."""
-    command = (sys.executable, "-m", "services.transformer.worker", str(os.getpid()))
-    process = await asyncio.create_subprocess_exec(*command, env=environment, stdin=asyncio.subprocess.DEVNULL)
+    command = (sys.executable, "-m", "services.transformer.worker", str(os.getpid()), str(page))
+    process = await asyncio.create_subprocess_exec(
+        *command, env=environment, stdin=asyncio.subprocess.DEVNULL, pass_fds=(page,)
+    )
     ended = asyncio.create_task(process.wait(), name="worker's end")
     stopping = asyncio.create_task(stop.wait(), name="stop")
     try:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.containers.stack import ROOT, ComposeStack
 
-OVERLAYS = ("compose.gpu.yaml", "compose.workers.yaml")
+OVERLAYS = ("compose.gpu.yaml", "compose.observability.yaml", "compose.workers.yaml")
 SETS = [("compose.yaml", *some) for count in range(len(OVERLAYS) + 1) for some in combinations(OVERLAYS, count)]
 
 
@@ -29,6 +29,12 @@ def test_compose_accepts_it(compose, files):
     assert services["predictor"]["build"]["args"]["TORCH_INDEX"].endswith("cu130" if on_gpu else "cpu")
     devices = services["predictor"].get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", [])
     assert [device["capabilities"] for device in devices] == ([["gpu"]] if on_gpu else [])
+    with_metrics = "compose.observability.yaml" in files
+    assert (
+        services.keys() >= {"prometheus", "grafana"}
+        if with_metrics
+        else not {"prometheus", "grafana"} & services.keys()
+    )
     with_workers = "compose.workers.yaml" in files
     assert ("locust-worker" in services) == with_workers
     assert services["locust"]["command"][0] == ("--master" if with_workers else "--host")
@@ -45,7 +51,7 @@ def test_offline_changes_nothing_but_the_collector_and_where_packages_come_from(
         for of_builds in ("secrets", "additional_contexts"):
             offline["services"][service].get("build", {}).pop(of_builds, None)
         assert offline["services"][service] == plain["services"][service]
-    kept = plain["services"]["jaeger"].keys() - {"image", "command", "entrypoint"}
+    kept = plain["services"]["jaeger"].keys() - {"image", "command", "entrypoint", "volumes"}
     assert {key: offline["services"]["jaeger"][key] for key in kept} == {
         key: plain["services"]["jaeger"][key] for key in kept
     }

@@ -1,5 +1,7 @@
 """What `docker inspect` says of every container, and what this machine listens on."""
 
+import urllib.request
+
 import psutil
 import pytest
 
@@ -54,7 +56,12 @@ def test_an_image_holds_no_compiler_no_cache_and_no_package_of_another_service(s
 
 @pytest.mark.parametrize(
     ("service", "folder"),
-    [("logger", "/var/lib/millrace"), ("transformer", "/var/cache/millrace"), ("predictor", "/var/cache/millrace")],
+    [
+        ("logger", "/var/lib/millrace"),
+        ("transformer", "/var/cache/millrace"),
+        ("predictor", "/var/cache/millrace"),
+        ("predictor", "/var/lib/millrace"),
+    ],
 )
 def test_a_service_can_write_to_its_volume_and_to_nothing_else(stack, service, folder):
     script = f"import os; print(*(os.access(path, os.W_OK) for path in ('{folder}', '/tmp', '/app', '/venv', '/etc')))"
@@ -73,6 +80,13 @@ def test_only_the_gateway_and_the_pages_are_published_and_on_loopback_alone(stac
     ports = {stack.gateway.rpartition(":")[2], *(p.rpartition(":")[2] for p in (stack.jaeger_page, stack.locust_page))}
     listening = [c.laddr for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     assert {address.ip for address in listening if str(address.port) in ports} == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize(("service", "port"), [("transformer", 9101), ("predictor", 9100), ("logger", 9102)])
+def test_a_services_metrics_are_there_for_its_network(stack, service, port):
+    for address in stack.container(service).addresses:
+        with urllib.request.urlopen(f"http://{address}:{port}/metrics", timeout=10) as page:
+            assert "\nmillrace_event_loop_lag_seconds" in page.read().decode()
 
 
 def networks_of(stack, service):

@@ -14,9 +14,8 @@ import pytest
 import pytest_asyncio
 
 from bench.streams import HAS_CURL, WAYS_IN
-from millrace.protos import millrace_pb2, millrace_pb2_grpc
-from tests.system.calls import channel
 from tests.system.gated_stack import gated_stack
+from tests.system.payload_log import query
 from tests.waiting import until
 
 TOKENS = 8
@@ -87,12 +86,6 @@ async def logged(tmp_path_factory):
         yield gated
 
 
-async def records(stack, request_id):
-    async with channel(stack.gateway) as open_channel:
-        stub = millrace_pb2_grpc.PayloadLogStub(open_channel)
-        return [record async for record in stub.Query(millrace_pb2.QueryPayloadsRequest(request_id=request_id))]
-
-
 @pytest.mark.parametrize("trouble", TROUBLES)
 @pytest.mark.parametrize("name", WAYS_IN)
 async def test_each_chunk_arrives_before_the_next_one_is_made_and_all_are_recorded(logged, name, trouble):
@@ -113,10 +106,10 @@ async def test_each_chunk_arrives_before_the_next_one_is_made_and_all_are_record
 
     async def is_recorded():
         with suppress(grpc.aio.AioRpcError):  # The gateway finds out in a second that the logger is back.
-            return await records(stack, request_id)
+            return await query(stack.gateway, request_id=request_id)
 
     await until(is_recorded, timeout_s=30)
-    (record,) = await records(stack, request_id)
+    (record,) = await query(stack.gateway, request_id=request_id)
     assert (record.status, record.incomplete) == ("OK", False)
     assert [chunk.text for chunk in record.chunks] == texts
     assert record.text == "".join(texts)

@@ -48,7 +48,11 @@ def arguments(folder):
         "commands": {"predictor": (sys.executable, "-m", "tests.chaos.predictor")},
         "environment": {
             "predictor": predictor,
-            "transformer": {"TRANSFORMER_SILENCE_LIMIT": str(SILENCE_LIMIT_S)},
+            "transformer": {
+                "TRANSFORMER_SILENCE_LIMIT": str(SILENCE_LIMIT_S),
+                # On a busy machine all predictors take their time to come back.
+                "TRANSFORMER_PREDICTOR_WAIT": "120",
+            },
         },
     }
 

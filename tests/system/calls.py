@@ -99,10 +99,16 @@ def http_request(
     body: Any = None,
     headers: dict[str, str] | None = None,
     on_piece: Callable[[], None] | None = None,
+    on_connection: Callable[[http.client.HTTPConnection], None] | None = None,
 ) -> Answer:
-    """A request over HTTP/1.1; blocks; `body` is sent as JSON unless it is bytes; `on_piece` is told of each piece."""
+    """A request over HTTP/1.1; blocks; `body` is sent as JSON unless it is bytes.
+
+    `on_piece` is told of each piece, `on_connection` of what another thread may break.
+    """
     host, _, port = gateway.rpartition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=60)
+    if on_connection is not None:
+        on_connection(connection)
     data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
     answer, begun = Answer(), time.monotonic()
     try:
@@ -119,6 +125,17 @@ def http_request(
     finally:
         connection.close()
     return answer
+
+
+def leave_http(gateway: str, path: str, body: Any) -> None:
+    """Posts a request for a stream over HTTP/1.1 and goes away after its first bytes; blocks."""
+    host, _, port = gateway.rpartition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=30)
+    connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+    response = connection.getresponse()
+    response.read1(64)
+    response.close()
+    connection.close()
 
 
 async def rest(gateway: str, method: str, path: str, body: Any = None, **headers: str) -> Answer:

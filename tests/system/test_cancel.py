@@ -1,13 +1,11 @@
 """A client that goes away stops the engine: no step more for its sequence, through two Envoy hops."""
 
 import asyncio
-import http.client
-import json
 
 import pytest
 
 from millrace.protos import millrace_pb2, millrace_pb2_grpc
-from tests.system.calls import channel, generate, statistics
+from tests.system.calls import channel, generate, leave_http, statistics
 from tests.waiting import until
 
 LONG = {"model": "storyteller", "prompt": "Once", "max_tokens": 1000, "ignore_eos": True}
@@ -31,17 +29,7 @@ async def by_grpc(gateway):
 
 
 async def by_http(gateway):
-    def disconnect():
-        host, _, port = gateway.rpartition(":")
-        connection = http.client.HTTPConnection(host, int(port), timeout=30)
-        body = json.dumps({**LONG, "stream": True})
-        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
-        response = connection.getresponse()
-        response.read1(64)
-        response.close()
-        connection.close()
-
-    await asyncio.to_thread(disconnect)
+    await asyncio.to_thread(leave_http, gateway, "/v1/completions", {**LONG, "stream": True})
 
 
 @pytest.mark.parametrize("go_away", [by_grpc, by_http])

@@ -14,24 +14,19 @@ from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from millrace.tensors import Tensor
 from runner.free_ports import start_stack
 from tests.system.calls import channel, generate, ids_request, rest
+from tests.system.payload_log import query
 from tests.waiting import until
-
-
-async def query(stack, **filters):
-    async with channel(stack.gateway) as open_channel:
-        stub = millrace_pb2_grpc.PayloadLogStub(open_channel)
-        return [record async for record in stub.Query(millrace_pb2.QueryPayloadsRequest(**filters))]
 
 
 async def the_record(stack, **filters):
     """The one record that passes the filters, once what the gateway says of its call has come."""
 
     async def is_joined():
-        found = await query(stack, **filters)
+        found = await query(stack.gateway, **filters)
         return any(record.HasField("gateway") for record in found)
 
     await until(is_joined)
-    (record,) = await query(stack, **filters)
+    (record,) = await query(stack.gateway, **filters)
     return record
 
 
@@ -48,7 +43,7 @@ async def test_a_grpc_call_s_record_says_what_the_gateway_saw(stack):
     assert (record.gateway.http_status, record.gateway.response_flags) == (200, "-")
     assert record.gateway.upstream == stack.addresses["transformer"]
     assert record.gateway.request_bytes > 0
-    assert [one.record_id for one in await query(stack, trace_id=record.trace_id)] == [record.record_id]
+    assert [one.record_id for one in await query(stack.gateway, trace_id=record.trace_id)] == [record.record_id]
 
 
 async def test_a_rest_call_s_record_says_what_the_gateway_saw(stack):
@@ -134,7 +129,7 @@ async def test_a_record_can_be_deleted_over_rest_for_good(stack):
     answers = [await rest(stack.gateway, "DELETE", path) for _ in range(2)]
     assert [(answer.status, answer.json.get("deleted", "0")) for answer in answers] == [(200, "1"), (200, "0")]
     assert (await rest(stack.gateway, "GET", path)).status == 404
-    assert await query(stack, request_id=request_id) == []
+    assert await query(stack.gateway, request_id=request_id) == []
 
 
 async def test_probes_and_readers_of_the_log_are_not_on_record(stack):
@@ -144,7 +139,7 @@ async def test_probes_and_readers_of_the_log_are_not_on_record(stack):
     last = new_id()
     await rest(stack.gateway, "GET", "/v1/nothing", x_request_id=last)
     await the_record(stack, request_id=last)
-    assert await query(stack, request_id=request_id) == []
+    assert await query(stack.gateway, request_id=request_id) == []
 
 
 @pytest_asyncio.fixture(scope="module")

@@ -13,11 +13,11 @@ import pytest
 import pytest_asyncio
 import torch
 
-from millrace.protos import millrace_pb2, millrace_pb2_grpc
 from runner.free_ports import start_stack
 from services.transformer.openai.choices import choice_seed
 from tests.random_encoders import save_random_encoder, save_words_tokenizer
-from tests.system.calls import channel, rest, statistics
+from tests.system.calls import rest, statistics
+from tests.system.payload_log import records
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -122,18 +122,8 @@ async def test_choices_of_several_prompts_stream_by_index(stack):
 async def test_each_choice_has_a_record_under_the_requests_id(stack):
     body = {**STORY, "max_tokens": 10, "n": 3, "seed": 1}
     answer = await post(stack, "/v1/completions", body, x_request_id="three-choices")
-    async with channel(stack.gateway) as open_channel:
-        stub = millrace_pb2_grpc.PayloadLogStub(open_channel)
-
-        async def records():
-            query = millrace_pb2.QueryPayloadsRequest(request_id="three-choices")
-            return [record async for record in stub.Query(query)]
-
-        async def all_are_there():
-            return len(await records()) == 3
-
-        await until(all_are_there)
-        kept = await records()
+    kept = await records(stack.gateway, 3, request_id="three-choices")
+    assert len(kept) == 3
     assert {record.text for record in kept} == {choice["text"] for choice in answer.json["choices"]}
     assert {record.status for record in kept} == {"OK"}
     assert {json.loads(record.parameters)["seed"] for record in kept} == {choice_seed(1, i) for i in range(3)}
@@ -245,14 +235,7 @@ async def test_embeddings_refuse(stack, case):
 async def test_a_request_for_embeddings_leaves_one_record(stack):
     body = {"model": "embedder", "input": ["the fox", "a bird"]}
     await post(stack, "/v1/embeddings", body, x_request_id="two-inputs")
-    async with channel(stack.gateway) as open_channel:
-        stub = millrace_pb2_grpc.PayloadLogStub(open_channel)
-
-        async def records():
-            return [r async for r in stub.Query(millrace_pb2.QueryPayloadsRequest(request_id="two-inputs"))]
-
-        await until(records)
-        (record,) = await records()
+    (record,) = await records(stack.gateway, request_id="two-inputs")
     assert (record.status, record.protocol) == ("OK", "millrace.rest.v1.OpenAI/Embeddings")
     assert json.loads(record.prompt) == body["input"]
     assert record.usage.prompt_tokens == 8

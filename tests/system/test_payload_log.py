@@ -8,23 +8,13 @@ import pytest
 
 from millrace.protos import millrace_pb2, millrace_pb2_grpc
 from tests.system.calls import channel, generate, rest, text_of
+from tests.system.payload_log import query, records
 from tests.waiting import until
-
-
-async def records(stack, count=1, **filters):
-    """The records that pass the filters, once there are that many."""
-    async with channel(stack.gateway) as open_channel, asyncio.timeout(10):
-        stub = millrace_pb2_grpc.PayloadLogStub(open_channel)
-        while True:
-            found = [record async for record in stub.Query(millrace_pb2.QueryPayloadsRequest(**filters))]
-            if len(found) >= count:
-                return found
-            await asyncio.sleep(0.05)
 
 
 async def test_an_answer_is_recorded_as_it_was_given(stack):
     responses = await generate(stack.gateway, model="storyteller", prompt="Once", max_tokens=12, request_id="kept")
-    (record,) = await records(stack, request_id="kept")
+    (record,) = await records(stack.gateway, request_id="kept")
     assert (record.model, record.prompt, record.status) == ("storyteller", "Once", "OK")
     assert record.text == text_of(responses)
     assert [chunk.text for chunk in record.chunks] == [response.text for response in responses]
@@ -41,12 +31,13 @@ async def test_an_answer_is_recorded_as_it_was_given(stack):
 async def test_a_refused_and_a_cancelled_request_are_recorded_as_what_they_are(stack):
     with pytest.raises(grpc.aio.AioRpcError):
         await generate(stack.gateway, model="storyteller", prompt="Once", temperature=-1, request_id="refused")
-    (record,) = await records(stack, request_id="refused")
+    (record,) = await records(stack.gateway, request_id="refused")
     assert (record.status, record.failed_hop) == ("INVALID_ARGUMENT", "transformer")
     assert "temperature" in record.message
 
     await rest(stack.gateway, "POST", "/v1/completions", b"{", x_request_id="not-json")
-    (record,) = await records(stack, request_id="not-json")
+    await until(lambda: query(stack.gateway, request_id="not-json"))
+    (record,) = await query(stack.gateway, request_id="not-json")
     assert (record.status, record.protocol) == ("INVALID_ARGUMENT", "millrace.rest.v1.OpenAI/Completions")
 
     async with channel(stack.gateway) as open_channel:
@@ -56,7 +47,7 @@ async def test_a_refused_and_a_cancelled_request_are_recorded_as_what_they_are(s
         with pytest.raises(grpc.aio.AioRpcError):
             async for _ in millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=0.1):
                 pass
-    (record,) = await records(stack, request_id="late")
+    (record,) = await records(stack.gateway, request_id="late")
     assert record.status == "DEADLINE_EXCEEDED"
 
     async with channel(stack.gateway) as open_channel:
@@ -66,7 +57,7 @@ async def test_a_refused_and_a_cancelled_request_are_recorded_as_what_they_are(s
         call = millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request)
         await call.read()
         call.cancel()
-    (record,) = await records(stack, request_id="cancelled")
+    (record,) = await records(stack.gateway, request_id="cancelled")
     assert record.status == "CANCELLED"
     assert record.text
 
@@ -88,7 +79,7 @@ async def test_streams_do_not_need_the_logger_and_it_gets_every_record_later(new
     async def log_is_routed():
         # The gateway probes the logger once a second: it may know of its return a little later than we do.
         try:
-            await records(stack, 0, model="storyteller")
+            await records(stack.gateway, 0, model="storyteller")
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.UNAVAILABLE:
                 raise
@@ -96,4 +87,4 @@ async def test_streams_do_not_need_the_logger_and_it_gets_every_record_later(new
         return True
 
     await until(log_is_routed)
-    assert len(await records(stack, 4, model="storyteller")) == 4
+    assert len(await records(stack.gateway, 4, model="storyteller")) == 4

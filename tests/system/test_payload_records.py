@@ -20,8 +20,8 @@ from runner.free_ports import start_stack
 from tests.system.ask import Ask
 from tests.system.calls import channel, each, generate, infer, rest, text_of
 from tests.system.faulty_predictor import FAILS, FAILS_LATER, PYTHON_MODEL
+from tests.system.payload_log import query, records
 from tests.system.ways_in import RELAYED, STREAMS, TEXT
-from tests.waiting import until
 
 OPENAI, V2, OIP = "millrace.rest.v1.OpenAI", "millrace.rest.v1.OpenInference", "inference.GRPCInferenceService"
 GENERATE = "millrace.v1.TextGeneration/Generate"
@@ -102,21 +102,6 @@ async def strict_stack(tmp_path_factory):
     await started.stop()
 
 
-async def records(stack, count=1, **filters):
-    """The services' records that pass the filters, once there are that many."""
-    found = []
-    async with channel(stack.gateway) as open_channel:
-        log = millrace_pb2_grpc.PayloadLogStub(open_channel)
-
-        async def enough():
-            asked = millrace_pb2.QueryPayloadsRequest(**filters)
-            found[:] = [record async for record in log.Query(asked, timeout=10) if record.model]
-            return len(found) >= count
-
-        await until(enough)
-    return found
-
-
 def now():
     stamp = Timestamp()
     stamp.GetCurrentTime()
@@ -142,7 +127,7 @@ async def test_every_way_in_leaves_one_record_of_each_outcome(stack, outcome):
     ask = Ask(model=model, parameters=parameters, goes_on=False)
     ways = TEXT | RELAYED
     await asyncio.gather(*(way_in(stack.gateway, ask) for way_in in ways.values()))
-    found = await records(stack, len(ways), since=since)
+    found = await records(stack.gateway, len(ways), since=since)
     told = Counter((record.protocol, record.status, record.failed_hop) for record in found)
     assert told == Counter((way_protocol(name), status, hops[name in RELAYED]) for name in ways)
     assert all(record.span_id and record.trace_id and record.call_id and record.duration_ms > 0 for record in found)
@@ -158,7 +143,7 @@ async def test_a_deadline_that_passes_is_on_record_on_every_way_in(stack, faults
         await asyncio.gather(*(way_in(stack.gateway, ask) for way_in in ways.values()))
     finally:
         (faults / "hold").unlink()
-    found = await records(stack, len(ways), since=since)
+    found = await records(stack.gateway, len(ways), since=since)
     assert Counter((record.protocol, record.status) for record in found) == Counter(
         (way_protocol(name), "DEADLINE_EXCEEDED") for name in ways
     )
@@ -170,7 +155,7 @@ async def test_an_answer_that_breaks_off_is_recorded_as_far_as_it_came(stack, na
     ask = Ask(parameters={"max_tokens": 20, "ignore_eos": True, "seed": FAILS_LATER}, goes_on=False)
     outcome = await TEXT[name](stack.gateway, ask)
     assert outcome.begun
-    (record,) = await records(stack, since=since)
+    (record,) = await records(stack.gateway, since=since)
     assert (record.protocol, record.status, record.failed_hop) == (way_protocol(name), "INTERNAL", "predictor")
     assert record.chunks
     assert record.text == "".join(chunk.text for chunk in record.chunks)
@@ -185,7 +170,7 @@ async def test_what_a_client_leaves_is_recorded_as_cancelled(stack):
         call = millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request)
         first = await call.read()
         call.cancel()
-    (record,) = await records(stack, request_id="left")
+    (record,) = await records(stack.gateway, request_id="left")
     assert record.status == "CANCELLED"
     assert record.chunks[0].text == first.text
 
@@ -193,7 +178,7 @@ async def test_what_a_client_leaves_is_recorded_as_cancelled(stack):
 async def test_a_request_id_that_is_too_long_is_refused_and_on_record(stack):
     with pytest.raises(grpc.aio.AioRpcError, match="at most 256"):
         await generate(stack.gateway, model="storyteller", prompt="Once", request_id="x" * 300)
-    (record,) = await records(stack, request_id="x" * 256)
+    (record,) = await records(stack.gateway, request_id="x" * 256)
     assert (record.status, record.failed_hop) == ("INVALID_ARGUMENT", "transformer")
 
 
@@ -204,7 +189,8 @@ async def test_log_probabilities_are_recorded_where_they_were_asked_for(stack):
     fields = {"model": "storyteller", "prompt": "Once", "max_tokens": 4, "ignore_eos": True}
     responses = await generate(stack.gateway, **fields, logprobs=True, request_id="with")
     await generate(stack.gateway, **fields, request_id="without")
-    (given,), (bare,) = await records(stack, request_id="with"), await records(stack, request_id="without")
+    (given,) = await records(stack.gateway, request_id="with")
+    (bare,) = await records(stack.gateway, request_id="without")
     told = [(list(chunk.token_ids), list(chunk.logprobs)) for chunk in given.chunks]
     assert told == [(list(response.token_ids), list(response.logprobs)) for response in responses]
     assert [len(ids) for ids, logprobs in told] == [len(logprobs) for ids, logprobs in told]
@@ -215,7 +201,7 @@ async def test_of_the_callers_metadata_a_record_has_what_is_allowed(stack):
     body = {"model": "storyteller", "prompt": "Once", "max_tokens": 2}
     headers = {"x_user": "Ann", "x_other": "hidden", "authorization": "Bearer key", "x_request_id": "by-header"}
     await rest(stack.gateway, "POST", "/v1/completions", body, **headers)
-    (record,) = await records(stack, request_id="by-header")
+    (record,) = await records(stack.gateway, request_id="by-header")
     assert dict(record.metadata) == {"x-user": "Ann"}
     assert b"hidden" not in record.SerializeToString()
     assert b"Bearer" not in record.SerializeToString()
@@ -227,7 +213,7 @@ async def test_tensors_are_recorded_by_shape_and_digest_and_small_ones_with_thei
     add_input(request, Tensor("small", "INT64", small))
     add_input(request, Tensor("large", "FP32", large))
     await infer(stack.gateway, request)
-    (record,) = await records(stack, request_id="tensors")
+    (record,) = await records(stack.gateway, request_id="tensors")
     expected = [
         ("small", "INT64", [8], f"sha256:{hashlib.sha256(small.tobytes()).hexdigest()}", small.tobytes()),
         ("large", "FP32", [10, 20], f"sha256:{hashlib.sha256(large.tobytes()).hexdigest()}", b""),
@@ -242,7 +228,7 @@ async def test_each_answer_of_a_model_that_gives_many_is_a_chunk_of_its_record(s
     async with channel(stack.gateway) as open_channel:
         call = GRPCInferenceServiceStub(open_channel).ModelStreamInfer(each(request))
         answers = [response.infer_response async for response in call]
-    (record,) = await records(stack, request_id="many")
+    (record,) = await records(stack.gateway, request_id="many")
     shapes = [[list(output.shape) for output in answer.outputs] for answer in answers]
     assert [[list(output.shape) for output in chunk.outputs] for chunk in record.chunks] == shapes
     assert [shape for told in shapes for shape in told] == [[1], [2]]
@@ -263,7 +249,7 @@ async def test_each_mode_keeps_what_it_says(strict_stack):
     )
     kept = {}
     for model in ("whole", "asked", "told", "counted"):
-        (record,) = await records(strict_stack, request_id=f"mode-{model}")
+        (record,) = await records(strict_stack.gateway, request_id=f"mode-{model}")
         kept[model] = (bool(record.prompt), bool(record.parameters), bool(record.text), bool(record.chunks))
         assert (record.status, record.usage.completion_tokens) == ("OK", 3)
         assert record.HasField("ttft_ms")
@@ -274,9 +260,7 @@ async def test_each_mode_keeps_what_it_says(strict_stack):
         "counted": (False, False, False, False),
     }
     # It was asked at the same time as the others, whose records have come.
-    asked = millrace_pb2.QueryPayloadsRequest(model="quiet")
-    async with channel(strict_stack.gateway) as open_channel:
-        assert [record async for record in millrace_pb2_grpc.PayloadLogStub(open_channel).Query(asked)] == []
+    assert await query(strict_stack.gateway, model="quiet") == []
 
 
 async def test_what_is_redacted_reaches_neither_the_log_nor_the_disk(strict_stack):
@@ -284,7 +268,7 @@ async def test_what_is_redacted_reaches_neither_the_log_nor_the_disk(strict_stac
     sampling = {"max_tokens": 80, "temperature": 0.0, "ignore_eos": True}
     responses = await generate(strict_stack.gateway, model="whole", prompt=prompt, request_id="redacted", **sampling)
     assert "the " in text_of(responses).lower()  # The caller gets all of it.
-    (record,) = await records(strict_stack, request_id="redacted")
+    (record,) = await records(strict_stack.gateway, request_id="redacted")
     assert record.prompt == "Once upon a time with [card]"
     assert record.text == "".join(chunk.text for chunk in record.chunks)
     assert "[redacted]" in record.text
@@ -298,5 +282,5 @@ async def test_what_is_redacted_reaches_neither_the_log_nor_the_disk(strict_stac
 async def test_a_conversation_is_redacted_within_its_messages(strict_stack):
     body = {"model": "whole", "messages": [{"role": "user", "content": f"Mine:\n{CARD}"}], "max_tokens": 2}
     await rest(strict_stack.gateway, "POST", "/v1/chat/completions", body, x_request_id="chat-redacted")
-    (record,) = await records(strict_stack, request_id="chat-redacted")
+    (record,) = await records(strict_stack.gateway, request_id="chat-redacted")
     assert json.loads(record.prompt) == [{"role": "user", "content": "Mine:\n[card]"}]

@@ -50,6 +50,11 @@ class MakeUp:
                 shutil.copy2(ROOT / name, folder / name)
         (folder / ".venv").symlink_to(ROOT / ".venv")
         settings = free_settings(folder)
+        # What the README says, and what it is here.
+        self.addresses = {
+            "127.0.0.1:8080": settings.gateway,
+            "127.0.0.1:9101": f"127.0.0.1:{settings.transformer_metrics_port}",
+        }
         self.gateway = settings.gateway
         ports = {name: str(ports[0]) for name, ports in settings.ports().items()}
         self._environment = os.environ | ports | REDACTION | {"DEVICE": "cpu"}
@@ -90,7 +95,8 @@ def make_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeUp]:
 
 
 def run(command: list[str], make_up: MakeUp) -> str:
-    command = [part.replace("127.0.0.1:8080", make_up.gateway) for part in command]
+    for said, here in make_up.addresses.items():
+        command = [part.replace(said, here) for part in command]
     done = subprocess.run(
         command, cwd=make_up.folder, env=os.environ | {"PATH": PATH}, capture_output=True, text=True, timeout=60
     )
@@ -113,6 +119,8 @@ def test_the_commands_of_the_readme_work(make_up, command):
         assert '"text":"2021-03-03"' in output
     elif "/generate" in command:
         assert '"text_output"' in output
+    elif "/metrics" in command:
+        assert 'gen_ai_server_time_to_first_token_seconds_count{gen_ai_operation_name="' in output
     elif "export" in command:
         assert (make_up.folder / "payloads.parquet").stat().st_size > 1000
     else:
@@ -120,7 +128,7 @@ def test_the_commands_of_the_readme_work(make_up, command):
 
 
 def test_the_commands_of_the_readme_are_all_looked_at():
-    assert len(COMMANDS) == 6
+    assert len(COMMANDS) == 7
     assert all(any(block.startswith(start) for block in blocks("sh")) for start in NOT_RUN)
 
 

@@ -10,14 +10,13 @@ import pytest
 import pytest_asyncio
 
 from millrace.protos import inference_pb2 as pb
-from millrace.protos import millrace_pb2, millrace_pb2_grpc
 from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from millrace.tensors import Tensor, decode_outputs
 from runner.free_ports import start_stack
 from tests.hub import serve_hub
 from tests.random_models import save_random_model
 from tests.system.calls import channel, each, generate, ids_request
-from tests.waiting import until
+from tests.system.payload_log import records
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = ROOT / ".venv-clients" / "bin" / "python"
@@ -194,17 +193,7 @@ async def test_requests_past_the_transformer_are_recorded_where_the_setting_says
     request = ids("storyteller", max_tokens=2)
     request.id = "past-the-transformer"
     await predictor.ModelInfer(request, timeout=60)
-    async with channel(stack.gateway) as open_channel:
-        log = millrace_pb2_grpc.PayloadLogStub(open_channel)
-        found = []
-
-        async def recorded():
-            asked = millrace_pb2.QueryPayloadsRequest(request_id="past-the-transformer")
-            found[:] = [record async for record in log.Query(asked, timeout=10)]
-            return found
-
-        await until(recorded)
-    (record,) = [r for r in found if r.model]
+    (record,) = await records(stack.gateway, request_id="past-the-transformer")
     assert (record.model, record.status, record.protocol) == (
         "storyteller",
         "OK",
@@ -222,15 +211,7 @@ async def test_requests_that_the_transformer_records_are_recorded_once(stack, pr
     later = ids("storyteller", max_tokens=1)
     later.id = "later"
     await predictor.ModelInfer(later, timeout=60)
-    async with channel(stack.gateway) as open_channel:
-        log = millrace_pb2_grpc.PayloadLogStub(open_channel)
-
-        async def records(request_id):
-            asked = millrace_pb2.QueryPayloadsRequest(request_id=request_id)
-            return [record async for record in log.Query(asked, timeout=10)]
-
-        # What the predictor recorded later has arrived, so that what it recorded before has as well.
-        await until(lambda: records("later"))
-        await until(lambda: records("through-the-transformer"))
-        (record,) = await records("through-the-transformer")
+    # What the predictor recorded later has arrived, so that what it recorded before has as well.
+    await records(stack.gateway, request_id="later")
+    (record,) = await records(stack.gateway, request_id="through-the-transformer")
     assert record.protocol == "millrace.v1.TextGeneration/Generate"

@@ -18,12 +18,12 @@ import pytest_asyncio
 import torch
 
 from millrace.protos import inference_pb2 as pb
-from millrace.protos import millrace_pb2, millrace_pb2_grpc
 from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from millrace.tensors import Tensor, add_input, bytes_tensor, decode_outputs
 from runner.free_ports import start_stack
 from tests.random_encoders import save_random_encoder
-from tests.system.calls import channel, each, generate, rest, text_of, text_request
+from tests.system.calls import each, generate, rest, text_of, text_request
+from tests.system.payload_log import records
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -294,17 +294,8 @@ async def test_a_model_of_tensors_is_no_text_model(stack):
 async def test_a_relayed_request_leaves_a_record_of_what_became_of_it(stack, gate):
     await infer(stack, paced_request(gate, 1, id="went-well"))
     await stream(stack, paced_request(gate, 1, id="went-wrong", fail_at=0))
-    async with channel(stack.gateway) as open_channel:
-        stub = millrace_pb2_grpc.PayloadLogStub(open_channel)
-
-        async def records(**filters):
-            return [r async for r in stub.Query(millrace_pb2.QueryPayloadsRequest(model="paced", **filters))]
-
-        async def both():
-            return await records(request_id="went-well") and await records(request_id="went-wrong")
-
-        await until(both)
-        (well,), (wrong,) = await records(request_id="went-well"), await records(request_id="went-wrong")
+    (well,) = await records(stack.gateway, model="paced", request_id="went-well")
+    (wrong,) = await records(stack.gateway, model="paced", request_id="went-wrong")
     assert (well.status, well.protocol) == ("OK", "inference.GRPCInferenceService/ModelInfer")
     assert well.duration_ms > 0
     assert (wrong.status, wrong.failed_hop) == ("INTERNAL", "predictor")

@@ -8,6 +8,7 @@ import grpc
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.metrics_pages import read_page
 from tests.system.calls import channel, generate, text_of
 from tests.waiting import until
 
@@ -55,6 +56,15 @@ async def test_workers_share_the_port_and_replace_each_other(new_stack):
     finally:
         for open_channel in open_channels:
             await open_channel.close()
+
+    # The page on the service's port has what both have done.
+    [(_, page, _)] = stack.metrics_pages["transformer"]
+    samples = await asyncio.to_thread(read_page, page)
+    begun = {
+        s.labels["worker"]: s.value for s in samples if s.name == "gen_ai_server_time_to_first_token_seconds_count"
+    }
+    assert sum(begun.values()) == 65
+    assert {s.labels["worker"] for s in samples} == {"0", "1"}
 
     killed = workers(stack)[0].pid
     os.kill(killed, signal.SIGKILL)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from millrace.protos import millrace_pb2, millrace_pb2_grpc
 from runner.free_ports import start_stack
-from tests.system.calls import channel, rest
+from tests.system.calls import rest
+from tests.system.payload_log import records
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -330,18 +330,8 @@ async def test_what_was_asked_and_what_was_refused_is_on_record(stack):
         {"text_input": "Once", "max_tokens": 1, "id": "went-well"},
     )
     await infer(stack, "identity", b"{", x_request_id="went-wrong")
-    async with channel(stack.gateway) as open_channel:
-        stub = millrace_pb2_grpc.PayloadLogStub(open_channel)
-
-        async def record(request_id):
-            asked = millrace_pb2.QueryPayloadsRequest(request_id=request_id)
-            return [one async for one in stub.Query(asked)]
-
-        async def both():
-            return await record("went-well") and await record("went-wrong")
-
-        await until(both)
-        (well,), (wrong,) = await record("went-well"), await record("went-wrong")
+    (well,) = await records(stack.gateway, request_id="went-well")
+    (wrong,) = await records(stack.gateway, request_id="went-wrong")
     assert (well.status, well.protocol, well.prompt) == ("OK", "millrace.rest.v1.OpenInference/Generate", "Once")
     assert (wrong.status, wrong.protocol) == ("INVALID_ARGUMENT", "millrace.rest.v1.OpenInference/Infer")
 

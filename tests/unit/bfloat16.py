@@ -1,4 +1,4 @@
-"""The mark of tests that want bfloat16's bits not to depend on the batch."""
+"""The marks of tests whose bfloat16 asks something of the processor."""
 
 import pytest
 import torch
@@ -9,3 +9,15 @@ needs_bfloat16_processor = pytest.mark.skipif(
     not (_CAPABILITIES.get("avx512_bf16") or _CAPABILITIES.get("amx_bf16")),
     reason="on this processor oneDNN adds up bfloat16 in another order for some numbers of rows",
 )
+
+# The numbers that oneDNN's packed products take.
+PACKED_DTYPES = [
+    torch.float32,
+    pytest.param(
+        torch.bfloat16,
+        marks=pytest.mark.skipif(
+            not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+            reason="on this processor oneDNN has no packed products of bfloat16",
+        ),
+    ),
+]

@@ -1,5 +1,6 @@
-"""compose.yaml and `.env` name every setting, so that none is known to the code alone."""
+"""compose.yaml and `.env` name every setting, so that none is known to the code alone; its overlays fit."""
 
+import json
 import re
 from pathlib import Path
 
@@ -14,6 +15,10 @@ from services.transformer.settings import TransformerSettings
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
 OVERLAYS = sorted(ROOT.glob("compose.*.yaml"))
+OBSERVABILITY = yaml.safe_load((ROOT / "compose.observability.yaml").read_text())
+SCRAPED = yaml.safe_load((ROOT / "observability" / "prometheus.yaml").read_text())["scrape_configs"]
+# A name that containers alone know; `make up` reads the same line.
+EMPTY_IN_ENV = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"}
 
 
 @pytest.mark.parametrize("settings", [TransformerSettings, PredictorSettings, LoggerSettings])
@@ -37,9 +42,82 @@ def test_every_variable_of_the_compose_files_is_a_line_of_env() -> None:
     assert used.keys() <= lines
     # Without .env (`--env-file` names another) the same stack comes up.
     for name, default in used.items():
-        assert f"\n{name}={default}\n" in env
+        assert f"\n{name}={'' if name in EMPTY_IN_ENV else default}\n" in env
 
 
 def test_every_line_of_env_is_explained() -> None:
     blocks = [block for block in re.split(r"\n\n+", (ROOT / ".env").read_text()) if "=" in block]
     assert all(block.startswith("#") for block in blocks)
+
+
+def scraped_addresses() -> dict[str, tuple[str, int]]:
+    """Job → the host and port that Prometheus asks for it."""
+    found = {}
+    for job in SCRAPED:
+        for by_name in job.get("dns_sd_configs", ()):
+            (name,) = by_name["names"]
+            found[job["job_name"]] = (name, by_name["port"])
+        for fixed in job.get("static_configs", ()):
+            (target,) = fixed["targets"]
+            host, _, port = target.partition(":")
+            found[job["job_name"]] = (host, int(port))
+    return found
+
+
+def test_prometheus_asks_each_service_at_the_port_of_its_page_in_a_network_that_both_are_in():
+    services = COMPOSE["services"]
+    addresses = scraped_addresses()
+    for job, (host, port) in addresses.items():
+        assert host == job
+        if job != "envoy":
+            assert services[job]["environment"][f"{job.upper()}_METRICS_PORT"] == str(port)
+        networks = {name.replace("${MODELS_NETWORK:-models}", "models") for name in services[job]["networks"]}
+        assert networks & set(OBSERVABILITY["services"]["prometheus"]["networks"])
+    assert addresses.keys() == {"predictor", "transformer", "logger", "envoy"}
+    listeners = yaml.safe_load((ROOT / "envoy" / "envoy.yaml").read_text())["static_resources"]["listeners"]
+    inner = next(listener for listener in listeners if listener["name"] == "inner")
+    assert addresses["envoy"][1] == inner["address"]["socket_address"]["port_value"]
+
+
+def test_what_the_overlay_adds_is_hardened_limited_and_published_on_loopback_alone():
+    assert OBSERVABILITY["x-hardened"] == COMPOSE["x-hardened"]
+    for service in OBSERVABILITY["services"].values():
+        assert COMPOSE["x-hardened"].items() <= service.items()
+        assert "mem_limit" in service
+        assert re.search(r":v?\d+\.\d+\.\d+$", service["image"])
+        assert all(port.startswith("127.0.0.1:${") for port in service["ports"])
+        for volume in service["volumes"]:
+            source, target, *mode = volume.split(":")
+            if source.startswith("./"):
+                assert mode == ["ro"]
+                assert (ROOT / source).exists()
+            else:
+                assert source in OBSERVABILITY["volumes"]
+                assert target.startswith("/")
+
+
+def test_no_page_of_metrics_is_published():
+    published = [port for service in COMPOSE["services"].values() for port in service.get("ports", ())]
+    assert not [port for port in published if re.search(r":(91\d\d|8090|9901)$", port)]
+
+
+def test_a_span_links_to_the_payload_record_at_the_gateways_port():
+    (pattern,) = json.loads((ROOT / "observability" / "jaeger-ui.json").read_text())["linkPatterns"]
+    port = re.search(r"^GATEWAY_PORT=(\d+)$", (ROOT / ".env").read_text(), re.MULTILINE)
+    assert port is not None
+    assert pattern["url"].startswith(f"http://127.0.0.1:{port[1]}/millrace/v1/payloads?request_id=")
+    assert f"#{{{pattern['key']}}}" in pattern["url"]
+    jaeger = COMPOSE["services"]["jaeger"]
+    assert jaeger["command"] == ["--set=extensions.jaeger_query.ui.config_file=/etc/jaeger/ui.json"]
+    assert jaeger["volumes"] == ["./observability/jaeger-ui.json:/etc/jaeger/ui.json:ro"]
+
+
+def test_every_service_is_told_the_same_of_opentelemetry():
+    told = [
+        {name: value for name, value in service["environment"].items() if name.startswith("OTEL_")}
+        for name, service in COMPOSE["services"].items()
+        if name in ("transformer", "predictor", "logger")
+    ]
+    assert told == [COMPOSE["x-telemetry"]] * 3
+    # Jaeger takes spans alone: it would refuse the metrics that the general variable sends there too.
+    assert "OTEL_EXPORTER_OTLP_ENDPOINT" not in COMPOSE["x-telemetry"]

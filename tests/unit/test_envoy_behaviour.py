@@ -20,22 +20,28 @@ import pytest_asyncio
 from google.api import httpbody_pb2
 from google.protobuf import empty_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 import envoy
 from millrace.errors import DrainingError, HopBrokenError, NotReadyError, from_rpc_error
 from millrace.protos import inference_pb2, inference_pb2_grpc, rest_pb2_grpc
 from millrace.resumable import ALONE, HEARTBEAT_MS, RESUMES
+from millrace.telemetry.identity import REQUEST_ID
+from millrace.telemetry.rpc import LINK
 from runner import envoy_config
 from runner.free_ports import free_settings
 from runner.process import Process, ProcessSpec
 from runner.readiness import Readiness
 from runner.settings import StackSettings
+from tests.waiting import until
 
 HttpBody = httpbody_pb2.HttpBody
 Context = grpc.aio.ServicerContext[Any, Any]
 JSON = "application/json"
 OPENAI, V2 = "/v1/completions", "/v2/health/ready"
 ORIGIN = "https://page.example"
+TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+METADATA = "/inference.GRPCInferenceService/ServerMetadata"
 
 
 class FakeOpenAI(rest_pb2_grpc.OpenAIServicer):
@@ -116,10 +122,28 @@ class Answer:
         return json.loads(self.body)
 
 
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    """Keeps the spans that come: service, name, trace id, span id and the request's id."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, str, str, str, str]] = []
+
+    async def Export(self, request: Any, context: Context) -> trace_service_pb2.ExportTraceServiceResponse:  # noqa: N802
+        for resource in request.resource_spans:
+            (service,) = [one.value.string_value for one in resource.resource.attributes if one.key == "service.name"]
+            for span in (span for scope in resource.scope_spans for span in scope.spans):
+                told = {one.key: one.value.string_value for one in span.attributes}
+                ids = (span.trace_id.hex(), span.span_id.hex(), told.get(REQUEST_ID, ""))
+                self.spans.append((service, span.name, *ids))
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
 @dataclass(frozen=True)
 class Gateway:
     address: str
     openai: FakeOpenAI
+    inner: str
+    collector: Collector
 
     async def request(self, method: str, path: str, body: bytes = b"", **headers: str) -> Answer:
         return await asyncio.to_thread(self._request, method, path, body, headers)
@@ -174,7 +198,11 @@ def start_envoy(settings: StackSettings, folder: Path) -> Process:
 async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
     """Envoy with a fake behind each of its clusters."""
     folder = tmp_path_factory.mktemp("envoy")
-    settings = free_settings(folder, gateway_allowed_origins=ORIGIN)
+    collector, otlp = Collector(), grpc.aio.server()
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, otlp)
+    endpoint = f"http://127.0.0.1:{otlp.add_insecure_port('127.0.0.1:0')}"
+    await otlp.start()
+    settings = free_settings(folder, gateway_allowed_origins=ORIGIN, otel_exporter_otlp_endpoint=endpoint)
     openai = FakeOpenAI()
     ports = {
         "transformer": settings.transformer_port,
@@ -186,10 +214,10 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gat
     readiness = Readiness(settings, {})
     while await readiness.missing():  # noqa: ASYNC110
         await asyncio.sleep(0.05)
-    yield Gateway(settings.gateway, openai)
+    yield Gateway(settings.gateway, openai, f"127.0.0.1:{settings.gateway_inner_port}", collector)
     await readiness.close()
     await process.stop()
-    for server in servers:
+    for server in (*servers, otlp):
         await server.stop(0)
 
 
@@ -199,7 +227,7 @@ async def lonely_gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncItera
     folder = tmp_path_factory.mktemp("lonely")
     settings = free_settings(folder)
     process = start_envoy(settings, folder)
-    alone = Gateway(settings.gateway, FakeOpenAI())
+    alone = Gateway(settings.gateway, FakeOpenAI(), f"127.0.0.1:{settings.gateway_inner_port}", Collector())
     async with alone.channel() as channel:
         await asyncio.wait_for(channel.channel_ready(), 30)
     yield alone
@@ -358,6 +386,113 @@ async def test_the_trace_s_id_is_told(gateway: Gateway) -> None:
     assert answer.headers["x-trace-id"] == answer.json["metadata"]["traceparent"].split("-")[1]
 
 
+def trace_and_span(traceparent: str) -> tuple[str, str]:
+    """Of a traceparent that says that it is sampled."""
+    version, trace, span, flags = traceparent.split("-")
+    assert (version, len(trace), len(span), flags) == ("00", 32, 16, "01")
+    return trace, span
+
+
+async def test_every_answer_names_the_gateway_s_span_in_the_request_s_trace(gateway: Gateway) -> None:
+    answers = [
+        await gateway.post(metadata={"traceparent": f"00-{TRACE}-{CALLER}-00"}),
+        await gateway.post(abort="NOT_FOUND", message="gone"),
+        await gateway.request("GET", "/"),
+        await gateway.request("GET", "/nothing"),
+        await gateway.request("POST", OPENAI, b"{}", x_request_id="mine", x_timeout_ms="0"),
+    ]
+    for answer in answers:
+        trace, span = trace_and_span(answer.headers["traceparent"])
+        assert trace == answer.headers["x-trace-id"] != TRACE
+        await until(lambda trace=trace, span=span: {(trace, span)} & {one[2:4] for one in gateway.collector.spans})
+
+
+async def test_a_grpc_client_is_told_the_trace_too(gateway: Gateway) -> None:
+    async with gateway.channel() as channel:
+        stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+        sampled = (("traceparent", f"00-{TRACE}-{CALLER}-01"),)
+        answered = stub.ServerMetadata(inference_pb2.ServerMetadataRequest(), metadata=sampled, timeout=10)
+        await answered
+        failed = stub.ModelReady(inference_pb2.ModelReadyRequest(), metadata=sampled, timeout=10)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await failed
+        told = (*await answered.initial_metadata(), *await failed.initial_metadata(), *await failed.trailing_metadata())
+    found = [value for key, value in told if key == "traceparent"]
+    assert [trace_and_span(value)[0] for value in found] == [TRACE, TRACE]
+
+
+@pytest.mark.parametrize("path", ["/nothing", OPENAI])
+async def test_a_caller_s_trace_goes_on_and_is_not_sampled_against_its_wish(gateway: Gateway, path: str) -> None:
+    for flag in ("01", "00"):
+        answer = await gateway.request("POST", path, b"{}", traceparent=f"00-{TRACE}-{CALLER}-{flag}")
+        version, trace, span, flags = answer.headers["traceparent"].split("-")
+        assert (version, trace, flags) == ("00", TRACE, flag)
+        assert span != CALLER
+
+
+@pytest.mark.parametrize(
+    "traceparent",
+    ["junk", f"00-{'0' * 32}-{CALLER}-01", f"00-{TRACE}-{'0' * 16}-01", f"00-{TRACE.upper()}-{CALLER}-01"],
+)
+async def test_a_traceparent_that_is_none_leaves_no_request_without_a_trace(gateway: Gateway, traceparent: str) -> None:
+    answer = await gateway.request("POST", OPENAI, b"{}", traceparent=traceparent)
+    trace, _ = trace_and_span(answer.headers["traceparent"])
+    assert trace == answer.headers["x-trace-id"] == trace_and_span(answer.json["metadata"]["traceparent"])[0]
+
+
+async def test_every_span_of_the_gateway_carries_the_request_s_id(gateway: Gateway) -> None:
+    kept = await gateway.request("POST", OPENAI, b"{}", x_request_id="mine")
+    made = await gateway.post()
+    unrouted = await gateway.request("GET", "/nothing", x_request_id="mine")
+    for answer, name in ((kept, OPENAI), (made, OPENAI), (unrouted, "/nothing")):
+        trace, request_id = answer.headers["x-trace-id"], answer.headers["x-request-id"]
+        wanted = {("envoy-ingress", name, request_id)}
+        await until(lambda trace=trace, wanted=wanted: spans_of(gateway, trace) == wanted)
+
+
+async def test_the_inner_listener_passes_the_request_s_id_on_and_traces_by_the_flag_alone(gateway: Gateway) -> None:
+    # The second has at its 15th place what the gateway's own id has of a call that is not sampled.
+    ids = {"1" * 32: "mine", "2" * 32: "6b3d2d5a-0c1e-4b7a-9d57-3a1f7e0c9b11"}
+    async with grpc.aio.insecure_channel(gateway.inner) as channel:
+        for flag, traces in (("00", ["3" * 32]), ("01", [*ids])):
+            for trace in traces:
+                metadata = (
+                    ("x-request-id", ids.get(trace, "untraced")),
+                    ("traceparent", f"00-{trace}-{CALLER}-{flag}"),
+                )
+                await channel.unary_unary(METADATA)(b"", metadata=metadata, timeout=10)
+    for trace, request_id in ids.items():
+        names = {METADATA, f"predictor {METADATA}"}
+        wanted = {("envoy-inner", name, request_id) for name in names}
+        await until(lambda trace=trace, wanted=wanted: spans_of(gateway, trace) == wanted)
+    assert not spans_of(gateway, "3" * 32)
+
+
+def spans_of(gateway: Gateway, trace: str) -> set[tuple[str, str, str]]:
+    return {(service, name, tag) for service, name, of, _, tag in gateway.collector.spans if of == trace}
+
+
+async def test_the_inner_listener_shows_what_dashboards_are_made_of(gateway: Gateway) -> None:
+    await gateway.post()
+    async with grpc.aio.insecure_channel(gateway.inner) as channel:
+        await channel.unary_unary(METADATA)(b"", timeout=10)
+    address, page = gateway.inner, "/stats/prometheus"
+    answer = await Gateway(address, gateway.openai, address, gateway.collector).request("GET", page)
+    assert answer.status == 200
+    names = {line.partition(b"{")[0].decode() for line in answer.body.splitlines()}
+    assert {
+        "envoy_cluster_upstream_rq_total",
+        "envoy_cluster_upstream_rq_active",
+        "envoy_cluster_upstream_rq_xx",
+        "envoy_cluster_upstream_rq_retry",
+        "envoy_cluster_upstream_rq_time_bucket",
+        "envoy_cluster_membership_healthy",
+        "envoy_cluster_grpc_total",
+        "envoy_cluster_grpc_0",
+        "envoy_http_downstream_rq_active",
+    } <= names
+
+
 async def test_a_sampled_trace_reaches_the_service_whatever_the_request_id(gateway: Gateway) -> None:
     answer = await gateway.request("POST", OPENAI, b"{}", x_request_id="mine")
     assert answer.json["metadata"]["traceparent"].endswith("-01")
@@ -370,7 +505,7 @@ async def test_a_client_cannot_change_retries_or_timeouts(gateway: Gateway) -> N
 
 
 async def test_a_client_cannot_say_what_only_the_transformer_may(gateway: Gateway) -> None:
-    inner = {"x-millrace-recorded": "true", RESUMES: "true", HEARTBEAT_MS: "1", ALONE: "true"}
+    inner = {"x-millrace-recorded": "true", RESUMES: "true", HEARTBEAT_MS: "1", ALONE: "true", LINK: "00"}
     answer = await gateway.request("POST", OPENAI, b"{}", **inner)
     assert answer.status == 200
     assert not inner.keys() & answer.json["metadata"].keys()

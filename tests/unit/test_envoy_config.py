@@ -17,6 +17,8 @@ from pydantic import ValidationError
 import envoy
 from millrace.recorded_call import RECORDED
 from millrace.resumable import ALONE, HEARTBEAT_MS, RESUMES
+from millrace.telemetry.identity import REQUEST_ID
+from millrace.telemetry.rpc import LINK
 from runner import envoy_config
 from runner.envoy_process import PREDECESSOR_LIFE_S
 from runner.settings import StackSettings
@@ -201,7 +203,7 @@ def keys(part: Any) -> Iterator[str]:
 
 def test_what_only_the_transformer_may_say_is_taken_from_strangers(config: Config) -> None:
     removed = connection_manager(config, "ingress")["route_config"]["request_headers_to_remove"]
-    assert set(removed) == {RECORDED[0], RESUMES, HEARTBEAT_MS, ALONE}
+    assert set(removed) == {RECORDED[0], RESUMES, HEARTBEAT_MS, ALONE, LINK}
     assert "request_headers_to_remove" not in connection_manager(config, "inner")["route_config"]
 
 
@@ -309,3 +311,15 @@ def test_the_inner_listener_traces_what_the_ingress_traced(config: Config) -> No
     extension = connection_manager(config, "inner")["request_id_extension"]["typed_config"]
     assert extension["use_request_id_for_trace_sampling"] is False
     assert "request_id_extension" not in connection_manager(config, "ingress")
+
+
+def test_the_inner_listener_leaves_the_request_s_id_as_it_is(config: Config) -> None:
+    inner = connection_manager(config, "inner")
+    assert inner["preserve_external_request_id"] is True
+    assert inner["request_id_extension"]["typed_config"]["pack_trace_reason"] is False
+
+
+def test_every_span_of_the_gateway_names_the_request(config: Config) -> None:
+    for listener in ("ingress", "inner"):
+        (tag,) = connection_manager(config, listener)["tracing"]["custom_tags"]
+        assert tag["tag"] == REQUEST_ID

@@ -11,6 +11,7 @@ from services.predictor.engine.memory import cache_shape
 from services.predictor.engine.paged_runner import PagedRunner, detached_sequence
 from services.predictor.engine.sequence import Row
 from tests.random_models import ARCHITECTURES, VOCABULARY, random_model
+from tests.unit.bfloat16 import PACKED_DTYPES
 
 FUSED = ["llama", "mistral", "opt", "qwen2", "qwen3"]
 SMALL = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -32,7 +33,7 @@ def logits(model):
 
 
 @pytest.mark.parametrize("architecture", FUSED)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", PACKED_DTYPES)
 def test_a_fused_model_computes_what_it_did(architecture, dtype):
     model = random_model(architecture).to(dtype)
     fused = copy.deepcopy(model)

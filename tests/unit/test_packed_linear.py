@@ -8,9 +8,7 @@ from torch import nn
 
 from services.predictor.engine.packed_linear import PackedLinear, pack_linears
 from tests.random_models import random_model
-from tests.unit.bfloat16 import needs_bfloat16_processor
-
-DTYPES = [torch.float32, torch.bfloat16]
+from tests.unit.bfloat16 import PACKED_DTYPES, needs_bfloat16_processor
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bfloat16_processor)])
@@ -37,7 +35,7 @@ def test_a_row_gets_the_same_bits_in_every_batch(dtype, width):
                     assert torch.equal(compute(x[:, part], other[:, part].contiguous()), whole[:, part])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", PACKED_DTYPES)
 def test_what_follows_a_product_is_done_with_it(dtype):
     generator = torch.Generator().manual_seed(1)
     first, second = nn.Linear(64, 96).to(dtype), nn.Linear(64, 32).to(dtype)
@@ -53,7 +51,7 @@ def test_what_follows_a_product_is_done_with_it(dtype):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", PACKED_DTYPES)
 def test_a_packed_model_computes_what_it_did(architecture, dtype):
     model = random_model(architecture).to(dtype)
     packed = copy.deepcopy(model)

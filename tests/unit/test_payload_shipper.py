@@ -13,7 +13,8 @@ import grpc
 import psutil
 import pytest
 
-from millrace.payload_tap import DISK, FULL
+from millrace import payload_writer
+from millrace.payload_tap import DISK, FAILED, FULL
 from millrace.protos import millrace_pb2_grpc
 from millrace.protos.millrace_pb2 import QueryPayloadsRequest
 from tests.unit.logger_process import LoggerProcess
@@ -228,6 +229,22 @@ async def test_a_long_stream_keeps_no_segment(taps, ingest):
     assert (record.request_id, record.text, len(record.chunks)) == ("long", "".join(texts), len(texts))
     assert not record.incomplete
     await until(lambda: len(segments(taps.spool)) <= 1)
+
+
+@pytest.mark.parametrize("reason", [FULL, FAILED])
+async def test_what_follows_a_dropped_begin_leaves_memory_without_another_push(taps, monkeypatch, reason):
+    # So that the writer finds nothing by chance once it takes itself for idle.
+    monkeypatch.setattr(payload_writer, "_IDLE_S", 3600)
+    tap = taps.start(spool_max=1) if reason == FULL else taps.start()
+    recording = begin(tap, "r" if reason == FULL else 7)
+    assert await recording.begun()
+    for _ in range(10):
+        await written(tap)
+        recording.chunk("x", [1])
+    await written(tap)
+    assert tap.dropped == {reason: 1}
+    await taps.close(tap)
+    assert not folders(taps.spool), "nothing waits for the end of what was dropped"
 
 
 VICTIM = """

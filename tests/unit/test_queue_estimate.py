@@ -16,7 +16,7 @@ def sequence(now, deadline_s=None, first_token_s=None, max_tokens=10):
         max_tokens=max_tokens,
     )
     made = Sequence(asked, MergingSlot(asked.sampling), frozenset())
-    made.submitted_at = now
+    made.timeline.submitted = now
     return made
 
 

@@ -113,7 +113,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             return rows
         assert all(one in scheduled or one in scheduler.waiting for one in decoding)
         prompts = [row.count for row in rows if row.sequence not in decoding]
-        budget = scheduler.step_tokens - len(decoding)
+        # One that decodes may have lost its blocks, and with them its place in the step, to an older one.
+        budget = scheduler.step_tokens - sum(one in scheduled for one in decoding)
         if self.start_ids:
             # One that cannot be divided may be more than the budget, but is then the only one.
             assert len(prompts) == 1 or sum(prompts) <= max(budget, 0)

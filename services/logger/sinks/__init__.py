@@ -5,21 +5,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from millrace.errors import StartupError
 from millrace.server import Server
 from services.logger.settings import LoggerSettings
 from services.logger.store import Store
+from services.logger.telemetry import Sending
 
 
-async def start_sinks(settings: LoggerSettings, store: Store, server: Server) -> tuple[str, ...]:
-    """Has the server send to every sink of the settings, from now on and until it stops; returns their names."""
+async def start_sinks(settings: LoggerSettings, store: Store, server: Server) -> Mapping[str, Sending]:
+    """Has the server send to every sink of the settings, from now on and until it stops; returns who does, by name."""
     if not settings.sinks:
-        return ()
+        return {}
     # An HTTP client, for those who need one.
     from services.logger.sinks.cloud_events import CloudEventsSink
     from services.logger.sinks.runner import SinkRunner
 
-    names: set[str] = set()
+    runners: dict[str, SinkRunner] = {}
     for url in settings.sinks:
         sink = CloudEventsSink(
             str(url),
@@ -28,12 +31,12 @@ async def start_sinks(settings: LoggerSettings, store: Store, server: Server) ->
             timeout_s=settings.sink_timeout_s,
             connections=settings.sink_concurrency,
         )
-        if sink.name in names:
+        if sink.name in runners:
             raise StartupError(f"LOGGER_SINKS: {sink.name} is there twice")
-        names.add(sink.name)
         from_beginning = settings.sink_from == "beginning"
         runner = SinkRunner(sink, store, concurrency=settings.sink_concurrency, from_beginning=from_beginning)
+        runners[sink.name] = runner
         server.at_stop(runner.close)
         await runner.start()
         server.own(f"sink {sink.name}", runner.run())
-    return tuple(names)
+    return runners

@@ -16,21 +16,23 @@ A sink that the store has never heard of starts at the present end, or at the be
     task = create_task(runner.run())
     task.cancel(); await runner.close()
 
-Everything belongs to one event loop; records become events on a thread.
+Everything belongs to one event loop, but for `lag_s`; records become events on a thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
 from millrace.errors import NotReadyError
+from millrace.payload_times import ended_at
 from millrace.protos.millrace_pb2 import PayloadRecord
 from services.logger.sinks.sink import Event, RefusedError, Sink, TryAgainError
 from services.logger.store import Store
@@ -65,10 +67,24 @@ class SinkRunner:
         self._records = 0  # That are being sent, and their size.
         self._bytes = 0
         self._finished = 0  # The position up to which every record is.
+        self._ends: deque[float] = deque()  # When those ended that were read and are not, in their order.
+        self._newest_end = math.inf  # When the newest read one ended; never, once no more wait behind it.
         self._saved = 0
         self._progress = asyncio.Event()
         self._next_warning = 0.0
         self._said_away = False
+
+    @property
+    def lag_s(self) -> float:
+        """How long ago the oldest record ended, in the order of commit, that the sink has not got; 0: it has them all.
+
+        Between two pages of the store, where that one is not known yet, the newest before it counts. For any thread.
+        """
+        try:
+            end = self._ends[0]
+        except IndexError:
+            end = self._newest_end
+        return max(0.0, time.time() - end)
 
     async def start(self) -> None:
         """Finds where to go on, and makes a sink that is new known to the store."""
@@ -101,6 +117,8 @@ class SinkRunner:
         while True:
             self._news.clear()
             page = await _patiently(self._store.after, position, _PAGE)
+            self._ends += (ends := [ended_at(stored.record) for stored in page])
+            self._newest_end = ends[-1] if ends else math.inf
             for position, record in page:
                 size = record.ByteSize()
                 await self._take_room(size)
@@ -133,6 +151,7 @@ class SinkRunner:
             position, task = await window.get()
             await task
             self._finished = position
+            self._ends.popleft()
             self._progress.set()
 
     async def _save(self) -> None:

@@ -47,6 +47,11 @@ class BlockManager:
         """Blocks that can be taken."""
         return len(self._idle)
 
+    @property
+    def in_use(self) -> float:
+        """The share of all that sequences hold."""
+        return 1 - self.free / self.total
+
     def blocks_for(self, tokens: int) -> int:
         """How many blocks so many tokens fill."""
         return -(-tokens // self.block_tokens)

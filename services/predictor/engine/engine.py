@@ -8,8 +8,8 @@ than `step_timeout_s`, or for so long steps pass by a sequence that each should 
 dead: every request ends with HopBrokenError and `died` raises, so that the process ends and is started
 again.
 
-Threads: `submit`, a slot's methods, `close` and `statistics` may be used by any; all else is the
-engine thread's. A second thread, the watchdog, looks at the first.
+Threads: `submit`, a slot's methods, `close`, `statistics` and `load` may be used by any; all else is
+the engine thread's. A second thread, the watchdog, looks at the first.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ from services.predictor.counts import Outcome
 from services.predictor.engine.interface import (
     EngineDeadError,
     EngineLimits,
+    EngineLoad,
     EngineStatistics,
     GenerationRequest,
     Logprobs,
 )
+from services.predictor.engine.load_meter import LoadMeter
 from services.predictor.engine.pace import PrefillPace
 from services.predictor.engine.progress import ProgressWatch
 from services.predictor.engine.queue_estimate import QueueEstimate
@@ -71,6 +73,7 @@ class ContinuousBatchingEngine:
         self._pace = PrefillPace()
         self._end_ids = frozenset(end_ids)
         self._changed = threading.Condition()  # Guards the scheduler; notified of new work and of the stop.
+        self._meter = LoadMeter(scheduler, self.statistics, self._changed)
         self._closing = False
         self._dead = threading.Event()
         self._solo = solo
@@ -88,8 +91,11 @@ class ContinuousBatchingEngine:
     @property
     def blocks_in_use(self) -> float:
         """The share of the cache's blocks that running sequences hold."""
-        blocks = self._scheduler.blocks
-        return 1 - blocks.free / blocks.total
+        return self._scheduler.blocks.in_use
+
+    @property
+    def load(self) -> EngineLoad:
+        return self._meter.read()
 
     def submit(self, request: GenerationRequest) -> MergingSlot:
         slot = MergingSlot(request.sampling)
@@ -162,7 +168,7 @@ class ContinuousBatchingEngine:
         self._watchdog.end()
         for sequence in self._sequences():
             # A death may be the doing of whoever took part: who goes on elsewhere has to count it.
-            took_part = sequence.started_at is not None and not self._closing
+            took_part = sequence.timeline.started is not None and not self._closing
             error = HopBrokenError("the engine died") if took_part else NotReadyError("the engine stopped")
             self._solo.leave(sequence)
             sequence.slot.fail(error)
@@ -172,6 +178,7 @@ class ContinuousBatchingEngine:
             while not (self._scheduler.sequences or self._closing or self._dead.is_set()):
                 self._scheduler.restore()
                 self._estimate.idle()
+                self._meter.idle()
                 self._changed.wait()
             return not (self._closing or self._dead.is_set())
 
@@ -204,17 +211,13 @@ class ContinuousBatchingEngine:
                 self._cancel(sequence)
             elif (error := sequence.overdue(now)) is not None:
                 self._fail(sequence, error)
-            elif contended and sequence.started_at is None and self._estimate.is_hopeless(sequence, now):
+            elif contended and sequence.timeline.started is None and self._estimate.is_hopeless(sequence, now):
                 self._fail(sequence, self._too_late())
         with self._changed:
             streams, prompts = self._scheduler.streams, self._scheduler.prompts
             rows = self._scheduler.schedule(self._pace.limit(streams, prompts) if prompts else 0)
             self.statistics.preempted = self._scheduler.preempted
-        for row in rows:
-            if row.sequence.started_at is None:
-                row.sequence.started_at = now
-                row.sequence.slot.cached_tokens = row.sequence.cached_tokens
-                self.statistics.cached_tokens += row.sequence.cached_tokens
+        self._meter.begin(rows, time.monotonic())
         if rows and rows[0].sequence.alone and not rows[0].sequence.slot.runs_alone:
             return rows if self._tell_alone(rows[0].sequence) else []
         return rows
@@ -252,6 +255,8 @@ class ContinuousBatchingEngine:
         """Hands a sequence its next token; the reader that has to be woken."""
         if sequence.alone:
             self._solo.leave(sequence)
+        if sequence.timeline.first_token is None:
+            sequence.timeline.first_token = time.monotonic()
         reason = sequence.append(token_id)
         self.statistics.tokens += 1
         self.statistics.tokens_after_cancel += sequence.slot.cancelled
@@ -278,14 +283,14 @@ class ContinuousBatchingEngine:
         """Frees what a sequence held and counts it, before its reader learns that it ended; the void blocks."""
         with self._changed:
             released = self._scheduler.remove(sequence, forget)
-            now = time.monotonic()
-            started_at = sequence.started_at or now
-            if sequence.started_at is not None:
+            now = sequence.timeline.ended = time.monotonic()
+            submitted_at, started_at = sequence.timeline.submitted, sequence.timeline.started or now
+            if sequence.timeline.started is not None:
                 self._estimate.ended(now)
             if outcome == "succeeded":
                 self._estimate.succeeded(sequence.asked, now - started_at)
         self._solo.leave(sequence)
-        self.statistics.add(outcome, sequence.submitted_at, started_at, now)
+        self.statistics.add(outcome, submitted_at, started_at, now)
         return released
 
     def _look_for_stuck(self, served: set[Sequence]) -> None:

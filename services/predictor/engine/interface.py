@@ -1,7 +1,7 @@
 """What an engine takes and gives; nothing above it may know which engine runs.
 
 `Engine.submit` takes a `GenerationRequest` and returns at once with an `OutputSlot`, from which one
-reader takes `Chunk`s until one has a `finish_reason`, or which it cancels.
+reader takes `Chunk`s until one has a `finish_reason`, or which it cancels. Its `Timeline` tells when what happened.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import NamedTuple, Protocol
 from millrace.errors import MillraceError
 from millrace.sampling import ContextLimits, SamplingParameters
 from services.predictor.counts import RequestCounts
+
+_PREEMPTIONS_KEPT = 32
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,36 @@ class Chunk:
     usage: Usage | None = None
 
 
+@dataclass(slots=True)
+class Timeline:
+    """When what became of a sequence, on the clock of time.monotonic(); None: not, or not yet.
+
+    The engine writes each time once, before the reader can know of what happened then, and the reader only reads.
+    `started` is when the first step began that computes some of it; `first_token` the first that is made here;
+    `ended` when it had no place in the engine any more. Preempted, it gave its place back to be computed again later:
+    all `preemptions` are counted, and of the latest ones the times are kept.
+    """
+
+    submitted: float = 0.0
+    started: float | None = None
+    first_token: float | None = None
+    ended: float | None = None
+    preemptions: int = 0
+    preempted: tuple[float, ...] = ()
+
+    def preempt(self, now: float) -> None:
+        """Notes that it gave its place back."""
+        self.preemptions += 1
+        # A new tuple each time: who reads has the old one or the new one.
+        self.preempted = (*self.preempted, now)[-_PREEMPTIONS_KEPT:]
+
+
 class OutputSlot(Protocol):
     """Where one reader takes what an engine makes; tokens merge while the reader is away."""
+
+    @property
+    def timeline(self) -> Timeline:
+        """When what became of it, as far as that is."""
 
     @property
     def cached_tokens(self) -> int:
@@ -107,8 +137,37 @@ class EngineStatistics(RequestCounts):
     forward_ns: int = 0
     tokens: int = 0
     tokens_after_cancel: int = 0
+    prompt_tokens: int = 0
     cached_tokens: int = 0
     preempted: int = 0
+
+
+class EngineTotals(NamedTuple):
+    """Counted since the engine started: tokens of prompts, those that needed no computation, tokens that were made,
+    those for which nobody was there any more, and how often a sequence gave its place back."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    tokens: int = 0
+    tokens_after_cancel: int = 0
+    preempted: int = 0
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """What an engine has to do at a moment, and what it has done.
+
+    `batch` is the sequences that the latest step computed, 0 while there is nothing to do; `blocks_in_use` the share of
+    the cache that running sequences hold; `oldest_age_s` how long ago the oldest sequence was submitted, 0 where there
+    is none.
+    """
+
+    running: int
+    waiting: int
+    batch: int
+    blocks_in_use: float
+    oldest_age_s: float
+    totals: EngineTotals
 
 
 class Engine(Protocol):
@@ -119,6 +178,10 @@ class Engine(Protocol):
 
     @property
     def statistics(self) -> EngineStatistics: ...
+
+    @property
+    def load(self) -> EngineLoad:
+        """What there is to do now; cheap, and for any thread."""
 
     @property
     def description(self) -> dict[str, str]:

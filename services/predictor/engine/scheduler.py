@@ -151,6 +151,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._release(sequence)
         insort(self.waiting, sequence, key=precedence)
+        sequence.preempt()
         self.preempted += 1
 
     def make_room(self, rows: list[Row]) -> Sequence | None:
@@ -231,7 +232,7 @@ class Scheduler:
         self.blocks.share(cached)
         sequence.blocks = cached
         sequence.computed = len(cached) * self.blocks.block_tokens
-        if sequence.started_at is None:
+        if sequence.timeline.started is None:
             sequence.cached_tokens = min(sequence.computed, len(sequence.request.input_ids))
         if self._reuses_prefixes:
             full = len(sequence.ids) // self.blocks.block_tokens

@@ -41,8 +41,8 @@ class Sequence:
         self.number = 0  # Of its arrival.
         self.state: Any = None  # What a model runner keeps for it; gone when its blocks are.
         self.alone = request.alone  # Until its next token is there.
-        self.submitted_at = time.monotonic()
-        self.started_at: float | None = None
+        self.timeline = slot.timeline
+        self.timeline.submitted = time.monotonic()
         self._block_names: list[bytes] = []
 
     @property
@@ -85,7 +85,7 @@ class Sequence:
     def first_token_deadline(self) -> float | None:
         """Until when its first new token must be there, while it is not."""
         timeout_s = self.request.first_token_timeout_s
-        return None if timeout_s is None or self.proven else self.submitted_at + timeout_s
+        return None if timeout_s is None or self.proven else self.timeline.submitted + timeout_s
 
     def overdue(self, now: float) -> DeadlineError | None:
         """The error of a deadline that has passed."""
@@ -104,6 +104,10 @@ class Sequence:
             before = names[-1] if names else first_name(self.request.sampling.cache_salt)
             names.append(block_name(before, self.ids[index * block_tokens : (index + 1) * block_tokens]))
         return names[:count]
+
+    def preempt(self) -> None:
+        """Notes that it gave its blocks back, to be computed again later."""
+        self.timeline.preempt(time.monotonic())
 
     def append(self, token_id: int) -> str | None:
         """Takes the next token; the reason if the sequence ends with it."""

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from millrace.errors import MillraceError
 from millrace.sampling import SamplingParameters
-from services.predictor.engine.interface import Chunk, Logprobs, Usage
+from services.predictor.engine.interface import Chunk, Logprobs, Timeline, Usage
 
 Reader = asyncio.Future[None]
 
@@ -33,6 +33,7 @@ class MergingSlot:
         self._finish: tuple[str, Usage] | None = None
         self._error: MillraceError | None = None
         self._hold_until: float | None = None  # When `chunk_ms` ends for what is held back; the reader's loop's clock.
+        self.timeline = Timeline()  # The sequence's, whose engine writes it.
         self.cached_tokens = 0  # Of the prompt; known when its first token is.
         self.cancelled = False  # The engine looks at it before each step.
         self.runs_alone = False

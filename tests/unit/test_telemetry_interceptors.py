@@ -1,4 +1,5 @@
-"""Each call is one client span and one server span below it, ended once, with the status that it had."""
+"""Each call is one client span and one server span below it, ended once, with the status that it had, and is measured
+likewise."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -15,16 +16,29 @@ from opentelemetry.trace import StatusCode as SpanStatus
 from millrace.channel import open_channel
 from millrace.errors import DeadlineError, InvalidRequestError, RequestFailedError
 from millrace.interceptors import ErrorServerInterceptor
-from millrace.telemetry import interceptors
-from millrace.telemetry.interceptors import TracingServerInterceptor
-from millrace.telemetry.tracing import current_trace_id
+from millrace.protos import inference_pb2, millrace_pb2
+from millrace.telemetry.client_interceptors import CallSpan, telemetry_client_interceptors
+from millrace.telemetry.identity import current_request_id, current_trace_id, set_request_id
+from millrace.telemetry.server_interceptor import TelemetryServerInterceptor
+from millrace.telemetry.untraced import leave_untraced
+from tests.unit.measured import Measured
 
-KINDS = ("unary", "stream", "bidi", "written")
+_INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+_TEXT = millrace_pb2.DESCRIPTOR.services_by_name["TextGeneration"].full_name
+_LOG = millrace_pb2.DESCRIPTOR.services_by_name["PayloadLog"].full_name
+# Methods that are declared, whatever the test has them do.
+METHODS = {
+    "unary": f"{_INFERENCE}/ModelInfer",
+    "stream": f"{_TEXT}/Generate",
+    "bidi": f"{_INFERENCE}/ModelStreamInfer",
+    "written": f"{_LOG}/Query",
+}
+KINDS = tuple(METHODS)
 FOREVER = 3600
 
 
 class Methods(grpc.GenericRpcHandler):
-    """`/test/<kind>` for every kind; each answers once and then does what `then` says."""
+    """A method of every kind; each answers once and then does what `then` says."""
 
     def __init__(self):
         self.then = None
@@ -53,29 +67,31 @@ class Methods(grpc.GenericRpcHandler):
             await self.then(context)
 
         return {
-            "/test/unary": grpc.unary_unary_rpc_method_handler(unary),
-            "/test/stream": grpc.unary_stream_rpc_method_handler(stream),
-            "/test/bidi": grpc.stream_stream_rpc_method_handler(bidi),
-            "/test/written": grpc.unary_stream_rpc_method_handler(written),
+            f"/{METHODS['unary']}": grpc.unary_unary_rpc_method_handler(unary),
+            f"/{METHODS['stream']}": grpc.unary_stream_rpc_method_handler(stream),
+            f"/{METHODS['bidi']}": grpc.stream_stream_rpc_method_handler(bidi),
+            f"/{METHODS['written']}": grpc.unary_stream_rpc_method_handler(written),
         }.get(handler_call_details.method)
 
 
 class Bench:
     """A server and a channel with the interceptors, and the spans that both ended."""
 
-    def __init__(self, methods, exporter, channel, target):
+    def __init__(self, methods, exporter, measured, channel, target):
         self.methods = methods
+        self.measured = measured
         self.exporter = exporter
         self.channel = channel
         self.target = target
 
     def open(self, kind, **options):
         """The call object of a call just begun."""
+        method = f"/{METHODS[kind]}"
         if kind == "unary":
-            return self.channel.unary_unary("/test/unary")(b"x", **options)
+            return self.channel.unary_unary(method)(b"x", **options)
         if kind == "bidi":
-            return self.channel.stream_stream("/test/bidi")(iter([b"x"]), **options)
-        return self.channel.unary_stream(f"/test/{kind}")(b"x", **options)
+            return self.channel.stream_stream(method)(iter([b"x"]), **options)
+        return self.channel.unary_stream(method)(b"x", **options)
 
     async def call(self, kind, **options):
         call = self.open(kind, **options)
@@ -92,8 +108,9 @@ class Bench:
 
 
 @asynccontextmanager
-async def served(methods):
-    server = grpc.aio.server(interceptors=(TracingServerInterceptor(), ErrorServerInterceptor("predictor")))
+async def served(methods, tracer, meter):
+    interceptors = (TelemetryServerInterceptor(tracer, meter), ErrorServerInterceptor("predictor"))
+    server = grpc.aio.server(interceptors=interceptors)
     server.add_generic_rpc_handlers((methods,))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -106,10 +123,12 @@ async def bench(monkeypatch):
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(interceptors, "_tracer", provider.get_tracer("test"))
+    tracer, measured = provider.get_tracer("test"), Measured()
+    client = telemetry_client_interceptors(tracer, measured.meter)
+    monkeypatch.setattr("millrace.channel.telemetry_client_interceptors", lambda: client)
     methods = Methods()
-    async with served(methods) as (_, target), open_channel(target, "predictor") as channel:
-        yield Bench(methods, exporter, channel, target)
+    async with served(methods, tracer, measured.meter) as (_, target), open_channel(target, "predictor") as channel:
+        yield Bench(methods, exporter, measured, channel, target)
     # Whatever was still running has been ended by now, and nothing may have ended twice.
     assert len(exporter.get_finished_spans()) <= 2
     provider.shutdown()
@@ -134,14 +153,19 @@ async def hangs(context):
 async def check(bench, kind, code, client_error, server_error):
     client, server = await bench.spans()
     for span, in_error in ((client, client_error), (server, server_error)):
-        assert span.name == f"test/{kind}"
+        assert span.name == METHODS[kind]
         assert span.attributes["rpc.system.name"] == "grpc"
-        assert span.attributes["rpc.method"] == f"test/{kind}"
+        assert span.attributes["rpc.method"] == METHODS[kind]
+        assert span.attributes.get("error.type") == (code if in_error else None)
+        assert [event.name for event in span.events][-1:] == ([] if kind == "unary" else ["end"])
         assert span.attributes["rpc.response.status_code"] == code
         assert span.status.status_code is (SpanStatus.ERROR if in_error else SpanStatus.UNSET)
     assert client.parent is None
     assert server.parent.span_id == client.context.span_id
     assert server.context.trace_id == client.context.trace_id
+    told = {"rpc.system.name": "grpc", "rpc.method": METHODS[kind], "rpc.response.status_code": code}
+    assert bench.measured.count("rpc.client.call.duration", told) == 1
+    assert bench.measured.count("rpc.server.call.duration", told | {"millrace.protocol": "grpc"}) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -235,7 +259,7 @@ async def test_a_callers_own_trace_is_continued(bench):
     bench.methods.then = ends_well
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     async with grpc.aio.insecure_channel(bench.target) as channel:
-        await channel.unary_unary("/test/unary")(b"x", metadata=(("traceparent", parent),))
+        await channel.unary_unary(f"/{METHODS['unary']}")(b"x", metadata=(("traceparent", parent),))
     [span] = bench.exporter.get_finished_spans()
     assert format(span.context.trace_id, "032x") == "0af7651916cd43dd8448eb211c80319c"
     assert format(span.parent.span_id, "016x") == "b7ad6b7169203331"
@@ -251,3 +275,116 @@ async def test_health_is_not_traced_by_the_server(bench):
         with pytest.raises(grpc.aio.AioRpcError, match="is not implemented"):
             await health_stub(channel).Check(health_pb2.HealthCheckRequest())
     assert not bench.exporter.get_finished_spans()
+    assert bench.measured.names == set()
+
+
+async def test_what_a_service_asks_by_itself_is_neither_traced_nor_measured(bench):
+    bench.methods.then = ends_well
+
+    async def ask():
+        leave_untraced()
+        return await bench.call("unary")
+
+    assert await asyncio.create_task(ask()) == [b"x"]
+    assert not bench.exporter.get_finished_spans()
+    assert bench.measured.names == set()
+
+
+@pytest.mark.parametrize("kind", ["stream", "bidi"])
+async def test_the_first_message_is_an_event_of_the_server(bench, kind):
+    bench.methods.then = ends_well
+    await bench.call(kind)
+    _, server = await bench.spans()
+    assert [event.name for event in server.events] == ["first_message", "end"]
+
+
+async def test_one_answer_is_no_event(bench):
+    bench.methods.then = ends_well
+    await bench.call("unary")
+    assert [list(span.events) for span in await bench.spans()] == [[], []]
+
+
+async def test_a_request_keeps_its_id_from_hop_to_hop(bench):
+    seen = []
+
+    async def then(context):
+        seen.append(current_request_id())
+
+    async def ask():
+        set_request_id("mine é")
+        await bench.call("unary")
+
+    bench.methods.then = then
+    await asyncio.create_task(ask())
+    client, server = await bench.spans()
+    assert seen == ["mine ?"]
+    assert (client.attributes["millrace.request_id"], server.attributes["millrace.request_id"]) == ("mine é", "mine ?")
+
+
+async def test_a_call_that_goes_on_from_another_links_to_its_span_on_both_sides(bench):
+    bench.methods.then = ends_well
+    before = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    hook = CallSpan(follows=before)
+    with hook.of_next_call():
+        call = bench.open("stream")
+    assert [response async for response in call] == [b"x"]
+    hook.message()
+    client, server = await bench.spans()
+    for span in (client, server):
+        [link] = span.links
+        assert format(link.context.trace_id, "032x") == "0af7651916cd43dd8448eb211c80319c"
+        assert format(link.context.span_id, "016x") == "b7ad6b7169203331"
+    assert hook.traceparent.split("-")[2] == format(client.context.span_id, "016x")
+
+
+def test_the_first_message_of_an_answer_is_one_event():
+    span = TracerProvider().get_tracer("test").start_span("call")
+    hook = CallSpan()
+    hook.began(span)
+    for _ in range(3):
+        hook.message()
+    assert [event.name for event in span.events] == ["first_message"]
+
+
+@pytest.mark.parametrize("link", ["", "nonsense", "00-0-0-00"])
+async def test_a_link_that_is_none_is_left_out(bench, link):
+    bench.methods.then = ends_well
+    async with grpc.aio.insecure_channel(bench.target) as channel:
+        await channel.unary_unary(f"/{METHODS['unary']}")(b"x", metadata=(("x-millrace-link", link),))
+    [span] = bench.exporter.get_finished_spans()
+    assert not span.links
+
+
+async def test_a_method_that_nobody_declares_is_no_label(bench):
+    async with grpc.aio.insecure_channel(bench.target) as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match="is not implemented"):
+            await channel.unary_unary("/some.callers/Text")(b"x")
+    [span] = bench.exporter.get_finished_spans()
+    assert (span.name, span.attributes["rpc.method_original"]) == ("_OTHER", "some.callers/Text")
+    told = {"rpc.system.name": "grpc", "rpc.method": "_OTHER", "rpc.response.status_code": "UNIMPLEMENTED"}
+    assert bench.measured.count("rpc.server.call.duration", told | {"millrace.protocol": "grpc"}) == 1
+
+
+async def test_rest_is_told_from_grpc(bench):
+    bench.methods.then = ends_well
+    async with grpc.aio.insecure_channel(bench.target) as channel:
+        rest = (("x-envoy-original-path", "/v1/completions"),)
+        await channel.unary_unary(f"/{METHODS['unary']}")(b"x", metadata=rest)
+    [span] = bench.exporter.get_finished_spans()
+    assert span.attributes["millrace.protocol"] == "http"
+
+
+async def test_64_streams_that_are_cancelled_at_once_leave_no_span_open(bench, monkeypatch):
+    bench.methods.then = hangs
+    calls = [bench.open("stream") for _ in range(64)]
+    for call in calls:
+        assert await anext(aiter(call)) == b"x"
+    for call in calls:
+        call.cancel()
+    async with asyncio.timeout(10):
+        while len(bench.exporter.get_finished_spans()) < 128:  # noqa: ASYNC110  (spans end without telling)
+            await asyncio.sleep(0.005)
+    spans = bench.exporter.get_finished_spans()
+    bench.exporter.clear()
+    assert len({span.context.span_id for span in spans}) == 128
+    assert {span.attributes["rpc.response.status_code"] for span in spans} == {"CANCELLED"}

@@ -1,0 +1,42 @@
+"""The predictor with a model that costs nothing, so that what carries the tokens is the limit and not what makes them.
+
+It is the real service, its scheduler and sampler included; only the runner computes nothing: every logit is that of one
+token, after a pause of PACE_MS, in which the other threads have the interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+
+from millrace.service import run_service
+from services.predictor.__main__ import serve
+from services.predictor.engine import build
+from services.predictor.engine.paged_runner import PagedRunner
+from services.predictor.settings import PredictorSettings
+
+_TOKEN_ID = 100
+
+
+def main() -> None:
+    pause_s = float(os.environ["PACE_MS"]) / 1000
+
+    class InstantRunner(PagedRunner):
+        def __init__(self, model: Any, *arguments: Any, **more: Any) -> None:
+            super().__init__(model, *arguments, **more)
+            self._logits = torch.zeros(model.get_input_embeddings().num_embeddings)
+            self._logits[_TOKEN_ID] = 10.0
+
+        def run(self, rows: Any) -> Any:
+            time.sleep(pause_s)
+            return self._logits.repeat(sum(row.samples for row in rows), 1)
+
+    build.PagedRunner = InstantRunner  # type: ignore[attr-defined]
+    run_service("predictor", PredictorSettings, serve)
+
+
+if __name__ == "__main__":
+    main()

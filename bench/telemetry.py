@@ -1,0 +1,300 @@
+"""What telemetry costs the serving path: everything traced beside nothing, in one run.
+
+Three whole stacks, up at the same time. `traced`: each request traced through every hop, spans exported to a collector
+in a process of its own, metrics read every five seconds. `untraced`: the metrics alone. `off`: OpenTelemetry's SDK
+disabled, and Envoy traces nothing. They take turns in random order, block by block, so what else the machine does meets
+all of them. The model costs nothing (instant_predictor.py): what is counted is what the path carries, on cores that
+the callers share with it.
+
+`streamed`: messages a second of 32 `Generate` streams of 128 tokens; a stream that is read slower than its tokens are
+made gets more of them a message. `unary`: answers a second of 16 callers of `ModelInfer`, a tensor of 64 numbers to the
+model `identity` and back, by way of the transformer. The aims are ratios of `traced` to `untraced`, the median over the
+blocks of what was measured one after another: at least 0.95 streamed, 0.90 unary; with the 95 % interval. Beside them
+what everything costs, the ratio to `off`, and how much processor time a message or an answer is to each process.
+
+`python -m bench.telemetry` writes bench/results/telemetry.json; 11 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import grpc
+import numpy as np
+
+from bench.machine import machine
+from bench.otlp_receiver import ReceiverProcess, receiver_process
+from bench.statistics import estimate, paired_ratios
+from bench.streams import PROMPT
+from millrace.protos import inference_pb2 as pb
+from millrace.protos import millrace_pb2
+from millrace.tensors import Tensor, add_input
+from runner.free_ports import start_stack
+from runner.stack import Stack
+
+_RESULTS = Path(__file__).resolve().parent / "results" / "telemetry.json"
+_TEXT_MODEL, _TENSOR_MODEL = "storyteller", "identity"
+_MODES = ("traced", "untraced", "off")
+_RATIOS = (("traced", "untraced"), ("untraced", "off"), ("traced", "off"))
+_AIM = "traced / untraced"
+_AIMS = {"streamed": 0.95, "unary": 0.90}
+_PACE_MS = 4
+_TOKENS = 128
+_CONNECTIONS = 4
+_SCRAPE_S = 5.0
+_UNCOUNTED = 0.25  # Of a block, at its beginning.
+_CALL_TIMEOUT_S = 30.0
+_TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
+
+# Makes one request, and calls what it is given for each message or answer.
+Ask = Callable[[Callable[[], None]], Awaitable[None]]
+
+
+class Case(NamedTuple):
+    """`callers`, each with one request at a time."""
+
+    callers: int
+    ask: Callable[[Mode], Ask]
+
+
+class Block(NamedTuple):
+    """What one mode did in one block: messages or answers a second, and the processor time of each process for one."""
+
+    per_s: float
+    cpu_ms: dict[str, float]
+
+
+class Mode(NamedTuple):
+    """A stack that is up, and how it is reached."""
+
+    stack: Stack
+    channels: tuple[grpc.aio.Channel, ...]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=40, help="of each case and mode")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="of a block, the first quarter of which is not counted"
+    )
+    parser.add_argument("--quick", action="store_true", help="three short blocks, to see that it works; writes no file")
+    parser.add_argument("--only", choices=_CASES, help="one case, written to no file")
+    parser.add_argument("--out", type=Path, default=_RESULTS)
+    arguments = parser.parse_args()
+    blocks, seconds = (3, 2.0) if arguments.quick else (arguments.blocks, arguments.seconds)
+    told = asyncio.run(_measure([arguments.only] if arguments.only else list(_CASES), blocks, seconds))
+    if not (arguments.quick or arguments.only):
+        arguments.out.write_text(json.dumps(told, indent=2) + "\n")
+    print(_table(told))
+    if missed := [name for name, case in told["cases"].items() if not case["reached"]]:
+        raise SystemExit(f"not reached: {', '.join(missed)}")
+
+
+async def _measure(names: list[str], blocks: int, seconds: float) -> dict[str, Any]:
+    async with AsyncExitStack() as opened:
+        collector = await opened.enter_async_context(receiver_process(sink=True))
+        modes = {name: await _start(opened, name, collector) for name in _MODES}
+        scraper = asyncio.create_task(_scrape([modes["traced"].stack, modes["untraced"].stack]))
+        opened.push_async_callback(_end, scraper)
+        cases = {name: await _measure_case(name, modes, blocks, seconds) for name in names}
+        await asyncio.sleep(_SCRAPE_S)  # What is on its way to the collector arrives.
+        counts = await collector.counts()
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "tokens_a_stream": _TOKENS,
+        "pace_ms": _PACE_MS,
+        "seconds_a_block": seconds,
+        "spans_exported": counts.spans,
+        "cases": cases,
+    }
+
+
+async def _start(opened: AsyncExitStack, name: str, collector: ReceiverProcess) -> Mode:
+    folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+    # Empty is unset: nothing that the environment of this process says is passed on.
+    endpoint = collector.endpoint if name == "traced" else ""
+    told = {"OTEL_EXPORTER_OTLP_ENDPOINT": "", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": endpoint}
+    if name != "traced":
+        told["OTEL_TRACES_SAMPLER"] = "always_off"
+    if name == "off":
+        told["OTEL_SDK_DISABLED"] = "true"
+    stack = await start_stack(
+        folder,
+        {
+            "models": f"{_TEXT_MODEL}=models/{_TEXT_MODEL},{_TENSOR_MODEL}=models/{_TENSOR_MODEL}",
+            "gateway_trace_percent": 100 if name == "traced" else 0,
+            "otel_exporter_otlp_endpoint": collector.endpoint,
+        },
+        commands={"predictor": (sys.executable, "-m", "bench.instant_predictor")},
+        environment={
+            "transformer": told,
+            "logger": told,
+            "predictor": told | {"PACE_MS": str(_PACE_MS), "PREDICTOR_MAX_RUNNING": "64"},
+        },
+        say=lambda line: None,
+    )
+    opened.push_async_callback(stack.stop)
+    channels = []
+    for number in range(_CONNECTIONS):  # Told apart by an option, or they would share one connection.
+        channel = grpc.aio.insecure_channel(stack.gateway, options=[("millrace.number", number)])
+        channels.append(await opened.enter_async_context(channel))
+    return Mode(stack, tuple(channels))
+
+
+async def _scrape(stacks: list[Stack]) -> None:
+    """Reads every page as Prometheus would."""
+    pages = [page for stack in stacks for pages in stack.metrics_pages.values() for page in pages]
+    while True:
+        for host, port, path in pages:
+            await asyncio.to_thread(_get, f"http://{host}:{port}{path}")
+        await asyncio.sleep(_SCRAPE_S)
+
+
+def _get(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=_CALL_TIMEOUT_S) as page:  # noqa: S310  # Our own pages.
+        return bytes(page.read())
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    """Raises what the task has raised."""
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+async def _measure_case(name: str, modes: Mapping[str, Mode], blocks: int, seconds: float) -> dict[str, Any]:
+    for mode in modes.values():
+        await _block(mode, _CASES[name], seconds)  # Not counted: it warms up.
+    measured: dict[str, list[Block]] = defaultdict(list)
+    for _ in range(blocks):
+        for mode_name in random.sample(_MODES, len(_MODES)):
+            measured[mode_name].append(await _block(modes[mode_name], _CASES[name], seconds))
+    return _told(name, measured)
+
+
+async def _block(mode: Mode, case: Case, seconds: float) -> Block:
+    ask = case.ask(mode)
+    counted = 0
+    begin = time.monotonic() + _UNCOUNTED * seconds
+    end = begin + (1 - _UNCOUNTED) * seconds
+
+    def count() -> None:
+        nonlocal counted
+        counted += begin <= time.monotonic() < end
+
+    async def call_again_and_again() -> None:
+        while time.monotonic() < end:
+            await ask(count)
+
+    async def processor_time() -> dict[str, float]:
+        await asyncio.sleep(begin - time.monotonic())
+        before = _cpu_s(mode.stack)
+        await asyncio.sleep(end - time.monotonic())
+        return {process: spent - before[process] for process, spent in _cpu_s(mode.stack).items()}
+
+    async with asyncio.TaskGroup() as group:
+        spent = group.create_task(processor_time())
+        for _ in range(case.callers):
+            group.create_task(call_again_and_again())
+    if not counted:
+        raise RuntimeError("nothing came within a block: make it longer")
+    return Block(counted / (end - begin), {name: 1000 * seconds / counted for name, seconds in spent.result().items()})
+
+
+def _cpu_s(stack: Stack) -> dict[str, float]:
+    """Seconds of processor time that each process of the stack, and this one, has used so far."""
+    pids = {name: stack.pid(name) for name in stack.names} | {"callers": os.getpid()}
+    spent = {}
+    for name, pid in pids.items():
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        spent[name] = (int(fields[11]) + int(fields[12])) / _TICKS_A_SECOND
+    return spent
+
+
+def _streamed(mode: Mode) -> Ask:
+    # As bytes: what callers do with messages is not what is measured.
+    request = millrace_pb2.GenerateRequest(
+        model=_TEXT_MODEL, prompt=PROMPT, max_tokens=_TOKENS, ignore_eos=True, temperature=0
+    ).SerializeToString()
+    calls: list[Any] = [channel.unary_stream("/millrace.v1.TextGeneration/Generate") for channel in mode.channels]
+
+    async def ask(count: Callable[[], None]) -> None:
+        async for _ in random.choice(calls)(request, timeout=_CALL_TIMEOUT_S):  # noqa: S311
+            count()
+
+    return ask
+
+
+def _unary(mode: Mode) -> Ask:
+    message = pb.ModelInferRequest(model_name=_TENSOR_MODEL)
+    add_input(message, Tensor("x", "FP32", np.zeros((1, 64), np.float32)))
+    request = message.SerializeToString()
+    calls: list[Any] = [channel.unary_unary("/inference.GRPCInferenceService/ModelInfer") for channel in mode.channels]
+
+    async def ask(count: Callable[[], None]) -> None:
+        await random.choice(calls)(request, timeout=_CALL_TIMEOUT_S)  # noqa: S311
+        count()
+
+    return ask
+
+
+_CASES = {"streamed": Case(callers=32, ask=_streamed), "unary": Case(callers=16, ask=_unary)}
+
+
+def _told(name: str, measured: Mapping[str, list[Block]]) -> dict[str, Any]:
+    told: dict[str, Any] = {"aim": _AIMS[name], "modes": {}, "ratios": {}}
+    for mode in _MODES:
+        blocks = measured[mode]
+        told["modes"][mode] = {
+            "median_per_s": round(median(block.per_s for block in blocks), 1),
+            "per_s": [round(block.per_s, 1) for block in blocks],
+            "cpu_ms_each": {
+                process: round(median(block.cpu_ms[process] for block in blocks), 4) for process in blocks[0].cpu_ms
+            },
+        }
+    for one, other in _RATIOS:
+        ratios = paired_ratios([block.per_s for block in measured[one]], [block.per_s for block in measured[other]])
+        interval = estimate(ratios)
+        told["ratios"][f"{one} / {other}"] = {
+            "median": round(interval.median, 3),
+            "low": round(interval.low, 3),
+            "high": round(interval.high, 3),
+            "least": round(min(ratios), 3),
+            "most": round(max(ratios), 3),
+        }
+    told["reached"] = told["ratios"][_AIM]["median"] >= _AIMS[name]
+    return told
+
+
+def _table(told: Mapping[str, Any]) -> str:
+    lines = []
+    for name, case in told["cases"].items():
+        lines.append(f"\n{name:<10}{'a second':>10}  processor time each, ms")
+        for mode, figures in case["modes"].items():
+            spent = "  ".join(f"{process} {each:.3f}" for process, each in figures["cpu_ms_each"].items())
+            lines.append(f"  {mode:<10}{figures['median_per_s']:>8.0f}  {spent}")
+        for pair, ratio in case["ratios"].items():
+            interval = f"{ratio['median']:.3f}  ({ratio['low']:.3f} to {ratio['high']:.3f})"
+            aim = f"  aim >= {case['aim']}: {'reached' if case['reached'] else 'MISSED'}" if pair == _AIM else ""
+            lines.append(f"  {pair:<20}{interval}{aim}")
+    return "\n".join([*lines, f"\n{told['spans_exported']} spans exported"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""The client's side of a call: one span around it, and its duration.
+
+What a service asks by itself for ever (untraced.py) has neither. The span ends with the call, whether that is read to
+the end, cancelled or dropped. grpc.aio takes a client interceptor for one kind of call only, hence one class a kind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import grpc
+from grpc import StatusCode
+from opentelemetry import metrics, propagate, trace
+from opentelemetry.context import Context as TraceContext
+from opentelemetry.metrics import Meter
+from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Tracer
+
+from millrace.telemetry.identity import (
+    REQUEST_ID,
+    REQUEST_ID_METADATA,
+    as_metadata,
+    current_request_id,
+    links_to,
+    traceparent_of,
+)
+from millrace.telemetry.rpc import DEADLINE_MARGIN_S, LINK, UNTOLD, attributes_of, duration_histogram, end_span, name_of
+from millrace.telemetry.untraced import is_untraced
+
+_hooks: ContextVar[CallSpan | None] = ContextVar("call_span", default=None)
+
+
+class CallSpan:
+    """What a caller wants to know, or have known, of the span of its next call; for one call.
+
+    `follows` is a traceparent of what the call goes on from: the client's span links to it, and the server's too.
+    `answered_by` is that of the server's span, where the answer tells.
+    """
+
+    def __init__(self, follows: str = "") -> None:
+        self.follows = follows
+        self.answered_by = ""
+        self._span: Span = INVALID_SPAN
+        self._has_message = False
+
+    @contextmanager
+    def of_next_call(self) -> Iterator[None]:
+        """The call is made inside of the block."""
+        token = _hooks.set(self)
+        try:
+            yield
+        finally:
+            _hooks.reset(token)
+
+    def began(self, span: Span) -> None:
+        """The span has been opened."""
+        self._span = span
+
+    def message(self) -> None:
+        """A message of the answer has been read; the first one is an event."""
+        if not self._has_message:
+            self._has_message = True
+            self._span.add_event("first_message")
+
+    @property
+    def traceparent(self) -> str:
+        """Of the span, as W3C writes it; "" where there is none."""
+        return traceparent_of(self._span)
+
+
+class _Spans:
+    """Opens and ends the spans of one channel's calls."""
+
+    _streams = True
+
+    def __init__(self, tracer: Tracer | None, meter: Meter | None) -> None:
+        self._tracer = tracer or trace.get_tracer("millrace")
+        self._duration = duration_histogram(meter or metrics.get_meter("millrace"), "rpc.client.call.duration")
+
+    async def call(self, continuation: Any, details: Any, request: Any) -> Any:
+        """Makes the call in a span of its own, unless it is not told of."""
+        method = details.method.decode() if isinstance(details.method, bytes) else details.method
+        if method.startswith(UNTOLD) or is_untraced():
+            return await continuation(_with_metadata(details, _carried()), request)
+        began, attributes = time.monotonic(), attributes_of(name_of(method))
+        hook = _hooks.get()
+        span = self._start(attributes, hook)
+
+        def end(code: StatusCode) -> None:
+            duration_s = time.monotonic() - began
+            if code is StatusCode.CANCELLED and details.timeout is not None:
+                # Whoever waits for it may see the same deadline pass first, and cancel it.
+                code = code if duration_s < details.timeout - DEADLINE_MARGIN_S else StatusCode.DEADLINE_EXCEEDED
+            end_span(span, code, is_server=False, streams=self._streams)
+            self._duration.record(duration_s, attributes | {"rpc.response.status_code": code.name})
+
+        carried = _carried(trace.set_span_in_context(span))
+        if hook is not None and hook.follows:
+            carried[LINK] = hook.follows
+        try:
+            call = await continuation(_with_metadata(details, carried), request)
+        except BaseException as error:
+            end(StatusCode.CANCELLED if isinstance(error, asyncio.CancelledError) else StatusCode.UNKNOWN)
+            raise
+        call.add_done_callback(lambda call: end(_code_of_done(call)))
+        return call
+
+    def _start(self, attributes: dict[str, str], hook: CallSpan | None) -> Span:
+        links = links_to(hook.follows) if hook is not None and hook.follows else ()
+        named = attributes | {REQUEST_ID: current_request_id()}
+        span = self._tracer.start_span(attributes["rpc.method"], None, SpanKind.CLIENT, named, links)
+        if hook is not None:
+            hook.began(span)
+        return span
+
+
+class _UnaryUnary(_Spans, grpc.aio.UnaryUnaryClientInterceptor):
+    _streams = False
+
+    async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return await self.call(continuation, client_call_details, request)
+
+
+class _UnaryStream(_Spans, grpc.aio.UnaryStreamClientInterceptor):
+    async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return await self.call(continuation, client_call_details, request)
+
+
+class _StreamStream(_Spans, grpc.aio.StreamStreamClientInterceptor):
+    async def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+        return await self.call(continuation, client_call_details, request_iterator)
+
+
+def telemetry_client_interceptors(
+    tracer: Tracer | None = None, meter: Meter | None = None
+) -> Sequence[grpc.aio.ClientInterceptor]:
+    """Interceptors that open a client span around each call and send its context along."""
+    return (_UnaryUnary(tracer, meter), _UnaryStream(tracer, meter), _StreamStream(tracer, meter))
+
+
+def _carried(context: TraceContext | None = None) -> dict[str, str]:
+    """The metadata that says whose call it is."""
+    carrier: dict[str, str] = {}
+    propagate.inject(carrier, context)
+    if request_id := current_request_id():
+        carrier[REQUEST_ID_METADATA] = as_metadata(request_id)
+    return carrier
+
+
+def _with_metadata(details: Any, carried: dict[str, str]) -> Any:
+    return details._replace(metadata=grpc.aio.Metadata(*(details.metadata or ()), *carried.items()))
+
+
+def _code_of_done(call: Any) -> StatusCode:
+    # The code of a call that is done is at hand, but only behind a coroutine, and a callback cannot wait.
+    coroutine = call.code()
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        code: StatusCode = stop.value
+        return code
+    coroutine.close()
+    return StatusCode.UNKNOWN

@@ -1,0 +1,77 @@
+"""A service's Prometheus page: http://host:port/metrics, on a thread of its own.
+
+What it shows are the instruments of this process, and of what Prometheus's client tells by itself of the process:
+memory, processor time, open files. Where several processes serve one port, their parent's page shows all of theirs,
+each with the label `worker`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from http.server import HTTPServer
+
+from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from millrace.errors import StartupError
+
+logger = logging.getLogger(__name__)
+
+_WORKER_TIMEOUT_S = 2.0
+_JOIN_S = 1.0
+
+
+class MetricsPage:
+    """Listens from its making on; port 0 takes a free one. Raises StartupError where the port is taken."""
+
+    def __init__(self, host: str, port: int, registry: CollectorRegistry = REGISTRY) -> None:
+        self._server: HTTPServer
+        self._thread: threading.Thread
+        try:
+            self._server, self._thread = start_http_server(port, host.strip("[]"), registry)
+        except OSError:
+            taken = f"{host}:{port} cannot be listened on for the metrics page: is the port taken?"
+            raise StartupError(taken) from None
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_port)
+
+    def close(self) -> None:
+        """Stops listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(_JOIN_S)
+
+
+class WorkerPages(Collector):
+    """What the pages of several workers say, as one; `pages` gives the port of each, by its name."""
+
+    def __init__(self, pages: Callable[[], Mapping[str, int]]) -> None:
+        self._pages = pages
+
+    def collect(self) -> Iterator[Metric]:
+        """A worker that does not answer in time is left out."""
+        families: dict[str, Metric] = {}
+        for worker, port in self._pages().items():
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=_WORKER_TIMEOUT_S) as answer:
+                    page = answer.read().decode()
+            except (OSError, ValueError) as error:
+                logger.warning("worker %s tells no metrics: %s", worker, error)
+                continue
+            for family in text_string_to_metric_families(page):
+                merged = families.setdefault(family.name, _like(family))
+                merged.samples += [
+                    sample._replace(labels=sample.labels | {"worker": worker}) for sample in family.samples
+                ]
+        yield from families.values()
+
+
+def _like(family: Metric) -> Metric:
+    return Metric(family.name, family.documentation, family.type, family.unit)

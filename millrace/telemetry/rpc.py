@@ -1,0 +1,97 @@
+"""What OpenTelemetry's conventions for RPC say of a gRPC call: names, attributes, statuses, durations.
+
+Source: OpenTelemetry semantic conventions, "gRPC" and "RPC metrics".
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from google.protobuf import descriptor_pool
+from grpc import StatusCode
+from opentelemetry.metrics import Histogram, Meter
+from opentelemetry.trace import Span, Status
+from opentelemetry.trace import StatusCode as SpanStatus
+
+# Neither traced nor measured: health and reflection, what Envoy and Docker ask for ever; the payload ingest, one call
+# that lasts for days; and the gateway's access log.
+UNTOLD = (
+    "/grpc.health.",
+    "/grpc.reflection.",
+    "/millrace.v1.PayloadIngest/",
+    "/opentelemetry.proto.collector.logs.v1.LogsService/",
+)
+LINK = "x-millrace-link"  # Metadata: a traceparent that the server's span links to; the gateway removes a stranger's.
+OTHER = "_OTHER"
+_KNOWN_METHODS = 1024
+# A caller's clock starts before a server's, and ends before it: what is cancelled so shortly before its deadline was
+# cancelled by it.
+DEADLINE_MARGIN_S = 0.05
+
+# Seconds; the conventions' own, and further ones for answers that stream.
+DURATION_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 30, 60, 300)
+
+# A server's span is in error only where the server is to blame, as the conventions say.
+_SERVER_FAULTS = {
+    StatusCode.UNKNOWN,
+    StatusCode.DEADLINE_EXCEEDED,
+    StatusCode.UNIMPLEMENTED,
+    StatusCode.INTERNAL,
+    StatusCode.UNAVAILABLE,
+    StatusCode.DATA_LOSS,
+}
+
+
+@lru_cache(maxsize=_KNOWN_METHODS)
+def name_of(method: str) -> str:
+    """A method's full name, without the path's first slash; `_OTHER` for one that no service here declares."""
+    name = method.lstrip("/")
+    try:
+        descriptor_pool.Default().FindMethodByName(name.replace("/", "."))
+    except KeyError:
+        return OTHER
+    return name
+
+
+def attributes_of(name: str) -> dict[str, str]:
+    """What is known of a call before it ends."""
+    return {"rpc.system.name": "grpc", "rpc.method": name}
+
+
+def duration_histogram(meter: Meter, name: str) -> Histogram:
+    """`rpc.server.call.duration` or `rpc.client.call.duration`."""
+    return meter.create_histogram(
+        name, "s", "How long calls take, to their last message.", explicit_bucket_boundaries_advisory=DURATION_BUCKETS
+    )
+
+
+def end_span(span: Span, code: StatusCode, *, is_server: bool, streams: bool) -> None:
+    """Ends a call's span with the status that the call had; of one that streams the end is an event too."""
+    span.set_attribute("rpc.response.status_code", code.name)
+    if code is not StatusCode.OK and (code in _SERVER_FAULTS or not is_server):
+        _mark(span, code)
+    if streams:
+        span.add_event("end")
+    span.end()
+
+
+def mark_failure(span: Span, code: StatusCode) -> None:
+    """Tells a server's span of a failure that the call's own status does not show: an error inside of a stream."""
+    if code in _SERVER_FAULTS:
+        _mark(span, code)
+
+
+def _mark(span: Span, code: StatusCode) -> None:
+    span.set_attribute("error.type", code.name)
+    span.set_status(Status(SpanStatus.ERROR, code.name))
+
+
+def status_of(code: Any, default: StatusCode = StatusCode.OK) -> StatusCode:
+    """What a context's `code()` says, which is an enum, a number or nothing yet."""
+    if isinstance(code, StatusCode):
+        return code
+    for status in StatusCode:
+        if status.value[0] == code:
+            return default if status is StatusCode.OK else status
+    return default

@@ -1,0 +1,82 @@
+"""Providers of spans and metrics, by OpenTelemetry's own environment variables.
+
+Spans are made always, so that every request has a trace id; they are exported by OTLP over gRPC where
+`OTEL_EXPORTER_OTLP_ENDPOINT` or `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` names a collector, and metrics likewise
+(`…_METRICS_ENDPOINT`), beside the Prometheus page, which has them always. `OTEL_TRACES_EXPORTER` and
+`OTEL_METRICS_EXPORTER` say `none`, or `otlp` for a collector at the usual address.
+
+Exporters run on threads of their own with bounded queues: one that is dead or slow costs spans, not requests, and what
+is lost is counted (`otel.sdk.*`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Literal
+
+from opentelemetry import metrics, trace
+from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+from opentelemetry.exporter.prometheus import PrometheusMetricReader
+from opentelemetry.metrics import NoOpMeterProvider
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+
+from millrace.errors import StartupError
+from millrace.telemetry.span_export import SpanExport
+
+Signal = Literal["TRACES", "METRICS"]
+
+_DEFAULTS = {
+    # Without it the SDK counts none of what it loses.
+    "OTEL_PYTHON_SDK_INTERNAL_METRICS_ENABLED": "true",
+    # A Prometheus page shows no exemplars, and to choose them costs as much as to count.
+    "OTEL_METRICS_EXEMPLAR_FILTER": "always_off",
+}
+
+
+def set_up_telemetry(service: str) -> Callable[[], None]:
+    """Installs the providers; the returned function flushes and stops them. Raises StartupError."""
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    exports_traces, exports_metrics = exports("TRACES"), exports("METRICS")
+    # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win over the name given here.
+    attributes = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": service}
+    resource = Resource.create(attributes)
+
+    readers: list[MetricReader] = [PrometheusMetricReader(scope_info_enabled=False)]
+    if exports_metrics:
+        readers.append(PeriodicExportingMetricReader(OTLPMetricExporter()))
+    meters = MeterProvider(readers, resource, shutdown_on_exit=False)
+    metrics.set_meter_provider(meters)
+
+    # What is lost is counted where it is exported; to count each span that begins and ends costs more than to make it.
+    tracers = TracerProvider(resource=resource, shutdown_on_exit=False, meter_provider=NoOpMeterProvider())
+    if exports_traces:
+        try:
+            tracers.add_span_processor(SpanExport(meters))
+        except ValueError as error:
+            raise StartupError(f"OTEL_BSP_*: {error}") from None
+    trace.set_tracer_provider(tracers)
+
+    def shut_down() -> None:
+        tracers.shutdown()
+        meters.shutdown()
+
+    return shut_down
+
+
+def exports(signal: Signal) -> bool:
+    """Whether the environment has a collector for them; raises StartupError for an exporter that is not here."""
+    exporter = os.environ.get(f"OTEL_{signal}_EXPORTER", "")
+    if exporter not in ("", "otlp", "none"):
+        raise StartupError(f"OTEL_{signal}_EXPORTER={exporter}: must be otlp or none")
+    for name in ("OTEL_EXPORTER_OTLP_PROTOCOL", f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL"):
+        if os.environ.get(name, "") not in ("", "grpc"):
+            raise StartupError(f"{name}={os.environ[name]}: must be grpc")
+    endpoints = ("OTEL_EXPORTER_OTLP_ENDPOINT", f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT")
+    if exporter == "none" or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return False
+    return exporter == "otlp" or any(os.environ.get(name) for name in endpoints)

@@ -1,0 +1,113 @@
+"""What the logger tells of itself: a span for each commit, how many records it has committed, how late its sinks are.
+
+A span `payload commit` is of a trace of its own, for what it commits are many requests, and links to the span that
+answered each of them: the record's trace_id and span_id, where it has both. A span takes 128 links at most, so of a
+commit of more records there are several, of one trace and of the same time, the first one the others' parent. Each
+says in `millrace.records` how many records it stands for. Spans are made only where they are exported.
+
+`Commits.observe` is for the thread that commits, and costs a few microseconds a record; the gauge is asked for on the
+thread of whoever reads the metrics.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+from opentelemetry import metrics, trace
+from opentelemetry.context import Context
+from opentelemetry.metrics import CallbackOptions, Meter, Observation
+from opentelemetry.trace import NoOpTracer, SpanContext, SpanKind, Status, StatusCode, Tracer
+
+from millrace.protos.millrace_pb2 import AppendRequest, PayloadRecord
+from millrace.telemetry.setup import exports
+
+RECORDS = "millrace.records"
+SINK = "millrace.sink"
+MAX_LINKS = 128
+
+_TRACE_ID_DIGITS, _SPAN_ID_DIGITS = 32, 16
+
+
+class Commits:
+    """Counts what is committed and makes the spans; without `tracer`, where the environment names a collector."""
+
+    def __init__(self, tracer: Tracer | None = None, meter: Meter | None = None) -> None:
+        self._tracer = tracer or (trace.get_tracer("millrace") if exports("TRACES") else NoOpTracer())
+        self._traces = not isinstance(self._tracer, NoOpTracer)
+        self._committed = (meter or metrics.get_meter("millrace")).create_counter(
+            "millrace.payload.committed", "{record}", "Records of the services that were committed, each once."
+        )
+        self._committed.add(0)  # To be shown from the start on.
+
+    def observe(
+        self, requests: Sequence[AppendRequest], commit: Callable[[], Sequence[AppendRequest]]
+    ) -> Sequence[AppendRequest]:
+        """What `commit` returns, the requests whose records are new; where it raises, the span is in error."""
+        began_ns = time.time_ns()
+        try:
+            new = commit()
+        except Exception as error:
+            self._tell(requests, began_ns, error)
+            raise
+        self._committed.add(len(new))
+        self._tell(new, began_ns)
+        return new
+
+    def _tell(self, requests: Sequence[AppendRequest], began_ns: int, error: Exception | None = None) -> None:
+        if not self._traces:
+            return
+        ended_ns = time.time_ns()
+        parent = Context()  # Of no trace.
+        for first in range(0, len(requests), MAX_LINKS):
+            some = requests[first : first + MAX_LINKS]
+            span = self._tracer.start_span("payload commit", parent, SpanKind.CONSUMER, start_time=began_ns)
+            if not span.is_recording():
+                return
+            span.set_attribute(RECORDS, len(some))
+            for request in some:
+                if (answering := _answering(request.record)) is not None:
+                    span.add_link(answering)
+            if error is not None:
+                # Not its message, in which there may be what is in a record.
+                span.set_attribute("error.type", type(error).__name__)
+                span.set_status(Status(StatusCode.ERROR))
+            span.end(ended_ns)
+            if first == 0:
+                parent = trace.set_span_in_context(span, parent)
+
+
+class Sending(Protocol):
+    """Who brings records to a sink."""
+
+    @property
+    def lag_s(self) -> float:
+        """How long ago the oldest record ended that the sink has not got; 0 where there is none. For any thread."""
+        ...
+
+
+def observe_sinks(sinks: Mapping[str, Sending], meter: Meter | None = None) -> None:
+    """Shows how late each sink is, under its name."""
+
+    def lags(_: CallbackOptions) -> Iterable[Observation]:
+        return [Observation(sink.lag_s, {SINK: name}) for name, sink in sinks.items()]
+
+    (meter or metrics.get_meter("millrace")).create_observable_gauge(
+        "millrace.sink.lag",
+        [lags],
+        "s",
+        "How long ago the oldest committed record ended that the sink has not got; 0: there is none.",
+    )
+
+
+def _answering(record: PayloadRecord) -> SpanContext | None:
+    """The span that answered a record's request, where the record names one."""
+    trace_id, span_id = record.trace_id, record.span_id
+    if len(trace_id) != _TRACE_ID_DIGITS or len(span_id) != _SPAN_ID_DIGITS:
+        return None
+    try:
+        context = SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=True)
+    except ValueError:
+        return None
+    return context if context.is_valid else None

@@ -1,0 +1,89 @@
+"""What is told of a generation: its time in the queue as a metric, and what became of it as events of its call's span.
+
+The events are `queued`, `prefill`, `first_token`, `preempted` (each time) and `generation_end`, at the engine's own
+times: so a trace shows where the time went, whatever the reader and the event loop were busy with. They are written
+when the generation ends, in whatever way; with those that it came to.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from opentelemetry import metrics, trace
+from opentelemetry.metrics import Histogram, Meter
+
+from millrace.telemetry.identity import MODEL
+from services.predictor.engine.interface import Chunk, Timeline
+
+_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+_PREEMPTIONS = "millrace.preemptions"
+_QUEUE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)  # Seconds.
+
+
+class GenerationTelemetry:
+    """Tells of the generations of one model."""
+
+    def __init__(self, model: str, meter: Meter | None = None) -> None:
+        self._attributes = {MODEL: model}
+        self._queue_duration = (meter or metrics.get_meter("millrace")).create_histogram(
+            "millrace.queue.duration",
+            "s",
+            "From a sequence's submission until the first step that computes it.",
+            explicit_bucket_boundaries_advisory=_QUEUE_BUCKETS,
+        )
+
+    @contextmanager
+    def observed(self, timeline: Timeline) -> Iterator[ObservedGeneration]:
+        """Observes a generation that the block reads; its events go to the span that is the current one now."""
+        generation = ObservedGeneration(timeline, self._queue_duration, self._attributes)
+        try:
+            yield generation
+        finally:
+            generation.end()
+
+
+class ObservedGeneration:
+    """One generation, of the task that reads it."""
+
+    def __init__(self, timeline: Timeline, queue_duration: Histogram, attributes: dict[str, str]) -> None:
+        self._timeline = timeline
+        self._queue_duration = queue_duration
+        self._attributes = attributes
+        self._span = trace.get_current_span()
+        self._tokens = 0
+        self._queue_is_told = False
+
+    def take(self, chunk: Chunk) -> Chunk:
+        """Tells of a chunk that was read, and gives it back."""
+        self._tokens += len(chunk.output_ids)
+        self._tell_queue()
+        return chunk
+
+    def end(self) -> None:
+        """Tells what became of it; called once."""
+        self._tell_queue()
+        span, timeline = self._span, self._timeline
+        if not span.is_recording():
+            return
+        span.set_attributes(self._attributes)
+        # Engines know the monotonic clock, spans the wall's.
+        now_ns, now = time.time_ns(), time.monotonic()
+        ended = now if timeline.ended is None else timeline.ended
+        marks = [("queued", timeline.submitted), ("prefill", timeline.started), ("first_token", timeline.first_token)]
+        marks += [("preempted", at) for at in timeline.preempted]
+        # One that was cancelled may go on for a step: what is after its end is not its own.
+        came = sorted((at, name) for name, at in marks if at is not None and at <= ended)
+        for at, name in came:
+            span.add_event(name, timestamp=now_ns - int((now - at) * 1e9))
+        told: dict[str, int] = {_OUTPUT_TOKENS: self._tokens}
+        if timeline.preemptions:
+            told[_PREEMPTIONS] = timeline.preemptions
+        span.add_event("generation_end", told, now_ns - int((now - ended) * 1e9))
+
+    def _tell_queue(self) -> None:
+        started = self._timeline.started
+        if started is not None and not self._queue_is_told:
+            self._queue_is_told = True
+            self._queue_duration.record(started - self._timeline.submitted, self._attributes)

@@ -1,0 +1,398 @@
+"""Each way in and each outcome: the whole tree of spans, and by how much metrics moved, told to an OTLP receiver."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+import pytest
+import pytest_asyncio
+
+from bench.otlp_receiver import OtlpReceiver
+from runner.free_ports import start_stack
+from tests.system.faulty_predictor import FAILS, FAILS_LATER, HOLDS_LATER
+from tests.system.payload_log import records
+from tests.system.traced_ways_in import MODEL, WAYS, TracedAsk, TracedWay
+from tests.waiting import until
+
+PREDICT = "inference.GRPCInferenceService/ModelStreamInfer"
+TOKENS, PREDICTORS = 6, 2
+PROCESSES = {"millrace-transformer": 1, "millrace-predictor": PREDICTORS, "millrace-logger": 1}
+SERVER_FAULTS = ("INTERNAL", "DEADLINE_EXCEEDED", "UNAVAILABLE")
+_RESTART_S = 60  # What a predictor that was killed may take to come back, on a busy machine.
+GENERATION_EVENTS = ["queued", "prefill", "first_token", "generation_end"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What becomes of a generation.
+
+    `code` is the call's status, `called` whether a predictor is asked, `tokens` how many come; `name` is the metric's.
+    """
+
+    name: str
+    code: str
+    parameters: dict[str, float]
+    called: bool = True
+    tokens: int = TOKENS
+    held: bool = False
+    leaves: bool = False
+    timeout_s: float = 60.0
+
+
+OUTCOMES = {
+    "ok": Outcome("completed", "OK", {}),
+    "refused": Outcome("refused", "INVALID_ARGUMENT", {"temperature": -1.0}, called=False, tokens=0),
+    "error before the first chunk": Outcome("failed", "INTERNAL", {"seed": FAILS}, tokens=0),
+    "error after the first chunk": Outcome("failed", "INTERNAL", {"seed": FAILS_LATER}, tokens=3),
+    "cancel": Outcome("cancelled", "CANCELLED", {"seed": HOLDS_LATER}, tokens=3, held=True, leaves=True),
+    "deadline": Outcome(
+        "deadline_exceeded", "DEADLINE_EXCEEDED", {"seed": HOLDS_LATER}, tokens=3, held=True, timeout_s=1.5
+    ),
+    "killed": Outcome("completed", "OK", {"seed": HOLDS_LATER}, held=True),
+}
+ROWS = [(way, outcome) for way in WAYS for outcome in OUTCOMES if outcome != "killed"]
+KILLED = [(way, "killed") for way in ("Generate", "ModelStreamInfer", "chat, events")]
+
+
+class TracedStack:
+    """A stack whose predictors fail as they are told, and all that it exports."""
+
+    def __init__(self, stack, receiver, folders):
+        self.stack = stack
+        self.receiver = receiver
+        self.folders = folders
+
+    def hold(self, held):
+        for folder in self.folders:
+            if held:
+                (folder / "hold_later").touch()
+            else:
+                (folder / "hold_later").unlink(missing_ok=True)
+
+    def admitted(self):
+        """How many requests each predictor has taken in."""
+        return [path.stat().st_size if path.exists() else 0 for path in (f / "admitted" for f in self.folders)]
+
+    def latest(self):
+        """Every series, as it was exported last."""
+        return {point.series: point for point in self.receiver.metric_points()}
+
+    async def measured(self):
+        """Every series as it is now: from an export of each process that began after this call."""
+        now = time.time_ns()
+
+        def all_exported():
+            fresh = {(point.service, point.instance) for point in self.receiver.metric_points() if point.time_ns > now}
+            return Counter(service for service, _ in fresh) == PROCESSES
+
+        await until(all_exported, _RESTART_S)
+        return self.latest()
+
+    async def tree(self, trace_id, caller, least):
+        """The spans of a trace by their parents, once there are so many and no more come."""
+        await until(lambda: len(self._own(trace_id)) >= least)
+        await self.measured()
+        spans = self._own(trace_id)
+        children = defaultdict(list)
+        for span in sorted(spans, key=lambda span: span.start_ns):
+            children[span.parent_id].append(span)
+        assert list(children[caller]), "the caller's span has no child"
+        return children
+
+    def has_left(self, trace_id):
+        """Whether a predictor's call has ended."""
+        return any(span.service == "millrace-predictor" for span in self._own(trace_id))
+
+    def commits(self, trace_id):
+        """The logger's spans that link to the trace."""
+        return [span for span in self.receiver.spans(trace_id) if span.trace_id != trace_id]
+
+    def _own(self, trace_id):
+        return [span for span in self.receiver.spans(trace_id) if span.trace_id == trace_id]
+
+
+def flush_soon(config):
+    """Envoy's tracer flushes after five seconds or five spans."""
+    runtime = config["layered_runtime"]["layers"][0]["static_layer"]
+    runtime["tracing"]["opentelemetry"] = {"flush_interval_ms": 100, "min_flush_spans": 1}
+
+
+@pytest_asyncio.fixture(scope="module")
+async def traced(tmp_path_factory):
+    folders = [tmp_path_factory.mktemp("faults") for _ in range(PREDICTORS)]
+    with OtlpReceiver() as receiver:
+        exporting = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
+            "OTEL_BSP_SCHEDULE_DELAY": "100",
+            "OTEL_METRIC_EXPORT_INTERVAL": "300",
+        }
+        faults = {f"predictor-{i}": {"FAULTS": str(folder)} for i, folder in enumerate(folders)}
+        stack = await start_stack(
+            tmp_path_factory.mktemp("stack"),
+            {
+                "models": f"{MODEL}=models/{MODEL}",
+                "predictors": PREDICTORS,
+                "otel_exporter_otlp_endpoint": receiver.endpoint,
+            },
+            commands={"predictor": (sys.executable, "-m", "tests.system.faulty_predictor")},
+            environment={"transformer": exporting, "predictor": exporting, "logger": exporting} | faults,
+            change_gateway=flush_soon,
+        )
+        yield TracedStack(stack, receiver, folders)
+        await stack.stop()
+
+
+async def run(traced, way, outcome):
+    """Asks, and does to it what the outcome says; its ids, and what the answer's headers say."""
+    trace_id, caller = secrets.token_hex(16), secrets.token_hex(8)
+    parameters = {"max_tokens": TOKENS, "ignore_eos": True, **OUTCOMES[outcome].parameters}
+    ask = TracedAsk(f"mine-{caller}", f"00-{trace_id}-{caller}-01", parameters, OUTCOMES[outcome].timeout_s)
+    await traced.stack.wait_ready(_RESTART_S)
+    before, admitted = await traced.measured(), traced.admitted()
+    traced.hold(OUTCOMES[outcome].held)
+    try:
+        asking = asyncio.create_task(way.ask(traced.stack.gateway, ask))
+        if OUTCOMES[outcome].held and outcome != "deadline":
+            # Where the model stands still, and all that it has made has come.
+            await until(lambda: moved(traced.latest(), before, "gen_ai.server.time_to_first_token") == 1)
+            await until(lambda: moved(traced.latest(), before, "millrace.tokens", "value") == 3)
+        if outcome == "killed":
+            [index] = [i for i, count in enumerate(traced.admitted()) if count > admitted[i]]
+            await traced.stack.kill(f"predictor-{index}")
+        if OUTCOMES[outcome].leaves:
+            ask.leave()
+        if outcome == "killed":
+            traced.hold(False)
+        told = await asking
+        if OUTCOMES[outcome].held:
+            await until(lambda: traced.has_left(trace_id))
+    finally:
+        traced.hold(False)
+    return trace_id, caller, ask, told, before
+
+
+def moved(after, before, name, of="count", service="millrace-", **attributes):
+    """By how much the series of a name have moved that have these attributes, over all processes of a service."""
+    wanted = {key.replace("__", "."): value for key, value in attributes.items()}
+    return sum(
+        getattr(point, of) - (getattr(before[series], of) if series in before else 0)
+        for series, point in after.items()
+        if point.name == name and point.service.startswith(service) and wanted.items() <= dict(point.attributes).items()
+    )
+
+
+def expected_chain(way: TracedWay, outcome: Outcome):
+    """The spans from the gateway's first to the predictor's: service, kind, status, and the gRPC status it says."""
+    in_band = way.tells_status is False and outcome.code in ("INTERNAL", "INVALID_ARGUMENT")
+    code = "OK" if in_band else outcome.code
+    chain = [
+        ("envoy-ingress", "SERVER", gateway_status(code, "SERVER"), None),
+        ("millrace-transformer", "SERVER", "ERROR" if outcome.code in SERVER_FAULTS else "UNSET", code),
+    ]
+    if outcome.called:
+        # A cancel and a deadline that pass a gateway are the end of a stream to it, and no status.
+        chain += [
+            ("millrace-transformer", "CLIENT", "UNSET" if outcome.code == "OK" else "ERROR", outcome.code),
+            ("envoy-inner", "SERVER", gateway_status(outcome.code, "SERVER"), None),
+            ("envoy-inner", "CLIENT", gateway_status(outcome.code, "CLIENT"), None),
+            ("millrace-predictor", "SERVER", "ERROR" if outcome.code in SERVER_FAULTS else "UNSET", outcome.code),
+        ]
+    return chain
+
+
+def gateway_status(code, kind):
+    """What Envoy makes of a gRPC status; None where it may see the call's end or its status first."""
+    if code == "DEADLINE_EXCEEDED":
+        return None
+    if code in ("OK", "CANCELLED"):
+        return "UNSET"
+    return "ERROR" if kind == "CLIENT" or code in SERVER_FAULTS else "UNSET"
+
+
+def walk(children, caller, depth):
+    """The one path of a tree that does not branch."""
+    chain, at = [], caller
+    for _ in range(depth):
+        [span] = children[at]
+        chain.append(span)
+        at = span.span_id
+    assert not children[at]
+    return chain
+
+
+def check_chain(chain, expected):
+    assert [(span.service, span.kind) for span in chain] == [(service, kind) for service, kind, _, _ in expected]
+    for span, (service, _, status, code) in zip(chain, expected, strict=True):
+        assert status in (None, span.status), (service, span.kind, span.status)
+        assert span.attributes.get("rpc.response.status_code") == code, (service, span.kind)
+        assert span.end_ns >= span.start_ns > 0
+
+
+def names(span):
+    return [event.name for event in span.events]
+
+
+@pytest.mark.parametrize(("way", "outcome"), ROWS)
+async def test_the_tree_of_spans_and_what_is_measured(traced, way, outcome):
+    way, expected = WAYS[way], OUTCOMES[outcome]
+    trace_id, caller, ask, told, before = await run(traced, way, outcome)
+
+    chain = expected_chain(way, expected)
+    spans = walk(await traced.tree(trace_id, caller, len(chain)), caller, len(chain))
+    check_chain(spans, chain)
+    assert {span.attributes["millrace.request_id"] for span in spans} == {ask.request_id}
+    check_transformer(way, expected, spans[1])
+    if expected.called:
+        client, predictor = spans[2], spans[5]
+        assert client.name == predictor.name == PREDICT
+        assert client.attributes["rpc.method"] == predictor.attributes["rpc.method"] == PREDICT
+        assert predictor.attributes["gen_ai.request.model"] == MODEL
+        assert [name for name in names(predictor) if name in GENERATION_EVENTS] == [
+            name for name in GENERATION_EVENTS if name != "first_token" or expected.tokens
+        ]
+        for span in (client, predictor):
+            assert ("first_message" in names(span)) == bool(expected.tokens)
+    if told.headers and not expected.leaves:
+        assert told.headers["x-request-id"] == ask.request_id
+        assert told.headers["traceparent"].split("-")[1] == trace_id
+    await check_commit(traced, trace_id, spans[1])
+    after = await traced.measured()  # Before the record is asked for, which is a call as well.
+    [record] = await records(traced.stack.gateway, request_id=ask.request_id)
+    check_metrics(way, expected, sum(bool(chunk.token_ids) for chunk in record.chunks), after, before)
+
+
+def check_transformer(way, expected, span):
+    assert span.name == way.method
+    assert span.attributes["rpc.system.name"] == "grpc"
+    assert span.attributes["rpc.method"] == way.method
+    assert span.attributes["millrace.protocol"] == way.protocol
+    assert span.attributes["gen_ai.operation.name"] == way.operation
+    assert span.attributes["gen_ai.request.model"] == MODEL
+    assert span.attributes["gen_ai.usage.output_tokens"] == expected.tokens
+    assert span.attributes.get("gen_ai.response.finish_reasons") == (["length"] if expected.code == "OK" else None)
+    assert span.attributes.get("error.type") == (expected.code if expected.code in SERVER_FAULTS else None)
+    answers_once = way.method.endswith("/ModelInfer")
+    assert names(span)[-1:] == ([] if answers_once else ["end"])
+    if way.streams and expected.tokens:
+        assert names(span)[0] == "first_message"
+
+
+async def check_commit(traced, trace_id, server):
+    """The logger's commit is a trace of its own, with a link to the request's span."""
+    await until(lambda: traced.commits(trace_id))
+    [commit] = traced.commits(trace_id)
+    assert (commit.service, commit.name, commit.kind, commit.status) == (
+        "millrace-logger",
+        "payload commit",
+        "CONSUMER",
+        "UNSET",
+    )
+    assert server.span_id in [link.span_id for link in commit.links if link.trace_id == trace_id]
+
+
+def check_metrics(way, expected, chunks, after, before):
+    told = {"gen_ai__request__model": MODEL, "millrace__protocol": way.protocol}
+    failure = {"error__type": expected.code} if expected.code != "OK" else {}
+
+    def by(name, of="count", **attributes):
+        return moved(after, before, name, of, **attributes)
+
+    in_band = way.tells_status is False and expected.code in ("INTERNAL", "INVALID_ARGUMENT")
+    code = "OK" if in_band else expected.code
+    called = int(expected.called)
+    answered = int(expected.tokens > 0)
+    own = {"rpc__method": way.method, "rpc__response__status_code": code, "millrace__protocol": way.protocol}
+    theirs = {"rpc__method": PREDICT, "rpc__response__status_code": expected.code, "millrace__protocol": "grpc"}
+    assert by("rpc.server.call.duration", service="millrace-transformer", **own) == 1
+    assert by("rpc.server.call.duration", service="millrace-predictor", **theirs) == called
+    assert by("rpc.server.call.duration") == 1 + called
+    assert by("rpc.client.call.duration") == called
+    assert by("rpc.client.call.duration", rpc__method=PREDICT, rpc__response__status_code=expected.code) == called
+    assert by("millrace.streams", "value", millrace__outcome=expected.name, **told) == 1
+    assert by("millrace.streams", "value") == 1
+    operation = {"gen_ai__operation__name": way.operation}
+    assert by("gen_ai.server.request.duration", **told, **failure, **operation) == 1
+    assert by("gen_ai.server.time_to_first_token", **told, **operation) == answered
+    assert by("gen_ai.server.time_per_output_token", **told, **operation) == answered
+    assert by("gen_ai.client.token.usage", "value", gen_ai__token__type="output", **told) == expected.tokens
+    assert answered <= chunks <= expected.tokens
+    assert by("millrace.inter_token_latency", **told) == chunks - answered
+    assert by("millrace.queue.duration", gen_ai__request__model=MODEL) == called
+    # Whoever leaves while the model computes gets that token no more.
+    late = int(expected.held)
+    assert by("millrace.tokens", "value") == expected.tokens + late
+    assert by("millrace.tokens_after_cancel", "value") == late
+    assert by("millrace.stream.resumed", "value") == 0
+
+
+async def test_64_streams_cancelled_at_once_leave_every_span_ended(traced):
+    way = WAYS["Generate"]
+    parameters = {"max_tokens": 1000, "ignore_eos": True}
+    asks = [
+        TracedAsk(f"mine-{number}", f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01", parameters)
+        for number in range(64)
+    ]
+    await traced.stack.wait_ready(_RESTART_S)
+    admitted = traced.admitted()
+    asking = [asyncio.create_task(way.ask(traced.stack.gateway, ask)) for ask in asks]
+    await until(lambda: sum(traced.admitted()) - sum(admitted) == len(asks), 60)
+    await until(lambda: any(ask.begun.is_set() for ask in asks), 60)
+    for ask in asks:
+        ask.leave()
+    await asyncio.gather(*asking)
+    expected = expected_chain(way, OUTCOMES["cancel"])
+    for ask in asks:
+        _, trace_id, caller, _ = ask.traceparent.split("-")
+        spans = walk(await traced.tree(trace_id, caller, len(expected)), caller, len(expected))
+        check_chain(spans, expected)
+
+
+@pytest.mark.parametrize(("way", "outcome"), KILLED)
+async def test_a_stream_that_goes_on_elsewhere_stays_in_its_trace(traced, way, outcome):
+    way, expected = WAYS[way], OUTCOMES[outcome]
+    trace_id, caller, _, _, before = await run(traced, way, outcome)
+
+    # The killed predictor's own span dies with it.
+    children = await traced.tree(trace_id, caller, 2 + 3 + 4)
+    [ingress] = children[caller]
+    [server] = children[ingress.span_id]
+    check_transformer(way, expected, server)
+    assert "resume" in names(server)
+    # Until the gateway knows of the death, an attempt may meet the dead one again.
+    *broken, second = children[server.span_id]
+    assert broken
+    for attempt in broken:
+        assert (attempt.kind, attempt.name, attempt.status) == ("CLIENT", PREDICT, "ERROR")
+        assert attempt.attributes["rpc.response.status_code"] in ("INTERNAL", "UNAVAILABLE")
+        [gateway] = children[attempt.span_id]
+        assert (gateway.service, gateway.kind) == ("envoy-inner", "SERVER")
+        for span in children[gateway.span_id]:
+            assert (span.service, span.kind) == ("envoy-inner", "CLIENT")
+            assert not children[span.span_id]
+    assert "first_message" in names(broken[0])
+    assert not broken[0].links
+    # The gateway too may try the dead one first.
+    [gateway] = children[second.span_id]
+    *retried, upstream = children[gateway.span_id]
+    assert not any(children[span.span_id] for span in retried)
+    last = [second, gateway, upstream, *walk(children, upstream.span_id, 1)]
+    check_chain(last, expected_chain(way, expected)[2:])
+    # Both sides link to the span of the predictor that died, below the first attempt.
+    for span in (*broken[1:], second, last[-1]):
+        [link] = span.links
+        assert link.trace_id == trace_id
+        assert link.span_id not in {other.span_id for spans in children.values() for other in spans}
+    after = await traced.measured()
+    assert moved(after, before, "millrace.stream.resumed", "value", gen_ai__request__model=MODEL) == 1
+    assert moved(after, before, "millrace.streams", "value", millrace__outcome="completed") == 1
+    assert moved(after, before, "gen_ai.client.token.usage", "value", gen_ai__token__type="output") == TOKENS
+    # The one that was killed is back, and says so.
+    await traced.stack.wait_ready(_RESTART_S)
+    after = await traced.measured()
+    restarted = [point for point in after.values() if point.name == "millrace.engine.restarts" and point.value >= 1]
+    assert restarted

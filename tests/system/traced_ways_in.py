@@ -1,0 +1,155 @@
+"""Ways into the stack for the tests of traces: each says who it is, and can leave after its first chunk."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from millrace.protos import millrace_pb2
+from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace.protos.millrace_pb2_grpc import TextGenerationStub
+from millrace.sampling import set_parameters
+from tests.system.ask import in_thread
+from tests.system.calls import channel, each, http_request, text_request
+
+MODEL, PROMPT = "storyteller", "Once upon a time"
+
+
+@dataclass
+class TracedAsk:
+    """A generation with its caller's ids; `begun` is set at its first chunk, of which a whole answer has none."""
+
+    request_id: str
+    traceparent: str
+    parameters: Mapping[str, Any]
+    timeout_s: float = 60.0
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    leave: Callable[[], object] = lambda: None
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        return (("x-request-id", self.request_id), ("traceparent", self.traceparent))
+
+
+@dataclass(frozen=True)
+class Told:
+    """The headers of an answer, or its initial metadata."""
+
+    headers: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class TracedWay:
+    """`method` is the transformer's; `streams`: chunk by chunk; `tells_status`: every error is the call's own."""
+
+    method: str
+    protocol: str
+    ask: Callable[[str, TracedAsk], Awaitable[Told]]
+    streams: bool
+    tells_status: bool = True
+    operation: str = "text_completion"
+
+
+async def _generate(gateway: str, ask: TracedAsk) -> Told:
+    request = millrace_pb2.GenerateRequest(model=MODEL, prompt=PROMPT, **ask.parameters)
+    async with channel(gateway) as open_channel:
+        call = TextGenerationStub(open_channel).Generate(request, timeout=ask.timeout_s, metadata=ask.metadata)
+        return await _read(call, ask)
+
+
+async def _stream_infer(gateway: str, ask: TracedAsk) -> Told:
+    async with channel(gateway) as open_channel:
+        stub = GRPCInferenceServiceStub(open_channel)
+        call = stub.ModelStreamInfer(each(_infer_request(ask)), timeout=ask.timeout_s, metadata=ask.metadata)
+        return await _read(call, ask)
+
+
+async def _infer(gateway: str, ask: TracedAsk) -> Told:
+    async with channel(gateway) as open_channel:
+        stub = GRPCInferenceServiceStub(open_channel)
+        call = stub.ModelInfer(_infer_request(ask), timeout=ask.timeout_s, metadata=ask.metadata)
+        try:
+            ask.leave = call.cancel
+            await call
+        except (grpc.aio.AioRpcError, asyncio.CancelledError):
+            return Told({})
+        return Told(dict(await call.initial_metadata()))
+
+
+def _infer_request(ask: TracedAsk) -> Any:
+    request = text_request(MODEL, PROMPT)
+    request.id = ask.request_id
+    set_parameters(request.parameters, ask.parameters)
+    return request
+
+
+async def _read(call: Any, ask: TracedAsk) -> Told:
+    ask.leave = call.cancel
+    try:
+        async for _ in call:
+            ask.begun.set()
+    except (grpc.aio.AioRpcError, asyncio.CancelledError):
+        return Told({})
+    return Told(dict(await call.initial_metadata()))
+
+
+def _rest(path: str, body: Callable[[], Mapping[str, Any]]) -> Callable[[str, TracedAsk], Awaitable[Told]]:
+    async def ask_rest(gateway: str, ask: TracedAsk) -> Told:
+        loop = asyncio.get_running_loop()
+
+        def on_piece() -> None:
+            loop.call_soon_threadsafe(ask.begun.set)
+
+        headers = dict(ask.metadata) | {"x-timeout-ms": str(int(1000 * ask.timeout_s))}
+        written = {**body(), **ask.parameters}
+        connected: list[http.client.HTTPConnection] = []
+
+        def leave() -> None:
+            if connected[0].sock is not None:
+                connected[0].sock.shutdown(socket.SHUT_RDWR)
+
+        ask.leave = leave
+        try:
+            answer = await in_thread(
+                *(http_request, gateway, "POST", path, written, headers, on_piece), connected.append
+            )
+        except (http.client.HTTPException, OSError):
+            return Told({})
+        return Told(answer.headers)
+
+    return ask_rest
+
+
+def _chat(streams: bool) -> Callable[[], Mapping[str, Any]]:
+    return lambda: {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "stream": streams}
+
+
+WAYS: dict[str, TracedWay] = {
+    "Generate": TracedWay("millrace.v1.TextGeneration/Generate", "grpc", _generate, streams=True),
+    "ModelStreamInfer": TracedWay(
+        *("inference.GRPCInferenceService/ModelStreamInfer", "grpc", _stream_infer), streams=True, tells_status=False
+    ),
+    "ModelInfer": TracedWay("inference.GRPCInferenceService/ModelInfer", "grpc", _infer, streams=False),
+    "chat, events": TracedWay(
+        *("millrace.rest.v1.OpenAI/ChatCompletions", "http", _rest("/v1/chat/completions", _chat(True))),
+        streams=True,
+        operation="chat",
+    ),
+    "chat": TracedWay(
+        *("millrace.rest.v1.OpenAI/ChatCompletions", "http", _rest("/v1/chat/completions", _chat(False))),
+        streams=False,
+        operation="chat",
+    ),
+    "generate_stream": TracedWay(
+        "millrace.rest.v1.OpenInference/GenerateStream",
+        "http",
+        _rest(f"/v2/models/{MODEL}/generate_stream", lambda: {"text_input": PROMPT}),
+        streams=True,
+    ),
+}

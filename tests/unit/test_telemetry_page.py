@@ -1,0 +1,74 @@
+"""The Prometheus page answers, a port that is taken is one line, and several workers' pages are one."""
+
+import socket
+import urllib.error
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from millrace.errors import StartupError
+from millrace.telemetry.page import MetricsPage, WorkerPages
+from tests.metrics_pages import read_page
+
+
+def read(port):
+    return {(sample.name, *sorted(sample.labels.items())): sample.value for sample in read_page(port)}
+
+
+@pytest.fixture
+def pages():
+    opened = []
+
+    def open_page(registry, port=0):
+        opened.append(MetricsPage("127.0.0.1", port, registry))
+        return opened[-1]
+
+    yield open_page
+    for page in opened:
+        page.close()
+
+
+def worker(calls):
+    registry = CollectorRegistry()
+    Counter("calls", "Calls.", ["method"], registry=registry).labels("Generate").inc(calls)
+    Histogram("seconds", "Seconds.", buckets=[1, 2], registry=registry).observe(calls)
+    return registry
+
+
+def test_a_page_answers_until_it_is_closed(pages):
+    page = MetricsPage("127.0.0.1", 0, worker(3))
+    assert read(page.port)["calls_total", ("method", "Generate")] == 3
+    page.close()
+    with pytest.raises(urllib.error.URLError):
+        read(page.port)
+
+
+def test_a_taken_port_is_told_in_one_line():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(StartupError, match=f"127.0.0.1:{port} cannot be listened on for the metrics page"):
+            MetricsPage("127.0.0.1", port)
+
+
+def test_the_pages_of_workers_are_one_page(pages):
+    ports = {"0": pages(worker(3)).port, "1": pages(worker(1)).port}
+    registry = CollectorRegistry()
+    registry.register(WorkerPages(lambda: ports))
+    told = read(pages(registry).port)
+    assert told["calls_total", ("method", "Generate"), ("worker", "0")] == 3
+    assert told["calls_total", ("method", "Generate"), ("worker", "1")] == 1
+    assert told["seconds_bucket", ("le", "1.0"), ("worker", "0")] == 0
+    assert told["seconds_bucket", ("le", "1.0"), ("worker", "1")] == 1
+
+
+def test_a_worker_that_does_not_answer_is_left_out(pages, caplog):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        ports = {"0": closed.getsockname()[1], "1": pages(worker(1)).port}
+    registry = CollectorRegistry()
+    registry.register(WorkerPages(lambda: ports))
+    told = read(pages(registry).port)
+    assert {dict(key[1:])["worker"] for key in told} == {"1"}
+    assert "worker 0 tells no metrics" in caplog.text
