@@ -23,9 +23,10 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from millrace.errors import StartupError
-from millrace.telemetry.span_export import SpanExport
+from millrace.telemetry.span_export import SpanExporter
 
 Signal = Literal["TRACES", "METRICS"]
 
@@ -56,7 +57,7 @@ def set_up_telemetry(service: str) -> Callable[[], None]:
     tracers = TracerProvider(resource=resource, shutdown_on_exit=False, meter_provider=NoOpMeterProvider())
     if exports_traces:
         try:
-            tracers.add_span_processor(SpanExport(meters))
+            tracers.add_span_processor(BatchSpanProcessor(SpanExporter(), meter_provider=meters))
         except ValueError as error:
             raise StartupError(f"OTEL_BSP_*: {error}") from None
     trace.set_tracer_provider(tracers)
