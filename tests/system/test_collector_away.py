@@ -51,7 +51,7 @@ async def test_a_collector_that_stands_still_and_dies_costs_spans_alone(new_stac
         exporting = {
             "OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint,
             "OTEL_EXPORTER_OTLP_TIMEOUT": "2",
-            "OTEL_BSP_MAX_QUEUE_SIZE": "256",
+            "OTEL_BSP_MAX_QUEUE_SIZE": "1024",
             "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "64",
             "OTEL_BSP_SCHEDULE_DELAY": "200",
             "OTEL_METRIC_EXPORT_INTERVAL": "500",

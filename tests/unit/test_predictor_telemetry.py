@@ -152,8 +152,8 @@ async def test_a_deadline_at_work_is_told_with_what_it_came_to(model_of, spans):
     gate = Gate()
     model = model_of(FakeRunner(gate))
     with spans.call():
-        reader = asyncio.create_task(read(model, time_remaining_s=0.3))
-        deadline = time.monotonic() + 0.4
+        reader = asyncio.create_task(read(model, time_remaining_s=1.0))
+        deadline = time.monotonic() + 1.1
         gate.open(2)
         await until(lambda: model.engine.load.totals.tokens == 2)
         await until(lambda: time.monotonic() > deadline)
