@@ -16,7 +16,8 @@ from millrace.protos import millrace_pb2, millrace_pb2_grpc
 from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from millrace.tensors import decode_outputs
 from runner.free_ports import start_stack
-from tests.system.calls import channel, each, http_request, rest, text_request
+from tests.metrics_pages import read_page
+from tests.system.calls import channel, each, generate, http_request, rest, text_request
 from tests.waiting import until
 
 MODELS = "storyteller=models/storyteller,normalizer=models/normalizer"
@@ -116,8 +117,23 @@ async def ask_all(stack, prefix, came=None):
     return dict(zip(asked, answers, strict=True))
 
 
+async def is_chosen(stack):
+    """Whether the gateway gives the first predictor, which may just have come back, its share of what is asked."""
+    _, page, _ = stack.metrics_pages["predictor"][0]
+
+    async def tokens():
+        samples = await asyncio.to_thread(read_page, page)
+        return sum(sample.value for sample in samples if sample.name == "millrace_tokens_total")
+
+    before = await tokens()
+    one = {"model": "storyteller", "prompt": PROMPT, "max_tokens": 1}
+    await asyncio.gather(*(generate(stack.gateway, **one) for _ in range(8)))
+    return await tokens() > before
+
+
 async def ask_while(stack, prefix, disturb):
     """The same with something done to the stack once every answer is under way."""
+    await until(lambda: is_chosen(stack))
     came = Counter()
     asking = asyncio.create_task(ask_all(stack, prefix, came))
     await until(lambda: len(came) == len(WAYS_IN) * len(SAMPLING) * REPEATS and min(came.values()) >= 5, 60)

@@ -284,7 +284,7 @@ def test_only_broken_connections_eject_a_host(config: Config, name: str) -> None
     assert outlier["split_external_local_origin_errors"] is True
     for kind in ("consecutive_5xx", "consecutive_gateway_failure", "success_rate", "local_origin_success_rate"):
         assert outlier[f"enforcing_{kind}"] == 0
-    assert cluster["common_lb_config"]["healthy_panic_threshold"]["value"] == 0
+    assert cluster["common_lb_config"] == {"healthy_panic_threshold": {"value": 0}, "update_merge_window": "0s"}
     assert cluster["ignore_health_on_host_removal"] is True
     assert cluster["lb_policy"] == "LEAST_REQUEST"
 
