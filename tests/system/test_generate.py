@@ -21,7 +21,8 @@ async def test_a_story_comes_word_by_word(stack):
     responses = []
     async with channel(stack.gateway) as open_channel:
         stub = millrace_pb2_grpc.TextGenerationStub(open_channel)
-        call = stub.Generate(millrace_pb2.GenerateRequest(model="storyteller", prompt=PROMPT, request_id="story-1"))
+        request = millrace_pb2.GenerateRequest(model="storyteller", prompt=PROMPT, request_id="story-1", temperature=0)
+        call = stub.Generate(request)
         async for response in call:
             responses.append(response)
         trailing = dict(await call.trailing_metadata())
