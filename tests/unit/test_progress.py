@@ -1,6 +1,7 @@
 """A stream that steps pass by is noticed, and it is the engine that ends and not its reader's patience."""
 
 import logging
+import time
 
 import pytest
 
@@ -44,7 +45,7 @@ def test_those_who_decode_and_the_oldest_are_due_and_who_runs_alone_is_due_alone
 
 async def test_a_stream_without_progress_is_the_engines_end(caplog):
     with engines() as make, caplog.at_level(logging.CRITICAL):
-        engine = make(FakeRunner(), step_timeout_s=0.2)
+        engine = make(FakeRunner(lambda _: time.sleep(0.001)), step_timeout_s=0.2)
         schedule = engine._scheduler.schedule
 
         def passing_by(prefill_tokens):
