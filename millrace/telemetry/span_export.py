@@ -71,7 +71,7 @@ def _encode(span: ReadableSpan, scope: ScopeSpans) -> None:
     before = len(scope.spans)
     try:
         _encode_known(span, scope)
-    except Exception:  # A value of another type, or one that its type in protobuf does not hold.
+    except Exception:  # Left to the library, or a value that its type in protobuf does not hold.
         del scope.spans[before:]
         try:
             scope.spans.extend(encode_spans([span]).resource_spans[0].scope_spans[0].spans)
