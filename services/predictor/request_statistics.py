@@ -53,6 +53,7 @@ class ResponseTally:
         """As the protocol tells it."""
         return pb.InferResponseStatistics(
             compute_infer=self.success.told(),
+            compute_output=pb.StatisticDuration(count=self.success.count),  # Within compute_infer.
             success=self.success.told(),
             empty_response=self.empty.told(),
             fail=self.fail.told(),

@@ -81,6 +81,8 @@ class Serving:
         steps, ended, queue_ns, compute_ns = self._before
         ended = counted.ended - ended
         duration = pb.StatisticDuration
+        # Inputs and outputs are within compute_infer. Clients require one count of all three.
+        converted = duration(count=ended)
         return pb.ModelStatistics(
             name=self.model.name,
             version=VERSION,
@@ -91,7 +93,9 @@ class Serving:
                 success=self.requests.success.told(),
                 fail=self.requests.fail.told(),
                 queue=duration(count=ended, ns=counted.queue_ns - queue_ns),
+                compute_input=converted,
                 compute_infer=duration(count=ended, ns=counted.compute_ns - compute_ns),
+                compute_output=converted,
             ),
             response_stats={index: tally.told() for index, tally in self.requests.responses.items()},
         )

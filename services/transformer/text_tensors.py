@@ -3,8 +3,9 @@
 Inputs, each of one element: `text_input` BYTES; optional `stream` BOOL, `sampling_parameters` BYTES
 (JSON), `exclude_input_in_output` BOOL (default true), and `return_finish_reason`,
 `return_cumulative_logprob`, `return_logprobs`, `return_num_input_tokens`, `return_num_output_tokens`
-BOOL. Sampling parameters are read from the request's `parameters` too, which win; `logprobs` may be a
-number, as vLLM has it: so many of the likeliest tokens at each position.
+BOOL, each by default whether the request names that output. Sampling parameters are read from the
+request's `parameters` too, which win; `logprobs` may be a number, as vLLM has it: so many of the
+likeliest tokens at each position.
 
 Outputs, each [1]: `text_output` BYTES; where asked for, in every response, `finish_reason` BYTES
 ("None" before the end), `cumulative_logprob` FP32, `logprobs` BYTES (JSON: for each new token an object
@@ -76,7 +77,8 @@ def read_request(request: pb.ModelInferRequest, origin: Origin, timeout_s: float
     _check(request, tensors)
     prompt = _text(tensors[TEXT_INPUT])
     sampling = _sampling_object(tensors.get("sampling_parameters")) | parameters_of(request.parameters)
-    wanted = frozenset(name for name in _OUTPUTS if _flag(tensors.get(f"return_{name}"), default=False))
+    named = {output.name for output in request.outputs}
+    wanted = frozenset(name for name in _OUTPUTS if _flag(tensors.get(f"return_{name}"), default=name in named))
     _read_logprobs(sampling, wanted)
     text = TextRequest(
         origin=origin,
@@ -193,8 +195,6 @@ def _check(request: pb.ModelInferRequest, tensors: Mapping[str, Tensor]) -> None
     for output in request.outputs:
         if output.name not in _OUTPUTS:
             raise InvalidRequestError(f"unknown output {output.name!r}; a text model gives {', '.join(_OUTPUTS)}")
-        if output.name != TEXT_OUTPUT and not _flag(tensors.get(f"return_{output.name}"), default=False):
-            raise InvalidRequestError(f"output {output.name!r} needs the input return_{output.name}")
     if TEXT_INPUT not in tensors:
         raise InvalidRequestError(f"input {TEXT_INPUT!r} is missing")
 
@@ -211,10 +211,11 @@ def _read_logprobs(sampling: dict[str, Any], wanted: frozenset[str]) -> None:
 
 
 def _sampling_object(tensor: Tensor | None) -> dict[str, Any]:
-    if tensor is None:
+    text = "" if tensor is None else _text(tensor)
+    if not text:
         return {}
     try:
-        values = orjson.loads(_text(tensor))
+        values = orjson.loads(text)
     except ValueError as error:
         raise InvalidRequestError(f"sampling_parameters is not JSON: {error}") from None
     if not isinstance(values, dict):

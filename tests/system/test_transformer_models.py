@@ -199,9 +199,17 @@ async def test_the_further_outputs_of_tritons_vllm_backend(stub):
     assert int(whole["num_output_tokens"].array[0]) == 4
 
 
-async def test_an_output_that_was_not_asked_for_cannot_be_named(stub):
-    request = text_request("storyteller", "Once")
-    request.outputs.add(name="finish_reason")
+async def test_outputs_may_be_named_without_their_flags(stub):
+    """Triton's perf_analyzer names every output of the metadata, and sets no flag."""
+    request = text_request("storyteller", "Once", max_tokens=2, ignore_eos=1)
+    metadata = await stub.ModelMetadata(pb.ModelMetadataRequest(name="storyteller"))
+    for output in metadata.outputs:
+        request.outputs.add(name=output.name)
+    answered = {output.name for output in (await stub.ModelInfer(request)).outputs}
+    assert answered == {output.name for output in metadata.outputs}
+    add_input(request, Tensor("return_logprobs", "BOOL", np.array([False])))
+    assert {output.name for output in (await stub.ModelInfer(request)).outputs} == answered - {"logprobs"}
+    request.outputs.add(name="no_output")
     assert await refused(stub.ModelInfer(request)) is INVALID
 
 

@@ -91,6 +91,16 @@ async def test_nothing_is_counted_before_the_first_request(serving):
     assert not told.response_stats
 
 
+async def test_all_parts_of_the_computation_have_one_count(serving):
+    """Triton's perf_analyzer ends itself where they differ."""
+    await stream(serving, "2")
+    serving.model.statistics.succeeded += 1
+    told = serving.statistics()
+    for stats in (told.inference_stats, *told.response_stats.values()):
+        assert stats.compute_infer.count == stats.compute_output.count == 1
+    assert told.inference_stats.compute_input.count == told.inference_stats.queue.count == 1
+
+
 async def test_responses_are_counted_by_their_index(serving):
     await stream(serving, "3")
     await stream(serving, "1")
