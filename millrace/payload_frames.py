@@ -3,6 +3,9 @@
 On the writer thread. A part that cannot be encoded, or not redacted, raises whatever it was: nothing of it
 may reach the disk. Where rules touch answers, which they must see whole, a chunk's frame has its offset alone and
 the END has all chunks once more.
+
+The BEGIN of a long request has the first characters of its prompt and parameters. All of them follow when an answer
+begins, or with the END; never where the request is refused.
 """
 
 from __future__ import annotations
@@ -11,7 +14,18 @@ import hashlib
 import uuid
 from collections.abc import MutableSequence
 
-from millrace.payload_parts import BeginPart, ChunkPart, DeferredTensors, EndPart, Fields, InputsPart, Tensors
+from millrace.payload_merge import is_callers_own
+from millrace.payload_parts import (
+    BEGIN_CHARACTERS,
+    BeginPart,
+    ChunkPart,
+    DeferredTensors,
+    EndPart,
+    Fields,
+    InputsPart,
+    Tensors,
+    is_long,
+)
 from millrace.payload_rules import PayloadRules
 from millrace.protos.millrace_pb2 import PayloadChunk, PayloadRecord, PayloadTensor
 from millrace.protos.spool_pb2 import Frame
@@ -26,7 +40,9 @@ class OpenRecord:
     """What the writer knows of a record between its begin and its end."""
 
     def __init__(self, fields: Fields) -> None:
-        self.fields = fields  # As the begin has them.
+        self.fields = fields  # As the begin has them, but for what is short.
+        self.is_short = False  # Whether what is written lacks the rest of a long prompt or of long parameters.
+        self.is_answered = False
         self.incomplete = False
         self.dropped = False
         self.has_ttft = False
@@ -43,15 +59,30 @@ class FrameEncoder:
         self._held_max = held_max
         self._held_bytes = 0
 
-    def begin(self, part: BeginPart) -> bytes:
+    def begin(self, part: BeginPart, opened: OpenRecord) -> bytes:
         """The first frame of a record."""
         frame = Frame(record_id=part.record_id, kind=Frame.BEGIN)
         record = frame.part
         record.record_id = str(uuid.UUID(bytes=part.record_id))
         record.time.FromMicroseconds(part.time_us)
         record.protocol = storable(part.protocol)
-        _set_fields(record, part.fields)
+        fields = part.fields
+        if is_long(fields):
+            opened.is_short = True
+            if not self._rules.redactions:
+                fields = fields._replace(prompt=_cut(fields.prompt), parameters=_cut(fields.parameters))
+        _set_fields(record, fields)
         self._rules.redact(record)
+        if opened.is_short:
+            # Cut after the rules: what they take out may lie across the cut.
+            record.prompt, record.parameters = _cut(record.prompt), _cut(record.parameters)
+        return frame.SerializeToString()
+
+    def request(self, record_id: bytes, opened: OpenRecord) -> bytes:
+        """The frame with all of a request of which the begin has the first characters."""
+        frame = Frame(record_id=record_id, kind=Frame.CHUNK)
+        self._add_rest(frame.part, opened.fields, opened)
+        self._rules.redact(frame.part)
         return frame.SerializeToString()
 
     def inputs(self, part: InputsPart) -> bytes:
@@ -64,6 +95,7 @@ class FrameEncoder:
     def chunk(self, part: ChunkPart, record: OpenRecord) -> bytes:
         """The frame of a chunk; marks the record where the rules' memory has no room for its contents."""
         frame = Frame(record_id=part.record_id, kind=Frame.CHUNK)
+        record.is_answered = True
         if len(part.token_ids) and not record.has_ttft:
             record.has_ttft = True
             frame.part.ttft_ms = part.offset_ms
@@ -87,6 +119,8 @@ class FrameEncoder:
         frame = Frame(record_id=part.record_id, kind=Frame.END)
         ended = frame.part
         _set_fields(ended, part.fields, record.fields)
+        if record.is_short and (_is_answered(part, record) or not is_callers_own(part.status)):
+            self._add_rest(ended, part.fields, record)
         ended.status = part.status
         ended.message = storable(part.message)
         ended.failed_hop = storable(part.failed_hop)
@@ -118,6 +152,10 @@ class FrameEncoder:
         record.held.clear()
         record.held_bytes = 0
 
+    def _add_rest(self, record: PayloadRecord, fields: Fields, opened: OpenRecord) -> None:
+        record.prompt, record.parameters = storable(fields.prompt), storable(fields.parameters)
+        opened.is_short = False
+
     def _fill(self, chunk: PayloadChunk, part: ChunkPart) -> None:
         chunk.text = storable(part.text)
         chunk.token_ids.extend(part.token_ids)
@@ -141,6 +179,14 @@ def storable(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode(errors="replace").decode()
     return text
+
+
+def _cut(text: str) -> str:
+    return text[:BEGIN_CHARACTERS]
+
+
+def _is_answered(end: EndPart, record: OpenRecord) -> bool:
+    return record.is_answered or bool(end.text or end.outputs) or end.ttft_ms is not None
 
 
 def _set_fields(record: PayloadRecord, fields: Fields, before: Fields | None = None) -> None:

@@ -2,6 +2,9 @@
 
 An open record is kept as the serialized parts one behind the other, which is how protobuf merges messages. It grows
 no further than a message may: beyond that its chunks are left out.
+
+Of a request that was refused, or that its caller left, before any of its answer, a record keeps the first
+`KEPT_CHARACTERS` of each text: whoever sends what is refused must not fill the log with it.
 """
 
 from __future__ import annotations
@@ -12,6 +15,27 @@ from google.protobuf.message import DecodeError
 
 from millrace.protos.millrace_pb2 import PayloadRecord
 from millrace.protos.spool_pb2 import Frame
+
+KEPT_CHARACTERS = 2048
+_KEPT_TENSORS = 16
+_KEPT_NAME = 256  # Characters of names: of the model, of tensors.
+# Of what fails for another reason everything is kept: it is what somebody will look into.
+_CALLERS_OWN = frozenset(
+    {
+        "ALREADY_EXISTS",
+        "CANCELLED",
+        "DEADLINE_EXCEEDED",
+        "FAILED_PRECONDITION",
+        "INVALID_ARGUMENT",
+        "NOT_FOUND",
+        "OUT_OF_RANGE",
+        "PERMISSION_DENIED",
+        "RESOURCE_EXHAUSTED",
+        "UNAUTHENTICATED",
+        "UNAVAILABLE",
+        "UNIMPLEMENTED",
+    }
+)
 
 # Records that nobody ended have no END whose number they could have; above all numbers, the same at each reading.
 _ABORTED = 1 << 62
@@ -108,6 +132,11 @@ class Merger:
             self.open_bytes -= len(opened.parts)
 
 
+def is_callers_own(status: str) -> bool:
+    """Whether a request with this status, and without an answer, is kept in short."""
+    return status in _CALLERS_OWN
+
+
 def fit(record: PayloadRecord, max_bytes: int) -> bool:
     """Makes a record as small as a message may be, by leaving out what matters least; whether it is."""
     for leave_out in (_leave_out_tokens, _leave_out_chunks, _leave_out_tensors):
@@ -126,7 +155,34 @@ def _ended(opened: _OpenRecord, end: Frame) -> PayloadRecord:
     record.incomplete |= opened.incomplete
     if not record.text:
         record.text = "".join(chunk.text for chunk in record.chunks)
+    if _was_refused(record):
+        _keep_little(record)
     return record
+
+
+def _was_refused(record: PayloadRecord) -> bool:
+    """Whether the record ended for its caller's own doing, or for want of room, before any of an answer."""
+    has_answer = record.chunks or record.text or record.outputs or record.HasField("ttft_ms")
+    return is_callers_own(record.status) and not has_answer
+
+
+def _keep_little(record: PayloadRecord) -> None:
+    for name, kept in (("prompt", KEPT_CHARACTERS), ("parameters", KEPT_CHARACTERS), ("model", _KEPT_NAME)):
+        text = getattr(record, name)
+        if len(text) > kept:
+            setattr(record, name, text[:kept])
+            record.incomplete = True
+    if len(record.message) > KEPT_CHARACTERS:
+        record.message = record.message[:KEPT_CHARACTERS]
+    if len(record.inputs) > _KEPT_TENSORS:
+        del record.inputs[_KEPT_TENSORS:]
+        record.incomplete = True
+    for tensor in record.inputs:
+        tensor.ClearField("data")
+        if tensor.ByteSize() > 2 * _KEPT_NAME:
+            tensor.name, tensor.datatype = tensor.name[:_KEPT_NAME], tensor.datatype[:_KEPT_NAME]
+            del tensor.shape[_KEPT_TENSORS:]
+            record.incomplete = True
 
 
 def _leave_out_tokens(record: PayloadRecord) -> None:

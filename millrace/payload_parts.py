@@ -21,6 +21,9 @@ from millrace.protos.millrace_pb2 import Usage
 PART_BYTES = 400
 TOKEN_BYTES = 40
 _TENSOR_BYTES = 300
+# A begin has no more of the prompt and of the parameters than this; the rest follows once the request is answered, so
+# that what is refused never fills the disk.
+BEGIN_CHARACTERS = 16 << 10
 
 
 class RecordedTensor(NamedTuple):
@@ -65,6 +68,11 @@ class Fields(NamedTuple):
     resumes: int
 
 
+def is_long(fields: Fields) -> bool:
+    """Whether a begin leaves out some of the request."""
+    return len(fields.prompt) > BEGIN_CHARACTERS or len(fields.parameters) > BEGIN_CHARACTERS
+
+
 class BeginPart(NamedTuple):
     """A request arrived; `settled` is called on the event loop once the part lies on disk or was dropped."""
 
@@ -73,6 +81,14 @@ class BeginPart(NamedTuple):
     time_us: int
     protocol: str
     fields: Fields
+    settled: Callable[[], None]
+
+
+class RequestPart(NamedTuple):
+    """The request is about to be answered: what of it the begin left out is written; `settled` as of a begin."""
+
+    record_id: bytes
+    cost: int
     settled: Callable[[], None]
 
 
@@ -115,7 +131,7 @@ class EndPart(NamedTuple):
     incomplete: bool
 
 
-LaterPart = InputsPart | ChunkPart | EndPart
+LaterPart = RequestPart | InputsPart | ChunkPart | EndPart
 
 
 class PartQueue:

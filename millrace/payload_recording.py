@@ -22,7 +22,9 @@ from millrace.payload_parts import (
     EndPart,
     Fields,
     InputsPart,
+    RequestPart,
     Tensors,
+    is_long,
     size_of,
 )
 from millrace.payload_rules import Mode
@@ -67,7 +69,8 @@ class Recording:
         self._incomplete = False
         self._keeps_request = self._keeps_answer = False
         self._inputs_at_begin: Tensors = ()
-        self._settled = True
+        self._unsettled = 0  # Parts that are not known to lie on disk: the begin, and the rest of a long request.
+        self._is_short = False
         self._waiting: asyncio.Event | None = None
         self._has_waited = False
 
@@ -77,8 +80,10 @@ class Recording:
         To be awaited before each chunk leaves: only the first time may it wait.
         """
         has_waited, self._has_waited = self._has_waited, True
-        if self._settled or has_waited or not self._tap._begins_answered:
-            return self._settled
+        if self._is_short:
+            self._write_rest()
+        if not self._unsettled or has_waited or not self._tap._begins_answered:
+            return not self._unsettled
         self._waiting = self._waiting or asyncio.Event()
         self._queue.wake.set()
         try:
@@ -86,7 +91,7 @@ class Recording:
                 await self._waiting.wait()
         except TimeoutError:
             self._tap._give_up_waiting()
-        return self._settled
+        return not self._unsettled
 
     def chunk(
         self, text: str, token_ids: Sequence[int] = (), logprobs: Sequence[float] = (), outputs: Tensors = ()
@@ -171,7 +176,8 @@ class Recording:
                 self._tap._drops.count(MEMORY)
                 return
             self._queue.begin(BeginPart(self._id, cost, time_us, protocol, fields, self._settle))
-            self._open, self._settled = True, False
+            self._open, self._unsettled = True, 1
+            self._is_short = is_long(fields)
             if self._keeps_request and self.inputs:
                 self._inputs_at_begin = self.inputs
                 inputs = self._within_memory(self.inputs)
@@ -197,7 +203,14 @@ class Recording:
         self._incomplete = True
         self._tap._drops.count(reason, exc_info=exc_info)
 
+    def _write_rest(self) -> None:
+        """Has the rest of a long request written, which is answered now; its end has it, where that has come."""
+        self._is_short = False
+        if self._open:
+            self._unsettled += 1
+            self._queue.put(RequestPart(self._id, PART_BYTES, self._settle))
+
     def _settle(self) -> None:
-        self._settled = True
-        if self._waiting is not None:
+        self._unsettled -= 1
+        if not self._unsettled and self._waiting is not None:
             self._waiting.set()

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from millrace.payload_drops import DISK, FAILED, FULL, MEMORY, TOO_LARGE, Drops
 from millrace.payload_frames import FrameEncoder
-from millrace.payload_parts import BeginPart, DeferredTensors, PartQueue, RecordedTensor, Tensors
+from millrace.payload_parts import BeginPart, DeferredTensors, PartQueue, RecordedTensor, RequestPart, Tensors
 from millrace.payload_recording import Recording
 from millrace.payload_rules import PayloadRules
 from millrace.payload_shipping import PayloadShipping
@@ -118,9 +118,9 @@ class PayloadTap:
         """Opens the spool and starts the threads; raises StartupError where the folder cannot be used."""
         loop = asyncio.get_running_loop()
 
-        def settle(begins: Sequence[BeginPart]) -> None:
+        def settle(parts: Sequence[BeginPart | RequestPart]) -> None:
             with contextlib.suppress(RuntimeError):  # The loop has been closed: nobody waits any more.
-                loop.call_soon_threadsafe(self._settle, begins)
+                loop.call_soon_threadsafe(self._settle, parts)
 
         own, orphans = open_spools(self._root, self._spool_max, self._fsync)
         self._shipper = PayloadShipping(self._target, own, orphans, self._drops, self.hop)
@@ -191,10 +191,10 @@ class PayloadTap:
             written = self._writer.close()
             self._shipper.close(remove=written)
 
-    def _settle(self, begins: Sequence[BeginPart]) -> None:
+    def _settle(self, parts: Sequence[BeginPart | RequestPart]) -> None:
         self._begins_answered = True
-        for begin in begins:
-            begin.settled()
+        for part in parts:
+            part.settled()
 
     def _give_up_waiting(self) -> None:
         """Until the disk answers again, no request waits for it."""

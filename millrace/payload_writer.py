@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from millrace.payload_drops import DISK, FAILED, FULL, Drops
 from millrace.payload_frames import INCOMPLETE, FrameEncoder, OpenRecord
-from millrace.payload_parts import BeginPart, ChunkPart, EndPart, InputsPart, LaterPart, PartQueue
+from millrace.payload_parts import BeginPart, ChunkPart, EndPart, InputsPart, LaterPart, PartQueue, RequestPart
 from millrace.payload_spool import Spool
 
 _LOOK_S = 0.03
@@ -43,7 +43,11 @@ class _Written(NamedTuple):
 
 
 class PayloadWriter:
-    """Owns the thread; `settle` gets the begins that are on disk or dropped, `ended` is called when a record ended."""
+    """Owns the thread.
+
+    `settle` gets the parts for which requests wait, once they are on disk or dropped; `ended` is called when a record
+    ended.
+    """
 
     def __init__(
         self,
@@ -54,7 +58,7 @@ class PayloadWriter:
         encoder: FrameEncoder,
         *,
         max_bytes: int,
-        settle: Callable[[Sequence[BeginPart]], None],
+        settle: Callable[[Sequence[BeginPart | RequestPart]], None],
         ended: Callable[[], None],
     ) -> None:
         self._queue = queue
@@ -145,7 +149,7 @@ class PayloadWriter:
             self._slice_cost += part.cost
             record = self._open[part.record_id] = OpenRecord(part.fields)
             try:
-                frames.append(_Written(self._encoder.begin(part), part, record))
+                frames.append(_Written(self._encoder.begin(part, record), part, record))
             except Exception:
                 self._drops.count(FAILED, exc_info=True)
                 record.dropped = True
@@ -161,12 +165,16 @@ class PayloadWriter:
                 record.incomplete = True
                 if isinstance(part, EndPart):
                     frames.append(_Written(self._encoder.end_without_contents(part), part, record))
+        if isinstance(part, RequestPart) and (not frames or frames[-1].part is not part):
+            self._settle([part])
         if isinstance(part, EndPart):
             del self._open[part.record_id]
             self._encoder.forget(record)
 
     def _encode(self, part: LaterPart, record: OpenRecord) -> bytes:
         match part:
+            case RequestPart():
+                return self._encoder.request(part.record_id, record)
             case InputsPart():
                 return self._encoder.inputs(part)
             case ChunkPart():
@@ -198,9 +206,9 @@ class PayloadWriter:
             self._append(batch)
         if only_ends and not failing:
             self._retry_at = time.monotonic() + _RETRY_S
-        begins = [frame.part for frame in frames if isinstance(frame.part, BeginPart)]
-        if begins:
-            self._settle(begins)
+        waited_for = [frame.part for frame in frames if isinstance(frame.part, BeginPart | RequestPart)]
+        if waited_for:
+            self._settle(waited_for)
 
     def _append(self, batch: Sequence[_Written]) -> None:
         try:
