@@ -155,12 +155,12 @@ def _ended(opened: _OpenRecord, end: Frame) -> PayloadRecord:
     record.incomplete |= opened.incomplete
     if not record.text:
         record.text = "".join(chunk.text for chunk in record.chunks)
-    if _was_refused(record):
+    if was_refused(record):
         _keep_little(record)
     return record
 
 
-def _was_refused(record: PayloadRecord) -> bool:
+def was_refused(record: PayloadRecord) -> bool:
     """Whether the record ended for its caller's own doing, or for want of room, before any of an answer."""
     has_answer = record.chunks or record.text or record.outputs or record.HasField("ttft_ms")
     return is_callers_own(record.status) and not has_answer

@@ -20,6 +20,9 @@ _PAGES = 1_000
 # What stands in the way of emptying the log, a reader, is given so long.
 _LOG_BUSY_MS = 100
 
+# What is refused may take this share of the log before it goes first, however new it is.
+_REFUSED_SHARE = 1 / 8
+
 _Rows = Sequence[Any]
 
 _OLDEST = (
@@ -29,6 +32,8 @@ _OLDEST = (
     .order_by(records.c.time_us, records.c.position)
     .limit(_RECORDS)
 )
+_LARGEST = "SELECT client FROM shares GROUP BY client ORDER BY sum(bytes) DESC LIMIT 1"
+_LARGEST_REFUSED = "SELECT client FROM shares WHERE refused ORDER BY bytes DESC LIMIT 1"
 
 
 def delete_some(connection: sql.Connection, chosen: sql.ColumnElement[bool]) -> int:
@@ -44,13 +49,17 @@ def delete_some(connection: sql.Connection, chosen: sql.ColumnElement[bool]) -> 
 def expire_some(connection: sql.Connection, before_us: int | None, max_bytes: int | None) -> list[int]:
     """Deletes some of the oldest records, those before a time or above a size; returns their positions.
 
+    Above the size the client whose records take most loses its oldest; first of all, where refused requests take more
+    than their share, the client with most of those loses them. So nobody's records displace another's who has fewer.
     Records of the gateway's log alone count as position 0.
     """
     rows: _Rows = ()
     if before_us is not None:
         rows = connection.execute(_OLDEST.where(records.c.time_us < before_us)).all()
-    if not rows and max_bytes is not None:
-        rows = _first(connection.execute(_OLDEST).all(), _bytes_used(connection) - max_bytes)
+    if not rows and max_bytes is not None and (excess := _bytes_used(connection) - max_bytes) > 0:
+        chosen = _first_to_go(connection, max_bytes)
+        rows = _first(connection.execute(_OLDEST.where(*chosen)).all(), excess)
+        rows = rows or _first(connection.execute(_OLDEST).all(), excess)
     _delete(connection, rows)
     return [0 if row.of_call else row.position for row in rows]
 
@@ -78,6 +87,7 @@ def forget_some(connection: sql.Connection, before_us: int) -> int:
     deleted = "SELECT call_id FROM calls WHERE gateway IS NULL AND time_us < ? LIMIT ?"
     call_ids = column(connection, deleted, before_us, _SEQUENCES)
     connection.exec_driver_sql(f"DELETE FROM calls WHERE call_id IN {EACH}", (json.dumps(call_ids),))  # noqa: S608
+    connection.exec_driver_sql("DELETE FROM shares WHERE bytes <= 0")
     return forgotten + len(call_ids)
 
 
@@ -111,6 +121,16 @@ def _delete(connection: sql.Connection, rows: _Rows) -> list[str]:
     )
     connection.exec_driver_sql(f"DELETE FROM calls WHERE call_id IN {EACH}", (json.dumps(unnamed),))  # noqa: S608
     return unnamed
+
+
+def _first_to_go(connection: sql.Connection, max_bytes: int) -> Sequence[sql.ColumnElement[bool]]:
+    """The conditions that the next records to be deleted for space fulfil."""
+    (refused_bytes,) = column(connection, "SELECT coalesce(sum(bytes), 0) FROM shares WHERE refused")
+    if refused_bytes > max_bytes * _REFUSED_SHARE:
+        (client,) = column(connection, _LARGEST_REFUSED)
+        # The condition as the index has it.
+        return records.c.client == client, sql.text("refused")  # type: ignore[return-value]
+    return [records.c.client == client for client in column(connection, _LARGEST)]
 
 
 def _first(rows: _Rows, excess: int) -> _Rows:

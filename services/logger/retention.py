@@ -1,5 +1,8 @@
 """What becomes of old records: those above an age or a size are deleted, oldest first.
 
+For space, the client whose records take most loses its own first, and refused requests go before all others once they
+take more than an eighth: see `removing.expire_some`.
+
 A record that a sink has not had yet is not spared: the log says how many there were. Which sequences a source has sent,
 and which calls were deleted, is remembered for as long as a spool might repeat them.
 

@@ -6,7 +6,8 @@ matches lie in the order in which they are asked for. A record that was made of 
 in `of_call`, and whether a service's record of the same call may yet come to take its place. `calls` holds what the
 gateway said of a call, under the id that the gateway gave it; without contents where the call's records were deleted.
 `appended` remembers which sequences of a source have come, apart from the records: what was deleted does not come back.
-`cursors` says how far the readers of all records are.
+`cursors` says how far the readers of all records are. `shares` has what each client's records take, those that were
+refused apart; triggers keep it.
 
 Times are whole microseconds since 1970. The file is its owner's alone (mode 0600), in WAL mode, so that `sqlite3` may
 read it live, and gives back the space of what is deleted, which is overwritten with zeros.
@@ -31,7 +32,7 @@ from services.logger.filters import class_of
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 BUSY_MS = 5000
 _CACHE_KIB = 64 * 1024
@@ -61,6 +62,8 @@ records = sql.Table(
     sql.Column("ttft_class", sql.Integer),
     sql.Column("call_id", sql.String),
     sql.Column("of_call", sql.Integer, nullable=False),
+    # Whether it was refused, or left by its caller, before any of an answer.
+    sql.Column("refused", sql.Integer, nullable=False, server_default="0"),
     sql.Column("body", sql.LargeBinary, nullable=False),
     *(
         sql.Index(f"records_by_{name}", name, "time_us")
@@ -71,6 +74,7 @@ records = sql.Table(
     sql.Index("records_by_duration", "duration_class"),
     sql.Index("records_by_ttft", "ttft_class"),
     sql.Index("records_by_call", "call_id", sqlite_where=sql.text("call_id IS NOT NULL")),
+    sql.Index("records_refused", "client", "time_us", sqlite_where=sql.text("refused")),
     sqlite_autoincrement=True,
 )
 calls = sql.Table(
@@ -102,6 +106,23 @@ cursors = sql.Table(
     sql.Column("name", sql.String, primary_key=True),
     sql.Column("position", sql.Integer, nullable=False),
     sqlite_with_rowid=False,
+)
+shares = sql.Table(
+    "shares",
+    _metadata,
+    sql.Column("client", sql.String, primary_key=True),
+    sql.Column("refused", sql.Integer, primary_key=True),
+    sql.Column("bytes", sql.BigInteger, nullable=False),
+    sqlite_with_rowid=False,
+)
+# 600 is what a record takes beside its body: columns, and entries of the indexes.
+_TRIGGERS = (
+    "CREATE TRIGGER IF NOT EXISTS share_more AFTER INSERT ON records BEGIN"
+    " INSERT INTO shares (client, refused, bytes) VALUES (new.client, new.refused, length(new.body) + 600)"
+    " ON CONFLICT DO UPDATE SET bytes = bytes + excluded.bytes; END",
+    "CREATE TRIGGER IF NOT EXISTS share_less AFTER DELETE ON records BEGIN"
+    " UPDATE shares SET bytes = bytes - length(old.body) - 600"
+    " WHERE client = old.client AND refused = old.refused; END",
 )
 
 
@@ -193,6 +214,10 @@ def _bring_up_to_date(engine: sql.Engine, path: Path) -> None:
             logger.info("%s: from schema version %d to %d, once", path, version, SCHEMA_VERSION)
             _MIGRATIONS[version](connection)
         _metadata.create_all(connection)
+        if version in _MIGRATIONS:
+            _fill_shares(connection)
+        for trigger in _TRIGGERS:
+            connection.exec_driver_sql(trigger)
         connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")
     with engine.connect() as connection:
         if connection.exec_driver_sql("PRAGMA auto_vacuum").scalar_one() != _INCREMENTAL:
@@ -226,5 +251,23 @@ def _from_1(connection: sql.Connection) -> None:
     connection.exec_driver_sql("DROP TABLE records_1")
 
 
+def _add_columns(connection: sql.Connection) -> None:
+    """Adds the columns of `records` that are new since an earlier version; each has a default."""
+    known = {row.name for row in connection.exec_driver_sql("PRAGMA table_info(records)")}
+    for added in (one for one in records.columns if one.name not in known):
+        ddl = sql.schema.CreateColumn(added).compile(dialect=connection.dialect)
+        connection.exec_driver_sql(f"ALTER TABLE records ADD COLUMN {ddl}")
+    for index in records.indexes:
+        index.create(connection, checkfirst=True)
+
+
+def _fill_shares(connection: sql.Connection) -> None:
+    connection.exec_driver_sql("DELETE FROM shares")
+    connection.exec_driver_sql(
+        "INSERT INTO shares (client, refused, bytes)"
+        " SELECT client, refused, sum(length(body) + 600) FROM records GROUP BY client, refused"
+    )
+
+
 # Version of a file → what makes one of today out of it.
-_MIGRATIONS: dict[int, Callable[[sql.Connection], None]] = {1: _from_1}
+_MIGRATIONS: dict[int, Callable[[sql.Connection], None]] = {1: _from_1, 2: _add_columns}

@@ -13,11 +13,12 @@ from typing import Any
 
 import sqlalchemy as sql
 
+from millrace.payload_merge import was_refused
 from millrace.protos.millrace_pb2 import AppendRequest, PayloadRecord
 from services.logger.filters import columns_of
 from services.logger.schema import EACH, NOT_OF_CALL, OF_CALL, OF_CALL_FOR_NOW, column
 
-_COLUMNS = (*columns_of(PayloadRecord()), "of_call", "body")
+_COLUMNS = (*columns_of(PayloadRecord()), "of_call", "refused", "body")
 _RECORDS = f"records ({', '.join(_COLUMNS)})"
 _SIZES = (256, 64, 16, 4, 1)
 
@@ -113,4 +114,4 @@ def _insert(connection: sql.Connection, into: str, rows: list[_Row]) -> None:
 
 
 def _row(record: PayloadRecord, of_call: int) -> _Row:
-    return (*columns_of(record).values(), of_call, record.SerializeToString())
+    return (*columns_of(record).values(), of_call, int(was_refused(record)), record.SerializeToString())

@@ -80,6 +80,55 @@ async def test_one_that_is_large_takes_no_others_with_it(store):
     assert await numbers(store) == [3, 2]
 
 
+async def test_what_is_refused_displaces_nothing_that_was_answered(store):
+    limit = 8 << 20
+    answered = [aged(n, days=6, status="OK", prompt="x" * 4000, text="y") for n in range(1, 501)]
+    await store.append(answered)
+    refused = [
+        aged(n, days=1 - n / 1e6, status="RESOURCE_EXHAUSTED", client="flood", prompt="x" * 2000)
+        for n in range(1000, 5000)
+    ]
+    await store.append(refused)
+    deleted = await Retention(store, 7, limit, now_us=at_now).apply()
+    left = await numbers(store, limit=10_000)
+    assert set(range(1, 501)) <= set(left)
+    assert 0 < deleted < 4000
+    assert left[0] == 4999, "of what was refused the newest stays"
+    assert not set(range(1000, 1000 + deleted)) & set(left)
+
+
+async def test_who_has_most_on_record_loses_the_oldest_of_it(store):
+    limit = 4 << 20
+    await store.append([aged(n, days=6, status="OK", client="quiet", prompt="x" * 4000) for n in range(1, 101)])
+    await store.append([aged(n, days=1 - n / 1e6, client="loud", prompt="x" * 4000) for n in range(1000, 2500)])
+    deleted = await Retention(store, 7, limit, now_us=at_now).apply()
+    left = await numbers(store, limit=10_000)
+    assert left == [*range(2499, 999 + deleted, -1), *range(100, 0, -1)]
+
+
+async def test_what_was_answered_in_part_is_not_counted_as_refused(store, path):
+    await store.append(
+        [
+            aged(1, days=1, status="CANCELLED", client="c", text="half"),
+            aged(2, days=1, status="CANCELLED", client="c"),
+            aged(3, days=1, status="OK", client="c"),
+            aged(4, days=1, status="INTERNAL", client="c"),
+            aged(5, days=1, status="INVALID_ARGUMENT", client="c"),
+        ]
+    )
+    connection = sqlite3.connect(path)
+    refused = connection.execute("SELECT record_id FROM records WHERE refused ORDER BY position").fetchall()
+    taken = connection.execute("SELECT client, refused, bytes > 0 FROM shares ORDER BY refused").fetchall()
+    connection.close()
+    assert refused == [(record_id(2),), (record_id(5),)]
+    assert taken == [("c", 0, 1), ("c", 1, 1)]
+    assert await store.delete(client="c") == 5
+    await store.forget(0)
+    connection = sqlite3.connect(path)
+    assert connection.execute("SELECT count(*) FROM shares").fetchone() == (0,)
+    connection.close()
+
+
 async def test_others_write_between_two_steps(store):
     """A step is bounded, so that no append waits for all of it."""
     await store.append([aged(n, days=8) for n in range(1, 1001)])

@@ -120,6 +120,32 @@ async def test_a_migrated_file_has_the_tables_of_a_new_one(old_file, tmp_path):
     assert tables(old_file) == tables(tmp_path / "new.sqlite3")
 
 
+async def test_a_file_of_version_2_goes_on_with_what_its_clients_take(tmp_path):
+    path = tmp_path / "payloads.sqlite3"
+    store = SqliteStore(path)
+    await store.append([append_request(n, client=f"c{n % 2}", prompt="x" * 1000) for n in range(1, 21)])
+    await store.close()
+    connection = sqlite3.connect(path)
+    before = connection.execute("SELECT * FROM shares ORDER BY client").fetchall()
+    connection.executescript(
+        "DROP TRIGGER share_more; DROP TRIGGER share_less; DROP TABLE shares; DROP INDEX records_refused;"
+        "ALTER TABLE records DROP COLUMN refused; PRAGMA user_version = 2"
+    )
+    connection.commit()
+    connection.close()
+    store = SqliteStore(path)
+    assert len(await numbers(store)) == 20
+    assert await store.delete(client="c1") == 10
+    await store.append([append_request(30, client="c1", prompt="x" * 1000)])
+    await store.close()
+    connection = sqlite3.connect(path)
+    after = connection.execute("SELECT * FROM shares ORDER BY client").fetchall()
+    assert connection.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
+    connection.close()
+    assert after[0] == before[0]
+    assert after[1][2] == pytest.approx(before[1][2] / 10, rel=0.02)
+
+
 async def test_a_migration_that_fails_leaves_the_file_as_it_was(old_file):
     connection = sqlite3.connect(old_file)
     connection.execute("CREATE TABLE sources (in_the_way INTEGER)")
