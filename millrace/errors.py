@@ -17,6 +17,7 @@ FAILED_HOP = "x-failed-hop"
 HTTP_STATUS = "x-http-status"
 RETRY_AFTER_MS = "retry-after-ms"
 DRAINING = "x-millrace-draining"
+OTHER_WEIGHTS = "x-millrace-other-weights"
 
 # gRPC sends the text as a header, where a character beyond ASCII takes up to nine bytes and all
 # headers together 8 KiB: a longer text would break the connection, and every call on it.
@@ -140,6 +141,13 @@ class DrainingError(NotReadyError):
         return (*super().trailing_metadata(this_hop), (DRAINING, "true"))
 
 
+class OtherWeightsError(NotReadyError):
+    """A stream that another replica began cannot go on at this one, whose model has another fingerprint."""
+
+    def trailing_metadata(self, this_hop: str) -> tuple[tuple[str, str], ...]:
+        return (*super().trailing_metadata(this_hop), (OTHER_WEIGHTS, "true"))
+
+
 class DeadlineError(MillraceError):
     """The request's deadline passed."""
 
@@ -195,6 +203,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError, hop: str) -> MillraceError:
     cls = cls or _BY_STATUS.get(code, RequestFailedError)
     if cls is NotReadyError and metadata.get(DRAINING) == "true":
         cls = DrainingError
+    elif cls is NotReadyError and metadata.get(OTHER_WEIGHTS) == "true":
+        cls = OtherWeightsError
     retry_after = metadata.get(RETRY_AFTER_MS, "")
     return cls(message, hop=failed_hop or hop, retry_after_ms=int(retry_after) if retry_after.isdigit() else None)
 

@@ -33,7 +33,7 @@ from millrace.protos.spool_pb2 import Frame
 # Behind any frame, which it becomes a part of: protobuf reads two messages in a row as one, merged.
 INCOMPLETE = Frame(part=PayloadRecord(incomplete=True)).SerializeToString()
 
-_STRINGS = ("request_id", "model", "prompt", "parameters", "trace_id", "span_id", "client", "call_id")
+_STRINGS = ("request_id", "model", "prompt", "parameters", "trace_id", "span_id", "client", "call_id", "fingerprint")
 
 
 class OpenRecord:

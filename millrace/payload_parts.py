@@ -66,6 +66,7 @@ class Fields(NamedTuple):
     call_id: str
     metadata: Mapping[str, str]
     resumes: int
+    fingerprint: str
 
 
 def is_long(fields: Fields) -> bool:

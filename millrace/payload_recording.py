@@ -56,6 +56,7 @@ class Recording:
     call_id: str
     inputs: Tensors
     resumes: int = 0
+    fingerprint: str = ""
 
     def __init__(self, tap: PayloadTap, number: int) -> None:
         record_id = as_uuid7(number)
@@ -189,7 +190,7 @@ class Recording:
         prompt, parameters = (self.prompt, self.parameters) if self._keeps_request else ("", "")
         return Fields(
             *(self.request_id, self.model, prompt, parameters, self.trace_id, self.span_id),
-            *(self.client, self.call_id, self.metadata, self.resumes),
+            *(self.client, self.call_id, self.metadata, self.resumes, self.fingerprint),
         )
 
     def _within_memory(self, tensors: Tensors) -> Tensors:

@@ -17,6 +17,9 @@ What the caller says travels as metadata, see `CallOptions`. What the predictor 
   the predictor's span of the call, as W3C trace context writes it. The next attempt's spans link to it.
 - `cached_tokens`, a parameter of the first response with ids where the caller resumes: of the prompt's tokens those
   that needed no computation. The last response, which has it always, may come from another replica.
+- `FINGERPRINT`, a parameter of the first response of every call, heartbeat or not: which weights answer, see
+  services/predictor/fingerprint.py. A stream goes on only where the same ones do: the caller sends it along, and a
+  replica with others refuses with `millrace.errors.OtherWeightsError` before it begins. In ModelConfig too.
 - `millrace.errors.DrainingError`: the stream is handed back. Every id published before has been sent. Nothing is wrong
   with the request, and the next replica can have it at once.
 - `HopBrokenError` (engine died), or a call that breaks: a death, which the request itself may have caused.
@@ -34,6 +37,7 @@ from millrace.errors import InvalidRequestError
 RESUMES = "x-millrace-resumes"
 HEARTBEAT_MS = "x-millrace-heartbeat-ms"
 ALONE = "x-millrace-alone"
+EXPECTED_FINGERPRINT = "x-millrace-fingerprint"
 FIRST_TOKEN_TIMEOUT_MS = "x-first-token-timeout-ms"  # noqa: S105 (public: clients send it too)
 
 # Parameters of a response: that it says only that the call is alive, that nothing else is computed beside it, and which
@@ -41,6 +45,7 @@ FIRST_TOKEN_TIMEOUT_MS = "x-first-token-timeout-ms"  # noqa: S105 (public: clien
 HEARTBEAT = "heartbeat"
 RUNS_ALONE = "runs_alone"
 SPAN = "span"
+FINGERPRINT = "fingerprint"
 
 MAX_TIMEOUT_MS = 99_999_999  # gRPC's own limit of digits in a timeout.
 
@@ -51,13 +56,15 @@ class CallOptions:
 
     `resumes`: it goes on elsewhere when the stream is handed back. `heartbeat_ms`: so often it wants a sign of life
     (None: never). `alone`: the engine computes nothing else until the call's next token, so that what kills it then
-    is known. `first_token_timeout_ms`: what is left until the first token of the answer must be there (None: no limit).
+    is known. `fingerprint`: of the weights that have answered so far, the only ones that may go on ("": any).
+    `first_token_timeout_ms`: what is left until the first token of the answer must be there (None: no limit).
     """
 
     resumes: bool = False
     heartbeat_ms: int | None = None
     alone: bool = False
     first_token_timeout_ms: int | None = None
+    fingerprint: str = ""
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """The options as the call carries them."""
@@ -66,6 +73,7 @@ class CallOptions:
             HEARTBEAT_MS: self.heartbeat_ms,
             ALONE: "true" if self.alone else None,
             FIRST_TOKEN_TIMEOUT_MS: self.first_token_timeout_ms,
+            EXPECTED_FINGERPRINT: self.fingerprint or None,
         }
         return tuple((name, str(value)) for name, value in options.items() if value is not None)
 
@@ -78,6 +86,7 @@ def call_options_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> CallO
         heartbeat_ms=_milliseconds(given, HEARTBEAT_MS),
         alone=given.get(ALONE) == "true",
         first_token_timeout_ms=_milliseconds(given, FIRST_TOKEN_TIMEOUT_MS),
+        fingerprint=given.get(EXPECTED_FINGERPRINT, ""),
     )
 
 

@@ -73,6 +73,7 @@ SCHEMA = pa.schema(
         "client": pa.string(),
         "incomplete": pa.bool_(),
         "call_id": pa.string(),
+        "fingerprint": pa.string(),
         "gateway": _GATEWAY,
     }
 )

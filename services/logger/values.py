@@ -44,6 +44,7 @@ def row(record: PayloadRecord) -> dict[str, Any]:
         "client": record.client,
         "incomplete": record.incomplete,
         "call_id": record.call_id,
+        "fingerprint": record.fingerprint,
         "gateway": gateway and {name: getattr(gateway, name) for name in _GATEWAY},
     }
 

@@ -23,6 +23,7 @@ from millrace.model_sources import read_config
 from millrace.sampling import SamplingParameters, defaults_of
 from services.predictor.engine.build import build_engine
 from services.predictor.engine.interface import Engine
+from services.predictor.fingerprint import fingerprint_of
 from services.predictor.settings import PredictorSettings
 from services.predictor.weights import dtype_name, load_weights
 
@@ -39,13 +40,20 @@ class LoadedModel:
     dtype: str
     defaults: SamplingParameters
     engine: Engine
+    fingerprint: str = ""
 
 
-def load_generation(name: str, folder: Path, settings: PredictorSettings, device: torch.device) -> LoadedModel:
-    """The model with its engine running; raises StartupError, or what transformers raises of damaged files."""
+def load_generation(
+    name: str, folder: Path, is_local: bool, settings: PredictorSettings, device: torch.device
+) -> LoadedModel:
+    """The model with its engine running; raises StartupError, or what transformers raises of damaged files.
+
+    `is_local`: the folder is the user's own, and no snapshot of the hub's.
+    """
     model, missing = load_weights(name, folder, _auto_class(name, folder), settings.dtype, device)
     if missing:
         logger.warning("model %s: the folder lacks weights, which are random now: %s", name, ", ".join(missing))
+    fingerprint = fingerprint_of(folder, dtype_name(model), is_local, random_weights=bool(missing))
     engine = build_engine(name, model, settings)
     loaded = LoadedModel(
         name,
@@ -54,6 +62,7 @@ def load_generation(name: str, folder: Path, settings: PredictorSettings, device
         dtype_name(model),
         defaults_of(read_config(folder, "generation_config.json"), engine.limits.is_encoder_decoder),
         engine,
+        fingerprint,
     )
     logger.info(
         "model %s: %s, %.1fM parameters, %s on %s, context %d",

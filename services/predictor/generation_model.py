@@ -10,7 +10,7 @@ from opentelemetry.trace import get_current_span
 
 from millrace.errors import DrainingError, MillraceError, StartupError
 from millrace.protos import inference_pb2 as pb
-from millrace.resumable import SPAN, CallOptions
+from millrace.resumable import FINGERPRINT, SPAN, CallOptions
 from millrace.stream_infer import FINAL
 from millrace.telemetry.identity import traceparent_of
 from services.predictor.engine.interface import Engine, EngineStatistics, GenerationRequest, OutputSlot
@@ -151,5 +151,6 @@ def _describe(loaded: LoadedModel) -> ModelDescription:
             "vocabulary_size": str(limits.vocabulary_size),
             "is_encoder_decoder": str(limits.is_encoder_decoder).lower(),
             **loaded.engine.description,
+            **({FINGERPRINT: loaded.fingerprint} if loaded.fingerprint else {}),
         },
     )

@@ -60,8 +60,8 @@ def build(
             return PythonModel(source.name, brought.folder, settings.max_running, settings.max_waiting)
         report("loading the weights")
         if brought.kind is ModelKind.GENERATION:
-            return GenerationModel(load_generation(source.name, brought.folder, settings, device))
-        return load_encoder(source.name, brought.folder, brought.kind, settings, device)
+            return GenerationModel(load_generation(source.name, brought.folder, source.is_local, settings, device))
+        return load_encoder(source.name, brought.folder, source.is_local, brought.kind, settings, device)
 
 
 @contextmanager

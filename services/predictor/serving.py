@@ -11,9 +11,9 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 
-from millrace.errors import DrainingError, NotReadyError
+from millrace.errors import DrainingError, NotReadyError, OtherWeightsError
 from millrace.protos import inference_pb2 as pb
-from millrace.resumable import HEARTBEAT, CallOptions
+from millrace.resumable import FINGERPRINT, HEARTBEAT, CallOptions
 from services.predictor.request_statistics import CountedRequest, RequestStatistics
 from services.predictor.served_model import NO_OPTIONS, VERSION, ServedModel
 
@@ -32,14 +32,17 @@ class Serving:
         self._idle.set()
         self._stopped = False
         self._waits: set[asyncio.Timeout] = set()
+        self._fingerprint = model.description.parameters.get(FINGERPRINT, "")
 
     async def infer(
         self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions = NO_OPTIONS
     ) -> pb.ModelInferResponse:
         """The model's `infer`."""
+        self._check_weights(options)
         with self._counted(request, time_remaining_s) as counted:
             async with self._until_stopped(NotReadyError):
                 response = await self.model.infer(request, time_remaining_s, options)
+            self._sign(response)
             counted.response(response)
             return response
 
@@ -47,7 +50,9 @@ class Serving:
         self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions = NO_OPTIONS
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
         """The model's `stream`."""
+        self._check_weights(options)
         stopped = DrainingError if options.resumes else NotReadyError
+        is_first = True
         with self._counted(request, time_remaining_s) as counted:
             async with aclosing(self.model.stream(request, time_remaining_s, options)) as responses:
                 while True:
@@ -55,6 +60,9 @@ class Serving:
                         response = await anext(responses, None)
                     if response is None:
                         return
+                    if is_first:
+                        is_first = False
+                        self._sign(response)
                     if HEARTBEAT not in response.parameters:
                         counted.response(response)
                     yield response
@@ -99,6 +107,15 @@ class Serving:
             ),
             response_stats={index: tally.told() for index, tally in self.requests.responses.items()},
         )
+
+    def _check_weights(self, options: CallOptions) -> None:
+        if options.fingerprint and options.fingerprint != self._fingerprint:
+            raise OtherWeightsError(f"model {self.model.name!r} has other weights here")
+
+    def _sign(self, response: pb.ModelInferResponse) -> None:
+        """Says which weights a call is answered with."""
+        if self._fingerprint:
+            response.parameters[FINGERPRINT].string_param = self._fingerprint
 
     @contextmanager
     def _counted(self, request: pb.ModelInferRequest, time_remaining_s: float | None) -> Iterator[CountedRequest]:

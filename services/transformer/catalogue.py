@@ -169,6 +169,12 @@ class Catalogue:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._first_ready.wait(), timeout_s)
 
+    def answered_by(self, name: str, fingerprint: str) -> None:
+        """Takes note of the weights that have answered a call; a model that has got others is made known anew."""
+        known = self._models.get(name)
+        if known is not None and known.fingerprint != fingerprint:
+            self._learned.discard(name)
+
     async def refresh(self, reloaded: str = "") -> None:
         """Follows the predictor now, to the end; the model `reloaded` is made known anew."""
         if self._tasks is None:
@@ -237,6 +243,9 @@ class Catalogue:
         """Makes a model known that the predictor serves; where that fails, the next look tries again."""
         try:
             described = await self._replicas.describe(name)
+            known = self._models.get(name)
+            if known is not None and known.fingerprint != described.fingerprint:
+                self._texts.pop(name, None)  # Other files: the tokenizer may be another.
             self._models[name] = model_of(name, described, await self._text_of(name, described))
             self._learned.add(name)
             self._tell_of_change()

@@ -25,6 +25,7 @@ class TextModel:
     resumes: bool = True
     dialect: Dialect = OURS
     versions: Sequence[str] = (VERSION,)
+    fingerprint: str = ""  # Of its weights; "" where the predictor says none.
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class RelayedModel:
     tokenizer: TextTokenizer | None = None
     versions: Sequence[str] = ()  # None known: the predictor will say.
     context_length: int | None = None  # Of a model that embeds: tokens a row at most.
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,11 @@ def model_of(name: str, described: PredictorModel, text: ModelText) -> TextModel
     """The model that a predictor describes, with the text side that its files give."""
     if not described.generates:
         tokenizer = text.tokenizer if described.embeds else None
-        return RelayedModel(name, tokenizer, described.versions, described.context_length)
+        context_length, fingerprint = described.context_length, described.fingerprint
+        return RelayedModel(name, tokenizer, described.versions, context_length, fingerprint)
     limits = _limits_of(described, text)
     if text.tokenizer is None or limits is None:
-        return RelayedModel(name, None, described.versions)
+        return RelayedModel(name, None, described.versions, fingerprint=described.fingerprint)
     return TextModel(
         name=name,
         tokenizer=text.tokenizer,
@@ -65,6 +68,7 @@ def model_of(name: str, described: PredictorModel, text: ModelText) -> TextModel
         resumes=described.resumes,
         dialect=described.dialect,
         versions=described.versions or (VERSION,),
+        fingerprint=described.fingerprint,
     )
 
 

@@ -19,6 +19,7 @@ from millrace.errors import NotFoundError, NotReadyError
 from millrace.interceptors import Context
 from millrace.protos import rest_pb2, rest_pb2_grpc
 from millrace.recorded_call import Origin, origin_of
+from millrace.resumable import FINGERPRINT
 from services.transformer.calls import timeout_of
 from services.transformer.catalogue import Catalogue
 from services.transformer.models import RelayedModel, TextModel
@@ -137,4 +138,5 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
             kind = "embedding"
         else:
             raise NotFoundError(f"model {name!r} takes tensors; OpenAI's API does not serve it")
-        return {"id": name, "object": "model", "created": self._started, "owned_by": "millrace", "kind": kind}
+        card = {"id": name, "object": "model", "created": self._started, "owned_by": "millrace", "kind": kind}
+        return card | ({FINGERPRINT: model.fingerprint} if model.fingerprint else {})

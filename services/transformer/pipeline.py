@@ -155,6 +155,9 @@ class Pipeline:
         tokens = self._generator.generate(asked, patience, first_token, resumed)
         async with aclosing(tokens):
             async for token_chunk in tokens:
+                if token_chunk.fingerprint != recording.fingerprint:
+                    recording.fingerprint = token_chunk.fingerprint
+                    self._catalogue.answered_by(model.name, token_chunk.fingerprint)
                 yield assembler.take(token_chunk, time.monotonic() - arrived)
                 if detokenizer.stopped:
                     return  # Which cancels what the predictor would still make.

@@ -29,7 +29,7 @@ from millrace.errors import (
 from millrace.protos import inference_pb2, inference_pb2_grpc
 from millrace.protos.millrace_pb2 import Usage
 from millrace.recorded_call import RECORDED
-from millrace.resumable import RUNS_ALONE, SPAN, CallOptions
+from millrace.resumable import FINGERPRINT, RUNS_ALONE, SPAN, CallOptions
 from millrace.sampling import SamplingParameters, parameters_of, set_parameters
 from millrace.server import READY
 from millrace.telemetry.client_interceptors import CallSpan
@@ -58,13 +58,13 @@ class Generation:
     resumes: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass
 class TokenChunk:
     """New token ids, with log probabilities (see TextChunk) where asked for; the last one ends the generation.
 
     `cached_tokens` is how many of the prompt's tokens needed no computation, where this chunk tells. A chunk with
     neither ids nor a reason says that the predictor is alive; with `runs_alone`, that it computes nothing else from
-    now on.
+    now on. `fingerprint`, of the weights, is in the first chunk of a call, be it a sign of life.
     """
 
     token_ids: list[int]
@@ -74,6 +74,7 @@ class TokenChunk:
     usage: Usage | None
     cached_tokens: int | None = None
     runs_alone: bool = False
+    fingerprint: str = ""
 
 
 @contextmanager
@@ -236,7 +237,9 @@ async def _chunks(
         cached = parameters.get("cached_tokens")
         cached_tokens = None if cached is None else int(cached)
         runs_alone = RUNS_ALONE in parameters
-        yield TokenChunk(token_ids, logprobs, _top_logprobs(outputs), reason, usage, cached_tokens, runs_alone)
+        fingerprint = str(parameters.get(FINGERPRINT, ""))
+        top = _top_logprobs(outputs)
+        yield TokenChunk(token_ids, logprobs, top, reason, usage, cached_tokens, runs_alone, fingerprint)
 
 
 def _top_logprobs(outputs: Mapping[str, Tensor]) -> list[list[tuple[int, float]]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from millrace.protos import inference_pb2 as pb
 from millrace.protos import model_config_pb2
+from millrace.resumable import FINGERPRINT
 
 INPUT_IDS = "input_ids"
 OUTPUT_IDS = "output_ids"
@@ -32,7 +33,8 @@ OURS = Dialect()
 
 @dataclass(frozen=True)
 class PredictorModel:
-    """One model at a predictor; `source` is a folder or hub id as `MODELS` names it."""
+    """One model at a predictor; `source` is a folder or hub id as `MODELS` names it, `fingerprint` that
+    of its weights, see millrace/resumable.py."""
 
     name: str
     versions: Sequence[str]
@@ -42,6 +44,7 @@ class PredictorModel:
     context_length: int | None = None
     is_encoder_decoder: bool | None = None
     source: str | None = None
+    fingerprint: str = ""
     dialect: Dialect = OURS
 
     @property
@@ -73,6 +76,7 @@ def described(metadata: pb.ModelMetadataResponse, config: model_config_pb2.Model
         context_length=int(length) if is_ours else None,
         is_encoder_decoder={"true": True, "false": False}.get(told.get("is_encoder_decoder", "")),
         source=told.get("source") or None,
+        fingerprint=told.get(FINGERPRINT, ""),
         dialect=OURS if is_ours else _dialect(metadata),
     )
 

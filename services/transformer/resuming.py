@@ -9,6 +9,9 @@ Contract with the predictor: millrace/resumable.py. What ends a call decides wha
 - an overloaded one: a new request is told so at once, one that was moved here waits its turn;
 - anything else is the request's own, and ends it.
 
+An answer is of one model: once it has begun, only a predictor with the same weights goes on (`fingerprint`). One with
+others refuses, and the request waits for the right one, through Envoy, which tries several replicas a call.
+
 Before the first token the same is a retry. A predictor that cannot go on after given ids is asked again only before it.
 Between calls the request waits as patience.py says. A request that ends a predictor even alone is not called again, and
 the same one is refused for a while (poison.py): thus it cannot walk through all replicas, and requests that merely
@@ -30,6 +33,7 @@ from millrace.errors import (
     MillraceError,
     NotFoundError,
     NotReadyError,
+    OtherWeightsError,
     OverloadedError,
     RequestFailedError,
 )
@@ -102,11 +106,16 @@ class ResumingGenerator:
                 heartbeat_ms=self._heartbeat_ms if asked.resumes else None,
                 alone=alone,
                 first_token_timeout_ms=None if goes_on else first_token.left_ms,
+                fingerprint=progress.fingerprint,
             )
             timeout_s, span = patience.left_s, progress.next_span()
+            is_first = True
             call = self._predictor.generate(asked, progress.output_ids, options, timeout_s, span)
             async with aclosing(call) as chunks:
                 async for chunk in chunks:
+                    if is_first:
+                        is_first = False
+                        progress.answers(chunk.fingerprint)
                     patience.answered()
                     if chunk.runs_alone:
                         progress.deaths.runs_alone()
@@ -114,6 +123,7 @@ class ResumingGenerator:
                         continue
                     turn.close()  # What it would do alone has been seen.
                     progress.take(chunk)
+                    chunk.fingerprint = progress.fingerprint
                     if goes_on:
                         goes_on = False
                         on_resume()
@@ -127,13 +137,25 @@ class _Progress:
         self.asked = asked
         self.deaths = deaths
         self.output_ids: list[int] = []
+        self.fingerprint = (
+            ""  # Of the weights that have given the ids so far; "" while there are none, or none is told.
+        )
+        self._answering = ""  # Of those that answer the latest call.
         self._cached_tokens: int | None = None
         self.was_moved = False  # A predictor that had it gave it up.
         self._span: CallSpan | None = None  # The latest call's.
         self._follows = ""
 
+    def answers(self, fingerprint: str) -> None:
+        """Takes note of which weights answer a call; raises OtherWeightsError where they cannot go on."""
+        if self.fingerprint and fingerprint != self.fingerprint:
+            raise OtherWeightsError("a predictor would have gone on with other weights", hop="predictor")
+        self._answering = fingerprint
+
     def take(self, chunk: TokenChunk) -> None:
         """Adds a chunk; the last one is told how much of the prompt the first call found in a cache."""
+        if not self.output_ids:
+            self.fingerprint = self._answering
         self.output_ids += chunk.token_ids
         self.deaths.token()
         if self._cached_tokens is None:
@@ -164,6 +186,10 @@ class _Progress:
 
     def last_word(self, error: MillraceError) -> MillraceError:
         """What the request ends with where no predictor takes it in time."""
+        if self.output_ids and isinstance(error, OtherWeightsError):
+            return HopBrokenError(
+                "the model's weights have changed, and no predictor has the old ones", hop="predictor"
+            )
         if self.output_ids:
             return HopBrokenError("the predictor is gone, and no other one went on", hop="predictor")
         if isinstance(error, HopBrokenError):

@@ -28,6 +28,7 @@ from millrace.errors import InvalidRequestError
 from millrace.protos import inference_pb2 as pb
 from millrace.protos import model_config_pb2
 from millrace.recorded_call import Origin
+from millrace.resumable import FINGERPRINT
 from millrace.sampling import parameters_of, set_parameters
 from millrace.tensors import BYTES, Tensor, add_output, bytes_tensor, decode_inputs
 from services.transformer.models import TextModel
@@ -181,6 +182,8 @@ def config_of(model: TextModel) -> model_config_pb2.ModelConfig:
     )
     config.parameters["context_length"].string_value = str(model.limits.context_length)
     config.parameters["chat_template"].string_value = str(model.tokenizer.has_chat_template).lower()
+    if model.fingerprint:
+        config.parameters[FINGERPRINT].string_value = model.fingerprint
     return config
 
 

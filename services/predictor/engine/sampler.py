@@ -35,6 +35,8 @@ from services.predictor.engine.interface import Logprobs
 from services.predictor.engine.vocabulary import argmax, invert, largest, ordered
 
 NO_TOKEN = -1
+# Part of a model's fingerprint; to be raised where the same logits and seed may come to give another token.
+SAMPLER_VERSION = 1
 
 # Candidates that a CPU looks at before it orders the whole vocabulary. Fixed, so that a row takes
 # the same way, and gets the same rounding, in every batch.

@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPI
 
 from millrace.errors import StartupError
 from millrace.model_kinds import ModelKind
+from millrace.resumable import FINGERPRINT
+from services.predictor.fingerprint import fingerprint_of
 from services.predictor.served_model import ModelDescription, TensorSpec
 from services.predictor.settings import PredictorSettings
 from services.predictor.tensor_models.encoder_model import BatchSettings, EncoderModel
@@ -31,7 +34,7 @@ _UNSTATED_LENGTH = 512  # For models with no position table, such as T5's, that 
 
 
 def load_encoder(
-    name: str, folder: Path, kind: ModelKind, settings: PredictorSettings, device: torch.device
+    name: str, folder: Path, is_local: bool, kind: ModelKind, settings: PredictorSettings, device: torch.device
 ) -> EncoderModel:
     """The model with its thread running, or what transformers raises of damaged files."""
     model, head, output = (_classifier if kind is ModelKind.CLASSIFICATION else _embedder)(
@@ -55,6 +58,8 @@ def load_encoder(
     # What makes up the next batch does not count as waiting.
     batches = BatchSettings(settings.batch_delay_ms / 1000, settings.max_waiting + settings.batch_rows)
     description = _describe(model, device, kind, limits, output, network.pads_rows)
+    fingerprint = fingerprint_of(folder, dtype_name(model), is_local)
+    description = replace(description, parameters={**description.parameters, FINGERPRINT: fingerprint})
     return EncoderModel(name, network, limits, description, batches)
 
 
