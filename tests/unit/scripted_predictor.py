@@ -19,7 +19,7 @@ from millrace.errors import DrainingError, MillraceError, NotFoundError
 from millrace.interceptors import ErrorServerInterceptor
 from millrace.protos import inference_pb2 as pb
 from millrace.protos import inference_pb2_grpc, model_config_pb2
-from millrace.resumable import HEARTBEAT, RUNS_ALONE, CallOptions, call_options_of
+from millrace.resumable import FINGERPRINT, HEARTBEAT, RUNS_ALONE, CallOptions, call_options_of
 from millrace.tensors import Tensor, add_output, decode_inputs
 from tests.waiting import until
 
@@ -48,6 +48,7 @@ class ScriptedPredictor(inference_pb2_grpc.GRPCInferenceServiceServicer):
         self.calls = []
         self.is_ready = True
         self.state = "READY"
+        self.fingerprint = ""  # Of the weights that answer from now on; none is told where it is empty.
 
     async def wait_for_calls(self, count):
         """Until so many have come in."""
@@ -90,8 +91,13 @@ class ScriptedPredictor(inference_pb2_grpc.GRPCInferenceServiceServicer):
         self.calls.append(call)
         try:
             async with aclosing(action(self, call)) as counts:
+                is_first = True
                 async for count in counts:
-                    yield self._tokens(call, count) if count > 0 else self._heartbeat(request, count == _RUNS_ALONE)
+                    made = self._tokens(call, count) if count > 0 else self._heartbeat(request, count == _RUNS_ALONE)
+                    if is_first and self.fingerprint:
+                        made.infer_response.parameters[FINGERPRINT].string_param = self.fingerprint
+                    is_first = False
+                    yield made
         except Broken:
             # Without a signature, as the transport reports what it lost.
             await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")

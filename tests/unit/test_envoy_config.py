@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 import envoy
 from millrace.recorded_call import RECORDED
-from millrace.resumable import ALONE, HEARTBEAT_MS, RESUMES
+from millrace.resumable import ALONE, EXPECTED_FINGERPRINT, HEARTBEAT_MS, RESUMES
 from millrace.telemetry.identity import REQUEST_ID
 from millrace.telemetry.rpc import LINK
 from runner import envoy_config
@@ -203,7 +203,7 @@ def keys(part: Any) -> Iterator[str]:
 
 def test_what_only_the_transformer_may_say_is_taken_from_strangers(config: Config) -> None:
     removed = connection_manager(config, "ingress")["route_config"]["request_headers_to_remove"]
-    assert set(removed) == {RECORDED[0], RESUMES, HEARTBEAT_MS, ALONE, LINK}
+    assert set(removed) == {RECORDED[0], RESUMES, HEARTBEAT_MS, ALONE, EXPECTED_FINGERPRINT, LINK}
     assert "request_headers_to_remove" not in connection_manager(config, "inner")["route_config"]
 
 

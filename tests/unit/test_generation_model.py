@@ -6,7 +6,7 @@ from contextlib import aclosing
 import numpy as np
 import pytest
 
-from millrace.errors import DrainingError, InvalidRequestError
+from millrace.errors import DrainingError, InvalidRequestError, OtherWeightsError
 from millrace.protos.inference_pb2 import ModelInferRequest
 from millrace.resumable import HEARTBEAT, RUNS_ALONE, CallOptions
 from millrace.sampling import SamplingParameters, set_parameters
@@ -15,6 +15,7 @@ from millrace.tensors import Tensor, add_input, decode_outputs
 from services.predictor.generation_loading import LoadedModel
 from services.predictor.generation_model import GenerationModel
 from services.predictor.served_model import NO_OPTIONS
+from services.predictor.serving import Serving
 from tests.unit.fakes import END, FakeRunner, Gate, engines, expected
 from tests.waiting import until
 
@@ -26,9 +27,10 @@ RESUMES = CallOptions(resumes=True)
 def model_of():
     with engines() as make:
 
-        def model(runner, **limits):
+        def model(runner, fingerprint="", **limits):
+            engine = make(runner, **limits)
             return GenerationModel(
-                LoadedModel("fake", "Fake", "cpu", "fp32", SamplingParameters(), make(runner, **limits))
+                LoadedModel("fake", "Fake", "cpu", "fp32", SamplingParameters(), engine, fingerprint)
             )
 
         yield model
@@ -74,6 +76,25 @@ class Reader:
 
 def ids_of(response):
     return decode_outputs(response)["output_ids"].array.tolist()
+
+
+async def test_the_first_response_names_the_weights_and_a_stream_of_others_is_refused(model_of):
+    gate = Gate()
+    serving = Serving(model_of(FakeRunner(gate), fingerprint="a"))
+    assert "a" in serving.model.description.parameters.values()
+
+    async def read(options):
+        async with aclosing(serving.stream(message(), None, options)) as responses:
+            return [response.parameters["fingerprint"].string_param async for response in responses]
+
+    with pytest.raises(OtherWeightsError):
+        await read(CallOptions(resumes=True, fingerprint="b"))
+    reading = asyncio.create_task(read(CallOptions(resumes=True, heartbeat_ms=5, fingerprint="a")))
+    gate.open(1000)
+    first, *others = await reading
+    assert first == "a"
+    assert not any(others)
+    assert (await serving.infer(message(), None)).parameters["fingerprint"].string_param == "a"
 
 
 async def test_heartbeats_come_in_the_queue_in_the_prefill_and_between_tokens(model_of):

@@ -12,6 +12,7 @@ from millrace.errors import (
     InvalidRequestError,
     NotFoundError,
     NotReadyError,
+    OtherWeightsError,
     OverloadedError,
     RequestFailedError,
 )
@@ -34,6 +35,7 @@ from tests.unit.scripted_predictor import (
     holds_until,
     raises,
     serving,
+    whole,
 )
 from tests.waiting import until
 
@@ -241,6 +243,54 @@ async def test_a_replica_where_another_runs_alone_is_asked_again():
     async with resuming(breaks(), breaks(), raises(taken)) as r:
         check_whole(await r.generate())
         assert r.were_alone == [False, False, True, True]
+
+
+# ------------------------------------------------------------------ one answer, one model
+
+
+def with_weights(fingerprint, action):
+    """The predictor has other weights from this call on."""
+
+    async def answers(predictor, call):
+        predictor.fingerprint = fingerprint
+        async with aclosing(action(predictor, call)) as counts:
+            async for count in counts:
+                yield count
+
+    return answers
+
+
+async def test_it_goes_on_with_the_weights_that_began_it_and_with_no_others():
+    refused = raises(OtherWeightsError("model 'teller' has other weights here"))
+    async with resuming(with_weights("a", breaks(3)), refused, refused, refused, breaks(4)) as r:
+        chunks = await r.generate()
+        check_whole(chunks)
+        assert [call.options.fingerprint for call in r.predictor.calls] == ["", *["a"] * 5]
+        assert {chunk.fingerprint for chunk in chunks} == {"a"}
+        assert not any(r.were_alone)
+
+
+async def test_no_token_is_taken_of_other_weights_even_if_they_offer_them():
+    async with resuming(with_weights("a", breaks(3)), with_weights("b", whole), with_weights("a", whole)) as r:
+        check_whole(await r.generate())
+        assert r.continued_after == [False, 3, 3]
+    async with resuming(with_weights("a", breaks(3)), with_weights("", whole), with_weights("a", whole)) as r:
+        check_whole(await r.generate())
+
+
+async def test_a_stream_whose_weights_are_gone_ends_with_an_error_that_says_so():
+    refused = [raises(OtherWeightsError("other")) for _ in range(1000)]
+    async with resuming(with_weights("a", breaks(3)), *refused, wait_s=0.2) as r:
+        with pytest.raises(HopBrokenError, match="weights have changed"):
+            await r.generate()
+
+
+async def test_what_has_not_begun_takes_any_weights():
+    async with resuming(with_weights("a", breaks()), with_weights("b", breaks(2)), with_weights("b", whole)) as r:
+        chunks = await r.generate()
+        check_whole(chunks)
+        assert [call.options.fingerprint for call in r.predictor.calls] == ["", "", "b"]
+        assert chunks[0].fingerprint == "b"
 
 
 # ------------------------------------------------------------------ predictors that are away or full
