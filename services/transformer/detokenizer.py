@@ -1,36 +1,90 @@
 """Token ids to text, as they come: never half a character, never any part of a stop string.
 
 Pure: one instance a request, no I/O. Text that could still become a stop string is held back until
-it cannot.
+it cannot. The work is linear in the text, whatever the stop strings.
+
+The text of new ids is what they add to the text of the ids shortly before them, since what a decoder writes
+for an id depends on its neighbours (vLLM and TGI decode in the same way). Two kinds of text are not yet certain:
+
+- a trailing U+FFFD, which may be the beginning of a character whose other bytes follow;
+- a run of byte-fallback tokens (`<0xE2>`): the decoder joins the whole run, and writes U+FFFD for each byte of a
+  run that is not UTF-8. A run is held back until another token ends it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
+_FALLBACK = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_UNFINISHED = "\ufffd"
+
+
+class _StopString:
+    """The automaton of Knuth, Morris and Pratt for one stop string.
+
+    `matched` is the length of the longest end of the text that begins the stop string. The failure table grows
+    with the longest match, so that a stop string that the text never follows costs nothing.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._failure = [0]  # [n]: the longest proper border of the first n + 1 characters.
+        self.matched = 0
+
+    def find(self, text: str) -> int:
+        """The index in `text` behind the first stop string that ends there, -1 for none."""
+        stop, matched, at = self._text, self.matched, 0
+        while at < len(text):
+            if not matched:
+                at = text.find(stop[0], at)
+                if at < 0:
+                    break
+            while matched and stop[matched] != text[at]:
+                matched = self._failure[matched - 1]
+            matched += stop[matched] == text[at]
+            at += 1
+            if matched == len(stop):
+                self.matched = matched
+                return at
+            if matched > len(self._failure):
+                self._extend()
+        self.matched = matched
+        return -1
+
+    def _extend(self) -> None:
+        stop, failure = self._text, self._failure
+        border, character = failure[-1], stop[len(failure)]
+        while border and stop[border] != character:
+            border = failure[border - 1]
+        failure.append(border + (stop[border] == character))
 
 
 class StopFinder:
-    """Passes text on up to the first of the stop strings."""
+    """Passes text on up to the stop string that ends first; of those that end together, up to the longest."""
 
     def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = tuple(stop)
+        self._stop = tuple(map(_StopString, stop))
+        self._lengths = tuple(map(len, stop))
         self._held = ""
         self.found = False
 
     def push(self, text: str) -> str:
         """What can be passed on after `text`."""
+        if not self._stop:
+            return text
+        before = len(self._held)
         self._held += text
-        at = min((i for s in self._stop if (i := self._held.find(s)) >= 0), default=-1)
-        if at >= 0:
+        ends = [stop.find(text) for stop in self._stop]
+        end = min((end for end in ends if end >= 0), default=-1)
+        if end >= 0:
             self.found = True
-            passed, self._held = self._held[:at], ""
+            longest = max(length for found, length in zip(ends, self._lengths, strict=True) if found == end)
+            passed, self._held = self._held[: before + end - longest], ""
             return passed
-        keep = max((self._overlap(s) for s in self._stop), default=0)
-        end = len(self._held) - keep
-        passed, self._held = self._held[:end], self._held[end:]
+        kept = len(self._held) - max(stop.matched for stop in self._stop)
+        passed, self._held = self._held[:kept], self._held[kept:]
         return passed
 
     def flush(self) -> str:
@@ -38,14 +92,32 @@ class StopFinder:
         held, self._held = self._held, ""
         return held
 
-    def _overlap(self, stop: str) -> int:
-        """Length of the longest end of the held text that begins `stop`."""
-        longest = min(len(stop) - 1, len(self._held))
-        return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
+
+class Decoder:
+    """What a tokenizer makes of ids; one for all sequences of a model. `backend` is the fast tokenizer."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        added = backend.get_added_tokens_decoder()
+        # Ids without a text, whatever is around them.
+        self._skipped = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._end = max(vocabulary.values(), default=-1) + 1
+        self.fallback: frozenset[int] = frozenset()
+        if b'"ByteFallback"' in (backend.decoder.__getstate__() if backend.decoder else b""):
+            self.fallback = frozenset(token_id for token, token_id in vocabulary.items() if _FALLBACK.fullmatch(token))
+
+    def skips(self, token_id: int) -> bool:
+        """Whether the id has no text: a special token, or none."""
+        return token_id in self._skipped or token_id >= self._end
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._backend.decode(ids, skip_special_tokens=True)
+        return text
 
 
 class Detokenizer:
-    """Decodes one sequence's output.
+    """Decodes one sequence's output; never raises, whatever the ids.
 
     `prompt_ids` are what the output follows, so that a tokenizer that drops the space before the
     first word of a text does not drop it here; empty where the output begins a text of its own.
@@ -53,13 +125,16 @@ class Detokenizer:
     """
 
     _CONTEXT = 6  # Ids of the prompt that decide how the output's first id is written.
+    # Ids at most that add no text which is certain. An unfinished character of UTF-8 lies in the last three.
+    _MAX_UNCERTAIN, _UNCERTAIN_CONTEXT = 64, 8
 
-    def __init__(self, backend: Any, prompt_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0) -> None:
-        self._backend = backend
+    def __init__(self, decoder: Decoder, prompt_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0) -> None:
+        self._decoder = decoder
         self._early = min_tokens
+        # The new ids and those before them; of these, the number of ids and of characters that were passed on.
         self._ids = list(prompt_ids[-self._CONTEXT :])
-        self._decoded = len(self._decode())
-        self._stream = DecodeStream(ids=self._ids, skip_special_tokens=True)
+        self._passed_ids = len(self._ids)
+        self._passed = len(decoder.decode(self._ids))
         self._finder = StopFinder(stop)
 
     @property
@@ -69,9 +144,7 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """The text that can be passed on after this id."""
-        self._ids.append(token_id)
-        piece = self._stream.step(self._backend, token_id) or ""
-        self._decoded += len(piece)
+        piece = "" if self._decoder.skips(token_id) else self._new_text(token_id)
         if self._early > 0:
             self._early -= 1
             return piece
@@ -79,9 +152,24 @@ class Detokenizer:
 
     def flush(self) -> str:
         """The rest of the text, when no more ids follow: an unfinished character is written as U+FFFD."""
-        rest = self._finder.push(self._decode()[self._decoded :])
+        rest = self._finder.push(self._decoder.decode(self._ids)[self._passed :])
         return rest if self.stopped else rest + self._finder.flush()
 
-    def _decode(self) -> str:
-        text: str = self._backend.decode(self._ids, skip_special_tokens=True)
-        return text
+    def _new_text(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        if token_id in self._decoder.fallback:
+            return ""
+        text = self._decoder.decode(self._ids)
+        certain = len(text) - text.endswith(_UNFINISHED)
+        piece = text[self._passed : certain]
+        self._passed = max(self._passed, certain)
+        if piece and certain == len(text):
+            # What is passed on now is the context of what follows.
+            del self._ids[: self._passed_ids]
+        elif len(self._ids) > self._MAX_UNCERTAIN:
+            del self._ids[: -self._UNCERTAIN_CONTEXT]
+        else:
+            return piece
+        self._passed_ids = len(self._ids)
+        self._passed = len(self._decoder.decode(self._ids)) - (len(text) - certain)
+        return piece

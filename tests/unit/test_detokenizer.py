@@ -1,11 +1,13 @@
 """Text comes as soon as it is certain: whole characters, nothing of a stop string, nothing lost."""
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from services.transformer.detokenizer import Detokenizer, StopFinder
+from services.transformer.detokenizer import Decoder, Detokenizer, StopFinder
 
 CORPUS = ["Once upon a time there was a dog.", "Zoë ate naïve crêpes 🥞 in 東京 😀😃 and sang ¡olé!"] * 20
 
@@ -31,11 +33,25 @@ def metaspace():
     return tokenizer
 
 
-BYTE_LEVEL, METASPACE = byte_level(), metaspace()
+def byte_fallback():
+    """Llama 2's and Mistral's way: what is not in the vocabulary is written as bytes, each a token."""
+    words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words += ["▁", "a", "b", "é", "\ufffd", "fox", "▁fox", "東", "", "<0x0>", "<plain>"]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.add_tokens(["<plain>"])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+BYTE_LEVEL, METASPACE, BYTE_FALLBACK = byte_level(), metaspace(), byte_fallback()
 
 
 def stream(tokenizer, ids, stop=(), prompt_ids=()):
-    detokenizer = Detokenizer(tokenizer, prompt_ids, stop)
+    detokenizer = Detokenizer(Decoder(tokenizer), prompt_ids, stop)
     pieces = []
     for token_id in ids:
         pieces.append(detokenizer.push(token_id))
@@ -70,6 +86,73 @@ def test_the_space_between_prompt_and_output_is_kept():
     assert whole[: len(prompt)] == prompt
     assert "".join(stream(METASPACE, whole[len(prompt) :], prompt_ids=prompt)) == " a time"
     assert "".join(stream(METASPACE, METASPACE.encode("a time").ids)) == "a time"
+
+
+def ids_of(tokenizer, *tokens):
+    return [tokenizer.token_to_id(token) for token in tokens]
+
+
+def random_ids(tokenizer, often=()):
+    """Ids of the vocabulary, of special tokens and of none; those that are `often` used come in runs."""
+    anything = st.integers(0, tokenizer.get_vocab_size() + 3)
+    return st.lists(anything | st.sampled_from(often) if often else anything, max_size=80)
+
+
+BYTES_AND_SPECIAL = ids_of(BYTE_FALLBACK, "<0x0A>", "<0xE2>", "<0x9C>", "<0x93>", "</s>", "fox", "▁", "a")
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.data())
+@pytest.mark.parametrize(
+    ("tokenizer", "often"), [(BYTE_LEVEL, ()), (METASPACE, ()), (BYTE_FALLBACK, ()), (BYTE_FALLBACK, BYTES_AND_SPECIAL)]
+)
+def test_the_pieces_of_any_ids_are_what_the_whole_decodes_to(tokenizer, often, data):
+    prompt_ids = data.draw(random_ids(tokenizer, often).filter(lambda ids: len(ids) <= 6))
+    ids = data.draw(random_ids(tokenizer, often))
+    before = tokenizer.decode(prompt_ids)
+    whole = tokenizer.decode(prompt_ids + ids)
+    assert "".join(stream(tokenizer, ids, prompt_ids=prompt_ids)) == whole[len(before) :]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        (("<0x0A>", "<0xE2>", "fox"), "\ufffd\ufffdfox"),
+        (("a", "<0x0A>", "▁fox"), "a\n fox"),
+        (("<0xE2>", "<0x9C>", "</s>", "<0x93>", "b"), "✓b"),
+        (("a", "<0xE2>"), "a\ufffd"),
+    ],
+)
+def test_bytes_in_place_of_characters_are_joined(tokens, text):
+    assert "".join(stream(BYTE_FALLBACK, ids_of(BYTE_FALLBACK, *tokens))) == text
+
+
+def test_a_stop_string_of_a_byte_is_found():
+    pieces = stream(BYTE_FALLBACK, ids_of(BYTE_FALLBACK, "a", "<0x0A>", "fox", "b"), stop=["\n"])
+    assert "".join(pieces) == "a"
+
+
+def test_bytes_that_never_become_a_character_are_passed_on_as_they_come():
+    token_id = BYTE_LEVEL.token_to_id("Ģ")  # A byte that only goes on a character.
+    detokenizer = Detokenizer(Decoder(BYTE_LEVEL), (), ())
+    pieces = [detokenizer.push(token_id) for _ in range(2000)]
+    assert len(detokenizer._ids) <= 65
+    assert "".join(pieces) == "\ufffd" * 1999
+    assert detokenizer.flush() == "\ufffd"
+
+
+def test_the_work_of_finding_stop_strings_does_not_grow_with_their_length():
+    def cpu_s(length):
+        """Of text that begins every stop string again and again, piece by piece."""
+        finder = StopFinder(["a" * (length - i - 1) + "b" for i in range(16)])
+        begun = time.process_time()
+        for _ in range(5000):
+            finder.push("aaaa")
+        return time.process_time() - begun
+
+    cpu_s(64)
+    # Ten times as long: as much work for each character, where it was ten times as much or more.
+    assert min(cpu_s(1000) for _ in range(2)) < 4 * min(cpu_s(100) for _ in range(2))
 
 
 @settings(max_examples=300, deadline=None)
@@ -110,7 +193,7 @@ def test_stop_strings_count_only_after_min_tokens():
     text = "Once upon a time, Once upon a day"
     ids = BYTE_LEVEL.encode(text).ids
     early = len(BYTE_LEVEL.encode("Once upon a time").ids)
-    detokenizer = Detokenizer(BYTE_LEVEL, (), [" upon"], min_tokens=early)
+    detokenizer = Detokenizer(Decoder(BYTE_LEVEL), (), [" upon"], min_tokens=early)
     passed = ""
     for token_id in ids:
         passed += detokenizer.push(token_id)
