@@ -190,6 +190,8 @@ INPUTS = {
     "not an object": (b"[]", "not a JSON object"),
     "not UTF-8": (b'{"id":"\xff"}', "not JSON"),
     "nested beyond reason": (b'{"inputs":' + b"[" * 100_000, "not JSON"),
+    "half of a surrogate pair beside a name": (rb'{"inputs":[{"name":"x\ud800","data":[NaN]}]}', "half of a surrogate"),
+    "such a name of a field": (rb'{"inputs":[NaN],"\udfff":1}', "half of a surrogate"),
     "nested beyond reason with a name": (b'{"inputs":[NaN,' + b"[" * 100_000, "not JSON"),
     "no inputs": ({}, "inputs: Field required"),
     "inputs of another type": ({"inputs": {}}, "inputs"),

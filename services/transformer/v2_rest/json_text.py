@@ -22,6 +22,7 @@ from millrace.tensors import Array
 SLICE = 65536  # Elements: a few milliseconds.
 
 _NON_FINITE = re.compile(rb"NaN|Inf")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def load_object(data: bytes | memoryview) -> dict[str, Any]:
@@ -41,10 +42,21 @@ def _load_with_names(data: bytes | memoryview, refused: orjson.JSONDecodeError) 
     """Reads the names of numbers that orjson does not know, by the slower parser."""
     if _NON_FINITE.search(data):
         try:
-            return json.loads(bytes(data))
+            values = json.loads(bytes(data))
+            if _SURROGATE.search(data):
+                _refuse_surrogates(values)
+            return values
         except (ValueError, RecursionError):
             pass  # orjson's words are the better ones.
     raise InvalidRequestError(f"the body is not JSON: {refused}") from None
+
+
+def _refuse_surrogates(values: Any) -> None:
+    """Raises InvalidRequestError where a string is not UTF-8; orjson refuses them, Python's parser does not."""
+    try:
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise InvalidRequestError("the body is not JSON: a string has half of a surrogate pair") from None
 
 
 def dump(values: Any) -> bytes:
