@@ -71,10 +71,8 @@ def parse_hub_id(name: str, text: str) -> ModelSource:
     return ModelSource(name, hub_id, revision or None, from_hub=True)
 
 
-def _parse_one(item: str) -> ModelSource:
-    name, equals, location = item.partition("=")
-    if not equals or not _NAME.fullmatch(name) or not location:
-        raise ValueError(f"{item!r} is not name=folder-or-hub-id[@revision]")
+def parse_location(name: str, location: str) -> ModelSource:
+    """The source of a model of any name: a folder, or a hub id with an optional revision; raises ValueError."""
     if Path(location).is_dir():
         return ModelSource(name, location)
     hub_id, _, revision = location.partition("@")
@@ -83,3 +81,10 @@ def _parse_one(item: str) -> ModelSource:
     if not _HUB_ID.fullmatch(hub_id):
         raise ValueError(f"{location!r} is neither a folder nor a hub id")
     return ModelSource(name, hub_id, revision or None)
+
+
+def _parse_one(item: str) -> ModelSource:
+    name, equals, location = item.partition("=")
+    if not equals or not _NAME.fullmatch(name) or not location:
+        raise ValueError(f"{item!r} is not name=folder-or-hub-id[@revision]")
+    return parse_location(name, location)

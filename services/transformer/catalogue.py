@@ -22,7 +22,7 @@ from contextlib import suppress
 from functools import partial
 
 from millrace.errors import InvalidRequestError, MillraceError, NotFoundError, NotReadyError, StartupError
-from millrace.model_sources import ModelSource, parse_models
+from millrace.model_sources import ModelSource, parse_location
 from millrace.recorded_call import Origin
 from millrace.telemetry.untraced import leave_untraced
 from millrace.threads import run_in_daemon_thread
@@ -57,6 +57,7 @@ class Catalogue:
         self._pool = pool
         self._processors = processors or {}
         self._texts: dict[str, ModelText] = {}
+        self._unreadable: dict[str, str] = {}  # Why a model that is served takes no text, where its files are at fault.
         self._states: Mapping[str, ModelState] = {name: ModelState(LOADING) for name in self._sources}
         self._is_told = False  # Until the predictor first says which models it has.
         self._is_complete = True  # False: the predictor has no index, and may know more models.
@@ -92,7 +93,8 @@ class Catalogue:
         """The text model; waits and raises as `wait_for`, and InvalidRequestError where the model takes no text."""
         model = await self.wait_for(name, version, origin, timeout_s)
         if not isinstance(model, TextModel):
-            raise InvalidRequestError(f"model {name!r} takes tensors, not text; call it by ModelInfer")
+            reason = self._unreadable.get(name, "call it by ModelInfer")
+            raise InvalidRequestError(f"model {name!r} takes tensors, not text; {reason}")
         return model
 
     def is_ready(self, name: str, version: str = "") -> bool:
@@ -175,6 +177,10 @@ class Catalogue:
         if known is not None and known.fingerprint != fingerprint:
             self._learned.discard(name)
 
+    def why_unreadable(self, name: str) -> str | None:
+        """Why a model that is served takes no text, where its files are at fault."""
+        return self._unreadable.get(name)
+
     async def refresh(self, reloaded: str = "") -> None:
         """Follows the predictor now, to the end; the model `reloaded` is made known anew."""
         if self._tasks is None:
@@ -224,6 +230,7 @@ class Catalogue:
 
     def _forget(self, name: str) -> None:
         self._models.pop(name, None)
+        self._unreadable.pop(name, None)
         self._learned.discard(name)
         if task := self._learning.pop(name, None):
             task.cancel()
@@ -254,22 +261,29 @@ class Catalogue:
             if self._troubles.get(name) != error.message:
                 logger.warning("model %s: the predictor does not describe it: %s", name, error.message)
             self._troubles[name] = error.message
+        except Exception as error:
+            # One model's files or description: the others are served.
+            if self._troubles.get(name) != repr(error):
+                logger.exception("model %s cannot be made known", name)
+            self._troubles[name] = repr(error)
         finally:
             if self._learning.get(name) is asyncio.current_task():
                 del self._learning[name]
 
     async def _text_of(self, name: str, described: PredictorModel) -> ModelText:
         """The text side of a model; empty where it has none or it cannot be read."""
+        self._unreadable.pop(name, None)
         if name in self._texts:
             return self._texts[name]
         source = self._sources.get(name)
         if (source is None and not described.source) or not (described.generates or described.embeds):
             return ModelText()
         try:
-            source = source or parse_models(f"{name}={described.source}")[0]
+            source = source or parse_location(name, described.source or "")
             text = await run_in_daemon_thread(f"tokenizer-{name}", partial(read_text, source, self._pool))
         except (StartupError, ValueError) as error:
             logger.warning("model %s takes ids and no text: %s", name, error)
+            self._unreadable[name] = str(error)
             return ModelText()
         self._texts[name] = text
         return text

@@ -15,6 +15,7 @@ import grpc
 from google.protobuf.message import Message
 
 from millrace import __version__
+from millrace.errors import RequestFailedError
 from millrace.interceptors import Context
 from millrace.open_inference import OpenInferenceBase
 from millrace.protos import inference_pb2 as pb
@@ -172,9 +173,17 @@ class InferenceServicer(OpenInferenceBase):
     async def RepositoryModelLoad(
         self, request: pb.RepositoryModelLoadRequest, context: Context
     ) -> pb.RepositoryModelLoadResponse:
-        """Loads a model at every predictor; returns once it can be called."""
+        """Loads a model at every predictor; returns once it can be called.
+
+        A model that should take text and whose tokenizer cannot be read is unloaded again.
+        """
+        name = request.model_name
         await self._replicas.load(request, timeout_of(context))
-        await self._catalogue.refresh(reloaded=request.model_name)
+        await self._catalogue.refresh(reloaded=name)
+        if (reason := self._catalogue.why_unreadable(name)) is not None:
+            await self._replicas.unload(pb.RepositoryModelUnloadRequest(model_name=name), timeout_of(context))
+            await self._catalogue.refresh()
+            raise RequestFailedError(f"model {name!r} was not loaded: {reason}")
         return pb.RepositoryModelLoadResponse()
 
     async def RepositoryModelUnload(

@@ -38,9 +38,9 @@ def read_text(source: ModelSource, pool: ThreadPoolExecutor) -> ModelText:
         config = read_config(folder, "config.json")
         is_encoder_decoder = bool(config.get("is_encoder_decoder"))
         defaults = defaults_of(read_config(folder, "generation_config.json"), is_encoder_decoder)
-    except (ValueError, MillraceError) as error:
+        return ModelText(TextTokenizer(source.name, folder, pool), defaults, _limits(config, is_encoder_decoder))
+    except (ValueError, TypeError, AttributeError, OSError, MillraceError) as error:  # Files of any contents.
         raise StartupError(f"model {source.name}: {folder}: {error}") from None
-    return ModelText(TextTokenizer(source.name, folder, pool), defaults, _limits(config, is_encoder_decoder))
 
 
 def _limits(config: dict[str, Any], is_encoder_decoder: bool) -> ContextLimits | None:

@@ -24,11 +24,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from millrace.errors import ContextLengthError, InvalidRequestError, StartupError
 from millrace.model_kinds import MODULES_FILE
+from services.transformer.detokenizer import Decoder
 from services.transformer.token_bytes import TokenBytes
 
 FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 _VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")  # Without one, AutoTokenizer makes up its own.
 _INLINE_BYTES = 8 * 1024
+_MAX_REASON = 500
 # What `apply_chat_template` takes for itself, another template among it, and not for the template.
 _NOT_TEMPLATE_OPTIONS = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {
     "add_generation_prompt"
@@ -41,15 +43,15 @@ class TextTokenizer:
     """One model's tokenizer; `pool` is shared by all models."""
 
     def __init__(self, name: str, folder: Path, pool: ThreadPoolExecutor) -> None:
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise StartupError(f"model {name}: no tokenizer in {folder}: {str(error).splitlines()[0]}") from None
+        if not _has_vocabulary(folder):
+            raise StartupError(f"model {name}: no tokenizer in {folder}: it has none of {', '.join(_VOCABULARIES)}")
+        self._tokenizer: Any = _read_tokenizer(name, folder)
         self.backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         if self.backend is None:
             raise StartupError(f"model {name}: its tokenizer has no fast version")
         self.backend.no_truncation()
         self.backend.no_padding()
+        self.decoder = Decoder(self.backend)
         self._name = name
         self._pool = pool
         # In a byte-level vocabulary a character stands for a byte, in others it is one: never too small.
@@ -108,6 +110,22 @@ class TextTokenizer:
         return text
 
 
+def _has_vocabulary(folder: Path) -> bool:
+    return any(file.is_file() for pattern in _VOCABULARIES for file in folder.glob(pattern))
+
+
+def _read_tokenizer(name: str, folder: Path) -> Any:
+    """The tokenizer in a folder; raises StartupError, whatever is wrong with the files."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except BaseException as error:
+        # tokenizers raises bare Exceptions, and PanicException, which is none.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_REASON]
+        raise StartupError(f"model {name}: the tokenizer in {folder} cannot be read: {reason}") from None
+
+
 def check_token_count(count: int, max_tokens: int) -> None:
     """Refuses a prompt of no tokens and one of more than `max_tokens`."""
     if count > max_tokens:
@@ -124,6 +142,6 @@ def embedding_tokenizer(name: str, folder: Path, pool: ThreadPoolExecutor) -> Te
     modules = json.loads((folder / MODULES_FILE).read_text()) if (folder / MODULES_FILE).is_file() else []
     parts = [module.get("path", "") for module in modules if str(module.get("type")).endswith("Transformer")]
     for place in (folder, *(folder / part for part in parts)):
-        if any(file.is_file() for pattern in _VOCABULARIES for file in place.glob(pattern)):
+        if _has_vocabulary(place):
             return TextTokenizer(name, place, pool)
     return None
