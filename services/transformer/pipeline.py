@@ -1,13 +1,13 @@
 """One generation, from text to text: what every front end calls.
 
 Refuses what can be refused, renders the chat, tokenises, generates at as many predictors as it takes, detokenises,
-and records all of it through the tap, which never delays a chunk.
+and records all of it through the tap, which never delays a chunk. What is the same for several choices of a request
+is made once, see `SharedPrompt`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
@@ -25,13 +25,24 @@ from services.transformer.first_token import FirstToken
 from services.transformer.generation_telemetry import GenerationCourse, GenerationTelemetry
 from services.transformer.models import TextModel
 from services.transformer.predictor_client import Generation, PredictorClient, TokenChunk
+from services.transformer.recorded_prompt import recorded_texts
 from services.transformer.resuming import ResumingGenerator
-from services.transformer.tokenizer import check_token_count
+from services.transformer.tokenizer import TextTokenizer, check_token_count
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
-MAX_RECORDED_CHARACTERS = 1024 * 1024
-_MAX_RECORDED_IDS = 128 * 1024
+
+
+class SharedPrompt:
+    """What is made once for all choices of a request: its prompt's ids, and what records keep of it.
+
+    Owned by the event loop; it belongs to the requests that differ in their seeds alone.
+    """
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.ids: list[int] | None = None
+        self.recorded: tuple[str, dict[str, Any]] | None = None  # The prompt, and the parameters but for the seed.
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,7 @@ class TextRequest:
     stop: Sequence[str] = ()
     version: str = ""
     timeout_s: float | None = None
+    shared: SharedPrompt = field(default_factory=SharedPrompt, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -100,7 +112,9 @@ class Pipeline:
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
         """The chunks of one answer; raises MillraceError; closing the generator cancels the request."""
         origin, timeout_s = request.origin, request.timeout_s
-        prompt, parameters = _recorded_prompt(request), _recorded_parameters(request)
+        with self.recording_refusals(origin, request.model):
+            _check(request)
+        prompt, parameters = recorded_texts(request)
         with (
             self._telemetry.generation(origin, bool(request.messages), timeout_s) as course,
             begin(self._tap, origin, request.model, prompt=prompt, parameters=parameters) as recording,
@@ -138,12 +152,11 @@ class Pipeline:
         model = await self._catalogue.get(request.model, request.version, request.origin, request.timeout_s)
         course.found(model.name)
         sampling = model.defaults.changed(request.sampling)
-        _check_stop(request.stop)
-        prompt_ids = await self._prompt_ids(request, model, model.limits.context_length)
+        prompt_ids = await self._shared_ids(request, model)
         sampling = sampling.resolved(model.limits.room(len(prompt_ids)), request.default_max_tokens)
 
         follows = [] if model.limits.is_encoder_decoder else prompt_ids
-        detokenizer = Detokenizer(model.tokenizer.backend, follows, request.stop, sampling.min_tokens)
+        detokenizer = Detokenizer(model.tokenizer.decoder, follows, request.stop, sampling.min_tokens)
         assembler = _Assembler(detokenizer, len(prompt_ids), sampling.stop_token_ids)
         asked = Generation(*(model.name, request.origin.request_id, prompt_ids, sampling, model.dialect, model.resumes))
 
@@ -162,19 +175,24 @@ class Pipeline:
                 if detokenizer.stopped:
                     return  # Which cancels what the predictor would still make.
 
-    async def _prompt_ids(self, request: TextRequest, model: TextModel, context_length: int) -> list[int]:
-        if (request.prompt is not None) + (request.prompt_ids is not None) + bool(request.messages) != 1:
-            raise InvalidRequestError("give either a prompt or messages")
+    async def _shared_ids(self, request: TextRequest, model: TextModel) -> list[int]:
+        """The prompt's ids, which the first choice makes and the others wait for."""
+        shared = request.shared
+        if shared.ids is None:
+            async with shared.lock:
+                if shared.ids is None:
+                    shared.ids = await self._prompt_ids(request, model.tokenizer, model.limits.context_length)
+        return shared.ids
+
+    async def _prompt_ids(self, request: TextRequest, tokenizer: TextTokenizer, context_length: int) -> list[int]:
         if request.prompt is not None:
-            if not request.prompt:
-                raise InvalidRequestError("the prompt is empty")
-            return await model.tokenizer.encode(request.prompt, context_length)
+            return await tokenizer.encode(request.prompt, context_length)
         if request.prompt_ids is not None:
             check_token_count(len(request.prompt_ids), context_length)
             return list(request.prompt_ids)
-        text = model.tokenizer.render_chat(request.messages, context_length, request.template_options)
+        text = tokenizer.render_chat(request.messages, context_length, request.template_options)
         # The template has written the special tokens already.
-        return await model.tokenizer.encode(text, context_length, add_special_tokens=False)
+        return await tokenizer.encode(text, context_length, add_special_tokens=False)
 
 
 class _Assembler:
@@ -214,53 +232,24 @@ class _Assembler:
         return chunk.finish_reason == "stop" and not self._stop_token_ids.isdisjoint(chunk.token_ids[-1:])
 
 
-def _check_stop(stop: Sequence[str]) -> None:
-    if len(stop) > MAX_STOP_STRINGS:
-        raise InvalidRequestError(f"{len(stop)} stop strings, at most {MAX_STOP_STRINGS} are allowed", param="stop")
+def _check(request: TextRequest) -> None:
+    """Refuses what neither the model nor any work is needed for; raises InvalidRequestError."""
+    check_stop(request.stop)
+    if (request.prompt is not None) + (request.prompt_ids is not None) + bool(request.messages) != 1:
+        raise InvalidRequestError("give either a prompt or messages")
+    if request.prompt == "":
+        raise InvalidRequestError("the prompt is empty")
+
+
+def check_stop(stop: Sequence[str]) -> None:
+    """Refuses too many stop strings, and those that are empty or too long."""
+    check_stop_count(len(stop))
     for text in stop:
         if not text or len(text) > MAX_STOP_LENGTH:
             raise InvalidRequestError(f"a stop string must have 1 to {MAX_STOP_LENGTH} characters", param="stop")
 
 
-def _recorded_prompt(request: TextRequest) -> str:
-    """The prompt, or its ids or the messages as JSON; the end of what is far beyond any context is cut off."""
-    if request.prompt is not None:
-        return _cut(request.prompt)
-    if request.prompt_ids is not None:
-        return recorded_list([request.prompt_ids])[1:-1]
-    texts = iter(_cut_together([text for message in request.messages for text in message]))
-    messages = [{"role": role, "content": content} for role, content in zip(texts, texts, strict=True)]
-    return json.dumps(messages, ensure_ascii=False)
-
-
-def recorded_list(prompts: Sequence[str | Sequence[int]]) -> str:
-    """Several prompts as a JSON list, which it stays where prompts are cut off: rules read it."""
-    texts = iter(_cut_together([prompt for prompt in prompts if isinstance(prompt, str)]))
-    left = _MAX_RECORDED_IDS
-    kept: list[str | list[int]] = []
-    for prompt in prompts:
-        kept.append(next(texts) if isinstance(prompt, str) else list(prompt[:left]))
-        left -= 0 if isinstance(prompt, str) else len(kept[-1])
-    return json.dumps(kept, ensure_ascii=False)
-
-
-def _cut_together(texts: Sequence[str]) -> list[str]:
-    """The texts, cut where all of them together become too long."""
-    cut, left = [], MAX_RECORDED_CHARACTERS
-    for text in texts:
-        cut.append(_cut(text, left))
-        left = max(0, left - len(text))
-    return cut
-
-
-def _cut(text: str, limit: int = MAX_RECORDED_CHARACTERS) -> str:
-    beyond = len(text) - limit
-    return text if beyond <= 0 else f"{text[:limit]}… ({beyond} characters more)"
-
-
-def _recorded_parameters(request: TextRequest) -> str:
-    given = dict(request.sampling) | ({"stop": list(request.stop)} if request.stop else {})
-    given.pop("cache_salt", None)  # Who knows it can tell what its owner's prompts share with others.
-    if request.template_options:
-        given["chat_template_kwargs"] = dict(request.template_options)
-    return _cut(json.dumps(given, ensure_ascii=False, default=str)) if given else ""
+def check_stop_count(count: int) -> None:
+    """Refuses too many stop strings; to be asked before they are looked at."""
+    if count > MAX_STOP_STRINGS:
+        raise InvalidRequestError(f"{count} stop strings, at most {MAX_STOP_STRINGS} are allowed", param="stop")

@@ -14,7 +14,7 @@ from millrace.rest_streams import errors_in_band
 from millrace.sampling import MAX_STOP_TOKEN_IDS
 from millrace.telemetry.identity import REQUEST_ID_METADATA, as_metadata
 from services.transformer.calls import TTFT_MS, check_message_count, check_request_id, timeout_of
-from services.transformer.pipeline import Pipeline, TextChunk, TextRequest
+from services.transformer.pipeline import Pipeline, TextChunk, TextRequest, check_stop_count
 
 _PROTOCOL = "millrace.v1.TextGeneration/Generate"
 _NOT_SAMPLING = {"model", "prompt", "messages", "stop", "stop_token_ids", "request_id"}
@@ -34,6 +34,7 @@ class TextGenerationServicer(millrace_pb2_grpc.TextGenerationServicer):
         with self._pipeline.recording_refusals(origin, request.model):
             check_request_id(request.request_id)
             check_message_count(len(request.messages))
+            check_stop_count(len(request.stop))
         asked = TextRequest(
             origin=origin,
             model=request.model,

@@ -17,6 +17,7 @@ Source of the names: triton-inference-server/vllm_backend, docs/additional_outpu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,9 @@ _CONFIG_TYPES = {
     "UINT32": model_config_pb2.TYPE_UINT32,
 }
 _PLATFORM = "millrace_text"
+# What is more can be no request to a text model, and reading it would hold up the others.
+_MAX_TENSORS, _MAX_PARAMETERS, _MAX_DIMENSIONS = 64, 256, 32
+_MAX_SAMPLING_BYTES = 128 * 1024
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class TextCall:
 
 def read_request(request: pb.ModelInferRequest, origin: Origin, timeout_s: float | None) -> TextCall:
     """Everything that can be refused without the model is refused here; raises InvalidRequestError."""
+    _check_shapes(request)
     tensors = decode_inputs(request)
     _check(request, tensors)
     prompt = _text(tensors[TEXT_INPUT])
@@ -187,6 +192,17 @@ def config_of(model: TextModel) -> model_config_pb2.ModelConfig:
     return config
 
 
+def _check_shapes(request: pb.ModelInferRequest) -> None:
+    """Refuses by its description what is too much to be looked at."""
+    if len(request.inputs) > _MAX_TENSORS or len(request.outputs) > _MAX_TENSORS:
+        raise InvalidRequestError(f"more than {_MAX_TENSORS} tensors; a text model takes {', '.join(_INPUTS)}")
+    if len(request.parameters) > _MAX_PARAMETERS:
+        raise InvalidRequestError(f"{len(request.parameters)} parameters, at most {_MAX_PARAMETERS} are allowed")
+    for tensor in request.inputs:
+        if len(tensor.shape) <= _MAX_DIMENSIONS and (elements := math.prod(tensor.shape)) != 1:
+            raise InvalidRequestError(f"{tensor.name[:64]} must hold one element, not {elements}")
+
+
 def _check(request: pb.ModelInferRequest, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if name not in _INPUTS:
@@ -205,7 +221,7 @@ def _check(request: pb.ModelInferRequest, tensors: Mapping[str, Tensor]) -> None
 def _read_logprobs(sampling: dict[str, Any], wanted: frozenset[str]) -> None:
     """vLLM's `logprobs` is how many of the likeliest tokens are wanted; ours, whether any is."""
     given = sampling.get(_LOGPROBS)
-    count = int(given) if isinstance(given, str) and given.isdecimal() else given
+    count = int(given) if isinstance(given, str) and given.isdecimal() and len(given) < 10 else given
     if isinstance(count, int) and not isinstance(count, bool):
         sampling[_LOGPROBS] = True
         sampling.setdefault("top_logprobs", count)
@@ -214,7 +230,11 @@ def _read_logprobs(sampling: dict[str, Any], wanted: frozenset[str]) -> None:
 
 
 def _sampling_object(tensor: Tensor | None) -> dict[str, Any]:
-    text = "" if tensor is None else _text(tensor)
+    if tensor is None:
+        return {}
+    if len(tensor.array.ravel()[0]) > _MAX_SAMPLING_BYTES:
+        raise InvalidRequestError(f"sampling_parameters has more than {_MAX_SAMPLING_BYTES} bytes")
+    text = _text(tensor)
     if not text:
         return {}
     try:

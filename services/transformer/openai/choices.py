@@ -11,10 +11,13 @@ import hashlib
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 from services.transformer.pipeline import Pipeline, TextChunk, TextRequest
 
 _UNREAD_CHUNKS = 16  # Beyond these, choices wait for the reader, and their own slots merge.
+
+_MAX_SEED = 64  # Characters.
 
 
 def choice_seed(seed: int, index: int) -> int:
@@ -26,9 +29,10 @@ def choice_seed(seed: int, index: int) -> int:
 
 
 def choices_of(request: TextRequest, n: int) -> list[TextRequest]:
-    """The request n times, with the seeds of its choices."""
-    seed = request.sampling.get("seed")
-    if seed is None or n == 1:
+    """The request n times, with the seeds of its choices; what is made of its prompt is made once for all."""
+    seed: Any = request.sampling.get("seed")
+    is_seed = isinstance(seed, (int, float)) or (isinstance(seed, str) and len(seed) <= _MAX_SEED)
+    if n == 1 or not is_seed:  # What is none is refused later.
         return [request] * n
     return [replace(request, sampling={**request.sampling, "seed": choice_seed(seed, i)}) for i in range(n)]
 

@@ -27,8 +27,8 @@ from millrace.tensors import Tensor, add_input, decode_outputs
 from services.transformer.catalogue import Catalogue
 from services.transformer.models import RelayedModel, TextModel
 from services.transformer.openai.requests import OpenAIRequest, Prompt, read_prompts
-from services.transformer.pipeline import MAX_RECORDED_CHARACTERS, recorded_list
 from services.transformer.predictor_client import PredictorClient
+from services.transformer.recorded_prompt import MAX_RECORDED_CHARACTERS, recorded_list
 from services.transformer.tokenizer import TextTokenizer, check_token_count
 
 MAX_INPUTS = 2048  # OpenAI's limit.
