@@ -32,6 +32,10 @@ down: $(RUN_DEPENDENCIES) ## stop a running stack
 reload: $(RUN_DEPENDENCIES) ## have a running stack's gateway read envoy/ anew, at the cost of no call
 	@exec $(VENV)/bin/python -m runner reload
 
+.PHONY: roll
+roll: $(RUN_DEPENDENCIES) ## replace every process of a running stack, with the present settings and code, at the cost of no call
+	@exec $(VENV)/bin/python -m runner roll
+
 .PHONY: load
 load: $(DEV_DEPENDENCIES) ## Locust's browser UI against a running stack
 	@port=$${LOCUST_PORT:-$$(sed -n 's/^LOCUST_PORT=//p' .env)}; gateway=$${GATEWAY_PORT:-$$(sed -n 's/^GATEWAY_PORT=//p' .env)}; \

@@ -2,8 +2,9 @@
 
 Life of a service: `Server(...)`, register servicers, `await run()`. `run` returns after SIGTERM or
 SIGINT, when health has said NOT_SERVING, what drains has drained, calls in flight have ended or used up
-the drain time, and every background task has been cancelled and awaited. An event loop that does not
-answer for `loop_timeout_s` meanwhile is the process's end, with every thread's traceback.
+the drain time, and every background task has been cancelled and awaited. After RETIRE (hand_over.py) it has no new
+calls, and returns when those in flight have ended, however long they take. An event loop that does not answer for
+`loop_timeout_s` meanwhile is the process's end, with every thread's traceback.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc as reflection_v1alpha_gr
 from millrace.admission import AdmissionInterceptor
 from millrace.cut_off import CutOffInterceptor
 from millrace.errors import StartupError
+from millrace.hand_over import RETIRE, report_listening
 from millrace.interceptors import ErrorServerInterceptor
 from millrace.protos import reflection_v1_pb2
 from millrace.telemetry.loop_lag import watch_loop_lag
@@ -38,6 +40,7 @@ READY = "ready"  # Health name: a generation would work now. "" says only that t
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # Above Envoy's 60 MiB, so that the gateway answers first.
 _LEAST_S = 0.5  # What was ended at the end of the drain must still be sent.
 _CALLS_SHARE = 0.9  # Of that time.
+_NEVER_S = 10.0**6  # Who retires a process bounds that.
 
 _STREAM_WINDOW_BYTES = 8 * 1024 * 1024
 MESSAGE_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -85,6 +88,11 @@ class Server:
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
         self._stop = asyncio.Event()
+        self._ends_soon = asyncio.Event()  # Not set by RETIRE.
+        self._retiring: asyncio.Task[None] | None = None
+        self._page: MetricsPage | None = None
+        self.is_retired = False  # A successor has taken over.
+        self._shares_port = shares_port
         self._at_drain: list[Callable[[float], Awaitable[None]]] = []
         self._at_stop: list[Callable[[], Awaitable[None]]] = []
         admission = () if max_calls is None else (AdmissionInterceptor(hop, max_calls),)
@@ -123,10 +131,11 @@ class Server:
         self._at_stop.append(close)
 
     async def run(self) -> None:
-        """Serves until SIGTERM or SIGINT; raises what ended a background task."""
+        """Serves until SIGTERM, SIGINT or RETIRE; raises what ended a background task."""
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, self._stop.set)
+            loop.add_signal_handler(signum, self._end_soon)
+        loop.add_signal_handler(RETIRE, self._stop.set)
         try:
             port = self.grpc.add_insecure_port(self._address)
         except RuntimeError:
@@ -134,20 +143,46 @@ class Server:
         # What was imported stays: a collection that looks at all of it holds up every stream for a tenth of a second.
         gc.collect()
         gc.freeze()
-        page = MetricsPage(self._host, self._metrics_port) if self._metrics_port else None
+        if self._metrics_port:
+            self._page = MetricsPage(self._host, self._metrics_port, shares_port=self._shares_port)
         watchdog = LoopWatchdog(loop, self._loop_timeout_s)
         self.own("loop-lag", watch_loop_lag())
         try:
             await self.grpc.start()
             logger.info("listening on %s", self._address.rsplit(":", 1)[0] + f":{port}")
+            report_listening()
             await self._stop.wait()
+            if not self._ends_soon.is_set():
+                self.is_retired = True
+                await self._close_page()  # The successor's is the one to read.
+                await self._retire()
             await self._shut_down()
         finally:
             watchdog.close()
-            if page is not None:
-                await asyncio.to_thread(page.close)
+            await self._close_page()
         if self._failure is not None:
             raise self._failure
+
+    async def _close_page(self) -> None:
+        page, self._page = self._page, None
+        if page is not None:
+            await asyncio.to_thread(page.close)
+
+    def _end_soon(self) -> None:
+        self._ends_soon.set()
+        self._stop.set()
+
+    async def _retire(self) -> None:
+        """Takes no new call; returns when those in flight have ended or SIGTERM asks for the ordinary stop.
+
+        Health stays as it is: who asks on an old connection asks about the port, which the successor serves.
+        """
+        logger.info("a successor has taken over: calls in flight may end")
+        # Where it has not ended by then, the drain's own stop shortens it.
+        stopped = self._retiring = asyncio.create_task(self.grpc.stop(_NEVER_S), name="calls in flight")
+        shortened = asyncio.create_task(self._ends_soon.wait(), name="a stop")
+        await asyncio.wait((stopped, shortened), return_when=asyncio.FIRST_COMPLETED)
+        shortened.cancel()
 
     async def _shut_down(self) -> None:
         logger.info("stopping: calls in flight have %.0f s", self._drain_s)
@@ -181,7 +216,7 @@ class Server:
         if not task.cancelled() and task.exception() is not None:
             logger.critical("task %s failed", task.get_name(), exc_info=task.exception())
             self._failure = task.exception()
-            self._stop.set()
+            self._end_soon()
 
 
 def _add_reflection(server: grpc.aio.Server, public_services: Iterable[str]) -> None:

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from millrace.errors import StartupError
+from millrace.hand_over import Listen
 from millrace.model_sources import DEFAULT_MODELS, ModelSource, parse_models
 from millrace.telemetry.logs import LogFormat
 
@@ -32,6 +33,11 @@ class ServiceSettings(BaseSettings):
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: Port = Field(0, description="gRPC port.")
     metrics_port: Port = Field(0, description="Port of the Prometheus page, /metrics. 0: none.")
+    listen: Listen = Field(
+        "alone",
+        description="alone; shared: a successor may listen on the ports beside this process; take-over: likewise, and "
+        "this one is a successor, which listens once it can serve.",
+    )
     log_format: LogFormat = Field(
         "auto",
         description="What log lines look like: json, console, or auto: json unless standard error is a terminal.",

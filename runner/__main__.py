@@ -1,7 +1,8 @@
 """`python -m runner up`: the stack in the foreground until Ctrl-C or SIGTERM. `down`: stops a running one.
 
 SIGHUP, or `reload`, has a new Envoy take over with what envoy/ says then, at the cost of no call; the outcome is one
-line of the runner's. A terminal that goes away sends SIGHUP too: then the stack stops.
+line of the runner's. A terminal that goes away sends SIGHUP too: then the stack stops. `roll` replaces every process at
+the cost of no call: see stack.py and roll.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from millrace.errors import StartupError
+from runner import roll
 from runner import settings as stack_settings
 from runner.run_folder import RunFolder
 from runner.stack import Stack
@@ -26,7 +28,7 @@ _DOWN_TIMEOUT_S = 15.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m runner", description=__doc__)
-    parser.add_argument("action", choices=("up", "down", "reload"))
+    parser.add_argument("action", choices=("up", "down", "reload", "roll"))
     action = parser.parse_args().action
     try:
         settings = stack_settings.load()
@@ -34,8 +36,11 @@ def main() -> None:
             asyncio.run(up(Stack(settings, say=_say)))
         elif action == "down":
             down(RunFolder(settings.run_folder))
-        else:
+        elif action == "reload":
             reload(RunFolder(settings.run_folder))
+        else:
+            roll.request(folder := RunFolder(settings.run_folder), _running(folder))
+            _say("every process has been replaced")
     except StartupError as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(1) from None
@@ -44,7 +49,7 @@ def main() -> None:
 async def up(stack: Stack) -> None:
     """Runs a stack until a signal; StartupError if it cannot run."""
     started = time.monotonic()
-    asked_to_stop, asked_to_reload = asyncio.Event(), asyncio.Event()
+    asked_to_stop, asked_to_reload, asked_to_roll = asyncio.Event(), asyncio.Event(), asyncio.Event()
     had_terminal = _has_terminal()
 
     def hang_up() -> None:
@@ -55,12 +60,14 @@ async def up(stack: Stack) -> None:
     for signum in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signum, asked_to_stop.set)
     loop.add_signal_handler(signal.SIGHUP, hang_up)
+    loop.add_signal_handler(roll.SIGNAL, asked_to_roll.set)
 
     await stack.start()
     serving = asyncio.create_task(_serve(stack, started), name="serve")
     reloading = asyncio.create_task(_reload_when_asked(stack, asked_to_reload), name="reload")
+    rolling = asyncio.create_task(roll.roll_when_asked(stack, asked_to_roll, _say), name="roll")
     stopping = asyncio.create_task(asked_to_stop.wait(), name="wait for a signal")
-    tasks = (serving, reloading, stopping)
+    tasks = (serving, reloading, rolling, stopping)
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done - {stopping}:
@@ -113,9 +120,7 @@ async def _reload_when_asked(stack: Stack, asked: asyncio.Event) -> None:
 
 def reload(folder: RunFolder) -> None:
     """Asks the runner that holds the folder for a reload."""
-    runner = _runner(folder)
-    if runner is None:
-        raise StartupError("no stack is running")
+    runner = _running(folder)
     os.kill(runner, signal.SIGHUP)
     _say(f"asked process {runner}, which says what becomes of it")
 
@@ -133,6 +138,14 @@ def down(folder: RunFolder) -> None:
             raise StartupError(f"process {runner} is still running after {_DOWN_TIMEOUT_S:g} s")
         time.sleep(0.1)
     _say("stopped")
+
+
+def _running(folder: RunFolder) -> int:
+    """The runner that holds the folder; StartupError where none does."""
+    runner = _runner(folder)
+    if runner is None:
+        raise StartupError("no stack is running")
+    return runner
 
 
 def _runner(folder: RunFolder) -> int | None:

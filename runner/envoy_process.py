@@ -14,15 +14,15 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-import os
 import signal
 from asyncio.subprocess import Process as Running
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from millrace.errors import StartupError
-from runner.process import Process, ProcessSpec, Say
+from runner.process import Process, ProcessSpec, Say, signal_to
 from runner.settings import LOOPBACK
 
 # An hour, as long as a connection may be idle and as the longest stream that is promised. What lasts longer is cut.
@@ -39,13 +39,20 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # Where the C library puts what
 class EnvoyProcess(Process):
     """A `Process` whose command is Envoy's; what hot restart needs is added to it here."""
 
-    def __init__(self, spec: ProcessSpec, log_folder: Path, working_folder: Path, say: Say, admin_port: int) -> None:
-        super().__init__(spec, log_folder, working_folder, say)
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        log_folder: Path,
+        working_folder: Path,
+        say: Say,
+        prepare: Callable[[], None],
+        admin_port: int,
+    ) -> None:
+        super().__init__(spec, log_folder, working_folder, say, prepare)
         self._admin_port = admin_port
         self._base_id_file = log_folder.parent / "envoy.base-id"
         self._epoch = 0
         self._predecessor: _Predecessor | None = None
-        self._replaced = asyncio.Event()
         self._one_at_a_time = asyncio.Lock()
 
     async def reload(self) -> None:
@@ -77,8 +84,8 @@ class EnvoyProcess(Process):
                 admin.close()
                 raise
             self._predecessor = _Predecessor(running, admin)
-            self._epoch, self._process = epoch, process
-            self._replaced.set()
+            self._epoch = epoch
+            self._succeed(process)
 
     async def stop(self) -> None:
         """Ends both generations."""
@@ -98,19 +105,6 @@ class EnvoyProcess(Process):
             self._predecessor.terminate_after(PREDECESSOR_LIFE_S)
         dynamic = ("--use-dynamic-base-id", "--base-id-path", str(self._base_id_file), "--restart-epoch", "0")
         return await self._run((*self.spec.command, *dynamic))
-
-    async def _until_end(self, process: Running) -> int:
-        """Waits for the end of the generation that takes the new calls, whichever that is by then."""
-        while True:
-            ended = asyncio.create_task(super()._until_end(process), name="envoy's end")
-            replaced = asyncio.create_task(self._replaced.wait(), name="envoy's successor")
-            await asyncio.wait({ended, replaced}, return_when=asyncio.FIRST_COMPLETED)
-            replaced.cancel()
-            if self._process is process or self._predecessor is None:
-                return await ended
-            self._replaced.clear()
-            self._predecessor.ended = ended
-            process = self._process or process
 
     async def _wait_for_place(self) -> None:
         """Returns when a new generation costs no call of the one before the running one."""
@@ -153,7 +147,6 @@ class _Predecessor:
     """The generation before the running one, with a connection to its admin page from before."""
 
     def __init__(self, process: Running, admin: _AdminConnection) -> None:
-        self.ended: asyncio.Task[int] | None = None  # Its end, waited for by the supervision.
         self._process = process
         self._admin = admin
         self._timer: asyncio.TimerHandle | None = None
@@ -169,7 +162,7 @@ class _Predecessor:
     def terminate(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        _signal(self._process, signal.SIGTERM)
+        signal_to(self._process, signal.SIGTERM)
 
     def terminate_after(self, seconds: float) -> None:
         if self._timer is None:
@@ -180,8 +173,6 @@ class _Predecessor:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), grace_s)
         await _end(self._process, signal.SIGKILL)
-        if self.ended is not None:
-            await self.ended
         self._admin.close()
 
 
@@ -220,11 +211,5 @@ def _is_live(port: int, epoch: int) -> bool:
 
 
 async def _end(process: Running, signum: signal.Signals) -> None:
-    _signal(process, signum)
+    signal_to(process, signum)
     await process.wait()
-
-
-def _signal(process: Running, signum: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        if process.returncode is None:
-            os.kill(process.pid, signum)

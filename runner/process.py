@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from asyncio.subprocess import Process as Running
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -49,14 +50,25 @@ class ProcessSpec:
 class Process:
     """Keeps one `ProcessSpec` running from `start` to `stop`."""
 
-    def __init__(self, spec: ProcessSpec, log_folder: Path, working_folder: Path, say: Say) -> None:
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        log_folder: Path,
+        working_folder: Path,
+        say: Say,
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
+        """`prepare` is called before each start: it makes what the process finds in its folder."""
         self.spec = spec
+        self._prepare = prepare
         self.log = log_folder / f"{spec.name}.log"
         self._working_folder = working_folder
         self._say = say
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Running | None = None
         self._stopping = asyncio.Event()
         self._supervision: asyncio.Task[None] | None = None
+        self._replaced = asyncio.Event()
+        self._predecessors: set[asyncio.Task[int]] = set()  # Their ends.
 
     @property
     def pid(self) -> int:
@@ -91,42 +103,75 @@ class Process:
         await asyncio.gather(self._supervision, return_exceptions=True)
 
     def last_line(self) -> str:
-        """The last line of the log that says something."""
-        with self.log.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = [line.strip() for line in log.read().decode(errors="replace").splitlines()]
+        """The last line of the log that says something; empty where there is no log."""
+        try:
+            with self.log.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                lines = [line.strip() for line in log.read().decode(errors="replace").splitlines()]
+        except FileNotFoundError:
+            return ""
         return _told(next((line for line in reversed(lines) if line), ""))
 
     async def _supervise(self) -> None:
         delay_s = FIRST_DELAY_S
         while not self._stopping.is_set():
             started = time.monotonic()
-            self._process = await self._spawn()
-            if self._stopping.is_set():
-                self._signal(signal.SIGTERM)
-            exit_code = await self._until_end(self._process)
+            try:
+                ended = _how(await self._live())
+            except OSError as error:
+                # A full disk, or too many processes: it may pass.
+                ended = f"could not be started ({error})"
             if self._stopping.is_set():
                 return
-            if exit_code in self.spec.fatal_exit_codes:
-                raise StartupError(self.last_line() or f"{self.spec.name} {_how(exit_code)}")
             if time.monotonic() - started >= STEADY_S:
                 delay_s = FIRST_DELAY_S
-            self._say(f"{self.spec.name} {_how(exit_code)}; starting it again in {delay_s:g} s (see {self.log})")
+            self._say(f"{self.spec.name} {ended}; starting it again in {delay_s:g} s (see {self.log})")
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay_s)
             delay_s = min(2 * delay_s, MAX_DELAY_S)
 
-    async def _spawn(self) -> asyncio.subprocess.Process:
+    async def _live(self) -> int:
+        """One life of the process; its exit code; StartupError where another life cannot help."""
+        if self._prepare is not None:
+            self._prepare()
+        self._process = await self._spawn()
+        if self._stopping.is_set():
+            self._signal(signal.SIGTERM)
+        exit_code = await self._until_end(self._process)
+        if exit_code in self.spec.fatal_exit_codes and not self._stopping.is_set():
+            raise StartupError(self.last_line() or f"{self.spec.name} {_how(exit_code)}")
+        return exit_code
+
+    async def _spawn(self) -> Running:
         """Begins a life of the process."""
         return await self._run(self.spec.command)
 
-    async def _until_end(self, process: asyncio.subprocess.Process) -> int:
-        """Waits for a life's end; its exit code."""
+    async def _until_end(self, process: Running) -> int:
+        """Waits for the end of the life that serves, whichever that is by then; its exit code."""
+        while True:
+            ended = asyncio.create_task(self._ended(process), name=f"{self.spec.name}'s end")
+            replaced = asyncio.create_task(self._replaced.wait(), name=f"{self.spec.name}'s successor")
+            await asyncio.wait({ended, replaced}, return_when=asyncio.FIRST_COMPLETED)
+            replaced.cancel()
+            if self._process is process or self._process is None:
+                return await ended
+            self._replaced.clear()
+            self._predecessors.add(ended)
+            ended.add_done_callback(self._predecessors.discard)
+            process = self._process
+
+    def _succeed(self, successor: Running) -> None:
+        """Supervises another process instead of the one before, which goes on as a predecessor."""
+        self._process = successor
+        self._replaced.set()
+
+    async def _ended(self, process: Running) -> int:
+        """Waits for a process's end; its exit code."""
         exit_code = await process.wait()
         end_group(process.pid)
         return exit_code
 
-    async def _run(self, command: tuple[str, ...]) -> asyncio.subprocess.Process:
+    async def _run(self, command: tuple[str, ...], environment: Mapping[str, str] | None = None) -> Running:
         with self.log.open("ab") as log:
             return await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *command),
@@ -134,13 +179,20 @@ class Process:
                 stdout=log,
                 stderr=log,
                 cwd=self._working_folder,
-                env=dict(self.spec.environment),
+                env=dict(self.spec.environment if environment is None else environment),
                 start_new_session=True,
             )
 
     def _signal(self, signum: signal.Signals) -> None:
         with suppress(ProcessLookupError):
             os.kill(self.pid, signum)
+
+
+def signal_to(process: Running, signum: signal.Signals) -> None:
+    """Sends a signal to a process unless it has ended."""
+    with suppress(ProcessLookupError):
+        if process.returncode is None:
+            os.kill(process.pid, signum)
 
 
 def end_group(leader: int) -> None:

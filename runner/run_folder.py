@@ -25,16 +25,53 @@ class RunFolder:
         self._lock: IO[str] | None = None
 
     def claim(self) -> None:
-        """Makes the folder this process's; StartupError if another runner holds it."""
+        """Makes the folder this process's; StartupError if another runner holds it or it cannot be written."""
+        try:
+            self._claim()
+        except OSError as error:
+            raise self.unusable(error) from None
+
+    def restore(self) -> bool:
+        """Makes the folder again where it was removed under this process, which held it; whether it was.
+
+        OSError where it cannot be made, StartupError where another runner holds it by now.
+        """
+        if self._lock is None or self._is_held():
+            return False
+        lock = self._lock
+        self._claim()
+        lock.close()
+        return True
+
+    def unusable(self, error: OSError) -> StartupError:
+        """An error in one line for a folder in which files cannot be written."""
+        reason = error.strerror or type(error).__name__
+        return StartupError(
+            f"{self.path} cannot be written ({reason}); make room there, or set RUN_FOLDER=… to another folder"
+        )
+
+    def _claim(self) -> None:
         self.logs.mkdir(parents=True, exist_ok=True)
         lock = self._pid_file.open("a+")
-        if not _try_lock(lock):
+        try:
+            if not _try_lock(lock):
+                raise StartupError(f"a stack is running in {self.path} (process {self.holder()}); `make down` stops it")
+            os.ftruncate(lock.fileno(), 0)
+            os.write(lock.fileno(), f"{os.getpid()}\n".encode())
+        except BaseException:
             lock.close()
-            raise StartupError(f"a stack is running in {self.path} (process {self.holder()}); `make down` stops it")
-        lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
+            raise
         self._lock = lock
+
+    def _is_held(self) -> bool:
+        """Whether the lock is on the file that others would look at."""
+        if self._lock is None:
+            return False
+        try:
+            there, held = self._pid_file.stat(), os.fstat(self._lock.fileno())
+        except OSError:
+            return False
+        return self.logs.is_dir() and (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
 
     def release(self) -> None:
         """Gives the folder back."""

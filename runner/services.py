@@ -90,6 +90,7 @@ def plan(
 def _logger(settings: StackSettings) -> Environment:
     return {
         "LOGGER_HOST": LOOPBACK,
+        "LOGGER_LISTEN": "shared",
         "LOGGER_PORT": str(settings.logger_port),
         "LOGGER_METRICS_PORT": str(settings.logger_metrics_port),
         "LOGGER_DATABASE": str(settings.run_folder / "payloads.sqlite3"),
@@ -99,6 +100,7 @@ def _logger(settings: StackSettings) -> Environment:
 def _predictor(settings: StackSettings, replica: int) -> Environment:
     return {
         "PREDICTOR_HOST": LOOPBACK,
+        "PREDICTOR_LISTEN": "shared",
         "PREDICTOR_PORT": str(settings.predictor_ports[replica]),
         "PREDICTOR_METRICS_PORT": str(settings.predictor_metrics_ports[replica]),
         "PREDICTOR_STATE": str(settings.run_folder / f"predictor-{replica}.state"),
@@ -127,6 +129,7 @@ def _predictor_tuning(settings: StackSettings) -> Environment:
 def _transformer(settings: StackSettings) -> Environment:
     return {
         "TRANSFORMER_HOST": LOOPBACK,
+        "TRANSFORMER_LISTEN": "shared",
         "TRANSFORMER_PORT": str(settings.transformer_port),
         "TRANSFORMER_METRICS_PORT": str(settings.transformer_metrics_port),
         "TRANSFORMER_PREDICTOR": f"{LOOPBACK}:{settings.gateway_inner_port}",

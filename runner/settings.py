@@ -68,6 +68,9 @@ class StackSettings(BaseSettings):
     )
     otel_exporter_otlp_endpoint: str = Field(f"http://{LOOPBACK}:4317", description="Where Envoy sends its traces.")
     otel_exporter_otlp_traces_endpoint: str = Field("", description="The same, and wins; empty: not said.")
+    roll_patience_s: float = Field(
+        600.0, ge=0, le=3600, description="Seconds that `make roll` gives the calls of each process that it replaces."
+    )
     run_folder: Path = Field(ROOT / ".run", description="Logs, payload database and derived configuration.")
 
     @field_validator("otel_exporter_otlp_endpoint", "otel_exporter_otlp_traces_endpoint")
@@ -153,6 +156,12 @@ def environment() -> dict[str, str]:
     """The environment that services inherit: the runner's, and the services' own settings in `.env`."""
     own = {name: value for name, value in dotenv_values(_ENV_FILE).items() if value and name.startswith(_PASSED_ON)}
     return own | dict(os.environ)
+
+
+def own_environment() -> dict[str, str]:
+    """Of this process's environment, the settings of a stack and of its services."""
+    known = {name.upper() for name in StackSettings.model_fields}
+    return {name: value for name, value in os.environ.items() if name in known or name.startswith(_PASSED_ON)}
 
 
 def _names(prefix: str) -> list[str]:

@@ -15,7 +15,7 @@ import signal
 import socket
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Self
 
@@ -25,10 +25,12 @@ from runner.envoy_process import EnvoyProcess
 from runner.process import Process, Say
 from runner.readiness import Readiness
 from runner.run_folder import RunFolder
+from runner.service_process import ServiceProcess
 from runner.settings import LOOPBACK, ROOT, StackSettings
 
 _POLL_S = 0.1
 _REPORT_S = 10.0
+_KEEP_S = 1.0
 
 
 class Stack:
@@ -52,14 +54,20 @@ class Stack:
         self.folder = RunFolder(settings.run_folder)
         self._say = say
         self._change_gateway = change_gateway
-        plan = services.plan(settings, self.folder.envoy_config, commands or {}, environment or {})
-        self._envoy = EnvoyProcess(plan.envoy, self.folder.logs, ROOT, say, settings.gateway_admin_port)
-        self._stages = [
-            [self._envoy if spec is plan.envoy else Process(spec, self.folder.logs, ROOT, say) for spec in stage]
-            for stage in plan.stages()
-        ]
-        self._processes = {process.spec.name: process for stage in self._stages for process in stage}
+        self._commands, self._environment = commands or {}, environment or {}
+        plan = self._plan()
+        places = (self.folder.logs, ROOT, say, self._restore_folder)
+        self._envoy = EnvoyProcess(plan.envoy, *places, settings.gateway_admin_port)
+        self._services = {
+            spec.name: ServiceProcess(spec, *places) for spec in (*plan.predictors, plan.transformer, plan.logger)
+        }
+        self._processes: dict[str, Process] = {
+            spec.name: self._services.get(spec.name, self._envoy) for stage in plan.stages() for spec in stage
+        }
+        self._stages = [[self._processes[spec.name] for spec in stage] for stage in plan.stages()]
+        self._one_change_at_a_time = asyncio.Lock()
         self._supervisions: list[asyncio.Task[None]] = []
+        self._keeping_folder: asyncio.Task[None] | None = None
 
     @property
     def addresses(self) -> dict[str, str]:
@@ -98,21 +106,80 @@ class Stack:
         await self._processes[name].kill(signum)
 
     async def start(self) -> None:
-        """Starts every process; StartupError if one that is running holds the folder or a port."""
+        """Starts every process; StartupError if one that is running holds the folder or a port, or nothing can be
+        written there.
+        """
         self.folder.claim()
         try:
             check_ports(self.settings)
             envoy_config.write(self.settings, self.folder.envoy_config, self._change_gateway)
-        except BaseException:
+            for process in self._processes.values():
+                process.log.write_bytes(b"")
+        except BaseException as error:
             self.folder.release()
+            if isinstance(error, OSError):
+                raise self.folder.unusable(error) from None
             raise
         self._supervisions = [process.start() for process in self._processes.values()]
+        self._keeping_folder = asyncio.create_task(self._keep_folder(), name="keep the folder")
 
     async def reload(self) -> None:
         """Returns when a new Envoy with what `envoy/` says now takes the calls; no call is lost.
 
         StartupError with one line where it is refused: nothing has changed then. See envoy_process.py.
         """
+        async with self._one_change_at_a_time:
+            await self._reload()
+
+    async def roll(self, settings: StackSettings, environment: Mapping[str, Mapping[str, str]] | None = None) -> None:
+        """Replaces every process by one of `settings`, of the code as it is now, one after the other; no call is lost.
+
+        Predictors first, each loaded before the one in its place retires, and that one gone before the next is
+        replaced, so that one predictor's memory is all that is needed beside theirs. Then the transformer, the logger
+        and Envoy. `environment` replaces that of the constructor. StartupError with one line where a process does not
+        come up: it goes on as before, and so do those after it.
+        """
+        async with self._one_change_at_a_time:
+            _check_same_places(self.settings, settings)
+            if environment is not None:
+                self._environment = environment
+            before, self.settings = self.settings, settings
+            try:
+                plan = self._plan()
+                for spec in (*plan.predictors, plan.transformer, plan.logger):
+                    self._say(f"rolling {spec.name}")
+                    kind = spec.name.partition("-")[0].upper()
+                    await self._services[spec.name].replace(spec, f"{kind}_LISTEN", settings.roll_patience_s)
+                    if spec in plan.predictors:
+                        await self._services[spec.name].predecessor_ended()
+                self._say("rolling envoy")
+                self._envoy.spec = plan.envoy
+                await self._reload()
+            except BaseException:
+                self.settings = before
+                raise
+
+    async def _keep_folder(self) -> None:
+        """Makes the folder again soon after somebody removed it, so that `make down` finds the stack."""
+        while True:
+            await asyncio.sleep(_KEEP_S)
+            with suppress(OSError):
+                self._restore_folder()
+
+    def _restore_folder(self) -> None:
+        """OSError where the folder was removed and cannot be made again."""
+        try:
+            if self.folder.restore():
+                self._say(f"{self.folder.path} was removed and is made again; logs from before are gone")
+            if not self.folder.envoy_config.exists():
+                envoy_config.write(self.settings, self.folder.envoy_config, self._change_gateway)
+        except StartupError as error:
+            raise OSError(str(error)) from None
+
+    def _plan(self) -> services.StackPlan:
+        return services.plan(self.settings, self.folder.envoy_config, self._commands, self._environment)
+
+    async def _reload(self) -> None:
         config = self.folder.envoy_config
         new, running = config.with_suffix(".new.yaml"), config.read_text()
         try:
@@ -150,6 +217,9 @@ class Stack:
 
     async def stop(self) -> None:
         """Stops every process and gives the folder back."""
+        if self._keeping_folder is not None:
+            self._keeping_folder.cancel()
+            await asyncio.gather(self._keeping_folder, return_exceptions=True)
         for stage in self._stages:
             await asyncio.gather(*(process.stop() for process in stage))
         self.folder.release()
@@ -181,6 +251,17 @@ class Stack:
                 await asyncio.sleep(_POLL_S)
         finally:
             await readiness.close()
+
+
+def _check_same_places(before: StackSettings, after: StackSettings) -> None:
+    """StartupError for a setting that only a start can change: ports, the folder, and how many processes there are."""
+    fixed = ("gateway_bind", "predictors", "run_folder", *map(str.lower, before.ports() | after.ports()))
+    for name in fixed:
+        old, new = getattr(before, name), getattr(after, name)
+        if old != new:
+            raise StartupError(
+                f"{name.upper()}={new}: cannot change from {old} while the stack runs; `make down` first"
+            )
 
 
 def check_ports(settings: StackSettings) -> None:

@@ -8,12 +8,14 @@ each with the label `worker`.
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from http.server import HTTPServer
+from socketserver import ThreadingMixIn
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
+from prometheus_client import REGISTRY, CollectorRegistry, make_wsgi_app
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -26,17 +28,31 @@ _WORKER_TIMEOUT_S = 2.0
 _JOIN_S = 1.0
 
 
-class MetricsPage:
-    """Listens from its making on; port 0 takes a free one. Raises StartupError where the port is taken."""
+class _SilentHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """Logs nothing: a page is read every few seconds."""
 
-    def __init__(self, host: str, port: int, registry: CollectorRegistry = REGISTRY) -> None:
-        self._server: HTTPServer
-        self._thread: threading.Thread
+
+class MetricsPage:
+    """Listens from its making on; port 0 takes a free one. Raises StartupError where the port is taken.
+
+    With `shares_port` a successor of this process may listen there too.
+    """
+
+    def __init__(self, host: str, port: int, registry: CollectorRegistry = REGISTRY, shares_port: bool = False) -> None:
+        class Server(ThreadingMixIn, WSGIServer):
+            daemon_threads = True
+            allow_reuse_port = shares_port
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+        application = make_wsgi_app(registry)
         try:
-            self._server, self._thread = start_http_server(port, host.strip("[]"), registry)
+            self._server = make_server(host.strip("[]"), port, application, Server, handler_class=_SilentHandler)
         except OSError:
             taken = f"{host}:{port} cannot be listened on for the metrics page: is the port taken?"
             raise StartupError(taken) from None
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics-page", daemon=True)
+        self._thread.start()
 
     @property
     def port(self) -> int:

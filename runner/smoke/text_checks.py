@@ -235,5 +235,6 @@ def _check_events(stream: Stream, lines: list[str]) -> None:
 
 
 def _text(value: Any) -> str:
-    expect(value, "the text is empty")
+    """What the table says of a text, which may be empty: a model may give nothing but special tokens."""
+    expect(isinstance(value, str | bytes), f"the text is {type(value).__name__}")
     return repr(value.decode() if isinstance(value, bytes) else value)[:60]

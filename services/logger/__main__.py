@@ -31,6 +31,7 @@ async def serve(settings: LoggerSettings) -> None:
         settings.port,
         settings.drain_s,
         [PAYLOAD_LOG],
+        shares_port=settings.listen != "alone",
         loop_timeout_s=settings.loop_timeout,
         metrics_port=settings.metrics_port,
     )

@@ -29,6 +29,7 @@ async def serve(settings: PredictorSettings) -> None:
         settings.port,
         settings.drain_s,
         [_SERVICE],
+        shares_port=settings.listen != "alone",
         loop_timeout_s=settings.loop_timeout,
         metrics_port=settings.metrics_port,
     )
@@ -36,7 +37,8 @@ async def serve(settings: PredictorSettings) -> None:
     async def tell_ready(ready: bool) -> None:
         await server.set_serving(READY, ready)
 
-    restarts = Restarts(settings.state)
+    takes_over = settings.listen == "take-over"
+    restarts = Restarts(settings.state, takes_over=takes_over)
     repository = ModelRepository(settings, tell_ready)
     observe_engines(repository.engines)
     tap = None
@@ -55,18 +57,26 @@ async def serve(settings: PredictorSettings) -> None:
         await repository.load_all()
         for name in ("", _SERVICE):
             await server.set_serving(name, True)
+
+    async def load_and_watch() -> None:
+        await load()
         await repository.engine_death()
 
-    # It listens while it loads, so that a download of minutes can be told from a hang.
     for name in ("", READY, _SERVICE):
         await server.set_serving(name, False)
-    server.own("load-and-watch", load())
+    if takes_over:
+        await load()
+        server.own("watch", repository.engine_death())
+    else:
+        # It listens while it loads, so that a download of minutes can be told from a hang.
+        server.own("load-and-watch", load_and_watch())
     if tap is not None:
         server.at_stop(partial(tap.stop, _TAP_DRAIN_S))
     server.at_drain(repository.drain)
     server.at_stop(repository.close)
     await server.run()
-    restarts.end()
+    if not server.is_retired:  # The file is the successor's by now.
+        restarts.end()
 
 
 if __name__ == "__main__":

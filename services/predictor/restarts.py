@@ -22,10 +22,14 @@ _RUNS, _RESTARTS = "runs", "restarts"
 
 
 class Restarts:
-    """A life begins when this is made; without a `path` nothing is kept, and the count is 0."""
+    """A life begins when this is made; without a `path` nothing is kept, and the count is 0.
 
-    def __init__(self, path: Path | None, meter: Meter | None = None) -> None:
+    One that `takes_over` begins while the life before it goes on.
+    """
+
+    def __init__(self, path: Path | None, meter: Meter | None = None, takes_over: bool = False) -> None:
         self._path = path
+        self._takes_over = takes_over
         self._has_warned = False
         self.count = self._read()
         self._write(runs=True)
@@ -46,7 +50,7 @@ class Restarts:
             return 0
         try:
             known = json.loads(self._path.read_bytes())
-            return int(known[_RESTARTS]) + bool(known[_RUNS])
+            return int(known[_RESTARTS]) + bool(known[_RUNS] and not self._takes_over)
         except FileNotFoundError:
             return 0
         except (OSError, ArithmeticError, ValueError, TypeError, KeyError) as error:

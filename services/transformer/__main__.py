@@ -34,18 +34,18 @@ _WORKER_READY_S = 2.0
 async def serve(settings: TransformerSettings) -> None:
     """Runs one transformer, or the parent of several."""
     if settings.workers > 1:
-        await supervise(settings.host, settings.port, settings.metrics_port, settings.workers, settings.drain_s)
+        await supervise(settings)
     else:
-        await _serve(settings, shares_port=False, metrics_port=settings.metrics_port)
+        await _serve(settings, metrics_port=settings.metrics_port)
 
 
 async def serve_worker(settings: TransformerSettings, page: int) -> None:
     """Runs one of several transformers; `page` is a descriptor, see workers.py."""
     tell_page(page)
-    await _serve(settings, shares_port=True, metrics_port=0)
+    await _serve(settings, metrics_port=0, is_worker=True)
 
 
-async def _serve(settings: TransformerSettings, shares_port: bool, metrics_port: int) -> None:
+async def _serve(settings: TransformerSettings, metrics_port: int, is_worker: bool = False) -> None:
     # transformers takes seconds to import: a wrong setting is told before.
     _leave_out_torch()
     from services.transformer.catalogue import Catalogue
@@ -84,6 +84,7 @@ async def _serve(settings: TransformerSettings, shares_port: bool, metrics_port:
     processors = {source.name: RunningProcessor(source, work) for source in settings.processors}
     catalogue = Catalogue(settings.models, predictor, replicas, pool, processors)
     pipeline = Pipeline(catalogue, predictor, ResumingGenerator(predictor, settings.resume_limit), tap)
+    shares_port = is_worker or settings.listen != "alone"
     public = (*_OWN, _PAYLOAD_LOG, *development.services(settings.development))
     server = Server(
         *("transformer", settings.host, settings.port, settings.drain_s, public, shares_port),
@@ -126,7 +127,7 @@ async def _serve(settings: TransformerSettings, shares_port: bool, metrics_port:
     server.at_stop(replicas.close)
     server.at_stop(partial(tap.stop, _TAP_DRAIN_S))
     server.at_stop(v2_rest.close)
-    if shares_port:
+    if is_worker or settings.listen == "take-over":
         # It listens once it can serve: another one takes the connections until then.
         await load()
         server.own("watch", catalogue.watch(tell))

@@ -21,12 +21,14 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 from prometheus_client import CollectorRegistry
 
 from millrace.errors import StartupError
+from millrace.hand_over import RETIRE
 from millrace.telemetry.page import MetricsPage, WorkerPages
+from services.transformer.settings import TransformerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -70,37 +72,52 @@ class _Pages:
             os.close(writing)
 
 
-async def supervise(host: str, port: int, metrics_port: int, count: int, drain_s: float) -> None:
-    """Runs the workers until SIGTERM or SIGINT; raises StartupError, or SystemExit with a worker's own refusal."""
-    stop = asyncio.Event()
+class _Orders:
+    """What the parent's signals ask: `stop` soon, or `retire` once the calls in flight have ended."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        self.retire = asyncio.Event()
+
+    def end(self) -> bool:
+        """Whether a worker that ends is not started again."""
+        return self.stop.is_set() or self.retire.is_set()
+
+
+async def supervise(settings: TransformerSettings) -> None:
+    """Runs the workers until SIGTERM, SIGINT or RETIRE; raises StartupError, or SystemExit with a worker's refusal."""
+    orders = _Orders()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, stop.set)
-    pages = _Pages()
-    with reserved(host, port) as reserved_port, _page(host, metrics_port, pages):
-        environment = {**os.environ, "TRANSFORMER_PORT": str(reserved_port)}
+        loop.add_signal_handler(signum, orders.stop.set)
+    pages, grace_s = _Pages(), settings.drain_s + _GRACE_S
+    is_shared = settings.listen != "alone"
+    with ExitStack() as held:
+        port = held.enter_context(reserved(settings.host, settings.port, is_shared))
+        environment = {**os.environ, "TRANSFORMER_PORT": str(port)}
+        held.enter_context(_page(settings.host, settings.metrics_port, pages, is_shared))
+
+        def retire() -> None:
+            held.close()  # The port and its page are the successor's.
+            orders.retire.set()
+
+        loop.add_signal_handler(RETIRE, retire)
         try:
             async with asyncio.TaskGroup() as group:
-                for number in range(count):
-                    work = _keep(str(number), environment, stop, drain_s + _GRACE_S, pages)
+                for number in range(settings.workers):
+                    work = _keep(str(number), environment, orders, grace_s, pages)
                     group.create_task(work, name=f"worker-{number}")
         except* _WorkerRefusedError:
             raise SystemExit(os.EX_CONFIG) from None
 
 
-@contextmanager
-def _page(host: str, port: int, pages: _Pages) -> Iterator[None]:
+def _page(host: str, port: int, pages: _Pages, is_shared: bool) -> closing[MetricsPage] | ExitStack:
     """The page of all workers, unless there is to be none."""
     if not port:
-        yield
-        return
+        return ExitStack()
     registry = CollectorRegistry()
     registry.register(WorkerPages(pages.ports))
-    page = MetricsPage(host, port, registry)
-    try:
-        yield
-    finally:
-        page.close()
+    return closing(MetricsPage(host, port, registry, is_shared))
 
 
 def tell_page(descriptor: int) -> None:
@@ -111,13 +128,20 @@ def tell_page(descriptor: int) -> None:
 
 
 @contextmanager
-def reserved(host: str, port: int) -> Iterator[int]:
-    """Holds a port that nobody else can take but processes of this user that ask to share it; gives its number."""
+def reserved(host: str, port: int, is_shared: bool = False) -> Iterator[int]:
+    """Holds a port that nobody else can take but processes of this user that ask to share it; gives its number.
+
+    Where it `is_shared` one of those may have it already.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     address = (host.strip("[]"), port)
     with socket.socket(family) as held:
         try:
-            _bind(held, address)
+            if is_shared:
+                held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                held.bind(address)
+            else:
+                _bind(held, address)
         except OSError:
             raise StartupError(f"{host}:{port} cannot be listened on: is the port taken?") from None
         # After the bind: with it before, a port that others share would not have been refused.
@@ -146,16 +170,14 @@ def end_with_parent(parent: int) -> None:
         raise SystemExit(1)
 
 
-async def _keep(
-    worker: str, environment: Mapping[str, str], stop: asyncio.Event, grace_s: float, pages: _Pages
-) -> None:
-    """One worker, started again until the stop."""
+async def _keep(worker: str, environment: Mapping[str, str], orders: _Orders, grace_s: float, pages: _Pages) -> None:
+    """One worker, started again until the parent is to end."""
     delay_s = _FIRST_DELAY_S
-    while not stop.is_set():
+    while not orders.end():
         started = time.monotonic()
         with pages.of(worker) as page:
-            exit_code = await _run(environment, stop, grace_s, page)
-        if stop.is_set():
+            exit_code = await _run(environment, orders, grace_s, page)
+        if orders.end():
             return
         if exit_code == os.EX_CONFIG:
             raise _WorkerRefusedError
@@ -163,34 +185,42 @@ async def _keep(
             delay_s = _FIRST_DELAY_S
         logger.error("worker %s ended with exit code %d; starting it again in %.1f s", worker, exit_code, delay_s)
         with suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), delay_s)
+            await asyncio.wait_for(orders.stop.wait(), delay_s)
         delay_s = min(2 * delay_s, _MAX_DELAY_S)
 
 
-async def _run(environment: Mapping[str, str], stop: asyncio.Event, grace_s: float, page: int) -> int:
+async def _run(environment: Mapping[str, str], orders: _Orders, grace_s: float, page: int) -> int:
     """One life of a worker; its exit code."""
     command = (sys.executable, "-m", "services.transformer.worker", str(os.getpid()), str(page))
     process = await asyncio.create_subprocess_exec(
         *command, env=environment, stdin=asyncio.subprocess.DEVNULL, pass_fds=(page,)
     )
     ended = asyncio.create_task(process.wait(), name="worker's end")
-    stopping = asyncio.create_task(stop.wait(), name="stop")
+    stopping = asyncio.create_task(orders.stop.wait(), name="stop")
+    retiring = asyncio.create_task(orders.retire.wait(), name="retirement")
     try:
-        await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({ended, stopping, retiring}, return_when=asyncio.FIRST_COMPLETED)
+        if retiring.done() and not ended.done() and not stopping.done():
+            _signal(process, RETIRE)
+            await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
         return await ended if ended.done() else await _stop(process, grace_s)
     finally:
         stopping.cancel()
+        retiring.cancel()
         if not ended.done():  # Cancelled, since another worker refused.
             await _stop(process, grace_s)
-        await asyncio.gather(ended, stopping, return_exceptions=True)
+        await asyncio.gather(ended, stopping, retiring, return_exceptions=True)
+
+
+def _signal(process: asyncio.subprocess.Process, signum: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        process.send_signal(signum)
 
 
 async def _stop(process: asyncio.subprocess.Process, grace_s: float) -> int:
-    with suppress(ProcessLookupError):
-        process.terminate()
+    _signal(process, signal.SIGTERM)
     try:
         return await asyncio.wait_for(process.wait(), grace_s)
     except TimeoutError:
-        with suppress(ProcessLookupError):
-            process.kill()
+        _signal(process, signal.SIGKILL)
         return await process.wait()

@@ -26,8 +26,9 @@ def test_a_container_can_be_told_every_setting(settings: type[ServiceSettings]) 
     prefix = settings.model_config["env_prefix"]
     service = prefix.lower().rstrip("_")
     told = {name for name in COMPOSE["services"][service]["environment"] if name.startswith(prefix)}
-    # The address to listen on is the image's; MODELS has no prefix.
-    known = {f"{prefix}{name}".upper() for name in settings.model_fields} - {f"{prefix}HOST", f"{prefix}MODELS"}
+    # The address to listen on is the image's, and how to share it a matter of one machine; MODELS has no prefix.
+    others = {f"{prefix}HOST", f"{prefix}LISTEN", f"{prefix}MODELS"}
+    known = {f"{prefix}{name}".upper() for name in settings.model_fields} - others
     assert told == known
 
 

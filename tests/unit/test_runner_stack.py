@@ -6,6 +6,8 @@ The services are fakes that speak gRPC health alone.
 from __future__ import annotations
 
 import os
+import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,6 +26,7 @@ from millrace.errors import StartupError
 from runner.free_ports import free_settings, start_stack
 from runner.settings import ROOT
 from runner.stack import Stack
+from tests.waiting import until
 
 FAKE_SERVICE = """
 import asyncio, os, signal, sys
@@ -108,6 +111,49 @@ async def test_a_killed_predictor_comes_back_behind_the_gateway(tmp_path: Path, 
     assert time.monotonic() - started < 10
     assert gone(processes, within_s=0)
     assert all("did not stop" not in line for line in said)
+
+
+async def test_a_stack_whose_folder_is_removed_goes_on(tmp_path: Path, fake_service: Path) -> None:
+    said: list[str] = []
+    stack = await start_stack(tmp_path / "run", {}, commands=fakes(fake_service), say=said.append)
+    try:
+        shutil.rmtree(stack.folder.path)
+        await until(lambda: stack.folder.holder() == os.getpid())
+        assert "was removed and is made again" in said[0]
+        for name in ("predictor-0", "envoy"):
+            shutil.rmtree(stack.folder.path)
+            await stack.kill(name)
+            await stack.wait_ready(timeout_s=30)
+        assert await check(stack.gateway, "ready") == health_pb2.HealthCheckResponse.SERVING
+        assert stack.folder.holder() == os.getpid()
+    finally:
+        await stack.stop()
+
+
+@pytest.mark.parametrize("case", ["no folder", "no room"])
+def test_a_folder_that_cannot_be_written_is_one_line_that_says_what_to_do(tmp_path: Path, case: str) -> None:
+    folder = tmp_path / "run"
+    if case == "no folder":
+        folder.write_text("")
+    settings = free_settings(folder)
+    ports = {name: str(numbers[0]) for name, numbers in settings.ports().items()}
+
+    def no_room() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+    ended = subprocess.run(
+        [sys.executable, "-m", "runner", "up"],
+        env=os.environ | ports | {"RUN_FOLDER": str(folder)},
+        cwd=ROOT,
+        preexec_fn=no_room if case == "no room" else None,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.count("\n") == 1
+    assert f"{folder} cannot be written (" in ended.stderr
+    assert "set RUN_FOLDER=… to another" in ended.stderr
 
 
 async def test_a_service_that_cannot_start_ends_the_stack_with_its_line(tmp_path: Path, fake_service: Path) -> None:

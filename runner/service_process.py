@@ -1,0 +1,121 @@
+"""A service as a supervised process that can be replaced without losing a call: see millrace/hand_over.py.
+
+`replace` starts a successor, which loads while the running one serves, and listens on the same port once it can serve.
+Then the running one retires: it takes no new call and ends when those that it has have ended. One predecessor at a time
+may be retiring; the next replacement waits for it, and ends it when its time is up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import tempfile
+from asyncio.subprocess import Process as Running
+from contextlib import suppress
+from pathlib import Path
+
+from millrace.errors import StartupError
+from millrace.hand_over import NOTIFY_SOCKET, READY_MESSAGE, RETIRE
+from runner.process import Process, ProcessSpec, signal_to
+
+_LOAD_TIMEOUT_S = 1800.0  # As long as compose.yaml gives a download.
+
+
+class ServiceProcess(Process):
+    """A `Process` whose command is a service's; its environment says `listen`."""
+
+    _retiring: _Retiring | None = None
+
+    async def replace(self, spec: ProcessSpec, listen: str, patience_s: float) -> None:
+        """Returns when a process of `spec` takes all new calls; the one before has `patience_s` to end those it has.
+
+        `listen` is the variable that says how the service listens. StartupError with one line where the successor does
+        not come up: the running one goes on as before.
+        """
+        await self.predecessor_ended()
+        running = self._process
+        if running is None or running.returncode is not None:
+            raise StartupError(f"{self.spec.name} is being started just now")
+        with tempfile.TemporaryDirectory(prefix="millrace-") as folder, _datagrams(Path(folder) / "ready") as ready:
+            own = {listen: "take-over", NOTIFY_SOCKET: ready.getsockname()}
+            successor = await self._run(spec.command, {**spec.environment, **own})
+            try:
+                await self._until_listening(successor, ready)
+                if self._process is not running or running.returncode is not None:
+                    raise StartupError(f"{self.spec.name} ended meanwhile and was started anew")
+            except BaseException:
+                signal_to(successor, signal.SIGKILL)
+                await self._ended(successor)
+                raise
+        self.spec = spec
+        self._retiring = _Retiring(running, patience_s)
+        self._succeed(successor)
+        signal_to(running, RETIRE)
+
+    async def predecessor_ended(self) -> None:
+        """Returns when the process that was replaced last has ended, which its patience bounds."""
+        if self._retiring is not None:
+            await self._retiring.end(self.spec.grace_s)
+            self._retiring = None
+
+    async def stop(self) -> None:
+        """Ends the process, and a predecessor that is retiring."""
+        retiring, self._retiring = self._retiring, None
+        if retiring is not None:
+            retiring.terminate()
+        await super().stop()
+        if retiring is not None:
+            await retiring.end(self.spec.grace_s)
+
+    async def _until_listening(self, successor: Running, ready: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        told = asyncio.create_task(loop.sock_recv(ready, len(READY_MESSAGE)), name="readiness")
+        ended = asyncio.create_task(successor.wait(), name="successor's end")
+        try:
+            await asyncio.wait({told, ended}, timeout=_LOAD_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                raise StartupError(f"the new {self.spec.name} did not start: {self.last_line()}")
+            if not told.done():
+                raise StartupError(f"the new {self.spec.name} did not serve within {_LOAD_TIMEOUT_S:g} s")
+        finally:
+            for task in (told, ended):
+                task.cancel()
+            await asyncio.gather(told, ended, return_exceptions=True)
+
+
+class _Retiring:
+    """A process that ends the calls it has, terminated when its patience is over."""
+
+    def __init__(self, process: Running, patience_s: float) -> None:
+        self._process = process
+        loop = asyncio.get_running_loop()
+        self._ends_at = loop.time() + patience_s
+        self._timer = loop.call_later(patience_s, self.terminate)
+
+    def terminate(self) -> None:
+        """Gives its calls the time of an ordinary stop."""
+        self._timer.cancel()
+        self._ends_at = asyncio.get_running_loop().time()
+        signal_to(self._process, signal.SIGTERM)
+
+    async def end(self, grace_s: float) -> None:
+        """Returns when it has ended, by force when the grace after its patience is over."""
+        left_s = self._ends_at + grace_s - asyncio.get_running_loop().time()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), max(0.0, left_s))
+        self._timer.cancel()
+        signal_to(self._process, signal.SIGKILL)
+        await self._process.wait()
+
+
+def _datagrams(path: Path) -> socket.socket:
+    """A socket for messages to `path`."""
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        bound.setblocking(False)
+        bound.bind(str(path))
+    except BaseException:
+        bound.close()
+        raise
+    return bound
