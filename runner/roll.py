@@ -2,7 +2,8 @@
 
 Whoever asks leaves `roll.json` in the stack's folder, readable for its user alone: an id, and the settings of its own
 environment, for these may be secrets. The runner takes the file at SIGUSR1, rolls, and leaves `roll.outcome`: the id,
-and the error where there was one. Settings that neither the request nor `.env` names stay as they were at the start.
+and the error where there was one. Settings that neither the request nor `.env` names stay as they were, and so do all
+where the roll fails.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,8 @@ async def roll_when_asked(stack: Stack, asked: asyncio.Event, say: Callable[[str
         error = ""
         started = time.monotonic()
         try:
-            await stack.roll(_settings(wanted.get("environment", {})))
+            with _environment(wanted.get("environment", {})):
+                await stack.roll(stack_settings.load())
         except (StartupError, OSError) as reason:
             error = str(reason)
             say(f"not rolled: {error}")
@@ -61,13 +63,14 @@ async def roll_when_asked(stack: Stack, asked: asyncio.Event, say: Callable[[str
             _write(_outcome_file(stack.folder), {"id": wanted.get("id", ""), "error": error})
 
 
-def _settings(environment: Mapping[str, str]) -> stack_settings.StackSettings:
-    """The present ones, which later restarts have too; StartupError leaves the environment as it was."""
-    before = {name: os.environ.get(name) for name in environment}
-    os.environ.update(environment)
+@contextmanager
+def _environment(added: Mapping[str, str]) -> Iterator[None]:
+    """Adds to this process's environment, for later restarts and rolls too unless the block fails."""
+    before = {name: os.environ.get(name) for name in added}
+    os.environ.update(added)
     try:
-        return stack_settings.load()
-    except StartupError:
+        yield
+    except BaseException:
         for name, value in before.items():
             if value is None:
                 del os.environ[name]

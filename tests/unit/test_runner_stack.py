@@ -32,9 +32,13 @@ FAKE_SERVICE = """
 import asyncio, os, signal, sys
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from millrace.hand_over import RETIRE, report_listening
 
 async def main():
-    server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+    if os.environ.get(sys.argv[1] + "_LOG_LEVEL") == "LOUD":
+        print(sys.argv[1] + ": LOUD is no level", file=sys.stderr)
+        sys.exit(os.EX_CONFIG)
+    server = grpc.aio.server(options=(("grpc.so_reuseport", 1),))
     servicer = health.aio.HealthServicer()
     await servicer.set("ready", health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
@@ -44,8 +48,10 @@ async def main():
         print(sys.argv[1] + ": the port is taken", file=sys.stderr)
         sys.exit(os.EX_CONFIG)
     await server.start()
+    report_listening()
     stop = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    for signum in (signal.SIGTERM, RETIRE):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     await stop.wait()
     await server.stop(0)
 
@@ -224,14 +230,15 @@ def runner(tmp_path: Path, fake_service: Path) -> Iterator[Runner]:
     started.close()
 
 
-def command(runner: Runner, action: str) -> subprocess.CompletedProcess[str]:
+def command(runner: Runner, action: str, **settings: str) -> subprocess.CompletedProcess[str]:
     environment = (
         os.environ
         | {name: str(ports[0]) for name, ports in runner.settings.ports().items()}
         | {"RUN_FOLDER": str(runner.settings.run_folder)}
+        | settings
     )
     return subprocess.run(
-        (sys.executable, "-m", "runner", action), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=30
+        (sys.executable, "-m", "runner", action), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
     )
 
 
