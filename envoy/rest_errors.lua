@@ -1,6 +1,9 @@
--- What the transcoder leaves undone for REST clients; gRPC calls pass untouched.
+-- The headers of every call, checked at the door, and what the transcoder leaves undone for REST clients.
 --
--- Requests: the service keeps the deadlines of the headers x-timeout-ms and x-first-token-timeout-ms, so that it can say
+-- Requests of every protocol: what gRPC and the services parse out of headers is refused here where they could not
+-- (400, INVALID_ARGUMENT), and so are more headers than they take (431, RESOURCE_EXHAUSTED). Beyond that gRPC calls pass
+-- untouched.
+-- Requests of REST: the service keeps the deadlines of the headers x-timeout-ms and x-first-token-timeout-ms, so that it can say
 -- in the stream that one passed; the gRPC deadline, a second after the first, ends a service that does not. A body that is compressed in a way that
 -- nobody behind the gateway reads is refused, for it would be taken for what it is not.
 -- Answers: the service's x-http-status becomes the HTTP status, retry-after-ms also Retry-After, gRPC's
@@ -16,6 +19,9 @@ local INTERNAL = {
   "grpc-accept-encoding",
   "x-http-status",
 }
+local MAX_HEADERS_BYTES = 16384 -- Of names and values together; the services take four times as much (millrace/server.py).
+local GRPC_STATUSES = { ["400"] = "3", ["431"] = "8", ["501"] = "12" }
+local GRPC_ENCODINGS = { identity = true, gzip = true, deflate = true }
 local TIMEOUTS = { "x-timeout-ms", "x-first-token-timeout-ms" }
 -- Paths whose answers are lines of JSON.
 local LINES = {
@@ -29,6 +35,7 @@ local OPENAI_TYPES = {
   ["403"] = "permission_error",
   ["404"] = "invalid_request_error",
   ["413"] = "invalid_request_error",
+  ["431"] = "invalid_request_error",
   ["429"] = "rate_limit_error",
 }
 
@@ -64,9 +71,81 @@ local function error_body(api, status, message)
   return '{"error":{"message":' .. message .. ',"type":"' .. kind .. '","code":null,"param":null}}'
 end
 
+-- Whether gRPC can decode the value of a header named "…-bin": base64, padded or not, without stray bits at its end.
+local function is_base64(value)
+  local digits, padding = value:match("^([%w+/]*)(=*)$")
+  local rest = digits and #digits % 4
+  return digits ~= nil
+    and (rest == 0 and padding == ""
+      or rest == 2 and (padding == "" or padding == "==") and digits:find("[AQgw]$") ~= nil
+      or rest == 3 and (padding == "" or padding == "=") and digits:find("[AEIMQUYcgkosw048]$") ~= nil)
+end
+
+-- The status and the message with which a call is refused for its headers, and the gRPC headers among them.
+local function check_headers(headers)
+  local size, status, message = 0, nil, nil
+  local of_grpc = {}
+  for name, value in pairs(headers) do -- To its end: Envoy takes no change of the headers before.
+    size = size + #name + #value
+    if name:byte(-1) == 110 and name:sub(-4) == "-bin" and not is_base64(value) then
+      status, message = "400", name .. " is not base64"
+    elseif name:sub(1, 5) == "grpc-" then
+      of_grpc[#of_grpc + 1] = name
+    end
+  end
+  if size > MAX_HEADERS_BYTES then
+    status = "431"
+    message = string.format("the headers have %d bytes, at most %d are read", size, MAX_HEADERS_BYTES)
+  end
+  for _, name in ipairs(TIMEOUTS) do
+    local timeout = headers:get(name)
+    -- Eight digits are the most that gRPC's header takes.
+    if timeout and (#timeout > 8 or not timeout:find("^%d+$") or tonumber(timeout) == 0) then
+      status, message = "400", name .. " is not a whole number from 1 to 99999999"
+    end
+  end
+  return status, message, of_grpc
+end
+
+-- The same for the headers that gRPC's own callers alone send.
+local function check_grpc_headers(headers)
+  local timeout = headers:get("grpc-timeout")
+  if timeout and (#timeout > 9 or not timeout:find("^%d+[HMSmun]$")) then
+    return "400", "grpc-timeout is not 1 to 8 digits and a unit"
+  end
+  local attempts = headers:get("grpc-previous-rpc-attempts")
+  if attempts and (#attempts > 8 or not attempts:find("^%d+$")) then
+    return "400", "grpc-previous-rpc-attempts is not a whole number"
+  end
+  local encoding = headers:get("grpc-encoding")
+  if encoding and not GRPC_ENCODINGS[encoding] then
+    return "501", "messages are read in the encodings identity, gzip and deflate alone"
+  end
+  return nil, nil
+end
+
+-- As a whole gRPC answer, for by itself Envoy calls a 400 INTERNAL.
+local function refuse_grpc(handle, status, message)
+  handle:respond({
+    [":status"] = "200",
+    ["content-type"] = "application/grpc",
+    ["grpc-status"] = GRPC_STATUSES[status],
+    ["grpc-message"] = (message:gsub("%%", "%%25")),
+    ["x-http-status"] = status,
+    ["x-failed-hop"] = "gateway",
+  })
+end
+
 function envoy_on_request(handle)
   local headers = handle:headers()
+  local status, message, of_grpc = check_headers(headers)
   if (headers:get("content-type") or ""):find("^application/grpc") then
+    if status == nil and #of_grpc > 0 then
+      status, message = check_grpc_headers(headers)
+    end
+    if status ~= nil then
+      refuse_grpc(handle, status, message)
+    end
     return
   end
   local path = headers:get(":path")
@@ -81,14 +160,12 @@ function envoy_on_request(handle)
     return
   end
 
-  headers:remove("grpc-timeout")
-  for _, name in ipairs(TIMEOUTS) do
-    local timeout = headers:get(name)
-    -- Eight digits are the most that gRPC's header takes.
-    if timeout and (#timeout > 8 or not timeout:find("^%d+$") or tonumber(timeout) == 0) then
-      handle:respond({ [":status"] = "400" }, name .. " is not a whole number from 1 to 99999999")
-      return
-    end
+  if status ~= nil then
+    handle:respond({ [":status"] = status }, message)
+    return
+  end
+  for _, name in ipairs(of_grpc) do -- Theirs would be taken for those of the gRPC call that this becomes.
+    headers:remove(name)
   end
   local timeout = headers:get("x-timeout-ms")
   if timeout then

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 READY = "ready"  # Health name: a generation would work now. "" says only that the process serves.
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # Above Envoy's 60 MiB, so that the gateway answers first.
+MAX_METADATA_BYTES = 64 * 1024  # Of one call's headers.
 _LEAST_S = 0.5  # What was ended at the end of the drain must still be sent.
 _CALLS_SHARE = 0.9  # Of that time.
 _NEVER_S = 10.0**6  # Who retires a process bounds that.
@@ -56,6 +57,13 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    # Calls of strangers come by one connection, and gRPC keeps a header that it could not parse in the table that they
+    # share: every later call with a header of that name would fail. So there is no table.
+    ("grpc.http2.hpack_table_size.decoder", 0),
+    # Above what the gateway lets pass, which is 16 KiB and what it adds. One limit, for between a soft and a hard one
+    # gRPC refuses by chance.
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
 )
 
 

@@ -47,7 +47,14 @@ from millrace.telemetry.untraced import is_untraced
 
 logger = logging.getLogger(CALLS)
 
-_PROBES = ("/inference.GRPCInferenceService/ServerLive", "/inference.GRPCInferenceService/ServerReady")
+_PROBES = tuple(
+    f"/{service}/{method}"
+    for service, methods in (
+        ("inference.GRPCInferenceService", ("ServerLive", "ServerReady")),
+        ("millrace.rest.v1.OpenInference", ("Live", "Ready")),
+    )
+    for method in methods
+)
 
 
 class TelemetryServerInterceptor(grpc.aio.ServerInterceptor):

