@@ -20,8 +20,11 @@ What the caller says travels as metadata, see `CallOptions`. What the predictor 
 - `FINGERPRINT`, a parameter of the first response of every call, heartbeat or not: which weights answer, see
   services/predictor/fingerprint.py. A stream goes on only where the same ones do: the caller sends it along, and a
   replica with others refuses with `millrace.errors.OtherWeightsError` before it begins. In ModelConfig too.
-- `millrace.errors.DrainingError`: the stream is handed back. Every id published before has been sent. Nothing is wrong
-  with the request, and the next replica can have it at once.
+- `LEAVING` = true, a parameter of every response where the caller resumes and the predictor is about to stop: the
+  caller may go on elsewhere now. It does so by cancelling the call, once another replica with the same weights is
+  there; until then it stays, and the stream goes on here as long as the drain lasts.
+- `millrace.errors.DrainingError`: the stream is handed back, for the drain is over. Every id published before has been
+  sent. Nothing is wrong with the request, and the next replica can have it at once.
 - `HopBrokenError` (engine died), or a call that breaks: a death, which the request itself may have caused.
 
 The gateway removes the headers named `x-millrace-…` from what strangers send.
@@ -40,12 +43,13 @@ ALONE = "x-millrace-alone"
 EXPECTED_FINGERPRINT = "x-millrace-fingerprint"
 FIRST_TOKEN_TIMEOUT_MS = "x-first-token-timeout-ms"  # noqa: S105 (public: clients send it too)
 
-# Parameters of a response: that it says only that the call is alive, that nothing else is computed beside it, and which
-# span of the predictor's tells of it.
+# Parameters of a response: that it says only that the call is alive, that nothing else is computed beside it, which
+# span of the predictor's describes it, which weights answer, and that the predictor is about to stop.
 HEARTBEAT = "heartbeat"
 RUNS_ALONE = "runs_alone"
 SPAN = "span"
 FINGERPRINT = "fingerprint"
+LEAVING = "leaving"
 
 MAX_TIMEOUT_MS = 99_999_999  # gRPC's own limit of digits in a timeout.
 

@@ -221,9 +221,13 @@ class Server:
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            logger.critical("task %s failed", task.get_name(), exc_info=task.exception())
-            self._failure = task.exception()
+        if task.cancelled() and task.cancelling():
+            return  # Somebody wanted it.
+        # A call that is cancelled from elsewhere ends the task that awaits it as cancelled too, without a word.
+        error = RuntimeError(f"task {task.get_name()} was cancelled") if task.cancelled() else task.exception()
+        if error is not None:
+            logger.critical("task %s failed", task.get_name(), exc_info=error)
+            self._failure = error
             self._end_soon()
 
 

@@ -10,7 +10,7 @@ from opentelemetry.trace import get_current_span
 
 from millrace.errors import DrainingError, MillraceError, StartupError
 from millrace.protos import inference_pb2 as pb
-from millrace.resumable import FINGERPRINT, SPAN, CallOptions
+from millrace.resumable import FINGERPRINT, LEAVING, SPAN, CallOptions
 from millrace.stream_infer import FINAL
 from millrace.telemetry.identity import traceparent_of
 from services.predictor.engine.interface import Engine, EngineStatistics, GenerationRequest, OutputSlot
@@ -41,6 +41,7 @@ class GenerationModel:
         self._loaded = loaded
         self._telemetry = GenerationTelemetry(loaded.name, meter)
         self._resumable: set[OutputSlot] = set()  # Those whose callers go on elsewhere.
+        self._is_leaving = False
 
     @property
     def engine(self) -> Engine:
@@ -74,6 +75,7 @@ class GenerationModel:
                     runs_alone = slot.runs_alone
                     beat = heartbeat(request, runs_alone)
                     span = _tell_span(beat, span)
+                    self._tell_leaving(beat, options)
                     yield beat
                     if runs_alone:
                         slot.told()
@@ -86,7 +88,11 @@ class GenerationModel:
                     response.parameters[_CACHED_TOKENS].int64_param = slot.cached_tokens
                     tells_cached = False
                 span = _tell_span(response, span)
+                self._tell_leaving(response, options)
                 yield response
+
+    def offer(self) -> None:
+        self._is_leaving = True
 
     def hand_back(self) -> None:
         for slot in self._resumable:
@@ -109,6 +115,10 @@ class GenerationModel:
 
     def close(self) -> None:
         self.engine.close()
+
+    def _tell_leaving(self, response: pb.ModelInferResponse, options: CallOptions) -> None:
+        if self._is_leaving and options.resumes:
+            response.parameters[LEAVING].bool_param = True
 
     @contextmanager
     def _generation(

@@ -180,13 +180,13 @@ class ModelRepository:
         return self._entries[name].source.where
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuses what is new; hands streams back, at once or when the time is up; lets the rest end until then."""
+        """Refuses what is new; lets the rest end, or go on elsewhere; hands back what is left when the time is up."""
         self._draining = True
         await self._changed()
         served = [entry.serving for entry in self._entries.values() if entry.serving is not None]
         if self._settings.drain == "hand-back":
             for serving in served:
-                serving.model.hand_back()
+                serving.model.offer()
         left = sum(await asyncio.gather(*(serving.drain(timeout_s) for serving in served)))
         if left:
             logger.warning("%d requests have not ended in time", left)

@@ -79,6 +79,9 @@ class ServedModel(Protocol):
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
         """The answers to a request, as they are made; heartbeats among them, where the options ask for them."""
 
+    def offer(self) -> None:
+        """Says in each stream whose caller can go on elsewhere that it may do so now; the streams go on."""
+
     def hand_back(self) -> None:
         """Ends each stream whose caller goes on elsewhere with DrainingError, after what has been made of it."""
 

@@ -66,8 +66,8 @@ class PredictorSettings(ServiceSettings):
     )
     drain: Literal["hand-back", "finish"] = Field(
         "hand-back",
-        description="At SIGTERM: hand-back ends the streams of transformers at once, to go on at another replica; "
-        "finish lets them end, like all other calls, within drain_s.",
+        description="At SIGTERM: hand-back lets the streams of transformers go on at another replica with the same "
+        "weights, as soon as there is one; finish keeps them. Either way what is here has drain_s to end.",
     )
     model_repository: DirectoryPath | None = Field(
         None, description="Folder whose sub-folders are models that RepositoryModelLoad may load by their names."

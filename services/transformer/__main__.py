@@ -83,7 +83,8 @@ async def _serve(settings: TransformerSettings, metrics_port: int, is_worker: bo
     work = WorkPool(settings.processor_threads, settings.processor_waiting, "processor")
     processors = {source.name: RunningProcessor(source, work) for source in settings.processors}
     catalogue = Catalogue(settings.models, predictor, replicas, pool, processors)
-    pipeline = Pipeline(catalogue, predictor, ResumingGenerator(predictor, settings.resume_limit), tap)
+    generator = ResumingGenerator(predictor, settings.resume_limit, replicas.have_taker)
+    pipeline = Pipeline(catalogue, predictor, generator, tap)
     shares_port = is_worker or settings.listen != "alone"
     public = (*_OWN, _PAYLOAD_LOG, *development.services(settings.development))
     server = Server(

@@ -29,7 +29,7 @@ from millrace.errors import (
 from millrace.protos import inference_pb2, inference_pb2_grpc
 from millrace.protos.millrace_pb2 import Usage
 from millrace.recorded_call import RECORDED
-from millrace.resumable import FINGERPRINT, RUNS_ALONE, SPAN, CallOptions
+from millrace.resumable import FINGERPRINT, LEAVING, RUNS_ALONE, SPAN, CallOptions
 from millrace.sampling import SamplingParameters, parameters_of, set_parameters
 from millrace.server import READY
 from millrace.telemetry.client_interceptors import CallSpan
@@ -64,7 +64,8 @@ class TokenChunk:
 
     `cached_tokens` is how many of the prompt's tokens needed no computation, where this chunk tells. A chunk with
     neither ids nor a reason says that the predictor is alive; with `runs_alone`, that it computes nothing else from
-    now on. `fingerprint`, of the weights, is in the first chunk of a call, be it a sign of life.
+    now on. `fingerprint`, of the weights, is in the first chunk of a call, be it a sign of life. With
+    `is_leaving` the predictor is about to stop.
     """
 
     token_ids: list[int]
@@ -75,6 +76,7 @@ class TokenChunk:
     cached_tokens: int | None = None
     runs_alone: bool = False
     fingerprint: str = ""
+    is_leaving: bool = False
 
 
 @contextmanager
@@ -239,7 +241,9 @@ async def _chunks(
         runs_alone = RUNS_ALONE in parameters
         fingerprint = str(parameters.get(FINGERPRINT, ""))
         top = _top_logprobs(outputs)
-        yield TokenChunk(token_ids, logprobs, top, reason, usage, cached_tokens, runs_alone, fingerprint)
+        yield TokenChunk(
+            token_ids, logprobs, top, reason, usage, cached_tokens, runs_alone, fingerprint, LEAVING in parameters
+        )
 
 
 def _top_logprobs(outputs: Mapping[str, Tensor]) -> list[list[tuple[int, float]]]:

@@ -9,21 +9,29 @@ starting or away get no calls of Envoy's, and count here only where no other doe
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 
 from millrace.channel import open_channel
-from millrace.errors import MillraceError, NotImplementedMethodError, NotReadyError
+from millrace.errors import HopBrokenError, MillraceError, NotImplementedMethodError, NotReadyError
 from millrace.health import is_serving
 from millrace.protos import inference_pb2 as pb
 from millrace.protos import inference_pb2_grpc
+from millrace.resumable import FINGERPRINT
 from services.transformer.predictor_client import PROBE_TIMEOUT_S, PredictorClient, answered_soon
 from services.transformer.predictor_models import PredictorModel, described
 from services.transformer.statistics import summed
+
+logger = logging.getLogger(__name__)
+
+_TAKER_S = 2.0  # So long it is believed that a replica takes streams.
+_CLOSE_S = 5.0  # More than a question may take.
 
 READY, LOADING, UNLOADING, UNAVAILABLE = "READY", "LOADING", "UNLOADING", "UNAVAILABLE"
 # The state of a model is the first of these that any replica says.
@@ -49,10 +57,26 @@ class Replicas:
         self._addresses = addresses
         self._predictor = predictor
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._takers: dict[tuple[str, str], float] = {}  # Until when it is known that there is one.
+        self._tasks: dict[object, asyncio.Task[None]] = {}  # What runs beside the calls, by what it is for.
 
     async def close(self) -> None:
+        for task in tuple(self._tasks.values()):
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         for channel in self._channels.values():
             await channel.close()
+
+    def have_taker(self, model: str, fingerprint: str) -> bool:
+        """Whether a replica is known that serves the model with these weights, or with any where "" is given.
+
+        At once: the first question is answered by no, and begins a search whose result the next ones get.
+        """
+        key, now = (model, fingerprint), time.monotonic()
+        until = self._takers.get(key, 0.0)
+        if until < now + _TAKER_S / 2 and self._addresses and key not in self._tasks:
+            self._run(key, self._look_for_taker(model, fingerprint))
+        return now < until
 
     async def channels(self) -> list[grpc.aio.Channel]:
         """A channel to each replica, in whatever state it is; empty where there is one, behind Envoy."""
@@ -99,9 +123,35 @@ class Replicas:
 
         return summed(await self._ask_serving(ask))
 
+    async def _look_for_taker(self, model: str, fingerprint: str) -> None:
+        begun = time.monotonic()
+        stubs = [inference_pb2_grpc.GRPCInferenceServiceStub(channel) for channel in await self._resolved()]
+        request = pb.ModelConfigRequest(name=model)  # Which one that drains or loads refuses.
+        asking = (stub.ModelConfig(request, timeout=PROBE_TIMEOUT_S) for stub in stubs)
+        for answer in await _all_of(asking):
+            if isinstance(answer, pb.ModelConfigResponse):
+                found = answer.config.parameters[FINGERPRINT].string_value
+                if fingerprint in ("", found):
+                    self._takers = {key: until for key, until in self._takers.items() if until > begun}
+                    self._takers[model, fingerprint] = time.monotonic() + _TAKER_S
+                    return
+        # The next look is no sooner than this one could have been of use.
+        await asyncio.sleep(_TAKER_S / 2)
+
+    def _run(self, key: object, work: Coroutine[Any, Any, None]) -> None:
+        """Runs something beside the calls; its errors are nobody's."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            del self._tasks[key]
+            if not task.cancelled() and (error := task.exception()) is not None:
+                logger.debug("%s failed", task.get_name(), exc_info=error)
+
+        task = self._tasks[key] = asyncio.create_task(work, name=f"replicas-{key}")
+        task.add_done_callback(ended)
+
     async def _ask_serving(self, ask: Callable[[Stub], Awaitable[T]], all_must: bool = False) -> list[T]:
         """The answers of the replicas that serve, at least one; an error where none, or not all, gave one."""
-        answers = await asyncio.gather(*(ask(stub) for stub in await self._serving()), return_exceptions=True)
+        answers = await _all_of(ask(stub) for stub in await self._serving())
         good = [answer for answer in answers if not isinstance(answer, BaseException)]
         bad = [answer for answer in answers if isinstance(answer, BaseException)]
         for error in bad:
@@ -113,21 +163,40 @@ class Replicas:
         if not self._addresses:
             return [self._predictor.inference]
         channels = await self._resolved()
-        serving = await asyncio.gather(*(is_serving(channel, "") for channel in channels))
-        chosen = [channel for channel, serves in zip(channels, serving, strict=True) if serves] or channels
+        serving = await _all_of(is_serving(channel, "") for channel in channels)
+        chosen = [channel for channel, serves in zip(channels, serving, strict=True) if serves is True] or channels
         return [inference_pb2_grpc.GRPCInferenceServiceStub(channel) for channel in chosen]
 
     async def _resolved(self) -> list[grpc.aio.Channel]:
-        """A channel to each replica; those whose address is gone are closed."""
-        targets = [target for address in self._addresses for target in await _resolve(address)]
+        """A channel to each replica; one whose address is gone is closed once what it is asked has ended."""
+        targets = dict.fromkeys([target for address in self._addresses for target in await _resolve(address)])
         if not targets:
             raise NotReadyError("no predictor has an address", hop="predictor")
-        for gone in self._channels.keys() - set(targets):
-            await self._channels.pop(gone).close()
+        # From here on nothing is awaited: another call may be here at any time, with other addresses.
+        for target in [target for target in self._channels if target not in targets]:
+            gone = self._channels.pop(target)
+            self._run(gone, _close_later(gone))
         for target in targets:
             if target not in self._channels:
                 self._channels[target] = open_channel(target, "predictor")
-        return [self._channels[target] for target in dict.fromkeys(targets)]
+        return [self._channels[target] for target in targets]
+
+
+async def _close_later(channel: grpc.aio.Channel) -> None:
+    """Closes a channel on which nothing new will be asked, once what was is over but for loads."""
+    await asyncio.sleep(_CLOSE_S)
+    await channel.close()
+
+
+async def _all_of(asked: Iterable[Awaitable[T]]) -> list[T | BaseException]:
+    """What each gives or raises.
+
+    A call whose channel is closed ends as cancelled. That is its own end and not the caller's, whom only its own
+    cancellation ends.
+    """
+    outcomes = await asyncio.gather(*asked, return_exceptions=True)
+    gone = HopBrokenError("the predictor has left", hop="predictor")
+    return [gone if isinstance(outcome, asyncio.CancelledError) else outcome for outcome in outcomes]
 
 
 def merged(indexes: Iterable[pb.RepositoryIndexResponse]) -> dict[str, ModelState]:

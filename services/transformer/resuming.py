@@ -4,6 +4,7 @@ Contract with the predictor: millrace/resumable.py. What ends a call decides wha
 
 - a death (the connection broke, the engine died, or the predictor fell silent): the next call goes on after the ids so
   far; deaths.py says how often, and when alone;
+- a predictor that is about to stop: the stream stays there until another one can go on with it;
 - a predictor that is away, still loads, hands the stream back, or has not said a word since the call began, which is
   a hung process and none of the request's doing: the next call goes on likewise, as often as it takes;
 - an overloaded one: a new request is told so at once, one that was moved here waits its turn;
@@ -52,9 +53,18 @@ _REFUSED = "this request has ended its predictor again and again; it is refused 
 
 
 class ResumingGenerator:
-    """See the module; `resume_limit` is how many deaths in a row are taken for bad luck."""
+    """See the module; `resume_limit` is how many deaths in a row are taken for bad luck.
 
-    def __init__(self, predictor: PredictorClient, resume_limit: int = 2) -> None:
+    `have_taker(model, fingerprint)` says whether some replica would take a stream of these weights.
+    """
+
+    def __init__(
+        self,
+        predictor: PredictorClient,
+        resume_limit: int = 2,
+        have_taker: Callable[[str, str], bool] = lambda model, fingerprint: False,
+    ) -> None:
+        self._have_taker = have_taker
         self._predictor = predictor
         self._resume_limit = resume_limit
         self._poison = Poison()
@@ -119,15 +129,17 @@ class ResumingGenerator:
                     patience.answered()
                     if chunk.runs_alone:
                         progress.deaths.runs_alone()
-                    if not chunk.token_ids and chunk.finish_reason is None:
-                        continue
-                    turn.close()  # What it would do alone has been seen.
-                    progress.take(chunk)
-                    chunk.fingerprint = progress.fingerprint
-                    if goes_on:
-                        goes_on = False
-                        on_resume()
-                    yield chunk
+                    if chunk.token_ids or chunk.finish_reason is not None:
+                        turn.close()  # What it would do alone has been seen.
+                        progress.take(chunk)
+                        chunk.fingerprint = progress.fingerprint
+                        if goes_on:
+                            goes_on = False
+                            on_resume()
+                        yield chunk
+                    moves = chunk.is_leaving and chunk.finish_reason is None
+                    if moves and self._have_taker(asked.model, progress.fingerprint):
+                        raise DrainingError("it stops, and another one goes on", hop="predictor")
 
 
 class _Progress:

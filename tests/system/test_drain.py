@@ -1,4 +1,4 @@
-"""SIGTERM at a predictor: it says so, hands its streams back or lets them end, and nobody gets an error."""
+"""SIGTERM at a predictor: it says so, its streams go on elsewhere or end where they are, and nobody gets an error."""
 
 import asyncio
 import signal
@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from millrace.errors import DRAINING
 from millrace.protos.inference_pb2 import ModelReadyRequest, ServerReadyRequest
 from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from millrace.resumable import HEARTBEAT, CallOptions
+from millrace.resumable import HEARTBEAT, LEAVING, CallOptions
 from millrace.tensors import Tensor, decode_outputs
 from tests.system.calls import channel, each, generate, ids_request
 from tests.system.predictor_process import predictor_process
@@ -33,12 +33,14 @@ class Stream:
         request.parameters["ignore_eos"].bool_param = True
         self.ids = []
         self.heartbeats = 0
+        self.is_offered = False
         self._call = stub.ModelStreamInfer(each(request), metadata=(AS_STATUS, *options.metadata()), timeout=60)
         self._task = asyncio.create_task(self._read())
 
     async def _read(self):
         async for message in self._call:
             response = message.infer_response
+            self.is_offered |= LEAVING in response.parameters
             if response.parameters[HEARTBEAT].bool_param:
                 self.heartbeats += 1
             else:
@@ -62,7 +64,7 @@ def gate(tmp_path):
 
 
 @pytest.mark.parametrize("drain", ["hand-back", "finish"])
-async def test_a_stream_is_handed_back_or_ends_and_health_says_it_first(tmp_path, gate, drain):
+async def test_a_stream_may_leave_or_ends_and_health_says_it_first(tmp_path, gate, drain):
     path, make_tokens = gate
     environment = {"GATE_SOCKET": path, "MODELS": MODELS, "PREDICTOR_DRAIN": drain, "PREDICTOR_DRAIN_S": "30"}
     async with predictor_process(tmp_path / "log", GATED, **environment) as predictor, channel(predictor.target) as own:
@@ -94,15 +96,29 @@ async def test_a_stream_is_handed_back_or_ends_and_health_says_it_first(tmp_path
         assert refused.code() is grpc.StatusCode.UNAVAILABLE
         assert dict(refused.trailing_metadata())[DRAINING] == "true"
         if drain == "hand-back":
-            error = await goes_on.error()
-            told = dict(error.trailing_metadata())
-            assert (error.code(), told["x-http-status"], told[DRAINING]) == (grpc.StatusCode.UNAVAILABLE, "503", "true")
-            assert len(goes_on.ids) == 3
-        # The model may wait in a step for a stream that has gone.
+            await until(lambda: goes_on.is_offered)
         make_tokens(3 * TOKENS)
-        assert len(await stays.end()) == TOKENS
-        if drain == "finish":
-            assert await goes_on.end() == await stays.end()
+        # Who has nowhere to go stays.
+        assert await goes_on.end() == await stays.end()
+        assert len(goes_on.ids) == TOKENS
+        assert goes_on.is_offered == (drain == "hand-back")
+        assert not stays.is_offered
+        assert await predictor.end() == 0
+
+
+async def test_what_has_not_ended_at_the_end_of_a_drain_is_handed_back(tmp_path, gate):
+    path, make_tokens = gate
+    environment = {"GATE_SOCKET": path, "MODELS": MODELS, "PREDICTOR_DRAIN_S": "1"}
+    async with predictor_process(tmp_path / "log", GATED, **environment) as predictor, channel(predictor.target) as own:
+        goes_on = Stream(GRPCInferenceServiceStub(own), CallOptions(resumes=True, heartbeat_ms=50))
+        make_tokens(3)
+        await until(lambda: len(goes_on.ids) == 3)
+        predictor.process.send_signal(signal.SIGTERM)
+        error = await goes_on.error()
+        told = dict(error.trailing_metadata())
+        assert (error.code(), told["x-http-status"], told[DRAINING]) == (grpc.StatusCode.UNAVAILABLE, "503", "true")
+        assert len(goes_on.ids) == 3
+        make_tokens(TOKENS)  # The model waits in a step for the stream that has gone.
         assert await predictor.end() == 0
 
 

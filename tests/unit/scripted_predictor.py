@@ -19,7 +19,7 @@ from millrace.errors import DrainingError, MillraceError, NotFoundError
 from millrace.interceptors import ErrorServerInterceptor
 from millrace.protos import inference_pb2 as pb
 from millrace.protos import inference_pb2_grpc, model_config_pb2
-from millrace.resumable import FINGERPRINT, HEARTBEAT, RUNS_ALONE, CallOptions, call_options_of
+from millrace.resumable import FINGERPRINT, HEARTBEAT, LEAVING, RUNS_ALONE, CallOptions, call_options_of
 from millrace.tensors import Tensor, add_output, decode_inputs
 from tests.waiting import until
 
@@ -39,6 +39,7 @@ class Call:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     was_cancelled: bool = False
     tells_end: bool = True
+    is_leaving: bool = False
 
 
 class ScriptedPredictor(inference_pb2_grpc.GRPCInferenceServiceServicer):
@@ -73,6 +74,7 @@ class ScriptedPredictor(inference_pb2_grpc.GRPCInferenceServiceServicer):
         config = model_config_pb2.ModelConfig(name=MODEL)
         config.parameters["context_length"].string_value = "1024"
         config.parameters["is_encoder_decoder"].string_value = "false"
+        config.parameters[FINGERPRINT].string_value = self.fingerprint
         return pb.ModelConfigResponse(config=config)
 
     async def ModelInfer(self, request, context):  # noqa: N802
@@ -97,6 +99,8 @@ class ScriptedPredictor(inference_pb2_grpc.GRPCInferenceServiceServicer):
                     if is_first and self.fingerprint:
                         made.infer_response.parameters[FINGERPRINT].string_param = self.fingerprint
                     is_first = False
+                    if call.is_leaving:
+                        made.infer_response.parameters[LEAVING].bool_param = True
                     yield made
         except Broken:
             # Without a signature, as the transport reports what it lost.

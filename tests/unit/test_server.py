@@ -35,7 +35,7 @@ from pydantic_settings import SettingsConfigDict
 
 class Settings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="TEST_", frozen=True, env_ignore_empty=True)
-    fail: bool = False
+    fail: str = ""
     drains: bool = False
 
 class Count(grpc.GenericRpcHandler):
@@ -57,7 +57,9 @@ async def background():
     finally:
         print("task ended", flush=True)
 
-async def fails():
+async def fails(how):
+    if how == "cancelled":
+        raise asyncio.CancelledError  # As a call whose channel is closed.
     raise RuntimeError("the engine is dead")
 
 async def closed(name):
@@ -79,7 +81,7 @@ async def serve(settings):
     server.at_stop(lambda: closed("second"))
     server.own("background", background())
     if settings.fail:
-        server.own("engine", fails())
+        server.own("engine", fails(settings.fail))
     await server.set_serving(READY, True)
     await server.run()
 
@@ -226,8 +228,9 @@ async def test_a_process_that_was_stopped_is_not_taken_for_one_that_hangs(start)
     assert service.process.poll() is None
 
 
-async def test_a_background_task_that_fails_ends_the_process_non_zero(start):
-    service = start(TEST_FAIL="1")
+@pytest.mark.parametrize("how", ["raises", "cancelled"])
+async def test_a_background_task_that_fails_ends_the_process_non_zero(start, how):
+    service = start(TEST_FAIL=how)
     status, stdout, stderr = await service.ended()
     assert status not in (0, 78)
     assert "task engine failed" in stderr

@@ -1,10 +1,19 @@
 """Several replicas are told as one: a model is there where all have it, and counts are added up."""
 
+import asyncio
+import random
+from contextlib import AsyncExitStack, asynccontextmanager
+
 import pytest
 
+from millrace.errors import HopBrokenError
 from millrace.protos import inference_pb2 as pb
-from services.transformer.replicas import ModelState, merged
+from services.transformer import replicas as module
+from services.transformer.predictor_client import PredictorClient
+from services.transformer.replicas import ModelState, Replicas, merged
 from services.transformer.statistics import summed
+from tests.unit.scripted_predictor import MODEL, ScriptedPredictor, serving
+from tests.waiting import until
 
 
 def index(**states):
@@ -67,3 +76,104 @@ def test_models_and_versions_are_kept_apart():
         ("a", "2"): 1,
         ("b", "1"): 1,
     }
+
+
+# ------------------------------------------------------------------ replicas that come and go
+
+
+@asynccontextmanager
+async def replicas_at(monkeypatch, *addresses):
+    """Replicas behind one name, which stands for what the list that comes along holds at the moment."""
+    known = list(addresses)
+
+    async def resolve(address):
+        await asyncio.sleep(random.random() / 100)  # As a name service, which answers in any order.
+        return list(known)
+
+    monkeypatch.setattr(module, "_resolve", resolve)
+    client = PredictorClient("127.0.0.1:1")
+    replicas = Replicas(["predictor:9000"], client)
+    try:
+        yield replicas, known
+    finally:
+        await replicas.close()
+        await client.close()
+
+
+async def test_a_scale_down_amid_many_calls_fails_none(monkeypatch):
+    async with AsyncExitStack() as stack:
+        everyone = [await stack.enter_async_context(serving(ScriptedPredictor())) for _ in range(4)]
+        replicas, known = await stack.enter_async_context(replicas_at(monkeypatch, *everyone))
+
+        async def ask():
+            for _ in range(20):
+                assert set(await replicas.index()) == {MODEL}
+
+        asking = asyncio.gather(*(ask() for _ in range(8)))
+        while not asking.done():
+            known[:] = random.sample(everyone, random.randint(1, 4))
+            await asyncio.sleep(0.003)
+        await asking
+
+
+async def test_what_is_asked_of_a_replica_that_leaves_ends_with_an_error_and_not_as_a_cancel(monkeypatch):
+    monkeypatch.setattr(module, "_CLOSE_S", 0.1)
+    never = asyncio.Event()
+
+    class Hangs(ScriptedPredictor):
+        async def RepositoryModelLoad(self, request, context):  # noqa: N802
+            self.calls.append(request)
+            await never.wait()
+
+    leaves, stays = Hangs(), ScriptedPredictor()
+    async with (
+        serving(leaves) as first,
+        serving(stays) as second,
+        replicas_at(monkeypatch, first) as (replicas, known),
+    ):
+        loading = asyncio.create_task(replicas.load(pb.RepositoryModelLoadRequest(model_name=MODEL), None))
+        await leaves.wait_for_calls(1)
+        known[:] = [second]
+        assert set(await replicas.index()) == {MODEL}
+        with pytest.raises(HopBrokenError):
+            await loading
+        assert set(await replicas.index()) == {MODEL}
+
+
+async def test_who_asks_for_replicas_is_cancelled_by_its_own_cancel_alone(monkeypatch):
+    never = asyncio.Event()
+
+    class Hangs(ScriptedPredictor):
+        async def RepositoryModelLoad(self, request, context):  # noqa: N802
+            self.calls.append(request)
+            await never.wait()
+
+    predictor = Hangs()
+    async with serving(predictor) as address, replicas_at(monkeypatch, address) as (replicas, _):
+        loading = asyncio.create_task(replicas.load(pb.RepositoryModelLoadRequest(model_name=MODEL), None))
+        await predictor.wait_for_calls(1)
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+
+
+async def test_a_stream_has_a_taker_where_another_replica_has_its_weights(monkeypatch):
+    monkeypatch.setattr(module, "_TAKER_S", 0.2)
+    one, other = ScriptedPredictor(), ScriptedPredictor()
+    one.fingerprint, other.fingerprint = "a", "b"
+    async with (
+        serving(one) as first,
+        serving(other) as second,
+        replicas_at(monkeypatch, first, second) as (replicas, known),
+    ):
+        assert not replicas.have_taker(MODEL, "a"), "nobody waits for the answer"
+        await until(lambda: replicas.have_taker(MODEL, "a"))
+        await until(lambda: replicas.have_taker(MODEL, "b"))
+        await until(lambda: replicas.have_taker(MODEL, ""))
+        assert not replicas.have_taker(MODEL, "c")
+        known[:] = [second]
+        await until(lambda: not replicas.have_taker(MODEL, "a"))
+        for _ in range(100):
+            assert not replicas.have_taker(MODEL, "a")
+            assert not replicas.have_taker(MODEL, "c")
+            await asyncio.sleep(0.005)

@@ -285,6 +285,41 @@ async def test_a_stream_whose_weights_are_gone_ends_with_an_error_that_says_so()
             await r.generate()
 
 
+def leaves(action, after=0):
+    """The predictor is about to stop, and says so from the token after so many on."""
+
+    async def stays(predictor, call):
+        async with aclosing(action(predictor, call)) as counts:
+            async for count in counts:
+                call.is_leaving = len(call.output_ids) >= after
+                yield count
+
+    return stays
+
+
+async def test_a_stream_stays_where_it_is_until_another_predictor_can_go_on_with_it():
+    async with resuming(with_weights("a", leaves(whole, after=5)), with_weights("a", whole)) as r:
+        asked = []
+
+        def have_taker(model, fingerprint):
+            asked.append((model, fingerprint))
+            return len(asked) > 4
+
+        r.generator = ResumingGenerator(r.client, have_taker=have_taker)
+        check_whole(await r.generate())
+        assert r.continued_after == [False, 10]
+        assert set(asked) == {(MODEL, "a")}
+        assert not any(r.were_alone)
+        async with asyncio.timeout(10):
+            await r.predictor.calls[0].ended.wait()
+
+
+async def test_a_stream_that_nobody_can_take_ends_where_it_is():
+    async with resuming(with_weights("a", leaves(whole))) as r:
+        check_whole(await r.generate())
+        assert len(r.predictor.calls) == 1
+
+
 async def test_what_has_not_begun_takes_any_weights():
     async with resuming(with_weights("a", breaks()), with_weights("b", breaks(2)), with_weights("b", whole)) as r:
         chunks = await r.generate()

@@ -76,6 +76,9 @@ class EncoderModel:
         response.parameters[FINAL].bool_param = True
         yield response
 
+    def offer(self) -> None:
+        """Nothing, likewise."""
+
     def hand_back(self) -> None:
         """Nothing: no answer can go on elsewhere."""
 

@@ -106,6 +106,9 @@ class PythonModel:
                 response.parameters[FINAL].bool_param = last or not self._code.streams
                 yield response
 
+    def offer(self) -> None:
+        """Nothing, likewise."""
+
     def hand_back(self) -> None:
         """Nothing: no answer can go on elsewhere."""
 

@@ -1,0 +1,116 @@
+"""Replicas with different weights, as during a rolling update: no answer is of two models, and none fails."""
+
+import asyncio
+import shutil
+import signal
+import sys
+from collections import Counter
+
+import pytest_asyncio
+from safetensors.torch import load_file, save_file
+
+from millrace.protos import inference_pb2 as pb
+from millrace.protos import millrace_pb2, millrace_pb2_grpc
+from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from runner.free_ports import start_stack
+from tests.system.calls import channel, rest
+from tests.waiting import until
+
+TOKENS, STREAMS = 60, 24
+SLOW = (sys.executable, "-m", "tests.system.slow_predictor")
+OLD = "storyteller=models/storyteller"
+
+
+@pytest_asyncio.fixture(scope="module")
+async def stack(tmp_path_factory):
+    """Three predictors, the second of which has been updated."""
+    folder = tmp_path_factory.mktemp("weights")
+    updated = shutil.copytree("models/storyteller", folder / "updated")
+    tensors = load_file(updated / "model.safetensors")
+    save_file({name: -tensor for name, tensor in tensors.items()}, updated / "model.safetensors", {"format": "pt"})
+    environment = {
+        "predictor": {"SLOW_MS": "25", "PREDICTOR_DTYPE": "fp32", "PREDICTOR_DRAIN_S": "60"},
+        "predictor-1": {"MODELS": f"storyteller={updated}"},
+    }
+    started = await start_stack(
+        folder, {"predictors": 3, "models": OLD}, commands={"predictor": SLOW}, environment=environment
+    )
+    yield started
+    await started.stop()
+
+
+async def generated(stack, name="", came=None):
+    """The ids of an answer to the one question."""
+    request = millrace_pb2.GenerateRequest(
+        model="storyteller", prompt="Once upon a time", max_tokens=TOKENS, ignore_eos=True, seed=3, request_id=name
+    )
+    ids = []
+    async with channel(stack.gateway) as open_channel:
+        async for response in millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=120):
+            ids += response.token_ids
+            if came is not None:
+                came[name] += 1
+    return tuple(ids)
+
+
+async def disturbed(stack, prefix, disturb):
+    """What many streams answer of which some lose their predictor."""
+    came = Counter()
+    names = [f"{prefix} {number}" for number in range(STREAMS)]
+    asking = [asyncio.create_task(generated(stack, name, came)) for name in names]
+    await until(lambda: len(came) == STREAMS and min(came.values()) >= 5, 60)
+    await disturb()
+    assert not all(task.done() for task in asking)
+    return dict(zip(names, await asyncio.gather(*asking), strict=True))
+
+
+async def records_of(stack, answers):
+    """The records of these requests, once they are there."""
+    found = {}
+
+    async def are_there():
+        async with channel(stack.gateway) as open_channel:
+            query = millrace_pb2.QueryPayloadsRequest(page_size=500)
+            async for record in millrace_pb2_grpc.PayloadLogStub(open_channel).Query(query):
+                found[record.request_id] = record
+        return answers.keys() <= found.keys()
+
+    await until(are_there)
+    return [found[name] for name in answers]
+
+
+async def fingerprint_of(target):
+    async with channel(target) as open_channel:
+        asked = pb.ModelConfigRequest(name="storyteller")
+        answer = await GRPCInferenceServiceStub(open_channel).ModelConfig(asked)
+    return answer.config.parameters["fingerprint"].string_value
+
+
+async def test_a_stream_goes_on_with_the_weights_that_began_it_alone(stack):
+    old, new, same = [await fingerprint_of(f"127.0.0.1:{port}") for port in stack.settings.predictor_ports]
+    assert old == same != new
+    # What the two models answer where nothing happens, which they must not have in common.
+    undisturbed = set(await asyncio.gather(*(generated(stack) for _ in range(12))))
+    assert len(undisturbed) == 2
+
+    killed = await disturbed(stack, "killed", lambda: stack.kill("predictor-0", signal.SIGKILL))
+    assert set(killed.values()) == undisturbed
+    records = await records_of(stack, killed)
+    assert any(record.resumes for record in records)
+    by_fingerprint = {record.fingerprint: killed[record.request_id] for record in records}
+    assert by_fingerprint.keys() == {old, new}
+    assert all(killed[record.request_id] == by_fingerprint[record.fingerprint] for record in records)
+
+    # Both that have the old ones at once: where nobody takes it, a stream ends where it is.
+    await stack.wait_ready(timeout_s=60)
+
+    async def drain():
+        for name in ("predictor-0", "predictor-2"):
+            await stack.kill(name, signal.SIGTERM)
+
+    drained = await disturbed(stack, "drained", drain)
+    assert set(drained.values()) <= undisturbed
+    assert {record.status for record in await records_of(stack, drained)} == {"OK"}
+
+    card = (await rest(stack.gateway, "GET", "/v1/models")).json["data"][0]
+    assert card["fingerprint"] in {old, new}
