@@ -6,19 +6,17 @@ import asyncio
 import sys
 
 from millrace.errors import NotReadyError
-from millrace.protos import millrace_pb2, millrace_pb2_grpc
+from millrace.protos import millrace_pb2_grpc
 from millrace.server import Server
 from millrace.service import run_service
 from services.logger.gateway_calls import GatewayCalls
 from services.logger.retention import Retention
-from services.logger.servicer import PayloadIngestServicer, PayloadLogServicer
+from services.logger.servicer import PAYLOAD_LOG, PayloadIngestServicer, PayloadLogServicer
 from services.logger.settings import LoggerSettings
 from services.logger.sinks import start_sinks
 from services.logger.store import SqliteStore, Store
 from services.logger.tails import Tails
 from services.logger.telemetry import observe_sinks
-
-PAYLOAD_LOG = millrace_pb2.DESCRIPTOR.services_by_name["PayloadLog"].full_name
 
 _PROBE_S = 5.0
 
@@ -39,7 +37,7 @@ async def serve(settings: LoggerSettings) -> None:
     server.at_stop(store.close)
     tails = Tails()
     ingest = PayloadIngestServicer(store, tails, server.stopping)
-    millrace_pb2_grpc.add_PayloadLogServicer_to_server(PayloadLogServicer(store, tails), server.grpc)
+    PayloadLogServicer(store, tails).add_to(server.grpc)
     millrace_pb2_grpc.add_PayloadIngestServicer_to_server(ingest, server.grpc)
     GatewayCalls(store, tails).add_to(server.grpc)
     sinks = await start_sinks(settings, store, server)

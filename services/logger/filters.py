@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import sqlalchemy as sql
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -37,6 +37,16 @@ _CLASSES = {"duration_ms": "duration_class", "ttft_ms": "ttft_class"}
 _SHORTEST_MS, _LONGEST_MS = 2.0**-10, 2.0**40
 
 
+class Texts(Protocol):
+    """What of a record is searched."""
+
+    @property
+    def prompt(self) -> str: ...
+
+    @property
+    def text(self) -> str: ...
+
+
 class Filters:
     """The filters that a request sets; all of them must be passed."""
 
@@ -60,13 +70,12 @@ class Filters:
             if column != "time_us"
         ]
 
-    def has_text(self, record: PayloadRecord) -> bool:
+    def has_text(self, record: Texts) -> bool:
         """Whether the text that is looked for is in the prompt or in the answer."""
         return self.text in record.prompt or self.text in record.text
 
-    def passes(self, record: PayloadRecord) -> bool:
-        """Whether a record passes all of them."""
-        columns = columns_of(record)
+    def passes(self, record: PayloadRecord, columns: Mapping[str, Any]) -> bool:
+        """Whether a record, of which `columns_of` gives the columns, passes all of them."""
         return (
             all(
                 columns[column] is not None and compare(columns[column], value)

@@ -9,10 +9,13 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from typing import TypeAlias
+
+import grpc
 
 from millrace.errors import InvalidRequestError, NotFoundError
-from millrace.interceptors import Context
-from millrace.protos import millrace_pb2_grpc
+from millrace.interceptors import Context, Handler
+from millrace.protos import millrace_pb2, millrace_pb2_grpc
 from millrace.protos.millrace_pb2 import (
     AppendRequest,
     AppendResponse,
@@ -25,9 +28,11 @@ from millrace.protos.millrace_pb2 import (
 )
 from millrace.rest_streams import errors_in_band
 from services.logger.filters import Filters
+from services.logger.readers import Readers, caller_of
 from services.logger.store import Store
 from services.logger.tails import OpenTail, Tails
 
+PAYLOAD_LOG = millrace_pb2.DESCRIPTOR.services_by_name["PayloadLog"].full_name
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 
@@ -36,30 +41,52 @@ _MAX_ARRIVED_BYTES = 8 * 1024 * 1024
 _MAX_SEQUENCE = 2**63 - 1
 _UUID = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 
+Response: TypeAlias = bytes | PayloadRecord  # Serialized or not.
 
-class PayloadLogServicer(millrace_pb2_grpc.PayloadLogServicer):
-    """Reads records by key, by filter, and as they come; deletes them by key."""
 
-    def __init__(self, store: Store, tails: Tails) -> None:
+def _error(error: str) -> Response:
+    return PayloadRecord(error=error)
+
+
+class PayloadLogServicer:
+    """Reads records by key, by filter, and as they come; deletes them by key.
+
+    Records go out as they lie in the store, serialized. Get streams its one record, which on the wire is the same: the
+    memory for it is lent until it has left.
+    """
+
+    def __init__(self, store: Store, tails: Tails, readers: Readers | None = None) -> None:
         self._store = store
         self._tails = tails
+        self._readers = readers or Readers()
 
-    async def Get(self, request: GetPayloadRequest, context: Context) -> PayloadRecord:
-        match request.WhichOneof("key"):
-            case "record_id":
-                record = await self._store.get(request.record_id)
-                key = f"record_id {request.record_id!r}"
-            case "request_id":
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Has the server answer PayloadLog."""
+        handlers: dict[str, Handler] = {
+            "Get": grpc.unary_stream_rpc_method_handler(self.Get, GetPayloadRequest.FromString, _serialized),
+            "Query": grpc.unary_stream_rpc_method_handler(self.Query, QueryPayloadsRequest.FromString, _serialized),
+            "Tail": grpc.unary_stream_rpc_method_handler(self.Tail, TailPayloadsRequest.FromString, _serialized),
+            "Delete": grpc.unary_unary_rpc_method_handler(
+                self.Delete, DeletePayloadsRequest.FromString, DeletePayloadsResponse.SerializeToString
+            ),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(PAYLOAD_LOG, handlers),))
+
+    async def Get(self, request: GetPayloadRequest, context: Context) -> AsyncGenerator[Response, None]:
+        key = request.WhichOneof("key")
+        if key is None:
+            raise InvalidRequestError("give a record_id or a request_id")
+        with self._readers.reader(caller_of(context)) as reader:
+            if key == "record_id":
+                found = self._store.get(request.record_id, reader)
+            else:
                 filters = Filters(QueryPayloadsRequest(request_id=request.request_id))
-                newest = self._store.query(filters, None, limit=1)
-                record = await anext(newest, None)
-                key = f"request_id {request.request_id!r}"
-            case _:
-                raise InvalidRequestError("give a record_id or a request_id")
-        if record is None:
-            raise NotFoundError(f"no record has the {key}")
-        record.ClearField("page_token")
-        return record
+                found = self._store.query(filters, None, 1, reader)
+            async with aclosing(found):
+                async for record in found:
+                    yield record._replace(page_token="").serialized
+                    return
+        raise NotFoundError(f"no record has the {key} {getattr(request, key)!r}")
 
     async def Delete(self, request: DeletePayloadsRequest, context: Context) -> DeletePayloadsResponse:
         key = request.WhichOneof("key")
@@ -68,26 +95,35 @@ class PayloadLogServicer(millrace_pb2_grpc.PayloadLogServicer):
             raise InvalidRequestError("give a record_id, a request_id or a client")
         return DeletePayloadsResponse(deleted=await self._store.delete(**{key: getattr(request, key)}))
 
-    @errors_in_band(PayloadRecord)
-    async def Query(self, request: QueryPayloadsRequest, context: Context) -> AsyncGenerator[PayloadRecord, None]:
+    @errors_in_band(_error)
+    async def Query(self, request: QueryPayloadsRequest, context: Context) -> AsyncGenerator[Response, None]:
         limit = request.page_size or DEFAULT_PAGE_SIZE
         if limit > MAX_PAGE_SIZE:
             raise InvalidRequestError(f"page_size {limit} is above {MAX_PAGE_SIZE}")
-        async for record in self._store.query(Filters(request), request.page_token or None, limit):
-            yield record
+        with self._readers.reader(caller_of(context)) as reader:
+            found = self._store.query(Filters(request), request.page_token or None, limit, reader)
+            async with aclosing(found):
+                async for record in found:
+                    yield record.serialized
 
-    async def Tail(self, request: TailPayloadsRequest, context: Context) -> AsyncGenerator[PayloadRecord, None]:
-        with self._tails.open(Filters(request)) as tail:
+    async def Tail(self, request: TailPayloadsRequest, context: Context) -> AsyncGenerator[Response, None]:
+        with self._tails.open(Filters(request), caller_of(context)) as tail:
             # Says that the tail has begun: whoever queries after this misses no record between the two.
             await context.send_initial_metadata(())
             async with aclosing(self._follow(tail, context)) as records:
                 async for record in records:
                     yield record
 
-    @errors_in_band(PayloadRecord, headers_are_out=True)
-    async def _follow(self, tail: OpenTail, context: Context) -> AsyncGenerator[PayloadRecord, None]:
+    @errors_in_band(_error, headers_are_out=True)
+    async def _follow(self, tail: OpenTail, context: Context) -> AsyncGenerator[Response, None]:
         while True:
-            yield await tail.next()
+            shown = await tail.next()
+            async with self._readers.lend(tail.caller, shown.size):
+                yield await shown.serialized()
+
+
+def _serialized(response: Response) -> bytes:
+    return response if isinstance(response, bytes) else response.SerializeToString()
 
 
 class PayloadIngestServicer(millrace_pb2_grpc.PayloadIngestServicer):

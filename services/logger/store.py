@@ -5,8 +5,8 @@
 not. What is read is newest first, by the records' times, but for `after`, which reads in the order of commit. A call
 that a service answered is not shown without the service's record while that may be on its way.
 
-Threads: all writes happen on one thread, reads on a few others, none on the event loop. A query reads page by page,
-each in a transaction of its own, and holds none while its reader takes its time. Whatever could take long (deleting,
+Threads: all writes happen on one thread, reads on a few others, none on the event loop. A query reads some records at a
+time, in a transaction of its own, and holds none while its reader takes its time. Whatever could take long (deleting,
 giving back space) is done in small steps, between which others write.
 
 Errors: StartupError where the file cannot be used, NotReadyError where the database stops answering,
@@ -18,8 +18,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -30,6 +31,8 @@ from millrace.errors import NotReadyError
 from millrace.protos.millrace_pb2 import AppendRequest, PayloadRecord
 from services.logger import reading, removing, schema, writing
 from services.logger.filters import Filters
+from services.logger.readers import FREE_BYTES, Lender
+from services.logger.reading import Found, Place, Row
 from services.logger.telemetry import Commits
 
 logger = logging.getLogger(__name__)
@@ -39,6 +42,7 @@ SEARCH_S = 5.0
 _READERS = 4
 _ROWS_PER_READ = 100
 _BYTES_PER_READ = 16 * 1024 * 1024
+_BYTES_PER_BATCH = 1024 * 1024
 
 T = TypeVar("T")
 
@@ -48,6 +52,14 @@ class Stored(NamedTuple):
 
     position: int
     record: PayloadRecord
+
+
+class _Batch(NamedTuple):
+    """Rows of a query, what each holds that passes the filters, and whether others follow."""
+
+    rows: Sequence[Row]
+    found: Sequence[Found | None]
+    is_followed: bool
 
 
 class Store(Protocol):
@@ -65,14 +77,17 @@ class Store(Protocol):
         """
         ...
 
-    async def get(self, record_id: str) -> PayloadRecord | None:
-        """The record of that key."""
+    def get(self, record_id: str, lender: Lender | None = None) -> AsyncGenerator[Found, None]:
+        """The record of that key, if there is one; `lender` as in `query`."""
         ...
 
-    def query(self, filters: Filters, page_token: str | None, limit: int) -> AsyncIterator[PayloadRecord]:
+    def query(
+        self, filters: Filters, page_token: str | None, limit: int, lender: Lender | None = None
+    ) -> AsyncGenerator[Found, None]:
         """At most `limit` records that pass every filter, newest first, each with the page_token that goes on after it.
 
-        DeadlineError, which tells how far it came, where a text was looked for longer than it may be.
+        Of large ones there are no more in memory than `lender` lends for. DeadlineError, which tells how far it came,
+        where a text was looked for longer than it may be.
         """
         ...
 
@@ -178,36 +193,48 @@ class SqliteStore:
     async def add_calls(self, calls: Sequence[PayloadRecord], reached: Collection[str] = ()) -> list[PayloadRecord]:
         return await self._write(writing.add_calls, calls, reached, schema.now_us()) if calls else []
 
-    async def get(self, record_id: str) -> PayloadRecord | None:
-        rows = await self._select(reading.by_record_id(record_id))
-        return reading.record_of(rows[0]) if rows else None
+    async def get(self, record_id: str, lender: Lender | None = None) -> AsyncGenerator[Found, None]:
+        for row in await self._select(reading.by_record_id(record_id)):
+            async with _loan(lender, row.size):
+                if (found := await self._read(reading.one, row.position)) is not None:
+                    yield found
 
-    async def query(self, filters: Filters, page_token: str | None, limit: int) -> AsyncIterator[PayloadRecord]:
+    async def query(
+        self, filters: Filters, page_token: str | None, limit: int, lender: Lender | None = None
+    ) -> AsyncGenerator[Found, None]:
         before = reading.place_of(page_token) if page_token else None
-        text = filters.text.encode()
-        rows_per_read = _ROWS_PER_READ if text else min(limit, _ROWS_PER_READ)
+        rows_per_read = _ROWS_PER_READ if filters.text else min(limit, _ROWS_PER_READ)
         give_up_at, looked_through = time.monotonic() + self._search_s, 0
-        while True:
-            rows = await self._read(reading.page, filters, before, rows_per_read)
-            looked_through += len(rows)
-            for row in rows:
-                if reading.may_be_replaced(row):
-                    continue
-                # Protobuf keeps strings as they are: most rows without the text need no parsing.
-                if text not in row.body:
-                    continue
-                record = reading.record_of(row)
-                if filters.has_text(record):
-                    record.page_token = reading.token_of(row)
+        async with aclosing(self._batches(filters, before, rows_per_read, lender)) as batches:
+            async for batch in batches:
+                for record in filter(None, batch.found):
                     yield record
                     limit -= 1
                     if limit == 0:
                         return
-            if len(rows) < rows_per_read:
+                looked_through += len(batch.rows)
+                if filters.text and batch.is_followed and time.monotonic() >= give_up_at:
+                    raise reading.searched_too_long(looked_through, batch.rows[-1])
+
+    async def _batches(
+        self, filters: Filters, before: Place | None, rows_per_read: int, lender: Lender | None
+    ) -> AsyncGenerator[_Batch, None]:
+        """What a query looks at, in batches of a few bytes or of one record; the loan for one lasts until the next."""
+        while True:
+            rows, found = await self._read(reading.page, filters, before, rows_per_read, FREE_BYTES)
+            is_full = len(rows) == rows_per_read
+            rest = rows[len(found) :]
+            if found:
+                yield _Batch(rows[: len(found)], found, is_full or bool(rest))
+            while rest:
+                count = max(1, reading.fitting(rest, _BYTES_PER_BATCH))
+                some, rest = rest[:count], rest[count:]
+                async with _loan(lender, sum(row.size for row in some)):
+                    found = await self._read(reading.read, filters, some)
+                    yield _Batch(some, found, is_full or bool(rest))
+            if not is_full:
                 return
-            before = reading.Place(rows[-1].time_us, rows[-1].position)
-            if text and time.monotonic() >= give_up_at:
-                raise reading.searched_too_long(looked_through, rows[-1])
+            before = Place(rows[-1].time_us, rows[-1].position)
 
     async def delete(
         self, *, record_id: str | None = None, request_id: str | None = None, client: str | None = None
@@ -287,6 +314,10 @@ class SqliteStore:
         except DatabaseError as error:
             logger.error("the database failed: %s", error.orig)
             raise NotReadyError("the payload store does not answer") from error
+
+
+def _loan(lender: Lender | None, size: int) -> AbstractAsyncContextManager[None]:
+    return lender.loan(size) if lender else nullcontext()
 
 
 def _after(connection: sql.Connection, position: int, limit: int) -> list[Stored]:

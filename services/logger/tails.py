@@ -1,11 +1,13 @@
 """Records shown to the calls of Tail as they are committed.
 
-    with tails.open(filters) as tail:
-        record = await tail.next()
+    with tails.open(filters, caller) as tail:
+        shown = await tail.next()
 
-`show` takes new records and never waits: each tail keeps what its reader has yet to read, within a bound. A reader
-that falls behind further gets what it was late for no more, but OverloadedError; so does one tail too many. From
-`end` on every tail raises NotReadyError: its reader may come again when the logger does.
+`show` takes new records and never waits. The newest are kept once for all tails, within a bound: a tail has its place
+among them alone, looks at what its filters pass, and costs little. A reader that falls behind all that is kept gets
+what it was late for no more, but OverloadedError. There may be so many tails, and so many of one caller; of more than
+that the one that has had nothing to read for longest gives way, one of the caller who has most. From `end` on every
+tail raises NotReadyError: its reader may come again when the logger does.
 
 All on the event loop's thread.
 """
@@ -13,96 +15,174 @@ All on the event loop's thread.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Iterator, Sequence
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from millrace.errors import MillraceError, NotReadyError, OverloadedError
 from millrace.protos.millrace_pb2 import PayloadRecord
-from services.logger.filters import Filters
+from services.logger.filters import Filters, columns_of
+from services.logger.readers import COME_BACK_MS
 
-MAX_TAILS = 64
-MAX_WAITING = 1000
-_MAX_WAITING_BYTES = 16 * 1024 * 1024
-_COME_BACK_MS = 1000
+MAX_TAILS, MAX_TAILS_OF_ONE = 64, 48
+MAX_KEPT = 1000
+_MAX_KEPT_BYTES = 16 * 1024 * 1024
+_LARGE_BYTES = 256 * 1024
+_TURN = 64  # So many records are looked at before others have their turn.
+
+
+class Shown:
+    """A record that was committed; what tails need of it is made once."""
+
+    def __init__(self, record: PayloadRecord) -> None:
+        self.record = record
+        self.size = record.ByteSize()
+        self._columns: Mapping[str, Any] | None = None
+        self._serialized: bytes | None = None
+
+    @property
+    def columns(self) -> Mapping[str, Any]:
+        """As `columns_of` gives them."""
+        if self._columns is None:
+            self._columns = columns_of(self.record)
+        return self._columns
+
+    async def serialized(self) -> bytes:
+        """The record as it goes over the wire."""
+        if self._serialized is None:
+            write = self.record.SerializeToString
+            self._serialized = await asyncio.to_thread(write) if self.size > _LARGE_BYTES else write()
+        return self._serialized
 
 
 class OpenTail:
     """What one reader has yet to read."""
 
-    def __init__(self, filters: Filters) -> None:
+    def __init__(self, tails: Tails, filters: Filters, caller: str, place: int) -> None:
+        self.caller = caller
+        self.idle_since = time.monotonic()
+        self.is_waiting = False
+        self._tails = tails
         self._filters = filters
-        self._waiting: deque[PayloadRecord] = deque()
-        self._bytes = 0
+        self._place = place  # The number of the record to be looked at next.
         self._changed = asyncio.Event()
         self._error: MillraceError | None = None
 
-    async def next(self) -> PayloadRecord:
+    async def next(self) -> Shown:
         """The record that comes next; raises why there will be none."""
-        while not self._waiting and self._error is None:
-            self._changed.clear()
-            await self._changed.wait()
-        if self._error is not None:
-            raise self._error
-        record = self._waiting.popleft()
-        self._bytes -= record.ByteSize()
-        return record
+        looked_at = 0
+        while self._error is None:
+            shown = self._tails.at(self._place)
+            if shown is None:
+                await self._wait()
+                continue
+            self._place += 1
+            if self._filters.passes(shown.record, shown.columns):
+                self.idle_since = time.monotonic()
+                return shown
+            looked_at += 1
+            if looked_at % _TURN == 0:
+                await asyncio.sleep(0)
+        raise self._error
 
-    def show(self, record: PayloadRecord) -> None:
-        """Keeps a record that passes the filters; cuts the reader off if it is too much."""
-        if self._error is not None or not self._filters.passes(record):
-            return
-        self._waiting.append(record)
-        self._bytes += record.ByteSize()
+    async def _wait(self) -> None:
+        self._changed.clear()
+        self.is_waiting = True
+        try:
+            await self._changed.wait()
+        finally:
+            self.is_waiting = False
+
+    def wake(self) -> None:
+        """Says that there are new records."""
         self._changed.set()
-        if len(self._waiting) > MAX_WAITING or self._bytes > _MAX_WAITING_BYTES:
-            late = f"the reader is too slow: {len(self._waiting)} records wait for it"
-            self.fail(OverloadedError(late, retry_after_ms=_COME_BACK_MS))
 
     def fail(self, error: MillraceError) -> None:
-        """Ends the tail; what waits is dropped."""
+        """Ends the tail."""
         self._error = error
-        self._waiting.clear()
         self._changed.set()
 
 
 class Tails:
-    """Every open tail."""
+    """Every open tail, and the newest records."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_tails: int = MAX_TAILS, max_of_one: int = MAX_TAILS_OF_ONE) -> None:
+        self._max_tails = max_tails
+        self._max_of_one = max_of_one
         self._open: set[OpenTail] = set()
+        self._kept: deque[Shown] = deque()
+        self._kept_bytes = 0
+        self._first = 0  # The number of the oldest that is kept.
         self._ended = False
 
     def __len__(self) -> int:
         return len(self._open)
 
     @contextmanager
-    def open(self, filters: Filters) -> Iterator[OpenTail]:
+    def open(self, filters: Filters, caller: str = "") -> Iterator[OpenTail]:
         """A tail of what is committed from now on."""
         if self._ended:
             raise _stopping()
-        if len(self._open) >= MAX_TAILS:
-            raise OverloadedError(
-                f"{MAX_TAILS} tails are open, which is all there may be", retry_after_ms=_COME_BACK_MS
-            )
-        tail = OpenTail(filters)
+        self._make_room(caller)
+        tail = OpenTail(self, filters, caller, self._first + len(self._kept))
         self._open.add(tail)
         try:
             yield tail
         finally:
             self._open.discard(tail)
+            if not self._open:
+                self._drop(0, 0)
+
+    def at(self, number: int) -> Shown | None:
+        """The record of that number; None where it is to come, OverloadedError where it is kept no more."""
+        if number < self._first:
+            late = f"the reader is too slow: {self._first - number} records are past that it has not read"
+            raise OverloadedError(late, retry_after_ms=COME_BACK_MS)
+        index = number - self._first
+        return self._kept[index] if index < len(self._kept) else None
 
     def show(self, records: Sequence[PayloadRecord]) -> None:
         """Shows new records, in the order of their commit."""
+        if not self._open:
+            return
+        for record in records:
+            self._kept.append(shown := Shown(record))
+            self._kept_bytes += shown.size
+        # What came last stays, however much it is: no tail has had time to look at it.
+        self._drop(max(MAX_KEPT, len(records)), _MAX_KEPT_BYTES, keep=len(records))
         for tail in self._open:
-            for record in records:
-                tail.show(record)
+            tail.wake()
 
     def end(self) -> None:
         """Ends every tail, and those that would be opened."""
         self._ended = True
         for tail in self._open:
             tail.fail(_stopping())
+
+    def _drop(self, count: int, size: int, keep: int = 0) -> None:
+        while self._kept and (len(self._kept) > count or (self._kept_bytes > size and len(self._kept) > keep)):
+            self._kept_bytes -= self._kept.popleft().size
+            self._first += 1
+
+    def _make_room(self, caller: str) -> None:
+        """Has a tail give way to a new one of a caller, if one must; OverloadedError where none can."""
+        of = Counter(tail.caller for tail in self._open)
+        if of[caller] >= self._max_of_one:
+            greediest = caller
+        elif len(self._open) >= self._max_tails:
+            [(greediest, _)] = of.most_common(1)
+        else:
+            return
+        # One whose reader does not read cannot be ended: it waits for the reader.
+        idle = (tail for tail in self._open if tail.is_waiting and tail.caller == greediest)
+        tail = min(idle, key=lambda one: one.idle_since, default=None)
+        if tail is None:
+            message = f"{len(self._open)} tails are open, {of[caller]} of them this caller's, which is all there may be"
+            raise OverloadedError(message, retry_after_ms=COME_BACK_MS)
+        self._open.discard(tail)
+        tail.fail(OverloadedError("a newer tail has taken its place", retry_after_ms=COME_BACK_MS))
 
 
 def _stopping() -> NotReadyError:

@@ -23,7 +23,7 @@ async def store(tmp_path):
 async def payload_log(store):
     """A stub of the logger's public service, which reads `store`."""
     server = grpc.aio.server(interceptors=(ErrorServerInterceptor("logger"),))
-    millrace_pb2_grpc.add_PayloadLogServicer_to_server(PayloadLogServicer(store, Tails()), server)
+    PayloadLogServicer(store, Tails()).add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with open_channel(f"127.0.0.1:{port}", "logger") as channel:

@@ -13,7 +13,7 @@ from services.logger import reading
 from services.logger.filters import Filters
 from services.logger.schema import SCHEMA_VERSION
 from services.logger.store import SqliteStore
-from tests.unit.test_logger_store import append_request, numbers, record_id, timestamp
+from tests.unit.test_logger_store import append_request, numbers, record_id, stored, timestamp
 
 # As version 1 made it.
 VERSION_1 = """
@@ -74,7 +74,7 @@ async def test_a_file_of_version_1_goes_on_with_every_record_in_order(old_file):
     assert await numbers(store, model="m1") == list(range(49, 0, -2))
     assert len(await numbers(store, min_duration_ms=1.5)) == 50
     assert await numbers(store, min_duration_ms=1.6) == await numbers(store, min_ttft_ms=0.0) == []
-    assert await store.get(record_id(7)) == record(7)
+    assert await stored(store, 7) == record(7)
     assert [one.record.record_id for one in await store.after(0, 100)] == [record_id(n) for n in range(1, 51)]
     await store.append([append_request(60, time_ns=2**61)])
     assert (await store.after(50, 10))[0].position == 51

@@ -33,8 +33,14 @@ def timestamp(time_ns):
     return result
 
 
+async def stored(store, number):
+    """The record, None where there is none."""
+    found = await anext(store.get(record_id(number)), None)
+    return found and found.record
+
+
 async def numbers(store, limit=1000, **filters):
-    found = [record async for record in store.query(Filters(QueryPayloadsRequest(**filters)), None, limit)]
+    found = [found.record async for found in store.query(Filters(QueryPayloadsRequest(**filters)), None, limit)]
     return [uuid.UUID(record.record_id).int for record in found]
 
 
@@ -42,7 +48,7 @@ async def test_a_record_comes_back_as_it_went_in(store):
     request = append_request(7, time_ns=1_700_000_000_123_456_000, model="m", prompt="où?", text="là", ttft_ms=0.0)
     request.record.chunks.add(offset_ms=1.5, text="là", token_ids=[1, 2])
     await store.append([request])
-    assert await store.get(record_id(7)) == request.record
+    assert await stored(store, 7) == request.record
 
 
 async def test_a_repeated_source_and_sequence_changes_nothing(store):
@@ -293,8 +299,8 @@ async def test_a_search_for_text_that_takes_too_long_says_where_to_go_on(tmp_pat
     filters, found, token = Filters(QueryPayloadsRequest(text_contains="needle")), [], None
 
     async def search():
-        async for record in store.query(filters, token, 100):
-            found.append(uuid.UUID(record.record_id).int)
+        async for one in store.query(filters, token, 100):
+            found.append(uuid.UUID(one.record.record_id).int)
 
     for _ in range(4):
         with pytest.raises(DeadlineError, match="100 were looked through") as caught:

@@ -1,7 +1,9 @@
 """Tail shows each committed record once, holds up nobody, and ends with a reason."""
 
 import asyncio
+import tracemalloc
 import uuid
+from contextlib import ExitStack
 
 import grpc
 import pytest
@@ -14,12 +16,17 @@ from millrace.protos.millrace_pb2 import AppendRequest, PayloadRecord, QueryPayl
 from services.logger.filters import Filters
 from services.logger.servicer import PayloadIngestServicer, PayloadLogServicer
 from services.logger.store import SqliteStore
-from services.logger.tails import MAX_TAILS, MAX_WAITING, Tails
-from tests.unit.test_logger_store import RECORDS, append_request, record_id
+from services.logger.tails import MAX_KEPT, MAX_TAILS, MAX_TAILS_OF_ONE, Tails
+from tests.unit.test_logger_store import RECORDS, append_request, record_id, stored
 from tests.waiting import until
 
 NOTHING = Filters(TailPayloadsRequest())
 REST = (("x-envoy-original-path", "/millrace/v1/payloads:tail"),)
+
+
+def of(client):
+    """What the gateway says of a call by that client."""
+    return (("x-millrace-client", client),)
 
 
 def record(number, **fields):
@@ -31,7 +38,7 @@ async def served(tmp_path):
     """A logger in this process: its store, its tails, and a channel to it."""
     store, tails = SqliteStore(tmp_path / "payloads.sqlite3"), Tails()
     server = grpc.aio.server(interceptors=(ErrorServerInterceptor("logger"),))
-    millrace_pb2_grpc.add_PayloadLogServicer_to_server(PayloadLogServicer(store, tails), server)
+    PayloadLogServicer(store, tails).add_to(server)
     ingest = PayloadIngestServicer(store, tails, asyncio.Event())
     millrace_pb2_grpc.add_PayloadIngestServicer_to_server(ingest, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -67,7 +74,7 @@ async def test_records_come_as_they_are_committed_and_once(served):
     await append(channel, append_request(1), append_request(2), append_request(3))
     shown = [(await first).record_id, (await anext(responses)).record_id, (await anext(responses)).record_id]
     assert shown == [record_id(1), record_id(2), record_id(3)]
-    assert await store.get(record_id(3)) is not None
+    assert await stored(store, 3) is not None
 
 
 @pytest.mark.parametrize(
@@ -93,48 +100,107 @@ async def test_a_filter_of_tail_passes_what_the_same_filter_of_query_finds(serve
     with tails.open(Filters(TailPayloadsRequest(**filters))) as tail:
         tails.show(await store.append(requests))
         tails.show([record(99, model="a", status="OK", trace_id="t3", request_id="same", duration_ms=99)])
-        found = [r async for r in store.query(Filters(QueryPayloadsRequest(**filters)), None, 1000)]
-        shown = [await tail.next() for _ in found]
+        found = [r.record async for r in store.query(Filters(QueryPayloadsRequest(**filters)), None, 1000)]
+        shown = [(await tail.next()).record for _ in found]
     assert [one.record_id for one in shown] == [one.record_id for one in reversed(found)]
 
 
 async def test_a_reader_that_is_too_slow_is_cut_off_and_nobody_else(served):
     _, tails, _ = served
     with tails.open(NOTHING) as slow, tails.open(NOTHING) as quick:
-        for n in range(MAX_WAITING + 1):
+        for n in range(MAX_KEPT + 1):
             tails.show([record(n)])
-            assert (await quick.next()).record_id == record_id(n)
-        with pytest.raises(OverloadedError, match="the reader is too slow: 1001 records wait"):
+            assert (await quick.next()).record.record_id == record_id(n)
+        with pytest.raises(OverloadedError, match="the reader is too slow: 1 records are past"):
             await slow.next()
         tails.show([record(5000)])
-        assert (await quick.next()).record_id == record_id(5000)
+        assert (await quick.next()).record.record_id == record_id(5000)
 
 
-async def test_what_waits_is_bounded_in_bytes_too(served):
+async def test_what_is_kept_for_all_tails_is_bounded_in_bytes_too(served):
     _, tails, _ = served
-    with tails.open(NOTHING) as slow:
-        for n in range(20):
+    with ExitStack() as stack:
+        slow = [stack.enter_context(tails.open(NOTHING, f"c{n}")) for n in range(MAX_TAILS)]
+        tracemalloc.start()
+        for n in range(60):
             tails.show([record(n, text="x" * 1024 * 1024)])
-        with pytest.raises(OverloadedError, match="16 records wait"):
-            await slow.next()
+        assert tracemalloc.get_traced_memory()[0] < 24 << 20
+        tracemalloc.stop()
+        for tail in slow:
+            with pytest.raises(OverloadedError, match="45 records are past"):
+                await tail.next()
+    with tails.open(NOTHING) as tail:
+        tails.show([record(1)])
+        assert (await tail.next()).record.record_id == record_id(1)
 
 
-async def test_more_tails_than_there_may_be_are_refused_until_one_closes(served):
+async def test_a_commit_of_more_than_is_kept_is_shown_whole(served):
+    _, tails, _ = served
+    with tails.open(NOTHING) as tail:
+        tails.show([record(n) for n in range(3 * MAX_KEPT)])
+        assert [(await tail.next()).record.record_id for _ in range(3 * MAX_KEPT)][-1] == record_id(3 * MAX_KEPT - 1)
+
+
+async def test_many_records_that_a_filter_does_not_pass_hold_up_nobody(served):
+    _, tails, _ = served
+    with tails.open(Filters(TailPayloadsRequest(model="other"))) as tail:
+        reading = asyncio.ensure_future(tail.next())
+        await until(lambda: tail.is_waiting)
+        tails.show([record(n) for n in range(MAX_KEPT)])
+        turns = 0
+        while not tail.is_waiting or turns == 0:
+            await asyncio.sleep(0)
+            turns += 1
+        assert turns >= MAX_KEPT / 100
+        reading.cancel()
+
+
+async def test_a_tail_more_than_there_may_be_takes_the_place_of_an_idle_one_of_who_has_most(served):
     _, tails, channel = served
-    calls = [await open_tail(channel) for _ in range(MAX_TAILS)]
-    reading = [asyncio.ensure_future(anext(responses)) for _, responses in calls]
-    await begun(tails, MAX_TAILS)
-    _, refused = await open_tail(channel)
-    with pytest.raises(OverloadedError, match="64 tails are open"):
-        await anext(refused)
-    reading[0].cancel()
-    await until(lambda: len(tails) < MAX_TAILS)
-    _, responses = await open_tail(channel)
-    last = asyncio.ensure_future(anext(responses))
-    await begun(tails, MAX_TAILS)
+    opened = [await open_tail(channel, metadata=of("loud")) for _ in range(MAX_TAILS_OF_ONE)]
+    loud = [asyncio.ensure_future(anext(responses)) for _, responses in opened]
+    await until(lambda: len(tails) == MAX_TAILS_OF_ONE)
+    others = [await open_tail(channel, metadata=of(f"quiet {n}")) for n in range(MAX_TAILS - MAX_TAILS_OF_ONE)]
+    quiet = [asyncio.ensure_future(anext(responses)) for _, responses in others]
+    await until(lambda: len(tails) == MAX_TAILS)
+    _, responses = await open_tail(channel, metadata=of("late"))
+    late = asyncio.ensure_future(anext(responses))
+    await until(lambda: sum(one.done() for one in loud) == 1)
+    _, responses = await open_tail(channel, metadata=of("loud"))
+    again = asyncio.ensure_future(anext(responses))
+    await until(lambda: sum(one.done() for one in loud) == 2)
+    for one in loud:
+        if one.done():
+            with pytest.raises(OverloadedError, match="a newer tail has taken its place"):
+                await one
+    assert len(tails) == MAX_TAILS
     await append(channel, append_request(7))
-    assert (await last).record_id == record_id(7)
-    await asyncio.gather(*reading, return_exceptions=True)
+    for one in (late, again, *quiet, *(one for one in loud if not one.done())):
+        assert (await one).record_id == record_id(7)
+
+
+async def test_who_has_more_tails_than_there_may_be_of_one_displaces_its_own(served):
+    _, tails, _ = served
+    other, own = tails.open(NOTHING, "other"), [tails.open(NOTHING, "greedy") for _ in range(MAX_TAILS_OF_ONE)]
+    with ExitStack() as stack:
+        first = stack.enter_context(other)
+        waiting = [asyncio.ensure_future(stack.enter_context(one).next()) for one in own]
+        first_waits = asyncio.ensure_future(first.next())
+        await until(lambda: first.is_waiting)
+        stack.enter_context(tails.open(NOTHING, "greedy"))
+        with pytest.raises(OverloadedError, match="a newer tail"):
+            await waiting[0]
+        assert not first_waits.done()
+        for one in (first_waits, *waiting):
+            one.cancel()
+
+
+async def test_tails_whose_readers_do_not_read_keep_their_places_and_others_are_refused():
+    tails = Tails(max_tails=2, max_of_one=2)
+    with tails.open(NOTHING, "a"), tails.open(NOTHING, "b"):
+        with pytest.raises(OverloadedError, match="2 tails are open"), tails.open(NOTHING, "c"):
+            pass
+        assert len(tails) == 2
 
 
 async def test_every_tail_ends_when_the_logger_stops(served):
