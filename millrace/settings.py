@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from millrace.errors import StartupError
 from millrace.hand_over import Listen
 from millrace.model_sources import DEFAULT_MODELS, ModelSource, parse_models
+from millrace.service_links import drop_service_links
 from millrace.telemetry.logs import LogFormat
 
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -62,9 +63,13 @@ SettingsT = TypeVar("SettingsT", bound=ServiceSettings)
 
 
 def load(cls: type[SettingsT], program: str) -> SettingsT:
-    """The settings of the environment; handles `--help`; raises StartupError with one line."""
+    """The settings of the environment, from which Kubernetes' service links are taken out; handles `--help`.
+
+    Raises StartupError with one line.
+    """
     _parse_command_line(cls, program)
     prefix = cls.model_config.get("env_prefix", "")
+    drop_service_links(os.environ, prefix)
     known = set(_environment_names(cls))
     unknown = sorted(name for name in os.environ if name.startswith(prefix) and name not in known)
     if unknown:

@@ -19,6 +19,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from millrace.errors import StartupError
 from millrace.model_sources import DEFAULT_MODELS
+from millrace.service_links import drop_service_links
 
 ROOT = Path(__file__).resolve().parent.parent
 LOOPBACK = "127.0.0.1"
@@ -140,6 +141,8 @@ class StackSettings(BaseSettings):
 
 def load() -> StackSettings:
     """The settings of `.env` and the environment; raises StartupError with one line."""
+    for prefix in ("GATEWAY_", "TRANSFORMER_", "PREDICTOR_", "LOGGER_"):
+        drop_service_links(os.environ, prefix)
     known = {name.upper() for name in StackSettings.model_fields}
     for name in sorted({*os.environ, *dotenv_values(_ENV_FILE)}):
         if name.startswith("GATEWAY_") and name not in known:

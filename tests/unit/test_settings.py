@@ -40,6 +40,41 @@ def test_the_environment_is_read(monkeypatch):
     assert settings.models == (ModelSource("a", "org/a", "main"),)
 
 
+LINKS = {
+    "MILL_SERVICE_HOST": "10.0.0.1",
+    "MILL_SERVICE_PORT": "9000",
+    "MILL_SERVICE_PORT_GRPC": "9000",
+    "MILL_PORT": "tcp://10.0.0.1:9000",
+    "MILL_PORT_9000_TCP": "tcp://10.0.0.1:9000",
+    "MILL_PORT_9000_TCP_PROTO": "tcp",
+    "MILL_PORT_9000_TCP_PORT": "9000",
+    "MILL_PORT_9000_TCP_ADDR": "10.0.0.1",
+    "MILL_METRICS_PORT": "tcp://[fd00::1]:9100",  # Of a service named mill-metrics.
+    "MILL_METRICS_SERVICE_HOST": "fd00::1",
+}
+
+
+def test_service_links_of_kubernetes_are_no_settings(monkeypatch):
+    settings = load_with(monkeypatch, **LINKS, MILL_LOG_LEVEL="DEBUG")
+    assert (settings.port, settings.metrics_port, settings.log_level) == (0, 0, "DEBUG")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MILL_SERVICE_HOST", "example"),
+        ("MILL_SERVICE_PORT", "tcp"),
+        ("MILL_PORT", "tcp://10.0.0.1"),
+        ("MILL_PORT_9000_TCP_ADDR", "here"),
+        ("MILL_PORT_9000_ICMP", "tcp://10.0.0.1:9000"),
+        ("MILL_PORTS", "tcp://10.0.0.1:9000"),
+    ],
+)
+def test_what_is_only_like_a_service_link_is_refused(monkeypatch, name, value):
+    with pytest.raises(StartupError, match=f"^{name}"):
+        load_with(monkeypatch, **{name: value})
+
+
 def test_an_empty_value_is_no_value(monkeypatch):
     assert load_with(monkeypatch, MILL_PORT="").port == 0
 
