@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 
 logger = logging.getLogger(__name__)
 
@@ -65,13 +66,18 @@ class Watchdog:
 
 
 class LoopWatchdog:
-    """Ends the process, with the traceback of every thread, when its event loop does not answer for `timeout_s`."""
+    """Calls `stuck` on a thread of its own when an event loop does not answer for `timeout_s`.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, timeout_s: float) -> None:
+    Without one it ends the process, with the traceback of every thread.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, timeout_s: float, stuck: Callable[[], None] | None = None
+    ) -> None:
         self._loop = loop
         self._timeout_s = timeout_s
         self._asked = self._answered = 0
-        self._watchdog = Watchdog("watchdog-loop", timeout_s, self._ping, self._give_up)
+        self._watchdog = Watchdog("watchdog-loop", timeout_s, self._ping, stuck or self._give_up)
         self._watchdog.start()
 
     def close(self) -> None:
@@ -82,7 +88,8 @@ class LoopWatchdog:
     def _ping(self) -> int:
         if self._answered == self._asked:
             self._asked += 1
-            self._loop.call_soon_threadsafe(self._answer, self._asked)
+            with suppress(RuntimeError):  # The loop has closed.
+                self._loop.call_soon_threadsafe(self._answer, self._asked)
         return self._asked
 
     def _answer(self, number: int) -> None:

@@ -54,6 +54,7 @@ def load_generation(
     if missing:
         logger.warning("model %s: the folder lacks weights, which are random now: %s", name, ", ".join(missing))
     fingerprint = fingerprint_of(folder, dtype_name(model), is_local, random_weights=bool(missing))
+    parameters = model.num_parameters()  # Packed weights are no parameters any more.
     engine = build_engine(name, model, settings)
     loaded = LoadedModel(
         name,
@@ -66,7 +67,7 @@ def load_generation(
     )
     logger.info(
         "model %s: %s, %.1fM parameters, %s on %s, context %d",
-        *(loaded.name, loaded.architecture, model.num_parameters() / 1e6, loaded.dtype, loaded.device),
+        *(loaded.name, loaded.architecture, parameters / 1e6, loaded.dtype, loaded.device),
         engine.limits.context_length,
     )
     return loaded

@@ -57,7 +57,8 @@ def build(
     with _told_in_one_line(source.name):
         if brought.kind is ModelKind.PYTHON:
             report("loading model.py")
-            return PythonModel(source.name, brought.folder, settings.max_running, settings.max_waiting)
+            limits = (settings.max_running, settings.max_waiting, settings.python_timeout)
+            return PythonModel(source.name, brought.folder, *limits)
         report("loading the weights")
         if brought.kind is ModelKind.GENERATION:
             return GenerationModel(load_generation(source.name, brought.folder, source.is_local, settings, device))

@@ -64,6 +64,12 @@ class PredictorSettings(ServiceSettings):
         gt=0,
         description="Seconds; a forward pass that takes longer is hung: the process ends and is started again.",
     )
+    python_timeout: float = Field(
+        300.0,
+        gt=0,
+        description="Seconds without an answer of a Python model's event loop, which its code blocks, after which the "
+        "predictor ends and starts anew.",
+    )
     drain: Literal["hand-back", "finish"] = Field(
         "hand-back",
         description="At SIGTERM: hand-back lets the streams of transformers go on at another replica with the same "

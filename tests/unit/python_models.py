@@ -15,12 +15,12 @@ def python_models(folder):
     """Makes models of code, in folders below `folder`; they end with the block."""
     made = []
 
-    def start(code, name="mine", max_running=8, max_waiting=8, files=()):
+    def start(code, name="mine", max_running=8, max_waiting=8, files=(), timeout_s=300.0):
         own = folder / f"model-{len(made)}"
         own.mkdir()
         for file, text in {"model.py": textwrap.dedent(code), **dict(files)}.items():
             (own / file).write_text(text)
-        made.append(PythonModel(name, own, max_running, max_waiting))
+        made.append(PythonModel(name, own, max_running, max_waiting, timeout_s))
         return made[-1]
 
     try:

@@ -146,3 +146,21 @@ async def test_an_error_of_the_device_ends_the_model_and_leaves_nobody_waiting(w
     assert all(isinstance(error, (HopBrokenError, NotReadyError, RequestFailedError)) for error in errors)
     # One of those that ran is to blame; whoever takes it elsewhere must count that.
     assert isinstance(errors[items.index("device")], HopBrokenError)
+
+
+async def test_a_batch_that_never_ends_is_taken_for_the_models_death_and_leaves_nobody_waiting(doubler):
+    worker = BatchWorker("m", doubler, max_rows=4, max_delay_s=0.0, max_waiting=4, timeout_s=0.5)
+    try:
+        running, [waiting] = await gathered(worker, doubler, 2)
+        dies = asyncio.create_task(worker.died())
+        with pytest.raises(HopBrokenError):
+            await asyncio.wait_for(running, 30)
+        with pytest.raises(NotReadyError):
+            await waiting
+        with pytest.raises(EngineDeadError):
+            await dies
+        with pytest.raises(NotReadyError):
+            await submit(worker, 3)
+    finally:
+        doubler.gate.set()
+        worker.close()

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace.errors import InvalidRequestError, NotReadyError, OverloadedError, RequestFailedError
+from millrace.errors import HopBrokenError, InvalidRequestError, NotReadyError, OverloadedError, RequestFailedError
 from millrace.stream_infer import FINAL
 from millrace.tensors import Tensor, decode_outputs
+from services.predictor.engine.interface import EngineDeadError
 from services.predictor.served_model import config_of
 from tests.unit.python_models import globals_of, infer, python_models, request
 from tests.waiting import until
@@ -269,3 +270,27 @@ async def test_the_stop_ends_what_is_in_flight(make):
         with pytest.raises(NotReadyError):
             await anext(responses)
     assert globals_of(model)["closed"] == [True]
+
+
+async def test_a_model_that_blocks_for_ever_is_taken_for_dead_and_its_callers_are_answered(make):
+    model = make(
+        """
+        import threading
+
+        gate = threading.Event()
+
+        async def execute(request):
+            gate.wait(60)
+            return {}
+        """,
+        timeout_s=0.5,
+    )
+    dies = asyncio.create_task(model.died())
+    calls = [asyncio.create_task(model.infer(request(), None)) for _ in range(3)]
+    try:
+        outcomes = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 30)
+        assert [type(outcome) for outcome in outcomes] == [HopBrokenError] * 3
+        with pytest.raises(EngineDeadError, match="mine died"):
+            await dies
+    finally:
+        globals_of(model)["gate"].set()

@@ -3,7 +3,8 @@
 `submit` is called on an event loop and waits there for the one request's result. Where a batch
 raises, each of its requests runs again alone, so that only the culprit fails. An exception of the
 `fatal` types, after which nothing can work, ends the thread: `died` raises, the requests that ran end
-with HopBrokenError, for one of them may be to blame, and those that waited with NotReadyError.
+with HopBrokenError, for one of them may be to blame, and those that waited with NotReadyError. A batch
+that takes longer than `timeout_s` is one more such error; its thread is left to end with the process.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from millrace.errors import DeadlineError, HopBrokenError, MillraceError, NotReadyError, RequestFailedError
+from millrace.watchdog import Watchdog, dump_tracebacks
 from services.predictor.counts import Outcome, RequestCounts
 from services.predictor.engine.interface import EngineDeadError
 from services.predictor.tensor_models.batching import BatchQueue, Waiting
@@ -55,6 +57,7 @@ class BatchWorker(Generic[T, R]):
         max_rows: int,
         max_delay_s: float,
         max_waiting: int,
+        timeout_s: float = 60.0,
         fatal: tuple[type[BaseException], ...] = (),
     ) -> None:
         self.counts = RequestCounts()
@@ -66,8 +69,12 @@ class BatchWorker(Generic[T, R]):
         self._changed = threading.Condition()  # Guards the queue and the counts.
         self._stopping = False
         self._dead = threading.Event()
+        self._timeout_s = timeout_s
+        self._batch_under_way: int | None = None  # Its number.
         self._thread = threading.Thread(target=self._run, name=f"batches-{name}", daemon=True)
+        self._watchdog = Watchdog(f"watchdog-{name}", timeout_s, lambda: self._batch_under_way, self._hang)
         self._thread.start()
+        self._watchdog.start()
 
     async def submit(self, item: T, rows: int, length: int, time_remaining_s: float | None) -> R:
         """The item's result; cancelling it takes it out of the queue."""
@@ -100,6 +107,8 @@ class BatchWorker(Generic[T, R]):
             self._stopping = True
             self._changed.notify()
         self._thread.join(_STOP_TIMEOUT_S)
+        self._watchdog.end()
+        self._watchdog.join()
 
     def _run(self) -> None:
         try:
@@ -108,20 +117,31 @@ class BatchWorker(Generic[T, R]):
         except BaseException:
             logger.critical("the batches of model %s ended", self._name, exc_info=True)
         finally:
-            self._dead.set()
-            with self._changed:
-                waiting = self._queue.take_all()
-            now = time.monotonic()
-            for entry in list(self._running):
-                self._fail(entry, HopBrokenError("the engine died"), now)
-            for entry in waiting:
-                self._fail(entry, NotReadyError("the model is stopping"), now)
+            self._watchdog.end()
+            self._end_all()
+
+    def _hang(self) -> None:
+        """Declares the model dead, on the watchdog's thread; the batch that takes too long cannot be stopped."""
+        logger.critical("a batch of model %s takes longer than %g s", self._name, self._timeout_s)
+        dump_tracebacks()
+        self._end_all()
+
+    def _end_all(self) -> None:
+        self._dead.set()
+        with self._changed:
+            waiting = self._queue.take_all()
+            running, self._running = self._running, set()
+        now = time.monotonic()
+        for entry in running:
+            self._fail(entry, HopBrokenError("the engine died"), now)
+        for entry in waiting:
+            self._fail(entry, NotReadyError("the model is stopping"), now)
 
     def _next_batch(self) -> list[Waiting[_Job[T, R]]] | None:
         """Waits for a batch that is due; None at the stop."""
         while True:
             with self._changed:
-                if self._stopping:
+                if self._stopping or self._dead.is_set():
                     return None
                 now = time.monotonic()
                 expired = self._queue.take_expired(now)
@@ -135,7 +155,8 @@ class BatchWorker(Generic[T, R]):
                 return batch
 
     def _serve(self, batch: list[Waiting[_Job[T, R]]]) -> None:
-        self._running.update(batch)
+        with self._changed:
+            self._running.update(batch)
         try:
             self._run_together(batch)
         except self._fatal:
@@ -153,7 +174,13 @@ class BatchWorker(Generic[T, R]):
         started_at = time.monotonic()
         with self._changed:
             self.counts.steps += 1
-        results = self._run_batch([entry.item.item for entry in batch])
+            self._batch_under_way = self.counts.steps
+        try:
+            results = self._run_batch([entry.item.item for entry in batch])
+        finally:
+            self._batch_under_way = None
+        if self._dead.is_set():  # Too late: the requests have failed.
+            return
         for entry, result in zip(batch, results, strict=True):
             self._finish(entry, "succeeded", started_at)
             entry.item.report(partial(entry.item.future.set_result, result))
@@ -163,7 +190,7 @@ class BatchWorker(Generic[T, R]):
         entry.item.report(partial(entry.item.future.set_exception, error))
 
     def _finish(self, entry: Waiting[_Job[T, R]], outcome: Outcome, started_at: float) -> None:
-        self._running.discard(entry)
         left = entry.item.future.cancelled()
         with self._changed:
+            self._running.discard(entry)
             self.counts.add("cancelled" if left else outcome, entry.since, started_at, time.monotonic())

@@ -48,15 +48,17 @@ def load_encoder(
         _token_types(model),
         pad_id or 0,
     )
+    parameters = model.num_parameters()  # Packed weights are no parameters any more.
     network = RowNetwork(model, head, limits.pad_id)
     network.prove(limits.vocabulary_size, limits.max_length)
     logger.info(
         "model %s: %s, %.1fM parameters, %s on %s, rows of %d, %s",
-        *(name, type(model).__name__, model.num_parameters() / 1e6, dtype_name(model), device.type, limits.max_length),
+        *(name, type(model).__name__, parameters / 1e6, dtype_name(model), device.type, limits.max_length),
         "padded to batches" if network.pads_rows else "each run alone",
     )
     # What makes up the next batch does not count as waiting.
-    batches = BatchSettings(settings.batch_delay_ms / 1000, settings.max_waiting + settings.batch_rows)
+    max_waiting = settings.max_waiting + settings.batch_rows
+    batches = BatchSettings(settings.batch_delay_ms / 1000, max_waiting, settings.step_timeout)
     description = _describe(model, device, kind, limits, output, network.pads_rows)
     fingerprint = fingerprint_of(folder, dtype_name(model), is_local)
     description = replace(description, parameters={**description.parameters, FINGERPRINT: fingerprint})

@@ -30,6 +30,7 @@ class BatchSettings:
 
     max_delay_s: float
     max_waiting: int
+    timeout_s: float = 60.0
 
 
 class EncoderModel:
@@ -53,6 +54,7 @@ class EncoderModel:
             max_rows=limits.max_rows,
             max_delay_s=batches.max_delay_s,
             max_waiting=batches.max_waiting,
+            timeout_s=batches.timeout_s,
             # After an error of the device every later call fails too.
             fatal=(torch.AcceleratorError,),
         )

@@ -1,7 +1,8 @@
 """An event loop on a thread of its own, for code that may block it.
 
 `start` and `call` may be used from any thread. What runs there cannot end the process: SystemExit
-and KeyboardInterrupt that escape a task are logged, and the loop goes on.
+and KeyboardInterrupt that escape a task are logged, and the loop goes on. From `watch` on, code that
+blocks the loop for too long is the thread's death: nothing can end it but the process's end.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 import uvloop
 
 from millrace.errors import NotReadyError
+from millrace.watchdog import LoopWatchdog, dump_tracebacks
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,8 @@ class LoopThread:
         self.stopping = False
         self._ended = False
         self._stopped = threading.Event()
+        self._hangs = threading.Event()
+        self._watchdog: LoopWatchdog | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -88,14 +92,26 @@ class LoopThread:
             raise result
         return result
 
+    def watch(self, timeout_s: float) -> None:
+        """Takes the thread for dead once its loop has not answered for `timeout_s`."""
+
+        def hang() -> None:
+            logger.critical("%s has been blocked for %g s", self._thread.name, timeout_s)
+            dump_tracebacks()
+            self._hangs.set()
+
+        self._watchdog = LoopWatchdog(self._loop, timeout_s, hang)
+
     async def died(self) -> None:
-        """Waits until the thread ends without having been stopped."""
-        while self.stopping or not self._stopped.is_set():  # noqa: ASYNC110  # a thread's event cannot be awaited
+        """Waits until the thread ends without having been stopped, or hangs."""
+        while self.stopping or not (self._stopped.is_set() or self._hangs.is_set()):  # noqa: ASYNC110  # a thread's event cannot be awaited
             await asyncio.sleep(0.2)
 
     def stop(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
         """Cancels every task, runs `last()` and ends the thread; blocks for seconds at most."""
         self.stopping = True
+        if self._watchdog is not None:
+            self._watchdog.close()
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._end(last)))
         self._thread.join(3 * _STOP_TIMEOUT_S)

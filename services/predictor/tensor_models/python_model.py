@@ -20,10 +20,11 @@ any other exception fails it as INTERNAL with the traceback in the log, SystemEx
 requests go on.
 
 Each model has a thread with an event loop of its own, so code that blocks holds up its own requests
-and nothing else. `max_running` requests run at the same time, `max_waiting` wait, more are refused
-with OverloadedError. A result waits among a few until the reader takes it, and with it the generator.
-A caller that leaves, or whose deadline passes, cancels the coroutine or closes the generator; its slot
-is free once that has ended.
+and nothing else. Where it blocks for longer than `timeout_s`, `died` raises and its requests end with
+HopBrokenError: the process has to start anew. `max_running` requests run at the same time, `max_waiting`
+wait, more are refused with OverloadedError. A result waits among a few until the reader takes it, and
+with it the generator. A caller that leaves, or whose deadline passes, cancels the coroutine or closes
+the generator; its slot is free once that has ended.
 
 `triton_final_response` on a stream: nobody can know that a generator's latest result is its last one
 before it goes on, and a result is not held back for that. It is marked as the last where the
@@ -42,7 +43,7 @@ from functools import partial
 from pathlib import Path
 
 from millrace.declared_tensors import check_inputs
-from millrace.errors import InvalidRequestError, MillraceError, NotReadyError, RequestFailedError
+from millrace.errors import HopBrokenError, InvalidRequestError, MillraceError, NotReadyError, RequestFailedError
 from millrace.protos import inference_pb2 as pb
 from millrace.python_tensors import BadResultError
 from millrace.resumable import CallOptions
@@ -64,7 +65,7 @@ _UNREAD_RESPONSES = 4
 class PythonModel:
     """A ServedModel; made by a thread that may block, used by one event loop."""
 
-    def __init__(self, name: str, folder: Path, max_running: int, max_waiting: int) -> None:
+    def __init__(self, name: str, folder: Path, max_running: int, max_waiting: int, timeout_s: float = 300.0) -> None:
         self.name = name
         self.statistics = RequestCounts()
         self._admission = Admission(max_running, max_waiting)
@@ -74,6 +75,8 @@ class PythonModel:
         except BaseException:
             self.thread.stop()
             raise
+        self.thread.watch(timeout_s)
+        self._open: set[Channel[pb.ModelInferResponse]] = set()
         self.description = ModelDescription(
             platform="python",
             inputs=self._code.inputs or (),
@@ -117,6 +120,8 @@ class PythonModel:
 
     async def died(self) -> None:
         await self.thread.died()
+        for channel in self._open:
+            channel.end(HopBrokenError("the engine died"))
         raise EngineDeadError(f"the thread of model {self.name} died")
 
     def close(self) -> None:
@@ -142,10 +147,12 @@ class PythonModel:
         except MillraceError:
             self._admission.leave()
             raise
+        self._open.add(channel)
         try:
             while (answer := await channel.get()) is not None:
                 yield answer
         finally:
+            self._open.discard(channel)
             channel.leave()
             work.cancel()
 

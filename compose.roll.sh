@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# Replaces the containers of a running stack, one after the other, by ones of the present settings and images, at the
+# cost of no call:
+#
+#     docker compose build && ./compose.roll.sh
+#
+# Arguments go to `docker compose` as they are (-f compose.yaml -f compose.gpu.yaml). ROLL_PATIENCE_S (600) is how long
+# the calls of a container that is being replaced may take; a GPU has to have room for one predictor more.
+#
+# A successor starts beside the containers of its service and has to become healthy. Then an old one gets SIGUSR1: it
+# takes no new call, sends its connections away, and ends with its last call. The gateway is left alone, since only one
+# container can have its port: what changes in envoy/ it reads with `docker compose kill -s HUP envoy`.
+set -euo pipefail
+
+patience=${ROLL_PATIENCE_S:-600}
+compose=(docker compose "$@")
+
+containers() { "${compose[@]}" ps --quiet "$1"; }
+
+# How many hosts of a service the gateway sends calls to.
+known_to_gateway() {
+  # shellcheck disable=SC2016
+  "${compose[@]}" exec -T envoy bash -c 'exec 3<>/dev/tcp/127.0.0.1/9901
+    printf "GET /clusters HTTP/1.1\r\nhost: admin\r\nconnection: close\r\n\r\n" >&3; cat <&3' |
+    tr -d '\r' | grep -c "^$1::.*::health_flags::healthy$" || true
+}
+
+# Starts a container of a service beside the $2 others; it gets calls when this returns.
+add() {
+  local service=$1 count=$2 give_up_at=$((SECONDS + 60))
+  "${compose[@]}" up --detach --no-build --no-deps --no-recreate --wait --scale "$service=$((count + 1))" "$service" &&
+    while [ "$(known_to_gateway "$service")" -le "$count" ]; do
+      ((SECONDS < give_up_at)) || return 1
+      sleep 0.5
+    done
+}
+
+# Ends a container with its last call.
+retire() {
+  # Nothing may start it again.
+  docker update --restart=no "$1" >/dev/null
+  docker kill --signal=USR1 "$1" >/dev/null
+  if ! timeout "$patience" docker wait "$1" >/dev/null; then
+    echo "calls of ${1:0:12} have not ended within $patience s" >&2
+    docker stop "$1" >/dev/null
+  fi
+  docker rm --volumes "$1" >/dev/null
+}
+
+replace() {
+  local service=$1 old count container
+  old=$(containers "$service")
+  count=$(wc -w <<<"$old")
+  if [ "$count" = 0 ]; then
+    echo "$service is not running" >&2
+    return 1
+  fi
+  for container in $old; do
+    echo "$service: replacing ${container:0:12}"
+    local before
+    before=$(containers "$service")
+    if ! add "$service" "$count"; then
+      containers "$service" | grep -vxF "$before" | xargs -r docker rm --force --volumes >/dev/null
+      echo "$service: the successor gets no calls and was removed; the containers before it go on" >&2
+      return 1
+    fi
+    retire "$container"
+  done
+}
+
+for service in predictor transformer logger; do replace "$service"; done
+echo "every predictor, transformer and logger has been replaced"
