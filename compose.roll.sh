@@ -9,7 +9,7 @@
 #
 # A successor starts beside the containers of its service and has to become healthy. Then an old one gets SIGUSR1: it
 # takes no new call, sends its connections away, and ends with its last call. The gateway is left alone, since only one
-# container can have its port: what changes in envoy/ it reads with `docker compose kill -s HUP envoy`.
+# container can have its port.
 set -euo pipefail
 
 patience=${ROLL_PATIENCE_S:-600}

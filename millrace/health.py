@@ -1,17 +1,28 @@
-"""Asks another process how it is, by grpc.health.v1."""
+"""Health by grpc.health.v1: a service's own, and that of another process."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from millrace.errors import MillraceError
 
 _TIMEOUT_S = 2.0
 _INTERVAL_S = 1.0
+
+
+class HealthServicer(health.aio.HealthServicer):
+    """grpcio-health-checking's, with the method that it lacks."""
+
+    async def List(self, request: Any, context: Any) -> Any:  # noqa: N802  # The method's name.
+        """Every name that Check knows, with what it says of it."""
+        answer = health_pb2.HealthCheckResponse
+        statuses = {name: answer(status=status) for name, status in self._server_status.items()}  # type: ignore[attr-defined]
+        return health_pb2.HealthListResponse(statuses=statuses)  # type: ignore[attr-defined]
 
 
 async def is_serving(channel: grpc.aio.Channel, name: str) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from millrace.errors import InvalidRequestError
 from millrace.protos import inference_pb2 as pb
+from millrace.sampling import set_parameters
 from millrace.tensors import BYTES, RawTensor, Tensor
 
 _DATATYPES = {
@@ -18,6 +20,14 @@ _DATATYPES = {
         "<u4": "UINT32", "<u8": "UINT64", "<f2": "FP16", "<f4": "FP32", "<f8": "FP64",
     }.items()
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Response:
+    """What a Python model may answer with instead of the outputs alone: also parameters, bool, int, float or str."""
+
+    outputs: Mapping[str, Any]
+    parameters: Mapping[str, bool | int | float | str] = field(default_factory=dict)
 
 
 class BadResultError(Exception):
@@ -61,3 +71,16 @@ def parameters_of(parameters: Mapping[str, pb.InferParameter]) -> dict[str, Any]
         if not name.startswith("triton_"):
             values[name] = getattr(parameter, choice)
     return values
+
+
+def write_response_parameters(response: pb.ModelInferResponse, given: Any) -> None:
+    """Adds what a user's code gives as parameters; BadResultError for other than bool, int, float and str by name."""
+    try:
+        for name, value in given.items():
+            if not isinstance(name, str) or not name or name.startswith("triton_"):
+                raise ValueError(f"{name!r} is no name of a parameter")
+            if not isinstance(value, bool | int | float | str):
+                raise ValueError(f"{name!r} is {type(value).__name__}")
+            set_parameters(response.parameters, {name: value})
+    except (AttributeError, TypeError, ValueError) as error:
+        raise BadResultError(f"the model answered with parameters that cannot be sent: {error}") from None

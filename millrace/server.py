@@ -27,6 +27,7 @@ from millrace.admission import AdmissionInterceptor
 from millrace.cut_off import CutOffInterceptor
 from millrace.errors import StartupError
 from millrace.hand_over import RETIRE, report_listening
+from millrace.health import HealthServicer
 from millrace.interceptors import ErrorServerInterceptor
 from millrace.protos import reflection_v1_pb2
 from millrace.telemetry.loop_lag import watch_loop_lag
@@ -109,7 +110,7 @@ class Server:
             interceptors=(TelemetryServerInterceptor(), *admission, ErrorServerInterceptor(hop), self._calls),
             options=(*SERVER_OPTIONS, ("grpc.so_reuseport", int(shares_port))),
         )
-        self.health = health.aio.HealthServicer()
+        self.health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
         _add_reflection(self.grpc, public_services)
 

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 
+from millrace.declared_tensors import check_requested_outputs
 from millrace.errors import DrainingError, NotReadyError, OtherWeightsError
 from millrace.protos import inference_pb2 as pb
 from millrace.resumable import FINGERPRINT, HEARTBEAT, CallOptions
@@ -54,6 +55,7 @@ class Serving:
         stopped = DrainingError if options.resumes else NotReadyError
         is_first = True
         with self._counted(request, time_remaining_s) as counted:
+            check_requested_outputs(request)
             async with aclosing(self.model.stream(request, time_remaining_s, options)) as responses:
                 while True:
                     async with self._until_stopped(stopped):

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError
 
-from millrace.declared_tensors import DeclaredTensor, check_inputs
+from millrace.declared_tensors import DeclaredTensor, check_inputs, check_requested_outputs
 from millrace.errors import DeadlineError, HopBrokenError, InvalidRequestError
 from millrace.processor import ProcessorRequest
 from millrace.protos import inference_pb2 as pb
@@ -90,7 +90,9 @@ def config_of(model: ProcessedModel, inner: model_config_pb2.ModelConfig) -> mod
         platform=_PLATFORM,
         backend="millrace",
         input=[
-            model_config_pb2.ModelInput(name=each.name, data_type=_config_type(each.datatype), dims=each.shape)
+            model_config_pb2.ModelInput(
+                name=each.name, data_type=_config_type(each.datatype), dims=each.shape, optional=each.optional
+            )
             for each in model.processor.inputs or ()
         ],
         output=[
@@ -128,6 +130,7 @@ class _Clock:
 
 
 def _read(model: ProcessedModel, request: InferRequest) -> ProcessorRequest:
+    check_requested_outputs(request.message)
     raw = raw_inputs(request.message)
     processor = model.processor
     if processor.inputs is not None:

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from millrace.declared_tensors import check_requested_outputs
 from millrace.errors import InvalidRequestError
 from millrace.protos import inference_pb2 as pb
 from millrace.protos import model_config_pb2
@@ -79,6 +80,7 @@ class TextCall:
 def read_request(request: pb.ModelInferRequest, origin: Origin, timeout_s: float | None) -> TextCall:
     """Everything that can be refused without the model is refused here; raises InvalidRequestError."""
     _check_shapes(request)
+    check_requested_outputs(request)
     tensors = decode_inputs(request)
     _check(request, tensors)
     prompt = _text(tensors[TEXT_INPUT])

@@ -13,6 +13,7 @@ from millrace.stream_infer import FINAL
 from millrace.tensors import Tensor, decode_outputs
 from services.predictor.engine.interface import EngineDeadError
 from services.predictor.served_model import config_of
+from services.predictor.serving import Serving
 from tests.unit.python_models import globals_of, infer, python_models, request
 from tests.waiting import until
 
@@ -294,3 +295,54 @@ async def test_a_model_that_blocks_for_ever_is_taken_for_dead_and_its_callers_ar
             await dies
     finally:
         globals_of(model)["gate"].set()
+
+
+async def test_an_optional_input_may_be_left_out_and_a_response_has_parameters(make):
+    model = make("""
+        import numpy as np
+        from millrace.python_tensors import Response
+
+        INPUTS = {"x": ("INT32", [-1]), "k": ("INT32", [1], {"optional": True})}
+
+        async def execute(request):
+            k = request.inputs.get("k", np.array([1], dtype=np.int32))
+            return Response({"y": request.inputs["x"] * k}, {"took": 0.5, "k": int(k[0]), "how": "fast", "ok": True})
+    """)
+    x, k = Tensor("x", "INT32", np.arange(3, dtype=np.int32)), Tensor("k", "INT32", np.array([2], dtype=np.int32))
+    response = await model.infer(request(x), None)
+    assert decode_outputs(response)["y"].array.tolist() == [0, 1, 2]
+    told = response.parameters
+    values = (told["took"].double_param, told["k"].int64_param, told["how"].string_param, told["ok"].bool_param)
+    assert values == (0.5, 1, "fast", True)
+    assert (await infer(model, request(x, k)))["y"].tolist() == [0, 2, 4]
+    assert [(each.name, each.optional) for each in config_of(model).input] == [("x", False), ("k", True)]
+    with pytest.raises(InvalidRequestError, match="'x' is missing"):
+        await model.infer(request(k), None)
+
+
+@pytest.mark.parametrize("parameters", ['{"triton_final_response": True}', "{1: 2}", "[1]", '{"x": object()}'])
+async def test_parameters_that_cannot_be_sent_fail_the_request(make, parameters):
+    model = make(f"""
+        from millrace.python_tensors import Response
+
+        async def execute(request):
+            return Response({{}}, {parameters})
+    """)
+    with pytest.raises(RequestFailedError, match="parameters"):
+        await model.infer(request(), None)
+
+
+@pytest.mark.parametrize("how", ["twice", "classified"])
+async def test_outputs_that_no_model_gives_as_they_are_asked_for_are_refused(make, how):
+    model = make("""
+        async def execute(request):
+            return {"y": request.inputs["x"]}
+    """)
+    message = request(outputs=("y", "y") if how == "twice" else ("y",))
+    if how == "classified":  # As tritonclient's class_count does.
+        message.outputs[0].parameters["classification"].int64_param = 1
+    serving = Serving(model)
+    with pytest.raises(InvalidRequestError, match="'y' is given twice" if how == "twice" else "class_count"):
+        await serving.infer(message, None)
+    with pytest.raises(InvalidRequestError, match="'y'"):
+        await anext(serving.stream(message, None))

@@ -9,11 +9,13 @@ import time
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from millrace.errors import StartupError
+from millrace.hand_over import RETIRE
 from millrace.protos import millrace_pb2, reflection_v1_pb2, reflection_v1_pb2_grpc
 from millrace.server import MAX_MESSAGE_BYTES, Server
 from tests.unit.logger_process import free_port
@@ -72,7 +74,7 @@ async def drained(seconds):
 async def serve(settings):
     server = Server(
         "test", settings.host, settings.port, settings.drain_s, ["millrace.v1.PayloadLog"],
-        loop_timeout_s=settings.loop_timeout,
+        loop_timeout_s=settings.loop_timeout, shares_port=settings.listen != "alone",
     )
     if settings.drains:
         server.at_drain(drained)
@@ -308,3 +310,35 @@ async def test_messages_up_to_the_limit_pass(server):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call(bytes(MAX_MESSAGE_BYTES + 1))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_health_lists_every_name_with_its_status(server):
+    await server.set_serving("ready", False)
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest(), timeout=10)
+    assert {name: status.status for name, status in answer.statuses.items()} == {"": SERVING, "ready": NOT_SERVING}
+
+
+async def test_a_retired_server_ends_with_its_last_call_and_its_successor_takes_the_new_ones(start):
+    old = start(TEST_LISTEN="shared")
+    async with grpc.aio.insecure_channel(old.target) as channel:
+        assert [number async for number in count(channel, 1)] == [b"0"]
+        new = start(TEST_LISTEN="take-over", TEST_PORT=old.target.rsplit(":", 1)[1])
+        await until(lambda: listens(new), timeout_s=60)
+        call = count(channel, 60)
+        assert await call.read() == b"0"
+        old.process.send_signal(RETIRE)
+        await until(lambda: not listens(old))
+        assert old.process.poll() is None
+        async with grpc.aio.insecure_channel(old.target, options=[("grpc.use_local_subchannel_pool", 1)]) as other:
+            assert [number async for number in count(other, 3)] == [b"0", b"1", b"2"]
+        assert [await call.read() for _ in range(60)] == [*(str(n).encode() for n in range(1, 60)), grpc.aio.EOF]
+    status, _, stderr = await old.ended()
+    assert status == 0
+    assert "a successor has taken over" in stderr
+    assert new.process.poll() is None
+
+
+def listens(service):
+    connections = psutil.Process(service.process.pid).net_connections("tcp")
+    return any(connection.status == psutil.CONN_LISTEN for connection in connections)

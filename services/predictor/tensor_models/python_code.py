@@ -100,7 +100,7 @@ class PythonCode:
             raise StartupError(
                 f'model {self._name}: {attribute} of {self._path} must look like {{"name": ("FP32", [-1, 3])}}'
             ) from None
-        return [TensorSpec(tensor.name, tensor.datatype, tensor.shape) for tensor in tensors]
+        return [TensorSpec(tensor.name, tensor.datatype, tensor.shape, tensor.optional) for tensor in tensors]
 
     def _refuse(self, what: str, error: BaseException) -> NoReturn:
         """Says in one line what the file raised, and where."""

@@ -9,9 +9,11 @@ The first gives one response to a request. The second gives one for each `yield`
 model is decoupled, as Triton calls it, and `ModelInfer` takes it only where it yields once (more is
 refused, nothing at all is an empty response). `request` is a `Request`. A result maps names to numpy
 arrays, or to `RawTensor`s of millrace.tensors: those of `request.raw` as they came, or BF16, which
-numpy lacks. The file may also have
+numpy lacks. `Response(outputs, parameters)` of millrace.python_tensors adds parameters to them. The
+file may also have
 
     INPUTS = {"name": ("FP32", [-1, 3])}     what requests are checked against; without it all pass
+             ("FP32", [1], {"optional": True}) is an input that may be left out
     OUTPUTS = {"name": ("FP32", [-1])}       for metadata
     async def load(folder), unload()         run once each, before the first request and after the last
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from millrace.errors import InvalidRequestError
 from millrace.protos import inference_pb2 as pb
-from millrace.python_tensors import as_mapping, as_tensor, parameters_of
+from millrace.python_tensors import Response, as_mapping, as_tensor, parameters_of, write_response_parameters
 from millrace.tensors import Array, RawTensor, add_output, add_raw_output, decode_raw, raw_inputs
 from services.predictor.served_model import VERSION
 
@@ -33,9 +33,11 @@ class Request:
 
 def write_result(request: pb.ModelInferRequest, result: Any) -> pb.ModelInferResponse:
     """A result of `execute` as a response, with the outputs that the request names, or all of them."""
-    outputs = as_mapping(result, "the model")
+    parameters = result.parameters if isinstance(result, Response) else {}
+    outputs = as_mapping(result.outputs if isinstance(result, Response) else result, "the model")
     wanted = [output.name for output in request.outputs] or list(outputs)
     response = pb.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
+    write_response_parameters(response, parameters)
     for name in wanted:
         if name not in outputs:
             raise InvalidRequestError(f"unknown output {name!r}; the model gives {', '.join(map(str, outputs))}")
