@@ -18,7 +18,9 @@ DISK = "disk"  # It could not be written.
 MEMORY = "memory"  # Too much waits for the disk.
 FAILED = "failed"  # It could not be encoded.
 TOO_LARGE = "too_large"  # No message can take it.
-REASONS = (FULL, DISK, MEMORY, FAILED, TOO_LARGE)
+DAMAGED = "damaged"  # The spool could not be read back.
+REFUSED = "refused"  # The logger refused it, again and again.
+REASONS = (FULL, DISK, MEMORY, FAILED, TOO_LARGE, DAMAGED, REFUSED)
 
 _WARN_EVERY_S = 60.0
 

@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 
 import grpc
 
-from millrace.payload_drops import TOO_LARGE, Drops
+from millrace.payload_drops import DAMAGED, TOO_LARGE, Drops
 from millrace.payload_merge import EndedRecord, Merger, fit
 from millrace.payload_segments import SpoolReader
 from millrace.payload_spool import Spool
@@ -66,7 +66,7 @@ class SourceShipper:
         self._drops = drops
         self._stopping = stopping
         self._ends = ends
-        self._reader = SpoolReader(spool)
+        self._reader = SpoolReader(spool, lambda: drops.count(DAMAGED))
         self._merger = Merger(_MAX_RECORD_BYTES, hop)
         self._frames: deque[tuple[int, bytes]] = deque()  # Read and not merged.
         self._unacknowledged: deque[_Sent] = deque()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from millrace import payload_spool
 from millrace.errors import StartupError
-from millrace.payload_segments import SpoolReader
+from millrace.payload_segments import PAYLOAD_START, SpoolReader, header
 from millrace.payload_spool import open_spools
 from tests.unit.payload_ingest import folders, segments
 
@@ -101,24 +101,57 @@ def test_cut_off_at_any_byte_it_opens_with_every_frame_before(root, caplog):
 
 @NOWHERE_ELSE
 @given(data=st.data())
-def test_behind_a_damaged_byte_a_segment_is_given_up_and_the_next_is_read(root, caplog, data):
-    payloads = [f"payload {number:02}".encode() * 2 for number in range(20)]
+def test_a_damaged_byte_costs_one_frame(root, caplog, data):
+    payloads = [PAYLOAD_START + f"payload {number:02}".encode() * 2 for number in range(20)]
     crashed(root, payloads)
     paths = segments(root)
     damaged = data.draw(st.integers(0, len(paths) - 1))
     contents = bytearray(paths[damaged].read_bytes())
     at = data.draw(st.integers(0, len(contents) - 1))
     contents[at] ^= data.draw(st.integers(1, 255))
+    frame = 8 + len(payloads[0])
+    length = int.from_bytes(contents[at // frame * frame :][:4], "little")
+    if length != len(payloads[0]) and (8 + length) % frame == 0:
+        contents[at // frame * frame] ^= 1  # What is damaged is not the length of several frames.
     paths[damaged].write_bytes(contents)
-    first = int(paths[damaged].stem)
-    end = int(paths[damaged + 1].stem) if damaged + 1 < len(paths) else len(payloads) + 1
-    lost = range(first + at // (8 + len(payloads[0])), end)
+    lost = int(paths[damaged].stem) + at // frame
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         frames = taken_over(root)
-    assert frames == [frame for frame in enumerate(payloads, 1) if frame[0] not in lost]
+    assert frames == [frame for frame in enumerate(payloads, 1) if frame[0] != lost]
     [warning] = caplog.records
     assert "damaged" in warning.getMessage()
+
+
+@pytest.mark.parametrize("cut_off", [False, True])
+def test_what_is_lost_is_counted_but_for_a_torn_end(root, cut_off):
+    payloads = [PAYLOAD_START + b"x" * 100 for _ in range(5)]
+    spool, _ = open_spools(root, MAX_BYTES * 1000)
+    spool.append(payloads)
+    [path] = segments(root)
+    contents = bytearray(path.read_bytes())
+    contents[-60] ^= 1
+    path.write_bytes(contents[:-1] if cut_off else contents)
+    if cut_off:
+        spool._segments[-1] = spool._segments[-1]._replace(size=len(contents) - 1)
+    lost = []
+    reader = SpoolReader(spool, lambda: lost.append(True))
+    frames = [frame for _ in range(4) for frame in reader.read()]
+    assert [number for number, _ in frames] == [1, 2, 3, 4]
+    assert len(lost) == (not cut_off)
+    spool.append([PAYLOAD_START + b"later"])
+    spool.close()
+
+
+def test_a_caller_s_text_that_looks_like_a_frame_is_not_read_as_one(root):
+    forged = PAYLOAD_START + b"forged" * 10
+    payloads = [PAYLOAD_START + b"mine" + header(forged) + forged + b"more", PAYLOAD_START + b"after"]
+    crashed(root, payloads)
+    path = segments(root)[0]
+    contents = bytearray(path.read_bytes())
+    contents[10] ^= 1
+    path.write_bytes(contents)
+    assert taken_over(root) == [(2, payloads[1])]
 
 
 def test_zeros_that_a_power_cut_left_are_no_frames(root):
