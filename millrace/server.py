@@ -23,8 +23,7 @@ from grpc_reflection.v1alpha import reflection as reflection_v1alpha
 from grpc_reflection.v1alpha import reflection_pb2 as reflection_v1alpha_pb2
 from grpc_reflection.v1alpha import reflection_pb2_grpc as reflection_v1alpha_grpc
 
-from millrace.admission import AdmissionInterceptor
-from millrace.cut_off import CutOffInterceptor
+from millrace.admission import Admission
 from millrace.errors import StartupError
 from millrace.hand_over import RETIRE, report_listening
 from millrace.health import HealthServicer
@@ -73,8 +72,8 @@ class Server:
 
     `hop` signs the errors; `public_services` are what reflection lists beside health and itself. A port
     that is taken is an error, unless `shares_port`: then it is one of several processes for which
-    somebody else has reserved the port. `max_calls` bounds the calls in flight, see admission.py. `metrics_port` is
-    that of the Prometheus page, 0 for none.
+    somebody else has reserved the port. `admission` bounds what is taken at once; by default calls in
+    flight are not counted. `metrics_port` is that of the Prometheus page, 0 for none.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class Server:
         drain_s: float,
         public_services: Iterable[str] = (),
         shares_port: bool = False,
-        max_calls: int | None = None,
+        admission: Admission | None = None,
         loop_timeout_s: float = 60.0,
         metrics_port: int = 0,
     ) -> None:
@@ -104,10 +103,9 @@ class Server:
         self._shares_port = shares_port
         self._at_drain: list[Callable[[float], Awaitable[None]]] = []
         self._at_stop: list[Callable[[], Awaitable[None]]] = []
-        admission = () if max_calls is None else (AdmissionInterceptor(hop, max_calls),)
-        self._calls = CutOffInterceptor()
+        self._admission = admission or Admission()
         self.grpc = grpc.aio.server(
-            interceptors=(TelemetryServerInterceptor(), *admission, ErrorServerInterceptor(hop), self._calls),
+            interceptors=(TelemetryServerInterceptor(), ErrorServerInterceptor(hop, self._admission)),
             options=(*SERVER_OPTIONS, ("grpc.so_reuseport", int(shares_port))),
         )
         self.health = HealthServicer()
@@ -203,7 +201,7 @@ class Server:
         stopped = asyncio.create_task(self.grpc.stop(left_s))
         # What is left is told why it ends, and has the rest of the time to be told.
         await asyncio.wait((stopped,), timeout=_CALLS_SHARE * left_s)
-        self._calls.cut_off()
+        self._admission.cut_off()
         await stopped
         tasks = tuple(self._tasks)
         for task in tasks:

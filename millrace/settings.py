@@ -11,7 +11,7 @@ import argparse
 import os
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, ByteSize, Field, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from millrace.errors import StartupError
@@ -46,6 +46,21 @@ class ServiceSettings(BaseSettings):
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least severe log level kept.")
     loop_timeout: float = Field(
         60.0, gt=0, description="Seconds without an answer of the event loop after which the process ends."
+    )
+    request_memory: ByteSize = Field(
+        ByteSize(768 << 20),
+        gt=0,
+        description="Memory that requests above 16 KiB in flight may take together, each counted with its copies, four"
+        " times its size; more are refused.",
+    )
+    max_idle_calls: int = Field(
+        4096,
+        ge=1,
+        description="Open calls that ask nothing, such as a ModelStreamInfer without a request; beyond that the one"
+        " that has been idle for longest ends.",
+    )
+    idle_timeout: float = Field(
+        3600.0, gt=0, description="Seconds after which an open call ends that has no request in flight."
     )
     drain_s: float = Field(5.0, ge=0, le=3600, description="Seconds that calls in flight are given at SIGTERM.")
 

@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar, overload
 from millrace.errors import MillraceError, RequestFailedError
 from millrace.interceptors import Context
 from millrace.protos.inference_pb2 import InferParameter, ModelInferResponse, ModelStreamInferResponse
+from millrace.request_reading import RequestStream
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ async def multiplex(
     responses: asyncio.Queue[ModelStreamInferResponse | bytes | MillraceError | None] = asyncio.Queue(_UNREAD_RESPONSES)
     room = asyncio.Semaphore(MAX_IN_FLIGHT)
 
-    async def run(request: RequestT) -> None:
+    async def run(request: RequestT, finish: Callable[[], None]) -> None:
         try:
             await _answer_one(request, answer, responses)
         except MillraceError as error:
@@ -93,6 +94,7 @@ async def multiplex(
             failure = RequestFailedError("internal error")
             await responses.put(failure if as_status else _error_response(request, failure.message))
         finally:
+            finish()
             room.release()
 
     async def read() -> None:
@@ -101,7 +103,13 @@ async def multiplex(
                 try:
                     async for request in requests:
                         await room.acquire()
-                        group.create_task(run(request))
+                        try:
+                            finish = requests.take() if isinstance(requests, RequestStream) else _nothing
+                        except MillraceError as error:
+                            room.release()
+                            await responses.put(error if as_status else _error_response(request, error.message))
+                        else:
+                            group.create_task(run(request, finish))
                 except MillraceError as error:
                     # What cannot be parsed has no id to answer to: the call ends with it.
                     await responses.put(error)
@@ -115,11 +123,18 @@ async def multiplex(
     try:
         while (response := await responses.get()) is not None:
             if isinstance(response, MillraceError):
-                raise response
+                try:
+                    raise response
+                finally:
+                    del response  # Its traceback refers to this frame, and to those that hold the request.
             yield response
     finally:
         reader.cancel()
         await asyncio.gather(reader, return_exceptions=True)
+
+
+def _nothing() -> None:
+    """Ends a request that no server has admitted."""
 
 
 async def _answer_one(request: RequestT, answer: Answer[RequestT], responses: asyncio.Queue[Any]) -> None:

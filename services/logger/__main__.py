@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
+from millrace.admission import Admission
 from millrace.errors import NotReadyError
 from millrace.protos import millrace_pb2_grpc
 from millrace.server import Server
@@ -30,6 +31,7 @@ async def serve(settings: LoggerSettings) -> None:
         settings.drain_s,
         [PAYLOAD_LOG],
         shares_port=settings.listen != "alone",
+        admission=Admission.of(settings),
         loop_timeout_s=settings.loop_timeout,
         metrics_port=settings.metrics_port,
     )

@@ -20,6 +20,9 @@ class LoggerSettings(ServiceSettings):
 
     port: Port = Field(9002, description="gRPC port.")
     metrics_port: Port = Field(9102, description="Port of the Prometheus page, /metrics. 0: none.")
+    request_memory: ByteSize = Field(
+        ByteSize(384 << 20), gt=0, description=f"{ServiceSettings.model_fields['request_memory'].description}"
+    )
     database: Path = Field(Path(".run/payloads.sqlite3"), description="SQLite file; made if missing.")
     fsync: bool = Field(
         True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from millrace.admission import Admission
 from millrace.payload_tap import PayloadTap
 from millrace.protos.inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from millrace.server import READY, Server
@@ -30,6 +31,7 @@ async def serve(settings: PredictorSettings) -> None:
         settings.drain_s,
         [_SERVICE],
         shares_port=settings.listen != "alone",
+        admission=Admission.of(settings),
         loop_timeout_s=settings.loop_timeout,
         metrics_port=settings.metrics_port,
     )

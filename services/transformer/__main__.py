@@ -8,6 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from millrace.admission import Admission
 from millrace.channel import open_channel
 from millrace.health import watch_serving
 from millrace.payload_tap import PayloadTap
@@ -89,7 +90,7 @@ async def _serve(settings: TransformerSettings, metrics_port: int, is_worker: bo
     public = (*_OWN, _PAYLOAD_LOG, *development.services(settings.development))
     server = Server(
         *("transformer", settings.host, settings.port, settings.drain_s, public, shares_port),
-        *(settings.max_calls, settings.loop_timeout, metrics_port),
+        *(Admission.of(settings, settings.max_calls), settings.loop_timeout, metrics_port),
     )
 
     inference = InferenceServicer(Inference(pipeline, catalogue, Relay(predictor), tap), catalogue, predictor, replicas)

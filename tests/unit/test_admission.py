@@ -6,7 +6,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from millrace.admission import RETRY_AFTER_MS
+from millrace.admission import RETRY_AFTER_MS, Admission
 from millrace.server import Server
 
 MAX_CALLS = 2
@@ -30,7 +30,7 @@ class Held(grpc.GenericRpcHandler):
 
 @pytest.fixture
 async def served():
-    server, handler = Server("test", "127.0.0.1", 0, 0.0, max_calls=MAX_CALLS), Held()
+    server, handler = Server("test", "127.0.0.1", 0, 0.0, admission=Admission(MAX_CALLS)), Held()
     server.grpc.add_generic_rpc_handlers((handler,))
     port = server.grpc.add_insecure_port("127.0.0.1:0")
     await server.grpc.start()

@@ -1,0 +1,59 @@
+"""Requests in flight take so many bytes together; one more is refused at once, or waits for its turn."""
+
+import asyncio
+
+import pytest
+
+from millrace.byte_budget import ByteBudget
+from millrace.errors import OverloadedError, TooLargeError
+
+
+async def test_what_can_never_fit_is_too_large_and_what_does_not_fit_now_may_come_again():
+    budget = ByteBudget(100)
+    with pytest.raises(TooLargeError):
+        budget.reserve(101)
+    with pytest.raises(TooLargeError):
+        await budget.reserve_in_turn(101)
+    budget.reserve(60)
+    with pytest.raises(OverloadedError) as refused:
+        budget.reserve(41)
+    assert refused.value.retry_after_ms
+    budget.reserve(40)
+    budget.release(60)
+    budget.reserve(60)
+    assert budget.in_use == 100
+
+
+async def test_those_that_wait_have_their_turns_in_order_and_are_bounded():
+    budget, order = ByteBudget(100), []
+
+    async def wait(size, name):
+        await budget.reserve_in_turn(size)
+        order.append(name)
+
+    budget.reserve(100)
+    first = asyncio.create_task(wait(20, "first"))
+    second = asyncio.create_task(wait(5, "second"))
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError):
+        await budget.reserve_in_turn(1)
+    budget.release(10)
+    await asyncio.sleep(0)
+    assert order == []
+    budget.release(15)
+    await asyncio.gather(first, second)
+    assert (order, budget.in_use) == (["first", "second"], 100)
+
+
+async def test_one_that_gives_up_waiting_leaves_its_turn_and_its_bytes_to_others():
+    budget = ByteBudget(100)
+    budget.reserve(100)
+    waits = [asyncio.create_task(budget.reserve_in_turn(20)) for _ in range(1)]
+    await asyncio.sleep(0)
+    behind = asyncio.create_task(budget.reserve_in_turn(5))
+    await asyncio.sleep(0)
+    budget.release(20)  # Its turn comes, and it is cancelled before it learns of that.
+    waits[0].cancel()
+    await asyncio.gather(*waits, return_exceptions=True)
+    await behind
+    assert budget.in_use == 85

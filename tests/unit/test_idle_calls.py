@@ -1,0 +1,171 @@
+"""A call that asks nothing takes nothing from those that ask; it ends after long, and where there are too many."""
+
+import asyncio
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from millrace.admission import Admission
+from millrace.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from millrace.protos.inference_pb2_grpc import (
+    GRPCInferenceServiceServicer,
+    GRPCInferenceServiceStub,
+    add_GRPCInferenceServiceServicer_to_server,
+)
+from millrace.server import Server
+from millrace.stream_infer import multiplex
+
+MAX_CALLS, MAX_IDLE = 2, 8
+
+
+class Inference(GRPCInferenceServiceServicer):
+    """Answers each request when it is let go."""
+
+    def __init__(self):
+        self.go = asyncio.Event()
+
+    async def ModelInfer(self, request, context):  # noqa: N802
+        await self.go.wait()
+        return ModelInferResponse(id=request.id)
+
+    async def ModelStreamInfer(self, request_iterator, context):  # noqa: N802
+        async def answer(request):
+            await self.go.wait()
+            yield ModelInferResponse(id=request.id)
+
+        async for response in multiplex(request_iterator, answer, False):
+            yield response
+
+
+class Served:
+    def __init__(self, admission, servicer, channel):
+        self.admission = admission
+        self.servicer = servicer
+        self.stub = GRPCInferenceServiceStub(channel)
+        self.channel = channel
+
+    async def until(self, idle=None, in_flight=None):
+        async with asyncio.timeout(30):
+            while not (idle in (None, self.admission.idle) and in_flight in (None, self.admission.in_flight)):  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+    def open(self):
+        """A stream that asks nothing, as most begin."""
+        call = self.stub.ModelStreamInfer()
+        return call, asyncio.ensure_future(call.read())
+
+    async def opened(self, count):
+        calls = []
+        for number in range(count):
+            calls.append(self.open())
+            await self.until(idle=number + 1)
+        return calls
+
+
+@pytest.fixture
+async def serve():
+    servers, channels = [], []
+
+    async def start(**limits):
+        admission = Admission(MAX_CALLS, max_idle=MAX_IDLE, **limits)
+        server, servicer = Server("test", "127.0.0.1", 0, 0.0, admission=admission), Inference()
+        add_GRPCInferenceServiceServicer_to_server(servicer, server.grpc)
+        port = server.grpc.add_insecure_port("127.0.0.1:0")
+        await server.grpc.start()
+        channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+        servers.append(server)
+        channels.append(channel)
+        return Served(admission, servicer, channel)
+
+    yield start
+    for channel in channels:
+        await channel.close()
+    for server in servers:
+        await server.grpc.stop(None)
+
+
+async def test_streams_that_ask_nothing_leave_room_for_those_that_ask(serve):
+    served = await serve()
+    await served.opened(MAX_IDLE)
+    served.servicer.go.set()
+    answer = await served.stub.ModelInfer(ModelInferRequest(id="a"), timeout=30)
+    assert answer.id == "a"
+    assert served.admission.idle == MAX_IDLE
+
+
+async def test_a_stream_counts_while_a_request_of_it_is_in_flight(serve):
+    served = await serve()
+    calls = await served.opened(MAX_CALLS + 1)
+    for call, _ in calls[:MAX_CALLS]:
+        for _ in range(3):
+            await call.write(ModelInferRequest(id="held"))
+    await served.until(idle=1, in_flight=MAX_CALLS)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await served.stub.ModelInfer(ModelInferRequest(), timeout=30)
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    # One on a stream is refused alone, by its id: the stream stays.
+    call, read = calls[MAX_CALLS]
+    await call.write(ModelInferRequest(id="too many"))
+    answer = await asyncio.wait_for(read, 30)
+    assert (answer.infer_response.id, "in flight" in answer.error_message) == ("too many", True)
+    served.servicer.go.set()
+    await served.until(idle=MAX_CALLS + 1, in_flight=0)
+    await call.write(ModelInferRequest(id="later"))
+    assert (await asyncio.wait_for(call.read(), 30)).infer_response.id == "later"
+
+
+async def test_beyond_the_bound_the_stream_ends_that_was_idle_for_longest(serve):
+    served = await serve()
+    calls = await served.opened(MAX_IDLE)
+    oldest, _ = calls[0]
+    await oldest.write(ModelInferRequest(id="asks"))  # It is idle for the shortest time after that.
+    await served.until(idle=MAX_IDLE - 1, in_flight=1)
+    served.servicer.go.set()
+    await served.until(idle=MAX_IDLE)
+    served.open()
+    second, read = calls[1]
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        await asyncio.wait_for(read, 30)
+    assert ended.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    told = dict(ended.value.trailing_metadata())
+    assert told["x-failed-hop"] == "test"
+    assert "retry-after-ms" in told
+    assert await second.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    for call, _ in (calls[0], *calls[2:]):
+        assert not call.done()
+
+
+async def test_calls_that_never_send_their_message_and_watches_are_idle(serve):
+    served = await serve()
+    unsent = served.channel.stream_unary("/inference.GRPCInferenceService/ModelInfer")
+    unary = [unsent() for _ in range(2 * MAX_CALLS)]
+    health = health_pb2_grpc.HealthStub(served.channel)
+    watches = [health.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
+    for watch in watches:
+        await watch.read()
+    await served.until(idle=2 * MAX_CALLS + 2, in_flight=0)
+    served.servicer.go.set()
+    await served.stub.ModelInfer(ModelInferRequest(), timeout=30)
+    more = [health.Watch(health_pb2.HealthCheckRequest()) for _ in range(MAX_IDLE)]
+    for call in watches:
+        assert await asyncio.wait_for(call.code(), 30) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    for watch in more:
+        assert (await watch.read()).status
+    unary += [unsent() for _ in range(MAX_IDLE)]
+    for call in unary[: 2 * MAX_CALLS]:
+        assert await asyncio.wait_for(call.code(), 30) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert not any(call.done() for call in (*unary[2 * MAX_CALLS :], *more))
+    assert served.admission.idle == 2 * MAX_IDLE
+
+
+async def test_a_stream_that_asks_nothing_for_too_long_ends_and_one_that_waits_for_an_answer_does_not(serve):
+    served = await serve(idle_timeout_s=0.2)
+    (call, _), (_, idle) = await served.opened(2)
+    await call.write(ModelInferRequest(id="slow"))
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        await asyncio.wait_for(idle, 30)
+    assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert served.admission.in_flight == 1
+    served.servicer.go.set()
+    assert await asyncio.wait_for(call.code(), 30) is grpc.StatusCode.DEADLINE_EXCEEDED  # Idle from its answer on.
