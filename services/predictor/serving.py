@@ -41,6 +41,7 @@ class Serving:
         """The model's `infer`."""
         self._check_weights(options)
         with self._counted(request, time_remaining_s) as counted:
+            check_requested_outputs(request)
             async with self._until_stopped(NotReadyError):
                 response = await self.model.infer(request, time_remaining_s, options)
             self._sign(response)
