@@ -140,6 +140,7 @@ class Gateway:
     collector: Collector
     admin: str
     process: Process
+    health: FakeHealth  # The transformer's.
 
     async def request(self, method: str, path: str, body: bytes = b"", **headers: str) -> Answer:
         return await asyncio.to_thread(self._request, method, path, body, headers)
@@ -165,9 +166,24 @@ class Gateway:
         return grpc.aio.insecure_channel(self.address, options=options)
 
 
-async def serve(port: int, name: str, openai: FakeOpenAI) -> grpc.aio.Server:
+class FakeHealth(health.aio.HealthServicer):
+    """Answers while `answers` is set; a service whose loop is busy answers once that is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.checks = 0
+
+    async def Check(self, request: Any, context: Context) -> Any:  # noqa: N802
+        self.checks += 1
+        await self.answers.wait()
+        return await super().Check(request, context)
+
+
+async def serve(port: int, name: str, openai: FakeOpenAI, servicer: FakeHealth | None = None) -> grpc.aio.Server:
     server = grpc.aio.server(options=(*SERVER_OPTIONS, ("grpc.so_reuseport", 0)))
-    servicer = health.aio.HealthServicer()
+    servicer = servicer or FakeHealth()
     await servicer.set("ready", health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(FakeInference(name), server)
@@ -204,14 +220,15 @@ async def running_gateway(folder: Path, change: envoy_config.Change | None = Non
         "predictor": settings.predictor_port,
         "logger": settings.logger_port,
     }
-    servers = [await serve(port, name, openai) for name, port in ports.items()]
+    healths = {name: FakeHealth() for name in ports}
+    servers = [await serve(port, name, openai, healths[name]) for name, port in ports.items()]
     process = start_envoy(settings, folder, change)
     readiness = Readiness(settings, {})
     while await readiness.missing():  # noqa: ASYNC110
         await asyncio.sleep(0.05)
     inner, admin = (f"127.0.0.1:{port}" for port in (settings.gateway_inner_port, settings.gateway_admin_port))
     try:
-        yield Gateway(settings.gateway, openai, inner, collector, admin, process)
+        yield Gateway(settings.gateway, openai, inner, collector, admin, process, healths["transformer"])
     finally:
         await readiness.close()
         await process.stop()

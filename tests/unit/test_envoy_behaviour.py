@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 import pytest_asyncio
+from grpc_health.v1 import health_pb2
 
 from millrace.errors import NotReadyError, from_rpc_error
 from millrace.protos import inference_pb2, inference_pb2_grpc
@@ -28,6 +29,7 @@ from tests.unit.gateway_before_fakes import (
     V2,
     Answer,
     Collector,
+    FakeHealth,
     FakeOpenAI,
     Gateway,
     running_gateway,
@@ -52,7 +54,7 @@ async def lonely_gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncItera
     settings = free_settings(folder)
     process = start_envoy(settings, folder)
     inner, admin = (f"127.0.0.1:{port}" for port in (settings.gateway_inner_port, settings.gateway_admin_port))
-    alone = Gateway(settings.gateway, FakeOpenAI(), inner, Collector(), admin, process)
+    alone = Gateway(settings.gateway, FakeOpenAI(), inner, Collector(), admin, process, FakeHealth())
     async with alone.channel() as channel:
         await asyncio.wait_for(channel.channel_ready(), 30)
     yield alone
@@ -478,3 +480,27 @@ async def test_grpc_web_passes_and_fails_as_grpc(gateway: Gateway) -> None:
     assert (told["grpc-status"], told["x-failed-hop"], told["retry-after-ms"]) == ("8", "predictor", "1500")
     _, told = await call("/nobody.Knows/This", b"")
     assert (told["grpc-status"], told["x-failed-hop"]) == ("12", "gateway")
+
+
+async def test_a_busy_service_is_not_taken_for_a_dead_one_and_one_that_drains_gets_nothing(tmp_path: Path) -> None:
+    async with running_gateway(tmp_path, with_a_tenth_of_the_patience) as gateway:
+        gateway.health.answers.clear()
+        checks = gateway.health.checks
+        await until(lambda: gateway.health.checks > checks)
+        busy_until = asyncio.get_running_loop().time() + 1  # That is ten seconds.
+        while asyncio.get_running_loop().time() < busy_until:
+            assert (await gateway.post()).status == 200
+        gateway.health.answers.set()
+        await gateway.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+
+        async def drained() -> bool:
+            return (await gateway.post()).status == 503
+
+        await until(drained)
+
+
+def with_a_tenth_of_the_patience(config: envoy_config.Config) -> None:
+    for cluster in config["static_resources"]["clusters"]:
+        for check in cluster.get("health_checks", ()):
+            check["timeout"] = f"{float(check['timeout'].removesuffix('s')) / 10}s"
+            check["interval"] = check["no_traffic_interval"] = "0.1s"
