@@ -6,11 +6,15 @@ on, so a logger that is away costs no memory. A segment is deleted when no recor
 unacknowledged. One that open records alone keep is freed by writing those once more, as far as they have come, where
 they are a small part of the spool.
 
+Where the logger refuses what it is sent, records go one at a time until those are through that were under way. One that
+is refused alone, again and again, is given up, counted and named in the log: it keeps no other from the logger.
+
 A `SourceShipper` belongs to the thread that runs it; its properties, `wake` and the stop are for any thread.
 """
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
@@ -20,13 +24,15 @@ from typing import NamedTuple, TypeAlias
 
 import grpc
 
-from millrace.payload_drops import DAMAGED, TOO_LARGE, Drops
+from millrace.payload_drops import DAMAGED, REFUSED, TOO_LARGE, Drops
 from millrace.payload_merge import EndedRecord, Merger, fit
 from millrace.payload_segments import SpoolReader
 from millrace.payload_spool import Spool
 from millrace.payload_times import ended_at
 from millrace.protos.millrace_pb2 import AppendRequest, AppendResponse
 from millrace.server import MAX_MESSAGE_BYTES
+
+logger = logging.getLogger(__name__)
 
 Append: TypeAlias = "grpc.StreamStreamMultiCallable[bytes, AppendResponse]"
 
@@ -40,6 +46,14 @@ _LOOK_S = 1.0
 _GATHER_S, _BUSY_GATHER_S, _BUSY_PER_S = 0.1, 0.5, 20
 _JOIN_S = 0.5
 _SLICE, _NAP_S = 64, 0.0002  # Frames: while they are read, the event loop does not run.
+# How often a record is refused, alone, before it is given up.
+_MAX_REFUSALS = {
+    grpc.StatusCode.INVALID_ARGUMENT: 3,
+    grpc.StatusCode.OUT_OF_RANGE: 3,
+    grpc.StatusCode.INTERNAL: 20,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 20,
+    grpc.StatusCode.UNKNOWN: 20,
+}
 _COPY_SEGMENTS, _COPY_SHARE = 4, 3  # Open records are copied in a spool of so many segments, so many times theirs.
 
 
@@ -71,6 +85,9 @@ class SourceShipper:
         self._frames: deque[tuple[int, bytes]] = deque()  # Read and not merged.
         self._unacknowledged: deque[_Sent] = deque()
         self._unacknowledged_bytes = 0
+        self._sent = 0  # How many of them, from the first, have been sent over this call.
+        self._alone_until = 0  # The last sequence of those that go one at a time.
+        self._refusals = 0  # Of the first one, when it was alone.
         self._acknowledged = 0  # The newest sequence that the logger has committed.
         self._caught_up_at = 1  # All frames before this number have been dealt with.
         self._changed = threading.Event()
@@ -129,14 +146,15 @@ class SourceShipper:
         """Why the call is over."""
         call = _Call(self._append, self._changed)
         try:
-            for sent in self._unacknowledged:
-                call.send(sent.request)
+            self._sent = 0
             while True:
                 self._changed.clear()
                 ended = call.ended  # What was acknowledged before the end counts.
                 self._forget_acknowledged(call.acknowledged)
+                self._send_unsent(call)
                 more = self._send_some(call)
                 if ended is not None or self._done():
+                    self._count_refusal(call)
                     return ended or "it is not needed any more"
                 if more:
                     time.sleep(_NAP_S)
@@ -157,8 +175,39 @@ class SourceShipper:
     def _is_full(self) -> bool:
         """Whether the logger must acknowledge something before more can be sent."""
         return (
-            len(self._unacknowledged) >= _MAX_UNACKNOWLEDGED or self._unacknowledged_bytes >= _MAX_UNACKNOWLEDGED_BYTES
+            len(self._unacknowledged) >= _MAX_UNACKNOWLEDGED
+            or self._unacknowledged_bytes >= _MAX_UNACKNOWLEDGED_BYTES
+            or self._goes_alone
         )
+
+    @property
+    def _goes_alone(self) -> bool:
+        """Whether the first of what is unacknowledged is sent before anything else is."""
+        return bool(self._unacknowledged) and self._unacknowledged[0].sequence <= self._alone_until
+
+    def _send_unsent(self, call: _Call) -> None:
+        """Sends what is unacknowledged and was not sent over this call."""
+        count = 1 if self._goes_alone else len(self._unacknowledged)
+        while self._sent < count:
+            call.send(self._unacknowledged[self._sent].request)
+            self._sent += 1
+
+    def _count_refusal(self, call: _Call) -> None:
+        """Where the call is over because the logger refused a record: finds out which, or gives it up."""
+        if call.code not in _MAX_REFUSALS or not self._unacknowledged:
+            return
+        if not self._goes_alone:
+            self._alone_until, self._refusals = self._unacknowledged[-1].sequence, 0
+            return
+        self._refusals += 1
+        if self._refusals >= _MAX_REFUSALS[call.code]:
+            refused = AppendRequest.FromString(self._unacknowledged[0].request)
+            logger.error(
+                "the payload logger refuses the record %s of the request %r, %d bytes, which is given up: %s",
+                *(refused.record.record_id, refused.record.request_id, refused.ByteSize(), call.ended),
+            )
+            self._drops.count(REFUSED)
+            self._forget_first()
 
     def _send_some(self, call: _Call) -> bool:
         """Sends records of the frames that come next; whether there may be more that can be sent now."""
@@ -192,15 +241,20 @@ class SourceShipper:
         self._unacknowledged.append(sent)
         self._unacknowledged_bytes += len(sent.request)
         self._gathered += 1
-        call.send(sent.request)
+        self._send_unsent(call)
 
     def _forget_acknowledged(self, sequence: int) -> None:
         if sequence <= self._acknowledged:
             return
         self._acknowledged = sequence
         while self._unacknowledged and self._unacknowledged[0].sequence <= sequence:
-            self._unacknowledged_bytes -= len(self._unacknowledged.popleft().request)
+            self._forget_first()
         self._delete()
+
+    def _forget_first(self) -> None:
+        self._unacknowledged_bytes -= len(self._unacknowledged.popleft().request)
+        self._sent = max(0, self._sent - 1)
+        self._refusals = 0
 
     def _delete(self) -> None:
         """Deletes the segments that nothing needs any more."""
@@ -235,7 +289,8 @@ class _Call:
 
     def __init__(self, append: Append, changed: threading.Event) -> None:
         self.acknowledged = 0
-        self.ended: str | None = None  # Why it is over.
+        self.ended: str | None = None  # Why it is over, and with which status; it is set last.
+        self.code: grpc.StatusCode | None = None
         self._changed = changed
         self._requests: SimpleQueue[bytes | None] = SimpleQueue()  # At most what may be unacknowledged.
         self._call = append(iter(self._requests.get, None))
@@ -259,5 +314,6 @@ class _Call:
                 self._changed.set()
             self.ended = "it ended the call"
         except grpc.RpcError as error:
-            self.ended = f"{error.code().name}: {error.details()}"
+            self.code = error.code()
+            self.ended = f"{self.code.name}: {error.details()}"
         self._changed.set()

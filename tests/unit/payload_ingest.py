@@ -24,12 +24,15 @@ class Ingest(millrace_pb2_grpc.PayloadIngestServicer):
         self.calls = []
         self.acknowledging = True
         self.end_after = None
+        self.refuses = lambda request: None  # The status with which a record is refused.
         self.changed = asyncio.Condition()
 
     async def Append(self, request_iterator, context):  # noqa: N802
         received = []
         self.calls.append(received)
         async for request in request_iterator:
+            if (refusal := self.refuses(request)) is not None:
+                await context.abort(refusal, "no")
             async with self.changed:
                 received.append(request)
                 self.changed.notify_all()

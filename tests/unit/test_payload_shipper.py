@@ -13,7 +13,8 @@ import grpc
 import psutil
 import pytest
 
-from millrace import payload_writer
+from millrace import payload_shipper, payload_writer
+from millrace.payload_drops import REFUSED
 from millrace.payload_tap import DISK, FAILED, FULL
 from millrace.protos import millrace_pb2_grpc
 from millrace.protos.millrace_pb2 import QueryPayloadsRequest
@@ -429,3 +430,33 @@ async def query(target):
     async with grpc.aio.insecure_channel(target) as channel:
         async for record in millrace_pb2_grpc.PayloadLogStub(channel).Query(QueryPayloadsRequest(page_size=1000)):
             yield record
+
+
+@pytest.mark.parametrize("status", [grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL])
+async def test_a_record_that_the_logger_refuses_keeps_no_other_from_it(taps, ingest, monkeypatch, caplog, status):
+    monkeypatch.setitem(payload_shipper._MAX_REFUSALS, status, 3)
+    monkeypatch.setattr(payload_shipper, "_MAX_BACKOFF_S", 0.1)
+    poison = {"r3", "r4", "r9"}
+    ingest.refuses = lambda request: status if request.record.request_id in poison else None
+    tap = taps.start(ingest.target)
+    for n in range(12):
+        begin(tap, f"r{n}").end("OK")
+    assert await tap.drain(60)
+    assert [record.request_id for record in ingest.records] == [f"r{n}" for n in range(12) if f"r{n}" not in poison]
+    assert tap.dropped_so_far[REFUSED] == 3
+    assert sum("which is given up" in message for message in caplog.messages) == 3
+    begin(tap, "later").end("OK")
+    assert await tap.drain(60)
+    assert ingest.records[-1].request_id == "later"
+
+
+async def test_a_logger_that_is_away_for_long_refuses_nothing(taps, ingest, monkeypatch):
+    monkeypatch.setattr(payload_shipper, "_MAX_BACKOFF_S", 0.02)
+    tap = taps.start(ingest.target)
+    ingest.refuses = lambda request: grpc.StatusCode.UNAVAILABLE
+    begin(tap).end("OK")
+    await until(lambda: len(ingest.calls) > 30)
+    ingest.refuses = lambda request: None
+    assert await tap.drain(60)
+    assert len(ingest.records) == 1
+    assert tap.dropped_so_far[REFUSED] == 0
