@@ -64,7 +64,9 @@ async def _serve(settings: TransformerSettings, metrics_port: int, is_worker: bo
     from services.transformer.text_generation_servicer import TextGenerationServicer
     from services.transformer.work_pool import WorkPool
 
-    predictor = PredictorClient(settings.predictor, settings.silence_limit, settings.predictor_wait)
+    predictor = PredictorClient(
+        settings.predictor, settings.silence_limit, settings.predictor_wait, settings.predictor_start_wait
+    )
     log = open_channel(settings.logger, "logger")
     tap = PayloadTap(
         settings.logger,
@@ -96,9 +98,9 @@ async def _serve(settings: TransformerSettings, metrics_port: int, is_worker: bo
     inference = InferenceServicer(Inference(pipeline, catalogue, Relay(predictor), tap), catalogue, predictor, replicas)
     inference.add_to_server(server.grpc)
     add_TextGenerationServicer_to_server(TextGenerationServicer(pipeline), server.grpc)
-    openai = OpenAIServicer(pipeline, catalogue, Embedder(catalogue, predictor, tap))
+    openai = OpenAIServicer(pipeline, catalogue, Embedder(catalogue, predictor, tap), settings.sse_keep_alive)
     add_OpenAIServicer_to_server(openai, server.grpc)
-    v2_rest = OpenInferenceServicer(inference, pipeline)
+    v2_rest = OpenInferenceServicer(inference, pipeline, settings.sse_keep_alive)
     add_OpenInferenceServicer_to_server(v2_rest, server.grpc)
     if settings.development:
         development.add_to_server(replicas, server.grpc)

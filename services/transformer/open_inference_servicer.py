@@ -28,7 +28,7 @@ from millrace.recorded_call import Origin, origin_of
 from services.transformer.calls import timeout_of
 from services.transformer.inference_servicer import InferenceServicer
 from services.transformer.pipeline import Pipeline
-from services.transformer.rest import EVENTS, JSON, json_body, rest_errors
+from services.transformer.rest import EVENTS, JSON, Body, KeepAlive, json_body, rest_errors
 from services.transformer.v2_rest import documents
 from services.transformer.v2_rest.body_threads import BodyThreads
 from services.transformer.v2_rest.content_coding import CONTENT_ENCODING, DEFLATE, inflated, most_inflated
@@ -48,7 +48,10 @@ def v2_error(error: MillraceError) -> dict[str, Any]:
 
 
 class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
-    def __init__(self, inference: InferenceServicer, pipeline: Pipeline) -> None:
+    """`keep_alive_s` of silence are filled with a comment in streams of events; 0: are not."""
+
+    def __init__(self, inference: InferenceServicer, pipeline: Pipeline, keep_alive_s: float = 15.0) -> None:
+        self._keep_alive_s = keep_alive_s
         self._inference = inference
         self._pipeline = pipeline
         self._threads = BodyThreads()
@@ -113,7 +116,8 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
         return HttpBody(content_type=JSON, data=await self._write(response, context))
 
     @rest_errors(v2_error)
-    async def GenerateStream(self, request: ModelBody, context: Context) -> AsyncGenerator[HttpBody, None]:
+    async def GenerateStream(self, request: ModelBody, context: Context) -> AsyncGenerator[Body, None]:
+        yield KeepAlive(self._keep_alive_s)
         method = f"{_SERVICE}/GenerateStream"
         asked = await self._read(self._read_generate, request, context, method)
         async with aclosing(self._inference.answer(asked, context, method)) as responses:

@@ -35,12 +35,17 @@ from services.transformer.openai.generation_requests import (
 )
 from services.transformer.openai.requests import parse
 from services.transformer.pipeline import Pipeline, TextRequest
-from services.transformer.rest import JSON, json_body, rest_errors
+from services.transformer.rest import JSON, Body, KeepAlive, json_body, rest_errors
 from services.transformer.tokenizer import TextTokenizer
 
 
 class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
-    def __init__(self, pipeline: Pipeline, catalogue: Catalogue, embedder: Embedder) -> None:
+    """`keep_alive_s` of silence are filled with a comment in streams of events; 0: are not."""
+
+    def __init__(
+        self, pipeline: Pipeline, catalogue: Catalogue, embedder: Embedder, keep_alive_s: float = 15.0
+    ) -> None:
+        self._keep_alive_s = keep_alive_s
         self._pipeline = pipeline
         self._catalogue = catalogue
         self._embedder = embedder
@@ -61,10 +66,12 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         yield json_body(self._card(request.model))
 
     @rest_errors(openai_error)
-    async def Completions(self, request: HttpBody, context: Context) -> AsyncGenerator[HttpBody, None]:
+    async def Completions(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         origin = origin_of(context, "millrace.rest.v1.OpenAI/Completions")
         with self._pipeline.recording_refusals(origin):
             asked = parse(CompletionRequest, request.data)
+        if asked.stream:
+            yield KeepAlive(self._keep_alive_s)
         timeout_s = timeout_of(context)
         echoes = tokens = None
         if asked.echo or asked.logprobs is not None:
@@ -93,10 +100,12 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
                 yield body
 
     @rest_errors(openai_error)
-    async def ChatCompletions(self, request: HttpBody, context: Context) -> AsyncGenerator[HttpBody, None]:
+    async def ChatCompletions(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         origin = origin_of(context, "millrace.rest.v1.OpenAI/ChatCompletions")
         with self._pipeline.recording_refusals(origin):
             asked = parse(ChatCompletionRequest, request.data)
+        if asked.stream:
+            yield KeepAlive(self._keep_alive_s)
         timeout_s = timeout_of(context)
         generations = choices_of(
             TextRequest(

@@ -1,7 +1,8 @@
 """How long one request waits for predictors that are away: its deadline, a limit of its own, and the back-off.
 
 A predictor that restarts, drains or is not there yet is no reason to refuse a request, which waits instead: at most
-`wait_s` without an answer of any predictor, and never beyond its deadline. The first try after a failure is made at
+`start_wait_s` without an answer of any predictor while its caller has nothing yet and may ask elsewhere, `wait_s` once
+its answer has begun, and never beyond its deadline. The first try after a failure is made at
 once, the next ones 20 ms after each other, then twice that, up to half a second, less a random part, so that streams
 that broke together do not come back together. Owned by one request, on the event loop; seconds of the monotonic clock.
 """
@@ -9,6 +10,7 @@ that broke together do not come back together. Owned by one request, on the even
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable
@@ -24,8 +26,15 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.02, 0.5
 class Patience:
     """One request's; `timeout_s` is what its deadline had left at the time `since`, or now; None: it has none."""
 
-    def __init__(self, wait_s: float, timeout_s: float | None = None, since: float | None = None) -> None:
+    def __init__(
+        self,
+        wait_s: float,
+        timeout_s: float | None = None,
+        since: float | None = None,
+        start_wait_s: float = math.inf,
+    ) -> None:
         self._wait_s = wait_s
+        self._limit_now_s = min(wait_s, start_wait_s)
         self._ends_at = None if timeout_s is None else (time.monotonic() if since is None else since) + timeout_s
         self._gives_up_at: float | None = None  # There while no predictor answers.
         self._pause_s = 0.0
@@ -44,6 +53,10 @@ class Patience:
         """A predictor has answered: the limit and the back-off begin anew."""
         self._gives_up_at = None
         self._pause_s = 0.0
+
+    def begun(self) -> None:
+        """The caller has some of the answer."""
+        self._limit_now_s = self._wait_s
 
     async def pause(self, error: MillraceError, retry_after_ms: int | None = None) -> None:
         """Waits until the next try is due; raises `error` where the limit is reached, or DeadlineError."""
@@ -85,7 +98,7 @@ class Patience:
         left_s = self.left_s
         now = time.monotonic()
         if self._gives_up_at is None:
-            self._gives_up_at = now + self._wait_s
+            self._gives_up_at = now + self._limit_now_s
         if now >= self._gives_up_at:
             # "Draining" would have the gateway ask this service again, which is not what drains.
             raise NotReadyError(error.message, hop=error.hop) if isinstance(error, DrainingError) else error

@@ -92,12 +92,16 @@ class PredictorClient:
     """Every method raises MillraceError signed with the hop that failed.
 
     A predictor of ours that says nothing for `silence_limit_s` counts as away where it has not answered the call yet,
-    else as dead; `wait_s` is how long a request waits for predictors that are away.
+    else as dead; `wait_s` is how long a request waits for predictors that are away, `start_wait_s` one of which nothing
+    has been answered yet.
     """
 
-    def __init__(self, target: str, silence_limit_s: float = 10.0, wait_s: float = 30.0) -> None:
+    def __init__(
+        self, target: str, silence_limit_s: float = 10.0, wait_s: float = 120.0, start_wait_s: float = 30.0
+    ) -> None:
         self.silence_limit_s = silence_limit_s
         self._wait_s = wait_s
+        self._start_wait_s = start_wait_s
         self._channel = open_channel(target, "predictor")
         self.inference = inference_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -123,7 +127,7 @@ class PredictorClient:
 
     def patience(self, timeout_s: float | None, since: float | None = None) -> Patience:
         """How long a request waits whose deadline has `timeout_s` left, or had at the time `since`."""
-        return Patience(self._wait_s, timeout_s, since)
+        return Patience(self._wait_s, timeout_s, since, self._start_wait_s)
 
     async def ready(self) -> bool:
         """Whether a predictor says that a generation would work now."""

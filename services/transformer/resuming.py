@@ -132,6 +132,7 @@ class ResumingGenerator:
                     if chunk.token_ids or chunk.finish_reason is not None:
                         turn.close()  # What it would do alone has been seen.
                         progress.take(chunk)
+                        patience.begun()
                         chunk.fingerprint = progress.fingerprint
                         if goes_on:
                             goes_on = False

@@ -71,11 +71,24 @@ class TransformerSettings(ServiceSettings):
         " on elsewhere; it says a word ten times as often, and every second at least.",
     )
     predictor_wait: float = Field(
+        120.0,
+        ge=0,
+        le=3600,
+        description="Seconds that an answer which has begun waits, within its deadline, while no predictor goes on with"
+        " it; 0: not at all, so that no stream goes on.",
+    )
+    predictor_start_wait: float = Field(
         30.0,
         ge=0,
         le=3600,
-        description="Seconds that a request waits, within its deadline, while no predictor answers; 0: not at all, so"
-        " that no stream goes on.",
+        description="The same for a request of which nothing has been answered yet; at most predictor_wait.",
+    )
+    sse_keep_alive: float = Field(
+        15.0,
+        ge=0,
+        le=3600,
+        description="Seconds of silence after which a stream of server-sent events gets a comment, so that no proxy on"
+        " the way takes it for dead; the first one sends the status 200. 0: never.",
     )
     resume_limit: int = Field(
         2,

@@ -51,7 +51,7 @@ def arguments(folder):
             "transformer": {
                 "TRANSFORMER_SILENCE_LIMIT": str(SILENCE_LIMIT_S),
                 # On a busy machine all predictors take their time to come back.
-                "TRANSFORMER_PREDICTOR_WAIT": "120",
+                "TRANSFORMER_PREDICTOR_START_WAIT": "120",
             },
         },
     }

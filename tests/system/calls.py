@@ -89,7 +89,16 @@ class Answer:
     @property
     def events(self) -> list[str]:
         """Data of the server-sent events."""
-        return [line.removeprefix("data: ") for line in self.body.decode().split("\n\n") if line]
+        return [line.removeprefix("data: ") for line in self._lines if not line.startswith(":")]
+
+    @property
+    def comments(self) -> list[str]:
+        """What the stream said beside its events."""
+        return [line for line in self._lines if line.startswith(":")]
+
+    @property
+    def _lines(self) -> list[str]:
+        return [line for line in self.body.decode().split("\n\n") if line]
 
 
 def http_request(

@@ -1,12 +1,13 @@
 """The predictor with slow models, so that a test can do something to it between two tokens.
 
-It is the real service; only the runners wait, SLOW_MS after each step.
+It is the real service; only the runners wait, SLOW_MS after each step. While there is a file AWAY it does not start.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 from services.predictor.__main__ import serve
 from services.predictor.engine import build
@@ -19,6 +20,9 @@ def main() -> None:
     from services.predictor.settings import PredictorSettings
 
     pause_s = float(os.environ["SLOW_MS"]) / 1000
+    away = os.environ.get("AWAY")
+    while away and Path(away).exists():
+        time.sleep(0.1)
 
     class SlowPagedRunner(PagedRunner):
         def run(self, rows):

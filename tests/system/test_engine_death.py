@@ -19,7 +19,7 @@ async def test_a_stream_outlives_the_hanging_step_of_its_engine(new_stack, tmp_p
         commands={"predictor": (sys.executable, "-m", "tests.system.gated_predictor")},
         environment={
             "predictor": {"GATE_SOCKET": str(gate), "PREDICTOR_STEP_TIMEOUT": "1"},
-            "transformer": {"TRANSFORMER_PREDICTOR_WAIT": "100"},
+            "transformer": {"TRANSFORMER_PREDICTOR_START_WAIT": "100"},
         },
     )
     fields = {"model": "storyteller", "prompt": "Once", "max_tokens": 6, "ignore_eos": True, "seed": 3}

@@ -28,7 +28,7 @@ async def gated(tmp_path_factory):
     """A stack whose model makes a token for each call of the second value; each test uses up what it lets be made."""
     overrides = {"gateway_trace_page": "http://traces.example/trace/", "development": True}
     # The only predictor may take long to come back where the machine is busy.
-    patient = {"TRANSFORMER_PREDICTOR_WAIT": "90"}
+    patient = {"TRANSFORMER_PREDICTOR_START_WAIT": "90"}
     async with gated_stack(tmp_path_factory.mktemp("gated"), overrides, transformer=patient) as (stack, let_be_made):
         yield stack, lambda: let_be_made(1)
 

@@ -71,7 +71,7 @@ async def watched(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Wat
     }
     environment = {
         # On a busy machine a predictor takes its time to come back.
-        "transformer": exporting | short_queue | {"TRANSFORMER_PREDICTOR_WAIT": "120"},
+        "transformer": exporting | short_queue | {"TRANSFORMER_PREDICTOR_START_WAIT": "120"},
         "predictor": exporting | short_queue,
         "logger": exporting | {"LOGGER_SINKS": NOBODY},
     }

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import sys
 from collections import Counter
@@ -24,6 +25,11 @@ MODELS = "storyteller=models/storyteller,normalizer=models/normalizer"
 PROMPT, NUMBERS = "Once upon a time", "in 1984, 27 days, 3 hours and 15 minutes"
 TOKENS, REPEATS = 60, 2
 SAMPLING = {"greedy": {"temperature": 0.0, "seed": 0}, "sampled": {"temperature": 1.0, "seed": 11}}
+# FULL=1: as long as it is promised, with the comments as they are by default.
+FULL = os.environ.get("FULL") == "1"
+AWAY_S, KEEP_ALIVE = (90, {}) if FULL else (3, {"TRANSFORMER_SSE_KEEP_ALIVE": "0.5"})
+# Less than an answer takes: what can go nowhere meanwhile is handed back.
+SHORT_DRAIN = {"PREDICTOR_DRAIN_S": "0.5"}
 SLOW = {"predictor": (sys.executable, "-m", "tests.system.slow_predictor")}
 
 
@@ -31,12 +37,14 @@ SLOW = {"predictor": (sys.executable, "-m", "tests.system.slow_predictor")}
 async def slow_stack(request, tmp_path_factory):
     """Predictors that take so long for a token that something can be done to them between two."""
     settings = {"predictors": request.param, "models": MODELS}
+    folder = tmp_path_factory.mktemp("stack")
     environment = {
-        "predictor": {"SLOW_MS": "25", "PREDICTOR_DTYPE": "fp32"},
+        "predictor": {"SLOW_MS": "25", "PREDICTOR_DTYPE": "fp32", "AWAY": str(folder / "away")} | SHORT_DRAIN,
         # On a busy machine a predictor takes its time to come back.
-        "transformer": {"TRANSFORMER_PREDICTOR_WAIT": "120", "TRANSFORMER_SILENCE_LIMIT": "1.5"},
+        "transformer": {"TRANSFORMER_PREDICTOR_START_WAIT": "120", "TRANSFORMER_SILENCE_LIMIT": "1.5"} | KEEP_ALIVE,
     }
-    stack = await start_stack(tmp_path_factory.mktemp("stack"), settings, commands=SLOW, environment=environment)
+    stack = await start_stack(folder, settings, commands=SLOW, environment=environment)
+    stack.away = folder / "away"
     yield stack
     await stack.stop()
 
@@ -54,7 +62,7 @@ async def generated(gateway, name, sampling, came, model="storyteller", prompt=P
     )
     ids, logprobs, text = [], [], ""
     async with channel(gateway) as open_channel:
-        async for response in millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=120):
+        async for response in millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=300):
             came[name] += 1
             ids += response.token_ids
             logprobs += response.logprobs
@@ -77,15 +85,15 @@ async def inferred(gateway, name, sampling, came):
     request.parameters["temperature"].double_param = sampling["temperature"]
     text = b""
     async with channel(gateway) as open_channel:
-        async for response in GRPCInferenceServiceStub(open_channel).ModelStreamInfer(each(request), timeout=120):
+        async for response in GRPCInferenceServiceStub(open_channel).ModelStreamInfer(each(request), timeout=300):
             assert not response.error_message
             came[name] += 1
             text += decode_outputs(response.infer_response)["text_output"].array[0]
     return text, response.infer_response.parameters["finish_reason"].string_param
 
 
-async def chatted(gateway, name, sampling, came):
-    """By server-sent events: text, reason and usage."""
+async def chatted(gateway, name, sampling, came, comments=None):
+    """By server-sent events: text, reason and usage; how many comments there were goes into `comments`."""
     body = {"model": "storyteller", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": TOKENS}
     body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}, **sampling}
 
@@ -95,6 +103,8 @@ async def chatted(gateway, name, sampling, came):
     headers = {"x-request-id": name}
     answer = await asyncio.to_thread(http_request, gateway, "POST", "/v1/chat/completions", body, headers, came_one)
     assert answer.events[-1] == "[DONE]"
+    if comments is not None and answer.comments:
+        comments[name] = len(answer.comments)
     events = [json.loads(event) for event in answer.events[:-1]]
     choices = [choice for event in events for choice in event["choices"]]
     text = "".join(choice["delta"].get("content") or "" for choice in choices)
@@ -104,13 +114,16 @@ async def chatted(gateway, name, sampling, came):
 WAYS_IN = {"Generate": generated, "ModelStreamInfer": inferred, "chat": chatted, "T5": normalized}
 
 
-async def ask_all(stack, prefix, came=None):
+async def ask_all(stack, prefix, came=None, comments=None):
     """What each way in answers to each kind of request, several times, all at once."""
     asked = [(way_in, kind, number) for way_in in WAYS_IN for kind in SAMPLING for number in range(REPEATS)]
     came = Counter() if came is None else came
     answers = await asyncio.gather(
         *(
-            WAYS_IN[way_in](stack.gateway, f"{prefix} {way_in} {kind} {number}", SAMPLING[kind], came)
+            WAYS_IN[way_in](
+                *(stack.gateway, f"{prefix} {way_in} {kind} {number}", SAMPLING[kind], came),
+                **({"comments": comments} if way_in == "chat" else {}),
+            )
             for way_in, kind, number in asked
         )
     )
@@ -131,11 +144,11 @@ async def is_chosen(stack):
     return await tokens() > before
 
 
-async def ask_while(stack, prefix, disturb):
+async def ask_while(stack, prefix, disturb, comments=None):
     """The same with something done to the stack once every answer is under way."""
     await until(lambda: is_chosen(stack))
     came = Counter()
-    asking = asyncio.create_task(ask_all(stack, prefix, came))
+    asking = asyncio.create_task(ask_all(stack, prefix, came, comments))
     await until(lambda: len(came) == len(WAYS_IN) * len(SAMPLING) * REPEATS and min(came.values()) >= 5, 60)
     await disturb()
     assert not asking.done()
@@ -183,6 +196,24 @@ async def test_answers_go_on_whatever_becomes_of_their_predictor(slow_stack, und
         assert "".join(chunk.text for chunk in record.chunks) == record.text
     await slow_stack.wait_ready(timeout_s=120)
     assert (slow_stack.pid("predictor-0") == process) == (signum == signal.SIGSTOP)
+
+
+@pytest.mark.timeout(400)
+async def test_answers_outlive_a_long_absence_of_every_predictor(slow_stack, undisturbed):
+    comments = Counter()
+
+    async def disturb():
+        slow_stack.away.touch()
+        for number in range(len(slow_stack.settings.predictor_ports)):
+            await slow_stack.kill(f"predictor-{number}", signal.SIGKILL)
+        await asyncio.sleep(AWAY_S)
+        slow_stack.away.unlink()
+
+    assert await ask_while(slow_stack, "away", disturb, comments) == undisturbed
+    assert len(comments) == len(SAMPLING) * REPEATS, "each stream of events got some"
+    for record in await resumed_records(slow_stack, "away"):
+        assert record.status == "OK"
+    await slow_stack.wait_ready(timeout_s=120)
 
 
 async def readiness(gateway, open_channel):

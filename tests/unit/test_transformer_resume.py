@@ -360,6 +360,18 @@ async def test_a_stream_that_nobody_takes_ends_as_broken_and_one_that_has_not_be
             await r.generate()
 
 
+async def test_an_answer_that_has_begun_is_given_more_time_than_one_that_has_not():
+    away = [raises(NotReadyError("loading")) for _ in range(4)]
+    for script, is_given_time in (((breaks(3), *away), True), (away, False)):
+        async with resuming(*script) as r:
+            r.client._start_wait_s = 0.01
+            if is_given_time:
+                check_whole(await r.generate())
+            else:
+                with pytest.raises(NotReadyError):
+                    await r.generate()
+
+
 async def test_a_predictor_that_never_answers_is_away_and_says_nothing_of_the_request():
     async with resuming(*(falls_silent() for _ in range(5)), silence_limit_s=0.1) as r:
         check_whole(await r.generate())

@@ -126,6 +126,16 @@ async def test_the_first_try_is_made_at_once_and_the_next_ones_ever_later(slept)
     assert all(most / 2 <= pause <= most for pause, most in zip(slept, longest, strict=True))
 
 
+async def test_an_answer_that_has_begun_waits_longer_than_one_that_has_not():
+    with pytest.raises(NotReadyError):
+        await tries(Patience(30, start_wait_s=0.05), 1000)
+    patience = Patience(30, start_wait_s=0.05)
+    patience.begun()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+            await tries(patience, 1000)
+
+
 async def test_an_answer_makes_the_next_try_immediate_again(slept):
     patience = Patience(30)
     await tries(patience, 5)

@@ -1,0 +1,127 @@
+"""A stream of events that is silent for long gets comments, and is otherwise what it would have been."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from google.api.httpbody_pb2 import HttpBody
+
+from millrace.errors import FAILED_HOP, OverloadedError
+from millrace.interceptors import ErrorServerInterceptor
+from millrace.protos import rest_pb2_grpc
+from services.transformer.openai.errors import openai_error
+from services.transformer.rest import EVENTS, KeepAlive, event, rest_errors
+
+AFTER_S = 0.05
+COMMENT = b": keep-alive\n\n"
+
+
+class Events(rest_pb2_grpc.OpenAIServicer):
+    """Writes an event for each number that a test puts in, and ends with None or an error."""
+
+    def __init__(self, after_s):
+        self.events = asyncio.Queue()
+        self.after_s = after_s
+        self.ended = asyncio.Event()
+
+    @rest_errors(openai_error)
+    async def Completions(self, request, context):  # noqa: N802
+        yield KeepAlive(self.after_s)
+        try:
+            while (item := await self.events.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield HttpBody(content_type=EVENTS, data=event(item))
+        finally:
+            self.ended.set()
+
+
+@asynccontextmanager
+async def call(after_s=AFTER_S):
+    """A servicer, and a call of it."""
+    servicer = Events(after_s)
+    server = grpc.aio.server(interceptors=(ErrorServerInterceptor("transformer"),))
+    rest_pb2_grpc.add_OpenAIServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield servicer, rest_pb2_grpc.OpenAIStub(channel).Completions(HttpBody(), timeout=30)
+    finally:
+        await server.stop(0)
+
+
+async def next_body(made):
+    return (await anext(aiter(made))).data
+
+
+async def test_silence_is_filled_before_between_and_not_beside_events():
+    async with call() as (servicer, made):
+        assert (await anext(aiter(made))).content_type == EVENTS, "it is the answer's from now on"
+        assert [await next_body(made) for _ in range(3)] == [COMMENT] * 3
+        servicer.events.put_nowait(1)
+        while (body := await next_body(made)) == COMMENT:
+            pass
+        assert body == event(1)
+        assert await next_body(made) == COMMENT
+        servicer.events.put_nowait(None)
+        assert {body.data async for body in made} <= {COMMENT}
+        assert await made.code() is grpc.StatusCode.OK
+
+
+async def test_events_that_come_in_time_are_all_there_is():
+    async with call(after_s=5) as (servicer, made):
+        for number in range(200):
+            servicer.events.put_nowait(number)
+        servicer.events.put_nowait(None)
+        assert [body.data async for body in made] == [event(number) for number in range(200)]
+
+
+async def test_nothing_is_lost_or_moved_where_comments_and_events_meet():
+    async with call(after_s=0.001) as (servicer, made):
+
+        async def write():
+            for number in range(300):
+                servicer.events.put_nowait(number)
+                await asyncio.sleep(0.001)
+            servicer.events.put_nowait(None)
+
+        _, bodies = await asyncio.gather(write(), collected(made))
+        assert [body for body in bodies if body != COMMENT] == [event(number) for number in range(300)]
+
+
+async def collected(made):
+    return [body.data async for body in made]
+
+
+async def test_no_comment_is_written_where_none_is_wanted():
+    async with call(after_s=0) as (servicer, made):
+        reading = asyncio.create_task(collected(made))
+        await asyncio.sleep(0.2)
+        servicer.events.put_nowait(1)
+        servicer.events.put_nowait(None)
+        assert await reading == [event(1)]
+
+
+async def test_an_error_after_a_comment_is_an_event_and_before_one_a_status():
+    full = OverloadedError("the queue is full", retry_after_ms=20)
+    async with call() as (servicer, made):
+        assert await next_body(made) == COMMENT
+        servicer.events.put_nowait(full)
+        while (body := await next_body(made)) == COMMENT:
+            pass
+        assert body == event(openai_error(full))
+        with pytest.raises(grpc.aio.AioRpcError):
+            await next_body(made)
+    async with call(after_s=5) as (servicer, made):
+        servicer.events.put_nowait(full)
+        assert dict(await made.initial_metadata())[FAILED_HOP] == "transformer"
+
+
+async def test_a_caller_who_leaves_in_silence_ends_the_stream():
+    async with call() as (servicer, made):
+        assert await next_body(made) == COMMENT
+        made.cancel()
+        async with asyncio.timeout(10):
+            await servicer.ended.wait()
