@@ -187,6 +187,24 @@ def open_for_reading(path: Path, connections: int) -> sql.Engine:
     return engine
 
 
+def files_of(path: Path) -> tuple[int, ...]:
+    """What tells the files of a database that is open from others of their names; empty where one is gone."""
+    try:
+        return tuple(os.stat(f"{path}{suffix}").st_ino for suffix in ("", "-wal"))
+    except FileNotFoundError:
+        return ()
+
+
+def last_position(connection: sql.Connection) -> int:
+    """The position of the newest record that ever was; 0 where there was none."""
+    return next(iter(column(connection, "SELECT seq FROM sqlite_sequence WHERE name = 'records'")), 0)
+
+
+def go_on_after(connection: sql.Connection, position: int) -> None:
+    """Gives the first record of a new database the position after that."""
+    connection.exec_driver_sql("INSERT INTO sqlite_sequence (name, seq) VALUES ('records', ?)", (position,))
+
+
 def check_version(path: Path, version: int) -> None:
     """StartupError where a newer logger made the file."""
     if version > SCHEMA_VERSION:

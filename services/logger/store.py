@@ -9,6 +9,8 @@ Threads: all writes happen on one thread, reads on a few others, none on the eve
 time, in a transaction of its own, and holds none while its reader takes its time. Whatever could take long (deleting,
 giving back space) is done in small steps, between which others write.
 
+A database whose files are removed is begun anew, and what was written to them is not acknowledged.
+
 Errors: StartupError where the file cannot be used, NotReadyError where the database stops answering,
 InvalidRequestError for a page token that is none, DeadlineError where a search for text takes too long.
 """
@@ -27,7 +29,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import sqlalchemy as sql
 from sqlalchemy.exc import DatabaseError
 
-from millrace.errors import NotReadyError
+from millrace.errors import NotReadyError, StartupError
 from millrace.protos.millrace_pb2 import AppendRequest, PayloadRecord
 from services.logger import reading, removing, schema, writing
 from services.logger.filters import Filters
@@ -153,17 +155,46 @@ class SqliteStore:
     def __init__(
         self, path: Path, fsync: bool = True, search_s: float = SEARCH_S, commits: Commits | None = None
     ) -> None:
-        schema.prepare(path)
+        self._path = path
+        self._fsync = fsync
         self._commits = commits or Commits()
         self._search_s = search_s
-        self._writing = schema.open_for_writing(path, fsync)
-        self._reading = schema.open_for_reading(path, _READERS)
+        self._open()
         self._writer = ThreadPoolExecutor(1, "store-writer")
         self._readers = ThreadPoolExecutor(_READERS, "store-reader")
         self._notices: list[Callable[[], None]] = []
         self._gathered: list[AppendRequest] = []
         self._next_commit: asyncio.Task[set[int]] | None = None
         self._committing = asyncio.Lock()
+
+    def _open(self) -> None:
+        schema.prepare(self._path)
+        self._writing = schema.open_for_writing(self._path, self._fsync)
+        self._reading = schema.open_for_reading(self._path, _READERS)
+        with self._writing.connect() as connection:
+            schema.last_position(connection)  # From the first look on there is a log beside the file.
+        self._files = schema.files_of(self._path)
+
+    def _check_files(self) -> None:
+        """Begins a new database where somebody has removed the files of this one; on the writer's thread.
+
+        SQLite would go on to write to files that have no name any more, and all of it would be gone at the stop.
+        """
+        if schema.files_of(self._path) == self._files:
+            return
+        logger.error("%s was removed, with every record in it: a new one is begun", self._path)
+        self._commits.count_lost_database()
+        with self._writing.connect() as connection:
+            position = schema.last_position(connection)
+        self._reading.dispose()
+        self._writing.dispose()
+        try:
+            self._open()
+            with self._writing.begin() as connection:
+                schema.go_on_after(connection, position)
+        except StartupError as error:
+            raise NotReadyError(f"the payload store cannot be made anew: {error}") from None
+        raise NotReadyError("the payload store has been made anew")
 
     async def append(self, requests: Sequence[AppendRequest]) -> list[PayloadRecord]:
         if not requests:
@@ -180,7 +211,7 @@ class SqliteStore:
         """Commits what every caller has brought during the commit before; returns the `id` of each new request."""
         async with self._committing:
             requests, self._gathered, self._next_commit = self._gathered, [], None
-            new = await self._run(self._writer, self._commits.observe, requests, lambda: self._add(requests))
+            new = await self._run_writing(self._commits.observe, requests, lambda: self._add(requests))
         if new:
             for notice in self._notices:
                 notice()
@@ -252,8 +283,7 @@ class SqliteStore:
         return await self._read(_after, position, limit)
 
     async def last_position(self) -> int:
-        found = await self._select(sql.text("SELECT seq FROM sqlite_sequence WHERE name = 'records'"))
-        return int(found[0].seq) if found else 0
+        return await self._read(schema.last_position)
 
     async def cursors(self) -> dict[str, int]:
         return {row.name: row.position for row in await self._select(sql.select(schema.cursors))}
@@ -273,11 +303,12 @@ class SqliteStore:
             pass
 
     async def give_back(self) -> None:
-        while await self._run(self._writer, removing.give_back_some, self._writing):
+        while await self._run_writing(removing.give_back_some, self._writing):
             pass
-        await self._run(self._writer, removing.empty_log, self._writing)
+        await self._run_writing(removing.empty_log, self._writing)
 
     async def check(self) -> None:
+        await self._run_writing(lambda: None)
         await self._select(sql.select(schema.records.c.position).limit(1))
 
     async def close(self) -> None:
@@ -306,7 +337,17 @@ class SqliteStore:
             with self._writing.begin() as connection:
                 return work(connection, *arguments)
 
-        return await self._run(self._writer, transact)
+        return await self._run_writing(transact)
+
+    async def _run_writing(self, work: Callable[..., T], *arguments: Any) -> T:
+        """`work(…)` on the writer's thread; NotReadyError where what it wrote is in no file that exists."""
+
+        def checked() -> T:
+            result = work(*arguments)
+            self._check_files()
+            return result
+
+        return await self._run(self._writer, checked)
 
     async def _run(self, executor: ThreadPoolExecutor, work: Callable[..., T], *arguments: Any) -> T:
         try:

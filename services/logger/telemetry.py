@@ -39,7 +39,11 @@ class Commits:
         self._committed = (meter or metrics.get_meter("millrace")).create_counter(
             "millrace.payload.committed", "{record}", "Records of the services that were committed, each once."
         )
+        self._lost_databases = (meter or metrics.get_meter("millrace")).create_counter(
+            "millrace.payload.lost_databases", "{database}", "Databases that were removed while the logger ran."
+        )
         self._committed.add(0)  # To be shown from the start on.
+        self._lost_databases.add(0)
 
     def observe(
         self, requests: Sequence[AppendRequest], commit: Callable[[], Sequence[AppendRequest]]
@@ -54,6 +58,10 @@ class Commits:
         self._committed.add(len(new))
         self._tell(new, began_ns)
         return new
+
+    def count_lost_database(self) -> None:
+        """Counts a database that was removed, with every record in it."""
+        self._lost_databases.add(1)
 
     def _tell(self, requests: Sequence[AppendRequest], began_ns: int, error: Exception | None = None) -> None:
         if not self._traces:

@@ -1,6 +1,7 @@
 """The payload store: idempotent, private, filtered and paged newest first, never in the event loop's way."""
 
 import asyncio
+import shutil
 import sqlite3
 import stat
 import uuid
@@ -316,3 +317,35 @@ async def test_a_search_for_text_that_takes_too_long_says_where_to_go_on(tmp_pat
 async def test_a_token_of_another_version_is_refused(store):
     with pytest.raises(InvalidRequestError, match="page_token"):
         await anext(store.query(Filters(QueryPayloadsRequest()), "AZ" * 11, 1))
+
+
+@pytest.mark.parametrize("removed", ["", "-wal"])
+async def test_a_database_that_is_removed_is_begun_anew_and_nothing_in_it_is_acknowledged(
+    store, tmp_path, removed, caplog
+):
+    path = tmp_path / "payloads.sqlite3"
+    await store.append([append_request(n) for n in range(1, 4)])
+    (tmp_path / f"payloads.sqlite3{removed}").unlink()
+    with pytest.raises(NotReadyError, match="has been made anew"):
+        await store.append([append_request(4)])
+    assert "was removed" in caplog.text
+    assert await store.append([append_request(4), append_request(5)]) != []
+    assert (await numbers(store))[:2] == [5, 4]
+    assert [one.position for one in await store.after(3, 10)][-1] == await store.last_position() > 4
+    await store.check()
+    await store.close()
+    again = SqliteStore(path)
+    assert (await numbers(again))[:2] == [5, 4]
+    await again.close()
+
+
+async def test_a_folder_that_is_removed_with_its_database_is_found_before_anything_is_written(tmp_path):
+    store = SqliteStore(tmp_path / "run" / "payloads.sqlite3")
+    await store.append([append_request(1)])
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(NotReadyError):
+        await store.check()
+    await store.check()
+    await store.append([append_request(2)])
+    assert await numbers(store) == [2]
+    await store.close()
