@@ -1,111 +1,142 @@
-"""Goodput under overload: what a stack still gets done when four times as much is asked of it as it can do.
+"""Goodput under overload: what a stack still gets done when many times as much is asked of it as it can do.
 
-A real stack, the model paced at 25 ms a step so that the machine's other work does not decide. Requests of 16 to 64
-tokens, each with a deadline of 5 s. Goodput is the tokens a second of the requests that ended OK within their deadline.
-Its peak is the best of a sweep: so many callers, each of which asks again when it has its answer. Then requests come
-at random at four times the rate of the peak, whatever becomes of them, for a minute. The aim is at least 90 % of
-the peak: what cannot be done in time has to be refused at once, for a request that misses its deadline has used up a
-place for nothing.
+The closed loop of an outsider: so many callers, each of which asks again as soon as its answer is there, 16 to 64
+tokens, a deadline of 5 s, three predictors, the client on the same cores. Goodput is the tokens a second of the
+answers that were whole within their deadline. The peak is the best of a sweep over few callers; each overload is
+measured between two arms at that peak (A-B-A), and its ratio is that to their mean.
 
-`python -m bench.overload` writes bench/results/overload.json; 4 minutes.
+A caller that is refused comes back at once, which is the harsh case (the refusals compete with the answers for the same
+cores), or with `retry-after` when the refusal says so. Every other outcome has a count of its own: `good`, `late` (the
+deadline passed, or the answer came after it), `refused`, `unsigned` (refused without x-failed-hop or retry-after-ms)
+and `failed`.
+
+`python -m bench.overload` writes bench/results/overload.json; less than 8 minutes. `--paced MS` takes the model's
+computation out: each step sleeps so long instead of competing for the cores with all else.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import os
 import random
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import grpc
 
 from bench.statistics import quantile
 from bench.streams import PROMPT
+from millrace.errors import FAILED_HOP, RETRY_AFTER_MS
 from millrace.protos import millrace_pb2, millrace_pb2_grpc
 from runner.free_ports import start_stack
+from runner.stack import Stack
 
 _RESULTS = Path(__file__).resolve().parent / "results" / "overload.json"
 _MODEL = "storyteller"
-_PACE_MS = 25
-_RUNNING = 16
-_TOKENS = (16, 32, 64)
+_PREDICTORS = 3
+_TOKENS = (16, 64)
 _DEADLINE_S = 5.0
-_CALLERS = (8, 16, 24, 32, 48)
-_OVERLOAD = 4
+_SWEEP = (8, 16, 24, 32, 48)
+_OVERLOADS = (96, 384, 1500)
 _AIM = 0.9
-_WARM_UP_S = 5.0  # At the beginning of each measurement, not counted: the queue fills.
+_WARM_UP_S = 5.0  # At the beginning of each arm, not counted: the queue fills, or empties.
+_CONNECTIONS = 4
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Outcome(NamedTuple):
-    """One request: when it ended (monotonic), what became of it, its tokens and how long it took."""
+    """One request: when it ended (monotonic), its tokens, how long it took and when its caller may come back."""
 
     ended: float
+    kind: str
     status: str
     tokens: int
     took_s: float
+    retry_after_s: float = 0.0
 
-    @property
-    def good_tokens(self) -> int:
-        return self.tokens if self.status == "OK" and self.took_s <= _DEADLINE_S else 0
+
+Ask: TypeAlias = Callable[[int], Awaitable[Outcome]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep-seconds", type=float, default=25.0, help="of each number of callers")
-    parser.add_argument("--overload-seconds", type=float, default=60.0)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each arm, beside its warm-up")
+    parser.add_argument("--sweep", type=int, nargs="+", default=_SWEEP, help="numbers of callers that may be the peak")
+    parser.add_argument(
+        "--callers", type=int, nargs="+", default=_OVERLOADS, help="numbers of callers that are too many"
+    )
+    parser.add_argument("--paced", type=float, metavar="MS", help="a model that sleeps instead of computing")
+    parser.add_argument("--no-variations", action="store_true", help="gRPC callers that come back at once alone")
     parser.add_argument("--out", type=Path, default=_RESULTS)
     arguments = parser.parse_args()
-    told = asyncio.run(_measure(arguments.sweep_seconds, arguments.overload_seconds))
-    arguments.out.write_text(json.dumps(told, indent=2) + "\n")
-    print(json.dumps({name: told[name] for name in ("peak", "overload", "ratio", "aim", "reached")}, indent=2))
+    report = asyncio.run(_measure(arguments))
+    arguments.out.write_text(json.dumps(report, indent=2) + "\n")
+    print(json.dumps({name: report[name] for name in ("peak", "ratios", "aim", "reached")}, indent=2))
 
 
-async def _measure(sweep_s: float, overload_s: float) -> dict[str, Any]:
+async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        stack = await start_stack(
-            Path(folder),
-            {"models": f"{_MODEL}=models/{_MODEL}"},
-            commands={"predictor": (sys.executable, "-m", "bench.paced_predictor")},
-            environment={
-                "predictor": {"PACE_MS": str(_PACE_MS), "PACE_SEED": "1", "PREDICTOR_MAX_RUNNING": str(_RUNNING)}
-            },
-            say=lambda line: None,
-        )
-        try:
-            async with grpc.aio.insecure_channel(stack.gateway) as channel:
-                stub = millrace_pb2_grpc.TextGenerationStub(channel)
-                sweep = {callers: await _closed_loop(stub, callers, sweep_s) for callers in _CALLERS}
-                callers, peak = max(sweep.items(), key=lambda item: float(item[1]["goodput"]))
-                rate = _OVERLOAD * peak["ended_ok_per_s"]
-                overload = await _open_loop(stub, rate, overload_s)
-        finally:
-            await stack.stop()
-    ratio = overload["goodput"] / peak["goodput"]
+        async with _stack(Path(folder), arguments.paced) as stack, _grpc_callers(stack) as grpc_ask:
+            await _arm(stack, "warm-up", grpc_ask, max(arguments.sweep), 2.0)
+            sweep = [await _arm(stack, "sweep", grpc_ask, n, arguments.seconds / 2) for n in arguments.sweep]
+            peak = max(sweep, key=lambda arm: float(arm["goodput"]))["callers"]
+            plans = [("gRPC, back at once", grpc_ask, callers, False) for callers in arguments.callers]
+            if not arguments.no_variations:
+                openai = _openai_callers(stack)
+                plans += [
+                    ("gRPC, back after retry-after", grpc_ask, 384, True),
+                    ("SSE, back at once", openai, 384, False),
+                ]
+            arms: list[dict[str, Any]] = []
+            for name, ask, callers, patient in plans:
+                if not arms or arms[-1]["ask"] != name.partition(",")[0]:
+                    arms.append(await _arm(stack, name, ask, peak, arguments.seconds, patient))
+                arms.append(await _arm(stack, name, ask, callers, arguments.seconds, patient))
+                arms.append(await _arm(stack, name, ask, peak, arguments.seconds, patient))
+    ratios = _ratios(arms, peak)
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "pace_ms": _PACE_MS,
-        "max_running": _RUNNING,
+        "cores": os.cpu_count(),
+        "predictors": _PREDICTORS,
+        "model": _MODEL if arguments.paced is None else f"{_MODEL}, each step {arguments.paced:g} ms longer",
         "tokens": _TOKENS,
         "deadline_s": _DEADLINE_S,
+        "peak": {"callers": peak},
         "sweep": sweep,
-        "peak": {"callers": callers, **peak},
-        "overload": {"times": _OVERLOAD, "requests_per_s": round(rate, 1), **overload},
-        "ratio": round(ratio, 3),
+        "arms": arms,
+        "ratios": ratios,
         "aim": _AIM,
-        "reached": ratio >= _AIM,
+        "reached": all(ratio["ratio"] >= _AIM for ratio in ratios),
     }
 
 
-async def _closed_loop(stub: Any, callers: int, seconds: float) -> dict[str, Any]:
-    """So many callers, each of which has one request at a time."""
+@contextlib.asynccontextmanager
+async def _stack(folder: Path, pace_ms: float | None) -> AsyncIterator[Stack]:
+    more: dict[str, Any] = {}
+    if pace_ms is not None:
+        more["commands"] = {"predictor": (sys.executable, "-m", "bench.paced_predictor")}
+        more["environment"] = {"predictor": {"PACE_MS": str(pace_ms), "PACE_SEED": "1"}}
+    overrides = {"models": f"{_MODEL}=models/{_MODEL}", "predictors": _PREDICTORS}
+    stack = await start_stack(folder, overrides, say=lambda line: None, **more)
+    try:
+        yield stack
+    finally:
+        await stack.stop()
+
+
+async def _arm(
+    stack: Stack, name: str, ask: Ask, callers: int, seconds: float, patient: bool = False
+) -> dict[str, Any]:
+    """So many callers for so long, each of which has one request at a time."""
     outcomes: list[Outcome] = []
     draw = random.Random(callers)  # noqa: S311  # Lengths, no secrets.
     begun = time.monotonic()
@@ -113,59 +144,143 @@ async def _closed_loop(stub: Any, callers: int, seconds: float) -> dict[str, Any
 
     async def call_again_and_again() -> None:
         while time.monotonic() < end:
-            outcomes.append(await _ask(stub, draw.choice(_TOKENS)))
+            outcome = await ask(draw.randint(*_TOKENS))
+            outcomes.append(outcome)
+            if patient and outcome.kind == "refused":
+                await asyncio.sleep(min(outcome.retry_after_s, end - outcome.ended))
 
-    await asyncio.gather(*(call_again_and_again() for _ in range(callers)))
-    return _told(outcomes, begun + _WARM_UP_S, end)
-
-
-async def _open_loop(stub: Any, rate: float, seconds: float) -> dict[str, Any]:
-    """Requests that come at random, `rate` a second, and wait for nobody."""
-    outcomes: list[Outcome] = []
-    draw = random.Random(_OVERLOAD)  # noqa: S311
-    begun = time.monotonic()
-    end = begun + _WARM_UP_S + seconds
-
-    async def ask(tokens: int) -> None:
-        outcomes.append(await _ask(stub, tokens))
-
-    async with asyncio.TaskGroup() as group:
-        due = begun
-        while due < end:
-            await asyncio.sleep(max(0.0, due - time.monotonic()))
-            group.create_task(ask(draw.choice(_TOKENS)))
-            due += draw.expovariate(rate)
-    return _told(outcomes, begun + _WARM_UP_S, end)
+    calls = asyncio.gather(*(call_again_and_again() for _ in range(callers)))
+    await asyncio.sleep(_WARM_UP_S)
+    before = _cpu_seconds(stack)
+    await asyncio.sleep(seconds)
+    cpu = {process: round((after - before[process]) / seconds, 2) for process, after in _cpu_seconds(stack).items()}
+    await calls
+    arm = {"ask": name.partition(",")[0], "name": name, "callers": callers, "seconds": seconds}
+    arm |= _figures(outcomes, begun + _WARM_UP_S, end) | {"cores_used": cpu}
+    print(json.dumps(arm), file=sys.stderr, flush=True)
+    return arm
 
 
-async def _ask(stub: Any, tokens: int) -> Outcome:
-    request = millrace_pb2.GenerateRequest(model=_MODEL, prompt=PROMPT, max_tokens=tokens, ignore_eos=True)
-    begun = time.monotonic()
-    made, status = 0, "OK"
-    try:
-        async for response in stub.Generate(request, timeout=_DEADLINE_S):
-            made += len(response.token_ids)
-    except grpc.aio.AioRpcError as error:
-        status = error.code().name
+@contextlib.asynccontextmanager
+async def _grpc_callers(stack: Stack) -> AsyncIterator[Ask]:
+    async with contextlib.AsyncExitStack() as opened:
+        channels = [
+            await opened.enter_async_context(
+                grpc.aio.insecure_channel(stack.gateway, options=(("grpc.use_local_subchannel_pool", 1),))
+            )
+            for _ in range(_CONNECTIONS)
+        ]
+        stubs = [millrace_pb2_grpc.TextGenerationStub(channel) for channel in channels]
+        turn = iter(range(sys.maxsize))
+
+        async def ask(tokens: int) -> Outcome:
+            request = millrace_pb2.GenerateRequest(model=_MODEL, prompt=PROMPT, max_tokens=tokens, ignore_eos=True)
+            stub = stubs[next(turn) % _CONNECTIONS]
+            begun = time.monotonic()
+            made, status, metadata = 0, "OK", {}
+            try:
+                async for response in stub.Generate(request, timeout=_DEADLINE_S):
+                    made += len(response.token_ids)
+            except grpc.aio.AioRpcError as error:
+                status = error.code().name
+                metadata = dict(error.trailing_metadata() or ()) | dict(error.initial_metadata() or ())
+            return _outcome(begun, status, made == tokens, made, metadata.get(FAILED_HOP), metadata.get(RETRY_AFTER_MS))
+
+        yield ask
+
+
+def _openai_callers(stack: Stack) -> Ask:
+    """OpenAI's completions as server-sent events, a connection of its own for each call, as curl has."""
+    host, _, port = stack.gateway.rpartition(":")
+
+    async def ask(tokens: int) -> Outcome:
+        body = {"model": _MODEL, "prompt": PROMPT, "max_tokens": tokens, "stream": True, "ignore_eos": True}
+        data = json.dumps(body).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: {stack.gateway}\r\ncontent-type: application/json\r\n"
+            f"x-timeout-ms: {1000 * _DEADLINE_S:.0f}\r\ncontent-length: {len(data)}\r\nconnection: close\r\n\r\n"
+        )
+        begun = time.monotonic()
+        answer = b""
+        try:
+            async with asyncio.timeout(_DEADLINE_S):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                try:
+                    writer.write(head.encode() + data)
+                    answer = await reader.read(-1)
+                finally:
+                    writer.close()
+        except TimeoutError:
+            return Outcome(time.monotonic(), "late", "timeout", 0, time.monotonic() - begun)
+        except OSError as error:
+            return Outcome(time.monotonic(), "failed", type(error).__name__, 0, time.monotonic() - begun)
+        headers = answer.partition(b"\r\n\r\n")[0].decode().lower()
+        fields = dict(line.split(": ", 1) for line in headers.split("\r\n")[1:] if ": " in line)
+        http_status = headers.split(" ", 2)[1] if headers else "none"
+        status = {"200": "OK", "429": "RESOURCE_EXHAUSTED", "504": "DEADLINE_EXCEEDED"}.get(http_status, http_status)
+        whole = b"data: [DONE]" in answer and b'"error"' not in answer
+        retry_after = fields.get("retry-after")
+        retry_after_ms = None if retry_after is None else str(1000 * int(retry_after))
+        return _outcome(begun, status, whole, tokens if whole else 0, fields.get(FAILED_HOP), retry_after_ms)
+
+    return ask
+
+
+def _outcome(
+    begun: float, status: str, whole: bool, tokens: int, failed_hop: object, retry_after_ms: object
+) -> Outcome:
     now = time.monotonic()
-    return Outcome(now, status, made, now - begun)
+    took_s = now - begun
+    if status == "DEADLINE_EXCEEDED" or (status == "OK" and took_s > _DEADLINE_S):
+        kind = "late"
+    elif status == "RESOURCE_EXHAUSTED":
+        kind = "refused" if failed_hop and retry_after_ms else "unsigned"
+    else:
+        kind = "good" if status == "OK" and whole else "failed"
+    return Outcome(now, kind, status, tokens, took_s, int(str(retry_after_ms or 0)) / 1000)
 
 
-def _told(outcomes: Sequence[Outcome], begin: float, end: float) -> dict[str, Any]:
+def _figures(outcomes: Sequence[Outcome], begin: float, end: float) -> dict[str, Any]:
     """The figures of what ended between two moments."""
     counted = [outcome for outcome in outcomes if begin <= outcome.ended < end]
     seconds = end - begin
-    good = [outcome for outcome in counted if outcome.good_tokens]
-    refused = [outcome.took_s * 1000 for outcome in counted if outcome.status == "RESOURCE_EXHAUSTED"]
+    good = [outcome for outcome in counted if outcome.kind == "good"]
+    refused_ms = [1000 * outcome.took_s for outcome in counted if outcome.kind == "refused"]
+    took_s = [outcome.took_s for outcome in good]
     return {
-        "goodput": round(sum(outcome.good_tokens for outcome in good) / seconds, 1),
+        "goodput": round(sum(outcome.tokens for outcome in good) / seconds, 1),
         "tokens_per_s": round(sum(outcome.tokens for outcome in counted) / seconds, 1),
-        "ended_ok_per_s": round(len(good) / seconds, 2),
-        "p50_s": round(quantile([outcome.took_s for outcome in good], 0.5), 3) if good else None,
-        "p99_s": round(quantile([outcome.took_s for outcome in good], 0.99), 3) if good else None,
-        "refused_p99_ms": round(quantile(refused, 0.99), 1) if refused else None,
+        "outcomes": dict(Counter(outcome.kind for outcome in counted)),
+        "good_per_s": round(len(good) / seconds, 2),
+        "refused_per_s": round(len(refused_ms) / seconds, 2),
+        "good_p50_s": round(quantile(took_s, 0.5), 3) if good else None,
+        "good_p99_s": round(quantile(took_s, 0.99), 3) if good else None,
+        "refused_p50_ms": round(quantile(refused_ms, 0.5), 1) if refused_ms else None,
+        "refused_p99_ms": round(quantile(refused_ms, 0.99), 1) if refused_ms else None,
         "statuses": dict(Counter(outcome.status for outcome in counted)),
+        "longest_s": round(max((outcome.took_s for outcome in outcomes), default=0.0), 2),
     }
+
+
+def _ratios(arms: Sequence[dict[str, Any]], peak: int) -> list[dict[str, Any]]:
+    """Each overload's goodput over the mean of its neighbours' at the peak load."""
+    ratios = []
+    for before, arm, after in zip(arms, arms[1:], arms[2:], strict=False):
+        if before["callers"] == after["callers"] == peak != arm["callers"]:
+            ratio = arm["goodput"] / ((before["goodput"] + after["goodput"]) / 2)
+            times = round(arm["callers"] / peak, 1)
+            ratios.append({"name": arm["name"], "callers": arm["callers"], "times": times, "ratio": round(ratio, 3)})
+    return ratios
+
+
+def _cpu_seconds(stack: Stack) -> dict[str, float]:
+    """What each process has used, its children not included."""
+    pids = {name: stack.pid(name) for name in stack.names} | {"client": os.getpid()}
+    used = {}
+    for name, pid in pids.items():
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        used[name] = (int(fields[11]) + int(fields[12])) / _TICKS
+    return used
 
 
 if __name__ == "__main__":
