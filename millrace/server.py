@@ -24,10 +24,10 @@ from grpc_reflection.v1alpha import reflection_pb2 as reflection_v1alpha_pb2
 from grpc_reflection.v1alpha import reflection_pb2_grpc as reflection_v1alpha_grpc
 
 from millrace.admission import Admission
-from millrace.errors import StartupError
 from millrace.hand_over import RETIRE, report_listening
 from millrace.health import HealthServicer
 from millrace.interceptors import ErrorServerInterceptor
+from millrace.listeners import Listeners
 from millrace.protos import reflection_v1_pb2
 from millrace.telemetry.loop_lag import watch_loop_lag
 from millrace.telemetry.page import MetricsPage
@@ -43,6 +43,7 @@ _LEAST_S = 0.5  # What was ended at the end of the drain must still be sent.
 _CALLS_SHARE = 0.9  # Of that time.
 _NEVER_S = 10.0**6  # Who retires a process bounds that.
 
+_LISTENERS = 8  # See listeners.py.
 _STREAM_WINDOW_BYTES = 8 * 1024 * 1024
 MESSAGE_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -68,7 +69,7 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class Server:
-    """A grpc.aio server with health, reflection, error mapping and telemetry.
+    """gRPC on one port with health, reflection, error mapping and telemetry.
 
     `hop` signs the errors; `public_services` are what reflection lists beside health and itself. A port
     that is taken is an error, unless `shares_port`: then it is one of several processes for which
@@ -104,10 +105,8 @@ class Server:
         self._at_drain: list[Callable[[float], Awaitable[None]]] = []
         self._at_stop: list[Callable[[], Awaitable[None]]] = []
         self._admission = admission or Admission()
-        self.grpc = grpc.aio.server(
-            interceptors=(TelemetryServerInterceptor(), ErrorServerInterceptor(hop, self._admission)),
-            options=(*SERVER_OPTIONS, ("grpc.so_reuseport", int(shares_port))),
-        )
+        interceptors = (TelemetryServerInterceptor(), ErrorServerInterceptor(hop, self._admission))
+        self.grpc = Listeners(_LISTENERS, interceptors, SERVER_OPTIONS, shares_port)
         self.health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
         _add_reflection(self.grpc, public_services)
@@ -143,10 +142,7 @@ class Server:
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._end_soon)
         loop.add_signal_handler(RETIRE, self._stop.set)
-        try:
-            port = self.grpc.add_insecure_port(self._address)
-        except RuntimeError:
-            raise StartupError(f"{self._address} cannot be listened on: is the port taken?") from None
+        port = self.grpc.add_insecure_port(self._address)
         # What was imported stays: a collection that looks at all of it holds up every stream for a tenth of a second.
         gc.collect()
         gc.freeze()
@@ -230,7 +226,7 @@ class Server:
             self._end_soon()
 
 
-def _add_reflection(server: grpc.aio.Server, public_services: Iterable[str]) -> None:
+def _add_reflection(server: Listeners, public_services: Iterable[str]) -> None:
     """Serves reflection v1alpha and v1, whose messages are the same under two package names."""
     v1 = reflection_v1_pb2.DESCRIPTOR.services_by_name["ServerReflection"].full_name
     names = (*public_services, health.SERVICE_NAME, reflection_v1alpha.SERVICE_NAME, v1)

@@ -17,7 +17,6 @@ import ctypes
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -25,8 +24,8 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 
 from prometheus_client import CollectorRegistry
 
-from millrace.errors import StartupError
 from millrace.hand_over import RETIRE
+from millrace.listeners import reserved
 from millrace.telemetry.page import MetricsPage, WorkerPages
 from services.transformer.settings import TransformerSettings
 
@@ -125,41 +124,6 @@ def tell_page(descriptor: int) -> None:
     page = MetricsPage("127.0.0.1", 0)
     os.write(descriptor, str(page.port).encode())
     os.close(descriptor)
-
-
-@contextmanager
-def reserved(host: str, port: int, is_shared: bool = False) -> Iterator[int]:
-    """Holds a port that nobody else can take but processes of this user that ask to share it; gives its number.
-
-    Where it `is_shared` one of those may have it already.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    address = (host.strip("[]"), port)
-    with socket.socket(family) as held:
-        try:
-            if is_shared:
-                held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-                held.bind(address)
-            else:
-                _bind(held, address)
-        except OSError:
-            raise StartupError(f"{host}:{port} cannot be listened on: is the port taken?") from None
-        # After the bind: with it before, a port that others share would not have been refused.
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        yield held.getsockname()[1]
-
-
-def _bind(held: socket.socket, address: tuple[str, int]) -> None:
-    """Binds where nobody else has the port; connections that linger after their end (TIME_WAIT) are nobody."""
-    try:
-        held.bind(address)
-    except OSError:
-        with socket.socket(held.family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen()  # Refused where another listens, whatever the two have set.
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(address)
 
 
 def end_with_parent(parent: int) -> None:

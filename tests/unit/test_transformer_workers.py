@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from millrace.errors import StartupError
-from services.transformer.workers import reserved
+from millrace.listeners import reserved
 from tests.waiting import until
 
 
