@@ -14,7 +14,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from millrace.errors import InvalidRequestError
+from millrace.errors import InvalidRequestError, OverloadedError
 from millrace.payload_tap import PayloadTap, Recording
 from millrace.protos.millrace_pb2 import Usage
 from millrace.recorded_call import Origin, begin, deadline_passed
@@ -23,6 +23,7 @@ from services.transformer.catalogue import Catalogue
 from services.transformer.detokenizer import Detokenizer
 from services.transformer.first_token import FirstToken
 from services.transformer.generation_telemetry import GenerationCourse, GenerationTelemetry
+from services.transformer.load_estimate import LoadEstimate
 from services.transformer.models import TextModel
 from services.transformer.predictor_client import Generation, PredictorClient, TokenChunk
 from services.transformer.recorded_prompt import recorded_texts
@@ -108,6 +109,7 @@ class Pipeline:
         self._generator = generator
         self._tap = tap
         self._telemetry = GenerationTelemetry()
+        self._loads: dict[str, LoadEstimate] = {}  # By model, of those that are served.
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
         """The chunks of one answer; raises MillraceError; closing the generator cancels the request."""
@@ -121,7 +123,7 @@ class Pipeline:
         ):
             try:
                 first_token = FirstToken(origin)
-                made = self._generate(request, first_token, recording, course)
+                made = self._admitted(request, first_token, recording, course)
                 async with aclosing(made), aclosing(first_token.bound(made)) as chunks:
                     async for chunk in chunks:
                         course.chunk(len(chunk.token_ids), chunk.elapsed_s, chunk.prompt_tokens, chunk.finish_reason)
@@ -145,12 +147,39 @@ class Pipeline:
             with begin(self._tap, origin, model):
                 raise
 
-    async def _generate(
+    async def _admitted(
         self, request: TextRequest, first_token: FirstToken, recording: Recording, course: GenerationCourse
     ) -> AsyncGenerator[TextChunk, None]:
+        """The chunks, unless the last one would come too late as things are; then OverloadedError, at once."""
         arrived = request.origin.arrived
         model = await self._catalogue.get(request.model, request.version, request.origin, request.timeout_s)
         course.found(model.name)
+        load = self._loads.setdefault(model.name, LoadEstimate())
+        _check_load(load, request)
+        load.began()
+        refused = begun = False
+        try:
+            async with aclosing(self._generate(request, model, first_token, recording, course)) as chunks:
+                async for chunk in chunks:
+                    if not begun:
+                        begun = True
+                        load.first_token(time.monotonic() - arrived)
+                    yield chunk
+        except OverloadedError:
+            refused = True
+            raise
+        finally:
+            load.ended(time.monotonic(), refused)
+
+    async def _generate(
+        self,
+        request: TextRequest,
+        model: TextModel,
+        first_token: FirstToken,
+        recording: Recording,
+        course: GenerationCourse,
+    ) -> AsyncGenerator[TextChunk, None]:
+        arrived = request.origin.arrived
         sampling = model.defaults.changed(request.sampling)
         prompt_ids = await self._shared_ids(request, model)
         sampling = sampling.resolved(model.limits.room(len(prompt_ids)), request.default_max_tokens)
@@ -230,6 +259,16 @@ class _Assembler:
 
     def _ends_with_stop_token(self, chunk: TokenChunk) -> bool:
         return chunk.finish_reason == "stop" and not self._stop_token_ids.isdisjoint(chunk.token_ids[-1:])
+
+
+def _check_load(load: LoadEstimate, request: TextRequest) -> None:
+    if request.timeout_s is None:
+        return
+    now = time.monotonic()
+    retry_after_s = load.retry_after_s(request.origin.arrived + request.timeout_s - now, now)
+    if retry_after_s is not None:
+        message = "as many are served as can be in the request's time"
+        raise OverloadedError(message, retry_after_ms=int(1000 * retry_after_s))
 
 
 def _check(request: TextRequest) -> None:
