@@ -25,6 +25,7 @@ from millrace.telemetry.setup import exports
 
 RECORDS = "millrace.records"
 SINK = "millrace.sink"
+OUTCOME = "millrace.outcome"
 MAX_LINKS = 128
 
 _TRACE_ID_DIGITS, _SPAN_ID_DIGITS = 32, 16
@@ -94,14 +95,30 @@ class Sending(Protocol):
         """How long ago the oldest record ended that the sink has not got; 0 where there is none. For any thread."""
         ...
 
+    @property
+    def outcomes(self) -> Mapping[str, int]:
+        """How many events were delivered, tried again, refused by the sink, or failed and given up. For any thread."""
+        ...
+
 
 def observe_sinks(sinks: Mapping[str, Sending], meter: Meter | None = None) -> None:
-    """Shows how late each sink is, under its name."""
+    """Shows how late each sink is, and what became of its events, under its name."""
 
     def lags(_: CallbackOptions) -> Iterable[Observation]:
         return [Observation(sink.lag_s, {SINK: name}) for name, sink in sinks.items()]
 
-    (meter or metrics.get_meter("millrace")).create_observable_gauge(
+    def outcomes(_: CallbackOptions) -> Iterable[Observation]:
+        return [
+            Observation(count, {SINK: name, OUTCOME: outcome})
+            for name, sink in sinks.items()
+            for outcome, count in sink.outcomes.items()
+        ]
+
+    meter = meter or metrics.get_meter("millrace")
+    meter.create_observable_counter(
+        "millrace.sink.events", [outcomes], "{event}", "What became of a sink's events: failed ones were given up."
+    )
+    meter.create_observable_gauge(
         "millrace.sink.lag",
         [lags],
         "s",

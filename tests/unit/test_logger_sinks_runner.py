@@ -46,6 +46,7 @@ def short_delays(monkeypatch):
     monkeypatch.setattr(runner_module, "_MAX_DELAY_S", 0.02)
     monkeypatch.setattr(runner_module, "_STORE_DELAY_S", 0.005)
     monkeypatch.setattr(runner_module, "_SAVE_EVERY_S", 0.005)
+    monkeypatch.setattr(runner_module, "_RESTART_DELAY_S", 0.005)
 
 
 @pytest.fixture
@@ -409,3 +410,55 @@ async def test_big_records_are_read_a_few_at_a_time(store, monkeypatch):
     await store.append([append_request(number, prompt="p" * 100_000) for number in range(1, 9)])
     assert [stored.position for stored in await store.after(0, 64)] == [1, 2, 3]
     assert [stored.position for stored in await store.after(3, 2)] == [4, 5]
+
+
+class FailingSink(StubbornSink):
+    """Raises what no sink should, where a record's model says so."""
+
+    name = "failing"
+
+    def __init__(self):
+        super().__init__()
+        self.sent = []
+
+    def events(self, record):
+        if record.model == "no events":
+            raise KeyError(record.record_id)
+        return [Event(record.model, {}, b"")]
+
+    async def send(self, event):
+        if event.id == "no sending":
+            raise ZeroDivisionError
+        self.sent.append(event.id)
+
+
+async def test_a_sink_that_raises_what_it_should_not_goes_on_with_the_next_record(store, caplog):
+    models = ["a", "no events", "b", "no sending", "c"]
+    await store.append([append_request(number, model=model) for number, model in enumerate(models, 1)])
+    async with running(store, sink := FailingSink()) as runner:
+        await until(lambda: cursor_is(store, sink.name, len(models)))
+        assert sorted(sink.sent) == ["a", "b", "c"]
+        assert runner.outcomes == {"delivered": 3, "retried": 9, "refused": 0, "failed": 2}
+        await store.append([append_request(9, model="later")])
+        await until(lambda: "later" in sink.sent)
+    assert sum("makes no events of the record" in message for message in caplog.messages) == 1
+    assert sum("is given up" in message for message in caplog.messages) == 1
+
+
+async def test_a_sink_goes_on_after_its_reader_has_failed(store, server, monkeypatch, caplog):
+    after, failures = store.after, [ValueError("of no kind that is known")]
+
+    async def failing_after(position, limit):
+        if position >= 2 and failures:
+            raise failures.pop()
+        return await after(position, limit)
+
+    monkeypatch.setattr(store, "after", failing_after)
+    await append(store, [1, 2])
+    async with running(store, cloud_events(server.url)) as runner:
+        await until(lambda: not failures)
+        await append(store, [3])
+        await until(lambda: cursor_is(store, server.url, 3))
+        await until(lambda: runner.lag_s == 0)
+    assert set(server.keys) == set(pairs([1, 2, 3]))
+    assert "it begins again" in caplog.text

@@ -6,8 +6,10 @@ record is passed over, some come again, with the same event ids. What the store'
 taken it does not reach that sink.
 
 An event that the sink cannot take now is tried again, for ever, at growing intervals with jitter; one that it refuses
-is logged and passed over. Meanwhile at most `concurrency` records, 32 MiB and one page are in memory: the reading
-stops, and nobody else notices. Counted in `counts`: delivered, retried, refused.
+is logged and passed over. So is one with which the sink fails in a way that it does not know, after some tries, and a
+record of which it makes no events. Meanwhile at most `concurrency` records, 32 MiB and one page are in memory: the
+reading stops, and nobody else notices. Counted in `counts`: delivered, retried, refused, failed. Whatever else goes
+wrong is logged, and the sending begins again, after a while, where the cursor is.
 
 A sink that the store has never heard of starts at the present end, or at the beginning.
 
@@ -27,7 +29,7 @@ import math
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
@@ -46,6 +48,9 @@ _POLL_S = 5.0  # A look at the store where no commit was told of.
 _SAVE_EVERY_S = 0.1  # A cursor for each record would cost the store a commit each.
 _MIN_DELAY_S, _MAX_DELAY_S = 0.2, 10.0
 _STORE_DELAY_S = 1.0
+_MAX_FAILURES = 10  # Tries of an event with which the sink fails unexpectedly.
+_RESTART_DELAY_S = 5.0
+_OUTCOMES = ("delivered", "retried", "refused", "failed")
 _WARN_EVERY_S = 60.0
 
 _Begun = tuple[int, asyncio.Task[None]]  # A record's position, and what sends it.
@@ -86,6 +91,11 @@ class SinkRunner:
             end = self._newest_end
         return max(0.0, time.time() - end)
 
+    @property
+    def outcomes(self) -> Mapping[str, int]:
+        """A copy of `counts`, with every outcome; for any thread."""
+        return {outcome: self.counts[outcome] for outcome in _OUTCOMES}
+
     async def start(self) -> None:
         """Finds where to go on, and makes a sink that is new known to the store."""
         cursors = await self._store.cursors()
@@ -99,6 +109,17 @@ class SinkRunner:
 
     async def run(self) -> None:
         """Sends until it is cancelled; to be called once."""
+        while True:
+            try:
+                await self._run()
+            except ExceptionGroup:
+                logger.exception("sending to the sink %s failed; it begins again", self._sink.name)
+            await asyncio.sleep(_RESTART_DELAY_S)
+            # What was on its way comes again.
+            self._records = self._bytes = 0
+            self._ends.clear()
+
+    async def _run(self) -> None:
         window: asyncio.Queue[_Begun] = asyncio.Queue(_WINDOW)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._read(group, window), name="sink reader")
@@ -138,7 +159,13 @@ class SinkRunner:
             self._bytes += size
 
     async def _deliver(self, record: PayloadRecord, size: int) -> None:
-        for event in await asyncio.to_thread(self._sink.events, record):
+        try:
+            events = await asyncio.to_thread(self._sink.events, record)
+        except Exception:
+            self.counts["failed"] += 1
+            logger.exception("the sink %s makes no events of the record %s", self._sink.name, record.record_id)
+            events = ()
+        for event in events:
             await self._send(event)
         async with self._room:
             self._records -= 1
@@ -164,7 +191,7 @@ class SinkRunner:
             await asyncio.sleep(_SAVE_EVERY_S)
 
     async def _send(self, event: Event) -> None:
-        delay_s = _MIN_DELAY_S
+        delay_s, failures = _MIN_DELAY_S, 0
         while True:
             try:
                 await self._sink.send(event)
@@ -178,17 +205,29 @@ class SinkRunner:
                 # Spread, so that not all that wait come back in the same instant.
                 await asyncio.sleep(max(error.retry_after_s, delay_s * random.uniform(0.5, 1.0)))  # noqa: S311
                 delay_s = min(2 * delay_s, _MAX_DELAY_S)
+            except Exception as error:
+                failures += 1
+                if failures == _MAX_FAILURES:
+                    self.counts["failed"] += 1
+                    logger.exception(
+                        "the sink %s fails with the event %s, which is given up", self._sink.name, event.id
+                    )
+                    return
+                self.counts["retried"] += 1
+                self._say_away(error)
+                await asyncio.sleep(delay_s)
+                delay_s = min(2 * delay_s, _MAX_DELAY_S)
             else:
                 self.counts["delivered"] += 1
                 self._say_back()
                 return
 
-    def _say_away(self, error: TryAgainError) -> None:
+    def _say_away(self, error: Exception) -> None:
         now = time.monotonic()
         if now >= self._next_warning:
             self._next_warning = now + _WARN_EVERY_S
             self._said_away = True
-            logger.warning("the sink %s takes no events: %s", self._sink.name, error)
+            logger.warning("the sink %s takes no events: %s", self._sink.name, error or type(error).__name__)
 
     def _say_back(self) -> None:
         if self._said_away:
