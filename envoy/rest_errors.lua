@@ -29,6 +29,14 @@ local LINES = {
   ["/millrace/v1/payloads"] = true,
   ["/millrace/v1/payloads:tail"] = true,
 }
+-- Paths beside /v1/ whose errors have OpenAI's shape.
+local OPENAI_PATHS = {
+  ["/health"] = true,
+  ["/version"] = true,
+  ["/tokenize"] = true,
+  ["/detokenize"] = true,
+  ["/tokenizer_info"] = true,
+}
 local OPENAI_TYPES = {
   ["400"] = "invalid_request_error",
   ["401"] = "authentication_error",
@@ -149,7 +157,7 @@ function envoy_on_request(handle)
     return
   end
   local path = headers:get(":path")
-  local is_openai = path:find("^/v1/") or path:find("^/openai/")
+  local is_openai = path:find("^/v1/") or path:find("^/openai/") or OPENAI_PATHS[path:match("^[^?]*")]
   local metadata = handle:streamInfo():dynamicMetadata()
   metadata:set(METADATA, "api", is_openai and "openai" or "v2")
   metadata:set(METADATA, "lines", LINES[path:match("^[^?]*")] or false)

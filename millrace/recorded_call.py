@@ -104,11 +104,18 @@ def deadline_passed(begun: float, timeout_s: float | None) -> bool:
 
 @contextmanager
 def recorded(
-    tap: PayloadTap, origin: Origin, model: str, timeout_s: float | None, *, prompt: str = "", inputs: Tensors = ()
+    tap: PayloadTap,
+    origin: Origin,
+    model: str,
+    timeout_s: float | None,
+    *,
+    prompt: str = "",
+    parameters: str = "",
+    inputs: Tensors = (),
 ) -> Iterator[Recording]:
     """Records what becomes of the request that the block answers; `timeout_s` is what its deadline has left."""
     begun = time.monotonic()
-    with begin(tap, origin, model, prompt=prompt, inputs=inputs) as recording:
+    with begin(tap, origin, model, prompt=prompt, parameters=parameters, inputs=inputs) as recording:
         try:
             yield recording
         except (asyncio.CancelledError, GeneratorExit):

@@ -49,7 +49,7 @@ class SamplingParameters(BaseModel):
     max_tokens: int | None = Field(None, ge=1, description="Tokens at most; 256, or what the context has left if less.")
     min_tokens: int = Field(0, ge=0, description="No end, stop token or stop string counts before so many.")
     temperature: float = Field(
-        1.0, ge=0, le=100, description="Below 1e-5 greedy; 0 by default for encoder-decoder models."
+        1.0, ge=0, le=2, description="Below 1e-5 greedy; 0 by default for encoder-decoder models."
     )
     top_p: float = Field(1.0, gt=0, le=1, description="Smallest set of tokens with this probability.")
     top_k: int = Field(0, ge=-1, description="The k likeliest tokens; 0 and -1 are off.")

@@ -576,7 +576,7 @@ class PayloadRecord(_message.Message):
     client: _builtins.str
     """Who called, where the gateway knows."""
     incomplete: _builtins.bool
-    """Parts were dropped, since the spool or its disk was full."""
+    """Parts were dropped: the spool or its disk was full, or a long request was refused."""
     call_id: _builtins.str
     """The gateway's own id of the call; requests of one stream share it."""
     fingerprint: _builtins.str

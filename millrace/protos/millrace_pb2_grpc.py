@@ -153,7 +153,8 @@ class PayloadLogServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Tail(self, request, context):
-        """Records that pass every filter, as they are committed; ends only when the caller does, or is too slow to read.
+        """Records that pass every filter, as they are committed; ends only when the caller does, is too slow to read, or is idle
+        where there are too many: a newer call then takes its place.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

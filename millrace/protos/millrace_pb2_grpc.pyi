@@ -75,7 +75,9 @@ class PayloadLogStub:
     Query: _grpc.UnaryStreamMultiCallable[_millrace_pb2.QueryPayloadsRequest, _millrace_pb2.PayloadRecord]
     """Records that pass every filter, newest first."""
     Tail: _grpc.UnaryStreamMultiCallable[_millrace_pb2.TailPayloadsRequest, _millrace_pb2.PayloadRecord]
-    """Records that pass every filter, as they are committed; ends only when the caller does, or is too slow to read."""
+    """Records that pass every filter, as they are committed; ends only when the caller does, is too slow to read, or is idle
+    where there are too many: a newer call then takes its place.
+    """
     Delete: _grpc.UnaryUnaryMultiCallable[_millrace_pb2.DeletePayloadsRequest, _millrace_pb2.DeletePayloadsResponse]
     """Deletes every record of the key, for good; deleting what is not there deletes none."""
 
@@ -89,7 +91,9 @@ class PayloadLogAsyncStub(PayloadLogStub):
     Query: _aio.UnaryStreamMultiCallable[_millrace_pb2.QueryPayloadsRequest, _millrace_pb2.PayloadRecord]  # type: ignore[assignment]
     """Records that pass every filter, newest first."""
     Tail: _aio.UnaryStreamMultiCallable[_millrace_pb2.TailPayloadsRequest, _millrace_pb2.PayloadRecord]  # type: ignore[assignment]
-    """Records that pass every filter, as they are committed; ends only when the caller does, or is too slow to read."""
+    """Records that pass every filter, as they are committed; ends only when the caller does, is too slow to read, or is idle
+    where there are too many: a newer call then takes its place.
+    """
     Delete: _aio.UnaryUnaryMultiCallable[_millrace_pb2.DeletePayloadsRequest, _millrace_pb2.DeletePayloadsResponse]  # type: ignore[assignment]
     """Deletes every record of the key, for good; deleting what is not there deletes none."""
 
@@ -118,7 +122,9 @@ class PayloadLogServicer(metaclass=_abc_1.ABCMeta):
         request: _millrace_pb2.TailPayloadsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_millrace_pb2.PayloadRecord], _abc.AsyncIterator[_millrace_pb2.PayloadRecord]]:
-        """Records that pass every filter, as they are committed; ends only when the caller does, or is too slow to read."""
+        """Records that pass every filter, as they are committed; ends only when the caller does, is too slow to read, or is idle
+        where there are too many: a newer call then takes its place.
+        """
 
     @_abc_1.abstractmethod
     def Delete(

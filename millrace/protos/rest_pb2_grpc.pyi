@@ -42,6 +42,16 @@ class OpenAIStub:
     Completions: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
     ChatCompletions: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
     Embeddings: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    Health: _grpc.UnaryStreamMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]
+    """What follows is not OpenAI's but vLLM's, and asked for by the tools of its users.
+
+    200 where a generation would work now, else 503.
+    """
+    Version: _grpc.UnaryStreamMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]
+    Tokenize: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    Detokenize: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    TokenizerInfo: _grpc.UnaryStreamMultiCallable[_rest_pb2.ModelRequest, _httpbody_pb2.HttpBody]
+    """The tokenizer of `?model=`."""
 
 @_typing.type_check_only
 class OpenAIAsyncStub(OpenAIStub):
@@ -53,6 +63,16 @@ class OpenAIAsyncStub(OpenAIStub):
     Completions: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     ChatCompletions: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     Embeddings: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    Health: _aio.UnaryStreamMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """What follows is not OpenAI's but vLLM's, and asked for by the tools of its users.
+
+    200 where a generation would work now, else 503.
+    """
+    Version: _aio.UnaryStreamMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    Tokenize: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    Detokenize: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    TokenizerInfo: _aio.UnaryStreamMultiCallable[_rest_pb2.ModelRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """The tokenizer of `?model=`."""
 
 class OpenAIServicer(metaclass=_abc_1.ABCMeta):
     """OpenAI's API. `stream: true` answers with server-sent events ending in `data: [DONE]`."""
@@ -91,6 +111,46 @@ class OpenAIServicer(metaclass=_abc_1.ABCMeta):
         request: _httpbody_pb2.HttpBody,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]: ...
+
+    @_abc_1.abstractmethod
+    def Health(
+        self,
+        request: _empty_pb2.Empty,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]:
+        """What follows is not OpenAI's but vLLM's, and asked for by the tools of its users.
+
+        200 where a generation would work now, else 503.
+        """
+
+    @_abc_1.abstractmethod
+    def Version(
+        self,
+        request: _empty_pb2.Empty,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]: ...
+
+    @_abc_1.abstractmethod
+    def Tokenize(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]: ...
+
+    @_abc_1.abstractmethod
+    def Detokenize(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]: ...
+
+    @_abc_1.abstractmethod
+    def TokenizerInfo(
+        self,
+        request: _rest_pb2.ModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]:
+        """The tokenizer of `?model=`."""
 
 def add_OpenAIServicer_to_server(servicer: OpenAIServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -81,7 +81,7 @@ def _of_the_server(gateway: Gateway) -> Iterator[Check]:
     yield Check("gRPC", "Health/Check", health)
     yield Check("gRPC", "ServerReflection", reflection)
     yield Check("gRPC", "ServerLive, ServerReady, ServerMetadata", server)
-    for path in ("/v2", "/v2/health/live", "/v2/health/ready", "/v1/models", "/"):
+    for path in ("/v2", "/v2/health/live", "/v2/health/ready", "/health", "/version", "/v1/models", "/"):
         yield Check("REST", f"GET {path}", partial(_gets, gateway, path))
 
 

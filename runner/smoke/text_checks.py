@@ -105,7 +105,16 @@ def _by_openai(gateway: Gateway, model: ModelFacts) -> Iterator[Check]:
         expect(answer.json()["id"] == model.name, answer.text)
         return answer.json()["object"]  # type: ignore[no-any-return]
 
+    async def tokenized() -> str:
+        ids = (await gateway.post("/tokenize", {"model": model.name, "prompt": _PROMPT})).json()["tokens"]
+        text = (await gateway.post("/detokenize", {"model": model.name, "tokens": ids})).json()["prompt"]
+        expect(_PROMPT in text, f"the ids are {text!r}")
+        info = (await gateway.get(f"/tokenizer_info?model={model.name}")).json()
+        expect("eos_token" in info, f"it says {info}")
+        return f"{len(ids)} ids"
+
     yield Check("OpenAI", "GET /v1/models/{model}", listed)
+    yield Check("vLLM", "/tokenize, /detokenize, /tokenizer_info", tokenized)
     for path in ("/v1/completions", "/openai/v1/completions"):
         yield Check("OpenAI", f"POST {path}", partial(whole, path, prompt))
     yield Check("OpenAI", "POST /v1/completions, streamed", partial(streamed, "/v1/completions", prompt))

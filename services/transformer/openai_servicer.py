@@ -1,4 +1,4 @@
-"""OpenAI's API: models, completions, chat completions and embeddings.
+"""OpenAI's API: models, completions, chat completions and embeddings; and of vLLM's, what tools ask for beside it.
 
 `stream: true` answers with server-sent events ending in `data: [DONE]`, the choices among each other
 as they come. Each choice is one generation, with a record of its own under the request's id.
@@ -7,22 +7,19 @@ Source: OpenAI's API reference for the shapes of answers, chunks and errors.
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
 
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
 
-from millrace.errors import NotFoundError, NotReadyError
+from millrace import __version__
+from millrace.errors import NotReadyError
 from millrace.interceptors import Context
 from millrace.protos import rest_pb2, rest_pb2_grpc
 from millrace.recorded_call import Origin, origin_of
-from millrace.resumable import FINGERPRINT
 from services.transformer.calls import timeout_of
 from services.transformer.catalogue import Catalogue
-from services.transformer.models import RelayedModel, TextModel
 from services.transformer.openai.answers import ChatFormat, CompletionFormat, Echoes
 from services.transformer.openai.bodies import answer
 from services.transformer.openai.choices import choices_of
@@ -33,9 +30,17 @@ from services.transformer.openai.generation_requests import (
     ChatCompletionRequest,
     CompletionRequest,
 )
-from services.transformer.openai.requests import parse
+from services.transformer.openai.models import Kind, OpenAIModels
+from services.transformer.openai.requests import IGNORED_FIELDS, RequestT, parse
+from services.transformer.openai.tokenizing import (
+    DetokenizeRequest,
+    TokenizeRequest,
+    detokenize,
+    tokenize,
+    tokenizer_of,
+)
 from services.transformer.pipeline import Pipeline, TextRequest
-from services.transformer.rest import JSON, Body, KeepAlive, json_body, rest_errors
+from services.transformer.rest import JSON, PLAIN, Body, Header, KeepAlive, json_body, rest_errors
 from services.transformer.tokenizer import TextTokenizer
 
 
@@ -49,27 +54,32 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         self._pipeline = pipeline
         self._catalogue = catalogue
         self._embedder = embedder
-        self._started = int(time.time())
+        self._models = OpenAIModels(catalogue)
+
+    @rest_errors(openai_error)
+    async def Health(self, request: Empty, context: Context) -> AsyncGenerator[HttpBody, None]:
+        if not self._catalogue.ready:
+            raise NotReadyError("not ready", hop="predictor")
+        yield HttpBody(content_type=PLAIN)
+
+    @rest_errors(openai_error)
+    async def Version(self, request: Empty, context: Context) -> AsyncGenerator[HttpBody, None]:
+        yield json_body({"version": __version__})
 
     @rest_errors(openai_error)
     async def Models(self, request: Empty, context: Context) -> AsyncGenerator[HttpBody, None]:
-        cards = []
-        for name in self._catalogue.names:
-            try:
-                cards.append(self._card(name))
-            except (NotFoundError, NotReadyError):
-                continue  # It is of another API, or it will be listed when it has loaded.
-        yield json_body({"object": "list", "data": cards})
+        yield json_body({"object": "list", "data": self._models.cards()})
 
     @rest_errors(openai_error)
     async def Model(self, request: rest_pb2.ModelRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
-        yield json_body(self._card(request.model))
+        yield json_body(self._models.card(request.model))
 
     @rest_errors(openai_error)
     async def Completions(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         origin = origin_of(context, "millrace.rest.v1.OpenAI/Completions")
-        with self._pipeline.recording_refusals(origin):
-            asked = parse(CompletionRequest, request.data)
+        asked = self._read(CompletionRequest, request.data, origin, "generation")
+        if ignored := asked.ignored_fields():
+            yield Header(IGNORED_FIELDS, ", ".join(ignored))
         if asked.stream:
             yield KeepAlive(self._keep_alive_s)
         timeout_s = timeout_of(context)
@@ -91,19 +101,22 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
                     default_max_tokens=COMPLETION_MAX_TOKENS,
                     stop=asked.stop,
                     timeout_s=timeout_s,
+                    ignored_fields=ignored,
                 ),
                 asked.n,
             )
         ]
-        async with aclosing(answer(self._pipeline, generations, asked, CompletionFormat(echoes, tokens))) as bodies:
+        shape = CompletionFormat(echoes, tokens)
+        async with aclosing(answer(self._pipeline, generations, asked, shape)) as bodies:
             async for body in bodies:
                 yield body
 
     @rest_errors(openai_error)
     async def ChatCompletions(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         origin = origin_of(context, "millrace.rest.v1.OpenAI/ChatCompletions")
-        with self._pipeline.recording_refusals(origin):
-            asked = parse(ChatCompletionRequest, request.data)
+        asked = self._read(ChatCompletionRequest, request.data, origin, "generation")
+        if ignored := asked.ignored_fields():
+            yield Header(IGNORED_FIELDS, ", ".join(ignored))
         if asked.stream:
             yield KeepAlive(self._keep_alive_s)
         timeout_s = timeout_of(context)
@@ -116,6 +129,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
                 sampling=asked.sampling(),
                 stop=asked.stop,
                 timeout_s=timeout_s,
+                ignored_fields=ignored,
             ),
             asked.n,
         )
@@ -126,26 +140,45 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
                 yield body
 
     @rest_errors(openai_error)
-    async def Embeddings(self, request: HttpBody, context: Context) -> AsyncGenerator[HttpBody, None]:
+    async def Embeddings(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         origin = origin_of(context, "millrace.rest.v1.OpenAI/Embeddings")
-        with self._pipeline.recording_refusals(origin):
-            asked = parse(EmbeddingsRequest, request.data)
+        asked = self._read(EmbeddingsRequest, request.data, origin, "embedding")
+        if ignored := asked.ignored_fields():
+            yield Header(IGNORED_FIELDS, ", ".join(ignored))
         vectors, tokens = await self._embedder.embed(asked, origin, timeout_of(context))
         for piece in embeddings_json(asked, vectors, tokens):
             yield HttpBody(content_type=JSON, data=piece)
 
+    @rest_errors(openai_error)
+    async def Tokenize(self, request: HttpBody, context: Context) -> AsyncGenerator[HttpBody, None]:
+        asked = parse(TokenizeRequest, request.data)
+        tokenizer, context_length = await self._tokenizer_for(asked.model, context)
+        yield json_body(await tokenize(asked, tokenizer, context_length))
+
+    @rest_errors(openai_error)
+    async def Detokenize(self, request: HttpBody, context: Context) -> AsyncGenerator[HttpBody, None]:
+        asked = parse(DetokenizeRequest, request.data)
+        tokenizer, _ = await self._tokenizer_for(asked.model, context)
+        yield json_body(detokenize(asked, tokenizer))
+
+    @rest_errors(openai_error)
+    async def TokenizerInfo(self, request: rest_pb2.ModelRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
+        tokenizer, context_length = await self._tokenizer_for(request.model, context)
+        yield json_body(tokenizer.description | {"model_max_length": context_length})
+
+    async def _tokenizer_for(self, name: str, context: Context) -> tuple[TextTokenizer, int | None]:
+        """The tokenizer of a model, of the only one that generates where none is named, and the model's context."""
+        origin = origin_of(context, "millrace.rest.v1.OpenAI/Tokenize")
+        name = self._models.resolve(name, "generation")
+        return tokenizer_of(await self._catalogue.wait_for(name, "", origin, timeout_of(context)))
+
+    def _read(self, cls: type[RequestT], body: bytes, origin: Origin, kind: Kind) -> RequestT:
+        """The request in a body, with its model's name; one that is refused is on record."""
+        with self._pipeline.recording_refusals(origin):
+            asked = parse(cls, body)
+            asked.model = self._models.resolve(asked.model, kind)
+            return asked
+
     async def _tokenizer(self, origin: Origin, model: str, timeout_s: float | None) -> TextTokenizer:
         with self._pipeline.recording_refusals(origin, model):
             return (await self._catalogue.get(model, "", origin, timeout_s)).tokenizer
-
-    def _card(self, name: str) -> dict[str, Any]:
-        """What is told of a model; NotFoundError where OpenAI's API has no use for it."""
-        model = self._catalogue.find(name)
-        if isinstance(model, TextModel):
-            kind = "generation"
-        elif isinstance(model, RelayedModel) and model.tokenizer is not None:
-            kind = "embedding"
-        else:
-            raise NotFoundError(f"model {name!r} takes tensors; OpenAI's API does not serve it")
-        card = {"id": name, "object": "model", "created": self._started, "owned_by": "millrace", "kind": kind}
-        return card | ({FINGERPRINT: model.fingerprint} if model.fingerprint else {})

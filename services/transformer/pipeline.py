@@ -53,6 +53,7 @@ class TextRequest:
     `template_options` are variables of the chat template. Where `sampling` has no max_tokens,
     `default_max_tokens` or what the context has left counts. `timeout_s` is what the caller's deadline
     had left when the request arrived; None is no deadline. The first-token deadline is in the origin's metadata.
+    `ignored_fields` are names, for the record.
     """
 
     origin: Origin
@@ -67,6 +68,7 @@ class TextRequest:
     version: str = ""
     timeout_s: float | None = None
     shared: SharedPrompt = field(default_factory=SharedPrompt, repr=False, compare=False)
+    ignored_fields: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ An error before the first body travels as initial metadata (`x-http-status`, `x-
 which the gateway sets the HTTP status, and a body in the API's own shape. After the first body the
 status is gone: the error is one more server-sent event.
 
+A handler yields `Header` before its first body for one more header in its answer.
+
 A handler that answers by events yields `KeepAlive` first: from then on silence is filled with comments, which clients
 ignore and which keep proxies from closing the connection.
 """
@@ -27,6 +29,7 @@ from millrace.interceptors import Context
 logger = logging.getLogger(__name__)
 
 JSON = "application/json"
+PLAIN = "text/plain"
 EVENTS = "text/event-stream"
 _HOP = "transformer"
 
@@ -41,7 +44,15 @@ class KeepAlive:
     after_s: float
 
 
-Body: TypeAlias = "HttpBody | KeepAlive"
+@dataclass(frozen=True)
+class Header:
+    """A header of the answer, errors included; it goes out with what comes first."""
+
+    name: str
+    value: str
+
+
+Body: TypeAlias = "HttpBody | KeepAlive | Header"
 Handler = Callable[[Any, Any, Context], AsyncGenerator[Body, None]]
 
 
@@ -62,15 +73,21 @@ def rest_errors(shape: Callable[[MillraceError], dict[str, Any]]) -> Callable[[H
         async def handle(self: Any, request: Any, context: Context) -> AsyncGenerator[HttpBody, None]:
             begun = False
             comments = None
+            head = _Head(context)
             try:
                 async with aclosing(handler(self, request, context)) as bodies:
                     async for body in bodies:
                         if isinstance(body, KeepAlive):
-                            comments = _Comments(context, body.after_s) if body.after_s else None
+                            comments = _Comments(context, body.after_s, head) if body.after_s else None
+                            continue
+                        if isinstance(body, Header):
+                            head.metadata += ((body.name, body.value),)
                             continue
                         begun = True
                         if comments is not None:
                             await comments.pause()
+                        if head.metadata:
+                            await head.send()
                         yield body
                         if comments is not None:
                             comments.go_on()
@@ -87,7 +104,8 @@ def rest_errors(shape: Callable[[MillraceError], dict[str, Any]]) -> Callable[[H
             if begun:
                 yield HttpBody(data=event(shape(error)))
             else:
-                await context.send_initial_metadata(error.trailing_metadata(_HOP))
+                head.metadata += error.trailing_metadata(_HOP)
+                await head.send()
                 yield json_body(shape(error))
             # The body is out; the call itself ends as what it is, for gRPC callers and for the trace.
             raise error
@@ -97,14 +115,28 @@ def rest_errors(shape: Callable[[MillraceError], dict[str, Any]]) -> Callable[[H
     return decorate
 
 
+class _Head:
+    """The initial metadata of a call, until they are sent."""
+
+    def __init__(self, context: Context) -> None:
+        self.metadata: tuple[tuple[str, str], ...] = ()
+        self._context = context
+
+    async def send(self) -> None:
+        metadata, self.metadata = self.metadata, ()
+        if metadata:
+            await self._context.send_initial_metadata(metadata)
+
+
 class _Comments:
     """Writes comments into a call while nobody else writes: between `go_on`, or the beginning, and `pause`.
 
     One timer, which looks whether there was silence: a body costs two assignments.
     """
 
-    def __init__(self, context: Context, after_s: float) -> None:
+    def __init__(self, context: Context, after_s: float, head: _Head) -> None:
         self.sent = False
+        self._head = head
         self._context = context
         self._after_s = after_s
         self._loop = asyncio.get_running_loop()
@@ -143,6 +175,7 @@ class _Comments:
 
     async def _write(self) -> None:
         try:
+            await self._head.send()
             await self._context.write(_COMMENT)
         except Exception:  # The caller has left, which the call itself finds out.
             logger.debug("a comment was not written", exc_info=True)

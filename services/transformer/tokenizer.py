@@ -59,15 +59,36 @@ class TextTokenizer:
 
     async def encode(self, text: str, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
         """The text's ids, at most `max_tokens` of them; raises InvalidRequestError."""
-        size = len(text.encode("utf-8", "surrogatepass"))
-        self._refuse_oversize(size, max_tokens)
-        if size <= _INLINE_BYTES:
-            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        else:
-            loop = asyncio.get_running_loop()
-            ids = await loop.run_in_executor(self._pool, self._encode_long, text, add_special_tokens)
+        self._refuse_oversize(_bytes_of(text), max_tokens)
+        ids = await self.ids(text, add_special_tokens)
         check_token_count(len(ids), max_tokens)
         return ids
+
+    async def ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The text's ids, however many."""
+        if _bytes_of(text) <= _INLINE_BYTES:
+            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return ids
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, self._encode_long, text, add_special_tokens)
+
+    async def strings(self, ids: Sequence[int]) -> list[str | None]:
+        """The vocabulary's own strings; None for an id that has none."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self._pool, lambda: list(map(self.backend.id_to_token, ids))
+        )
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What the tokenizer's files say of it."""
+        special = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+        tokens = {name: getattr(self._tokenizer, name, None) for name in special}
+        return {
+            "tokenizer_class": type(self._tokenizer).__name__,
+            "chat_template": self._tokenizer.chat_template,
+            "vocab_size": self.backend.get_vocab_size(with_added_tokens=True),
+            **{name: None if token is None else str(token) for name, token in tokens.items()},
+        }
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
@@ -124,6 +145,10 @@ def _read_tokenizer(name: str, folder: Path) -> Any:
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_REASON]
         raise StartupError(f"model {name}: the tokenizer in {folder} cannot be read: {reason}") from None
+
+
+def _bytes_of(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))
 
 
 def check_token_count(count: int, max_tokens: int) -> None:

@@ -45,6 +45,7 @@ async def test_without_a_predictor_the_answer_is_503_once_the_wait_is_over(new_s
     assert answer.pieces[-1][0] < 5
     ready = await rest(stack.gateway, "GET", "/v2/health/ready")
     assert (ready.status, ready.json) in ((503, {"ready": False}), (200, {"ready": True}))
+    assert (await rest(stack.gateway, "GET", "/health")).status in (503, 200)
 
     async def ready_again():
         return (await rest(stack.gateway, "GET", "/v2/health/ready")).status == 200
@@ -52,3 +53,8 @@ async def test_without_a_predictor_the_answer_is_503_once_the_wait_is_over(new_s
     await stack.wait_ready(timeout_s=30)
     await until(ready_again)
     assert await generate(stack.gateway, model="storyteller", prompt="Once", max_tokens=3)
+    # The only model need not be named.
+    for body in ({"prompt": "Once"}, {"prompt": "Once", "model": ""}):
+        answer = await rest(stack.gateway, "POST", "/v1/completions", {**body, "max_tokens": 2})
+        assert (answer.status, answer.json["model"]) == (200, "storyteller")
+    assert (await rest(stack.gateway, "GET", "/tokenizer_info")).json["eos_token"] == "</s>"

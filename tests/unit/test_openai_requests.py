@@ -69,6 +69,35 @@ def test_null_is_as_good_as_absent_and_unknown_fields_are_ignored():
     assert asked.sampling() == {}
 
 
+def test_fields_without_effect_are_named():
+    assert completion(n=1, top_k=5, logit_bias={}, max_tokens=2, user=None).ignored_fields() == []
+    assert completion(priority=1, include_reasoning=True).ignored_fields() == ["priority", "include_reasoning"]
+    assert completion(stream=True, stream_options={"include_usage": True, "x": 1}).ignored_fields() == [
+        "stream_options.x"
+    ]
+    assert completion(max_completion_tokens=5).ignored_fields() == ["max_completion_tokens"]
+    assert chat(max_completion_tokens=5).ignored_fields() == []
+    assert embeddings(user="me").ignored_fields() == ["user"]
+
+
+def test_names_of_fields_are_fit_for_a_header():
+    named = completion(**{"a\r\nb: c": 1, "é" * 1000: 1}, **{f"x{i}": 1 for i in range(1000)}).ignored_fields()
+    assert named[:3] == ["a??b??c", "?" * 64, "x0"]
+    assert len(named) == 16
+
+
+def test_tools_that_may_not_be_called_are_not_refused():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert chat(tools=tools, tool_choice="none").ignored_fields() == []
+    assert chat(functions=[{"name": "f"}], function_call="none").messages
+
+
+def test_usage_in_every_event_needs_usage_at_all():
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    assert completion(stream=True, stream_options=options).continuous_usage
+    assert not completion(stream=True, stream_options={"continuous_usage_stats": True}).continuous_usage
+
+
 def test_vllms_sampling_fields_are_sampling_parameters():
     given = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True}
     given |= {"stop_token_ids": [7], "seed": 3, "temperature": 0.5, "max_tokens": 9}
@@ -186,7 +215,7 @@ def test_any_other_message_is_refused(message, param, text):
         (b"\xff", "not JSON"),
         (b"[" * 100_000, "not JSON"),
         (b"[1]", "must be a JSON object"),
-        (b'{"prompt": "p"}', "model: Field required"),
+        (b'{"prompt": "p", "model": 5}', "model: Input should be a valid string"),
         (b" " * (8 * 1024 * 1024 + 1), "more than any prompt"),
         (b'{"messages": [' + b"1," * 5000 + b"1]}", "5001 messages, at most 4096"),
     ],

@@ -144,6 +144,12 @@ def usage_of(usages: Sequence[Usage], n: int) -> dict[str, Any]:
     }
 
 
+def usage_so_far(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    """What one choice has taken until now, as vLLM writes it."""
+    total = prompt_tokens + completion_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
+
+
 def _text(data: bytes) -> str:
     try:
         return data.decode()

@@ -6,11 +6,12 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from typing import Any
 
 from google.api.httpbody_pb2 import HttpBody
 
 from millrace.protos.millrace_pb2 import Usage
-from services.transformer.openai.answers import Format, usage_of
+from services.transformer.openai.answers import Format, usage_of, usage_so_far
 from services.transformer.openai.choices import generate_all
 from services.transformer.openai.generation_requests import GenerationRequest
 from services.transformer.pipeline import Pipeline, TextChunk, TextRequest
@@ -30,23 +31,27 @@ async def answer(
             async for index, chunk in chunks:
                 made[index].append(chunk)
             choices = [shape.whole(index, parts) for index, parts in enumerate(made)]
-            usage = usage_of([parts[-1].usage or Usage() for parts in made], asked.n)
-            yield json_body(head | {"object": shape.whole_object, "choices": choices, "usage": usage})
+            total = usage_of([parts[-1].usage or Usage() for parts in made], asked.n)
+            yield json_body(head | {"object": shape.whole_object, "choices": choices, "usage": total})
             return
 
         head["object"] = shape.chunk_object
         begun: set[int] = set()
         usages = [Usage()] * len(generations)
+        completion_tokens = [0] * len(generations)
         # With include_usage every event has the field; the last one fills it.
-        no_usage = {"usage": None} if asked.include_usage else {}
+        usage: dict[str, Any] = {"usage": None} if asked.include_usage else {}
         async for index, chunk in chunks:
             usages[index] = chunk.usage or usages[index]
+            completion_tokens[index] += len(chunk.token_ids)
             is_first = index not in begun
             # Text that is held back makes no event of its own, unless something else is told of its tokens.
             if is_first or chunk.text or chunk.finish_reason is not None or chunk.logprobs:
                 begun.add(index)
                 choice = shape.chunk(index, chunk, is_first)
-                yield HttpBody(content_type=EVENTS, data=event(head | {"choices": [choice]} | no_usage))
+                if asked.continuous_usage:
+                    usage["usage"] = usage_so_far(chunk.prompt_tokens, completion_tokens[index])
+                yield HttpBody(content_type=EVENTS, data=event(head | {"choices": [choice]} | usage))
         if asked.include_usage:
             yield HttpBody(data=event(head | {"choices": [], "usage": usage_of(usages, asked.n)}))
         yield HttpBody(data=_DONE)

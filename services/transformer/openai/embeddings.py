@@ -65,7 +65,10 @@ class Embedder:
         self, asked: EmbeddingsRequest, origin: Origin, timeout_s: float | None
     ) -> tuple[list[Vector], int]:
         """The inputs' vectors, and how many tokens they had; raises MillraceError."""
-        with recorded(self._tap, origin, asked.model, timeout_s, prompt=_recorded(asked.input)) as recording:
+        ignored = asked.ignored_fields()
+        parameters = orjson.dumps({"ignored_fields": ignored}).decode() if ignored else ""
+        prompt = _recorded(asked.input)
+        with recorded(self._tap, origin, asked.model, timeout_s, prompt=prompt, parameters=parameters) as recording:
             try:
                 # One limit for all calls, which do not begin at once.
                 async with asyncio.timeout(timeout_s):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from millrace.errors import InvalidRequestError
 from millrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
@@ -22,9 +22,12 @@ _PLAIN_TEXT = {"type": "text"}
 
 
 class StreamOptions(BaseModel):
-    """How a stream ends."""
+    """What a stream says of usage: at its end, and with vLLM's `continuous_usage_stats` in every event."""
+
+    model_config = ConfigDict(extra="allow")
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class GenerationRequest(OpenAIRequest):
@@ -51,6 +54,8 @@ class GenerationRequest(OpenAIRequest):
         "use_beam_search": (False,),
     }
 
+    READ: ClassVar[frozenset[str]] = frozenset(_SAMPLING)
+
     n: int = Field(1, ge=1, le=MAX_N)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -66,6 +71,11 @@ class GenerationRequest(OpenAIRequest):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        options = self.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
 
     def check(self) -> None:
         super().check()
@@ -167,11 +177,20 @@ class ChatCompletionRequest(GenerationRequest):
         "verbosity": ("medium",),
         "web_search_options": (),
     }
+    # A model that may call no tool needs none.
+    NEEDLESS: ClassVar[Mapping[str, str]] = {"tool_choice": "tools", "function_call": "functions"}
+    READ: ClassVar[frozenset[str]] = GenerationRequest.READ | {"max_completion_tokens"}
 
     messages: list[Message] = Field(min_length=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    def check(self) -> None:
+        for choice, needless in self.NEEDLESS.items():
+            if self.extra.get(choice) == "none":
+                self.extra.pop(needless, None)
+        super().check()
 
     def sampling(self) -> dict[str, Any]:
         given = super().sampling()

@@ -1,12 +1,13 @@
 """What OpenAI's clients send, parsed and checked: the body of a request and its prompts.
 
-Fields that nobody knows are ignored, as OpenAI does; fields that are known and not supported here
-are refused, unless their value asks for nothing. Null is as good as absent. All raises
-InvalidRequestError. Source: OpenAI's API reference, and vLLM's for the fields beyond it.
+Fields that nobody knows are ignored, as OpenAI does, and named in the answer's header `x-ignored-fields`;
+fields that are known and not supported here are refused, unless their value asks for nothing. Null is as
+good as absent. All raises InvalidRequestError. Source: OpenAI's API reference, and vLLM's for the fields beyond it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -21,23 +22,38 @@ from services.transformer.openai.errors import UnsupportedFieldError
 MAX_BODY_BYTES = 8 * 1024 * 1024
 _MAX_IDS = 1024 * 1024  # Of one prompt: more than any context.
 
+IGNORED_FIELDS = "x-ignored-fields"
+_MAX_IGNORED, _MAX_FIELD_NAME = 16, 64  # What is named of them: a header is short.
+_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
+
 Prompt = str | list[int]
 
 
 class OpenAIRequest(BaseModel):
-    """A request's body; unknown fields are kept, for some of them are refused."""
+    """A request's body; unknown fields are kept, for some of them are refused. Without a model there is only one."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     # Unsupported fields, with the values of them that ask for nothing.
     UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {}
+    # Fields that are read though the class does not declare them.
+    READ: ClassVar[frozenset[str]] = frozenset()
 
-    model: str
+    model: str = ""
 
     @property
     def extra(self) -> dict[str, Any]:
         """The fields that the class does not declare."""
         return self.model_extra or {}
+
+    def ignored_fields(self) -> list[str]:
+        """The names of fields that have no effect, fit for a header: what is longer or more is cut."""
+        names = [name for name in self.extra if name not in self.READ and name not in self.UNSUPPORTED]
+        for name in self.__class__.model_fields:
+            nested = getattr(self, name)
+            if isinstance(nested, BaseModel) and nested.model_extra:
+                names += [f"{name}.{inner}" for inner in nested.model_extra]
+        return [_NOT_IN_A_NAME.sub("?", name[:_MAX_FIELD_NAME]) for name in names[:_MAX_IGNORED]]
 
     def check(self) -> None:
         """Refuses what the fields' types do not."""

@@ -1,0 +1,125 @@
+"""What guidellm, genai-perf and lm-eval send, copied from them; `make test-tools` runs the tools themselves."""
+
+import json
+
+import pytest
+
+from millrace import __version__
+from tests.system.calls import rest
+from tests.system.payload_log import records
+
+MODEL = {"model": "storyteller"}
+PROMPT_IDS = [924, 410, 263, 453, 402, 263, 933, 19]  # "Tell me a story about a fox."
+
+
+async def get(stack, path):
+    return await rest(stack.gateway, "GET", path)
+
+
+async def post(stack, path, body, **headers):
+    answer = await rest(stack.gateway, "POST", path, body, **headers)
+    assert answer.status == 200, answer.body
+    return answer
+
+
+async def test_guidellm_looks_for_health_and_reads_usage_in_every_event(stack):
+    health = await get(stack, "/health")
+    assert (health.status, health.body) == (200, b"")
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {**MODEL, "stream": True, "stream_options": options, "ignore_eos": True, "prompt": "1 0 m0 Finish"}
+    *chunks, last, end = (await post(stack, "/v1/completions", {**body, "max_tokens": 16})).events
+    assert end == "[DONE]"
+    usages = [json.loads(chunk)["usage"] for chunk in chunks]
+    total = json.loads(last)["usage"]
+    made = [usage["completion_tokens"] for usage in usages]
+    assert made == sorted(made)
+    assert made[-1] == total["completion_tokens"] == 16
+    assert {usage["prompt_tokens"] for usage in usages} == {total["prompt_tokens"]}
+    assert all(usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] for usage in usages)
+    content = [{"type": "text", "text": "1 0 m0 Finish"}]
+    del body["prompt"]
+    body |= {"max_completion_tokens": 16, "messages": [{"role": "user", "content": content}]}
+    *_, last, _ = (await post(stack, "/v1/chat/completions", body)).events
+    assert json.loads(last)["usage"]["completion_tokens"] == 16
+
+
+async def test_genai_perf_streams_lists_of_prompts(stack):
+    body = {**MODEL, "prompt": ["RST LORD Ill keep you company"], "stream": True, "max_tokens": 16}
+    assert (await post(stack, "/v1/completions", body)).events[-1] == "[DONE]"
+
+
+async def test_lm_eval_generates_from_ids(stack):
+    body = {"prompt": [PROMPT_IDS], **MODEL, "max_tokens": 16, "temperature": 0, "stop": ["\n", "</s>"], "seed": 1234}
+    assert (await post(stack, "/v1/completions", body)).json["choices"][0]["text"]
+
+
+async def test_lm_eval_uses_the_server_s_tokenizer(stack):
+    info = (await get(stack, "/tokenizer_info?model=storyteller")).json
+    assert (info["bos_token"], info["eos_token"], info["model_max_length"]) == ("<s>", "</s>", 1024)
+    assert "add_generation_prompt" in info["chat_template"]
+    text = "Tell me a story about a fox."
+    body = {**MODEL, "prompt": text, "add_special_tokens": False}
+    answer = (await post(stack, "/tokenize", body)).json
+    assert answer == {"count": 8, "max_model_len": 1024, "tokens": PROMPT_IDS, "token_strs": None}
+    assert (await post(stack, "/detokenize", {**MODEL, "tokens": PROMPT_IDS})).json == {"prompt": text}
+    assert (await post(stack, "/detokenize", {**MODEL, "tokens": []})).json == {"prompt": ""}
+
+
+async def test_a_conversation_is_tokenised_as_a_chat_completion_does_it(stack):
+    conversation = {**MODEL, "messages": [{"role": "user", "content": "hi"}]}
+    ids = (await post(stack, "/tokenize", {**conversation, "return_token_strs": True})).json
+    assert ids["token_strs"][0] == "<s>"
+    usage = (await post(stack, "/v1/chat/completions", {**conversation, "max_tokens": 1})).json["usage"]
+    assert usage["prompt_tokens"] == ids["count"]
+    without = {**conversation, "add_generation_prompt": False}
+    assert (await post(stack, "/tokenize", without)).json["count"] < ids["count"]
+
+
+async def test_a_prompt_longer_than_the_context_is_tokenised(stack):
+    answer = (await post(stack, "/tokenize", {**MODEL, "prompt": "once " * 3000})).json
+    assert answer["count"] > answer["max_model_len"]
+
+
+REFUSED = {
+    "no prompt": ("/tokenize", MODEL, "give either a prompt or messages"),
+    "both": ("/tokenize", {**MODEL, "prompt": "a", "messages": [{"role": "user"}]}, "give either a prompt or messages"),
+    "huge": ("/tokenize", {**MODEL, "prompt": "a" * 1_100_000}, "longer than 1048576 bytes"),
+    "huge messages": (
+        "/tokenize",
+        {**MODEL, "messages": [{"role": "user", "content": "a" * 1_100_000}]},
+        "longer than",
+    ),
+    "text for ids": ("/detokenize", {**MODEL, "tokens": ["a"]}, "token ids"),
+    "negative id": ("/detokenize", {**MODEL, "tokens": [-1]}, "from 0 to"),
+    "no model": ("/tokenize", {"prompt": "a"}, "name a model; there are storyteller, normalizer"),
+    "no model to generate": ("/v1/completions", {"prompt": "a"}, "name a model; there are storyteller, normalizer"),
+    "hot": ("/v1/completions", {**MODEL, "prompt": "a", "temperature": 9}, "less than or equal to 2"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+async def test_refusals_have_openais_shape(stack, case):
+    path, body, text = REFUSED[case]
+    answer = await rest(stack.gateway, "POST", path, body)
+    assert answer.status == 400
+    assert text in answer.json["error"]["message"]
+
+
+async def test_a_model_s_card_and_the_version_are_told(stack):
+    listed = (await get(stack, "/v1/models")).json["data"]
+    assert {card["id"]: card["max_model_len"] for card in listed} == {"storyteller": 1024, "normalizer": 512}
+    assert (await get(stack, "/version")).json == {"version": __version__}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_fields_without_effect_are_named_in_a_header_and_the_record(stack, path):
+    prompt = {"prompt": "Once"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "Once"}]}
+    request_id = f"ignored-{path.count('/')}"
+    body = {**MODEL, **prompt, "max_tokens": 2, "priority": 1, "stream_interval": 2}
+    for stream in (False, True):
+        answer = await post(stack, path, {**body, "stream": stream}, x_request_id=request_id)
+        assert answer.headers["x-ignored-fields"] == "priority, stream_interval"
+    for record in await records(stack.gateway, 2, request_id=request_id):
+        assert json.loads(record.parameters)["ignored_fields"] == ["priority", "stream_interval"]
+    answer = await post(stack, path, {**MODEL, **prompt, "max_tokens": 2, "top_k": 3, "user": None})
+    assert "x-ignored-fields" not in answer.headers
