@@ -3,13 +3,16 @@
 Each is brought to the store as a record of the call alone: joined there to the service's record of the same `call_id`,
 or shown as it is where no service recorded the call, in the words of the services' own records. The attributes are
 those that envoy/envoy.yaml gives its access log; "-" is Envoy's word for none. What a client has sent need not be
-UTF-8, and Envoy passes it on as it is: hence messages of OTLP's shape whose strings are bytes.
+UTF-8, and Envoy passes it on as it is: hence messages of OTLP's shape whose strings are bytes. A value that cannot be
+read counts as none; a line that cannot be read is lost alone.
 
 Inner: neither routed by the gateway nor listed by reflection.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -29,9 +32,15 @@ from millrace.uuid7 import as_uuid7, next_id
 from services.logger.store import Store
 from services.logger.tails import Tails
 
+logger = logging.getLogger(__name__)
+
 _SERVICE = logs_service_pb2.DESCRIPTOR.services_by_name["LogsService"].full_name
 _MAX_CHARACTERS = 1024
 _MAX_ID = 256
+_MAX_DIGITS = 19  # Of a number of 64 bits.
+_MAX_UINT32 = 2**32 - 1
+_TRACE_ID_BYTES, _SPAN_ID_BYTES = 16, 8
+_TURN = 64  # So many lines are read before others have their turn.
 
 _NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 _OF_HTTP = {
@@ -84,12 +93,15 @@ class GatewayCalls:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {"Export": handler}),))
 
     async def _export(self, request: Any, context: Context) -> ExportLogsServiceResponse:
-        observed = [
-            observe(log)
-            for resource in request.resource_logs
-            for scope in resource.scope_logs
-            for log in scope.log_records
-        ]
+        observed: list[Observed] = []
+        logs = (log for resource in request.resource_logs for scope in resource.scope_logs for log in scope.log_records)
+        for number, log in enumerate(logs, 1):
+            try:
+                observed.append(observe(log))
+            except Exception:
+                logger.exception("a line of the gateway's access log cannot be read")
+            if number % _TURN == 0:
+                await asyncio.sleep(0)
         reached = {call.record.record_id for call in observed if call.reached_a_recorder}
         alone = await self._store.add_calls([call.record for call in observed], reached)
         self._tails.show([record for record in alone if record.record_id not in reached])
@@ -99,21 +111,22 @@ class GatewayCalls:
 def observe(log: Any) -> Observed:
     """A call out of a log record, whose strings are bytes."""
     said: _Attributes = {
-        attribute.key.decode(): value
+        attribute.key.decode(errors="replace"): value
         for attribute in log.attributes
         if (value := attribute.value.string_value.decode(errors="replace")) != "-"
     }
-    flags = set(said.get("flags", "").split(",")) - {""}
+    response_flags = said.get("flags", "-")[:_MAX_ID]
+    flags = set(response_flags.split(",")) - {"", "-"}
     gateway = GatewayCall(
         path=said.get("path", "").partition("?")[0][:_MAX_CHARACTERS],
-        http_status=int(_number(said, "http_status")),
-        response_flags=said.get("flags", "-"),
+        http_status=min(_number(said, "http_status"), _MAX_UINT32),
+        response_flags=response_flags,
         details=said.get("details", "")[:_MAX_CHARACTERS],
         duration_ms=_number(said, "duration_ms"),
-        request_bytes=int(_number(said, "request_bytes")),
-        response_bytes=int(_number(said, "response_bytes")),
-        upstream="" if flags & _NOT_REACHED else said.get("upstream", ""),
-        peer=said.get("peer", ""),
+        request_bytes=_number(said, "request_bytes"),
+        response_bytes=_number(said, "response_bytes"),
+        upstream="" if flags & _NOT_REACHED else said.get("upstream", "")[:_MAX_ID],
+        peer=said.get("peer", "")[:_MAX_ID],
     )
     status = _status(said, flags, gateway)
     record = PayloadRecord(
@@ -123,10 +136,10 @@ def observe(log: Any) -> Observed:
         status=status,
         failed_hop=_failed_hop(said, status, gateway),
         duration_ms=gateway.duration_ms,
-        trace_id=log.trace_id.hex(),
-        span_id=log.span_id.hex(),
+        trace_id=log.trace_id.hex() if len(log.trace_id) == _TRACE_ID_BYTES else "",
+        span_id=log.span_id.hex() if len(log.span_id) == _SPAN_ID_BYTES else "",
         client=said.get("client", "")[:_MAX_ID],
-        call_id=said.get("call_id", ""),
+        call_id=said.get("call_id", "")[:_MAX_ID],
         gateway=gateway,
     )
     record.time.FromNanoseconds(log.time_unix_nano)
@@ -143,7 +156,7 @@ def _status(said: _Attributes, flags: set[str], gateway: GatewayCall) -> str:
         late = gateway.duration_ms + _DEADLINE_MARGIN_MS >= _milliseconds(said.get("grpc_timeout", ""))
         return "DEADLINE_EXCEEDED" if late else "CANCELLED"
     if _is_grpc(said) and not flags & _BROKE:
-        return _NAMES.get(int(_number(said, "grpc_status", 2)), "UNKNOWN")
+        return _NAMES.get(_number(said, "grpc_status", 2), "UNKNOWN")
     if 200 <= gateway.http_status < 400 and not flags & (_BROKE | _TOO_LATE):
         return "OK"
     if flags & _TOO_LATE:
@@ -155,7 +168,7 @@ def _failed_hop(said: _Attributes, status: str, gateway: GatewayCall) -> str:
     """What the caller was told; the gateway where nobody said anything and no service answered."""
     if status in ("OK", "CANCELLED"):
         return ""
-    told = said.get("failed_hop") or said.get("failed_hop_trailer")
+    told = (said.get("failed_hop") or said.get("failed_hop_trailer") or "")[:_MAX_ID]
     return told or (said.get("cluster", "") if gateway.upstream else "gateway")
 
 
@@ -170,14 +183,18 @@ def _is_grpc(said: _Attributes) -> bool:
 
 
 def _milliseconds(grpc_timeout: str) -> float:
-    """gRPC's header, digits and a unit; without one there is no end."""
+    """gRPC's header, digits and a unit; without one there is no end, nor where it cannot be read."""
     digits, unit = grpc_timeout[:-1], grpc_timeout[-1:]
-    return int(digits) * _UNIT_MS[unit] if digits.isdecimal() and unit in _UNIT_MS else float("inf")
+    return int(digits) * _UNIT_MS[unit] if _is_number(digits) and unit in _UNIT_MS else float("inf")
 
 
-def _number(said: _Attributes, name: str, default: float = 0) -> float:
+def _number(said: _Attributes, name: str, default: int = 0) -> int:
     text = said.get(name, "")
-    return float(text) if text.isdecimal() else default
+    return int(text) if _is_number(text) else default
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS
 
 
 def _with_bytes_for_strings() -> Any:

@@ -11,7 +11,7 @@ from opentelemetry.proto.collector.logs.v1.logs_service_pb2_grpc import LogsServ
 
 from millrace.interceptors import ErrorServerInterceptor
 from millrace.protos.millrace_pb2 import QueryPayloadsRequest, TailPayloadsRequest
-from services.logger import reading
+from services.logger import gateway_calls, reading
 from services.logger.filters import Filters
 from services.logger.gateway_calls import GatewayCalls
 from services.logger.tails import Tails
@@ -267,3 +267,55 @@ async def test_records_of_calls_expire_with_what_was_said_of_them(store, logger,
     connection = sqlite3.connect(tmp_path / "payloads.sqlite3")
     assert connection.execute("SELECT count(*) FROM calls").fetchone() == (0,)
     connection.close()
+
+
+GARBAGE = ["9" * 5000, "-1", "1e400", "nan", "\u0663", "x" * 60_000, "\x00", "\udcff", "5000S" * 1000, "", " 7 "]
+
+
+@pytest.mark.parametrize("field", sorted(FINE))
+async def test_a_line_with_any_garbage_in_a_field_is_kept_and_takes_no_other_with_it(store, logger, field):
+    request = export_request(*({"request_id": f"r{n}"} for n in range(len(GARBAGE) + 1)))
+    logs = request.resource_logs[0].scope_logs[0].log_records
+    for log, garbage in zip(logs, GARBAGE, strict=False):
+        [value] = [attribute.value for attribute in log.attributes if attribute.key == field]
+        value.bytes_value = garbage.encode(errors="surrogateescape")
+    raw = request.SerializeToString()
+    # As Envoy sends it, a string whatever its bytes: field 1 of AnyValue instead of 7.
+    parsed = gateway_calls._ExportRequest.FromString(raw)
+    for log in parsed.resource_logs[0].scope_logs[0].log_records:
+        for attribute in log.attributes:
+            if attribute.value.WhichOneof("value") == "bytes_value":
+                attribute.value.string_value = attribute.value.bytes_value
+    export = logger[2].unary_unary("/opentelemetry.proto.collector.logs.v1.LogsService/Export")
+    await export(parsed.SerializeToString())
+    records = await everything(store)
+    assert len(records) == len(GARBAGE) + 1
+    assert all(record.ByteSize() < 8000 for record in records)
+    assert sum(record.status == "OK" for record in records) >= 1
+
+
+@pytest.mark.parametrize("trace_id", [(1).to_bytes(16), bytes(16), b"", bytes(range(40))], ids=repr)
+async def test_whatever_a_trace_s_id_is_the_call_is_on_record(store, logger, trace_id):
+    stub, tails, _ = logger
+    request = export_request(NO_UPSTREAM)
+    request.resource_logs[0].scope_logs[0].log_records[0].trace_id = trace_id
+    with tails.open(Filters(TailPayloadsRequest())) as tail:
+        await stub.Export(request)
+        assert (await asyncio.wait_for(tail.next(), 5)).record.request_id == "mine"
+    [record] = await everything(store)
+    assert record.trace_id == (trace_id.hex() if len(trace_id) == 16 else "")
+
+
+async def test_a_line_that_cannot_be_read_at_all_takes_no_other_with_it(store, logger, monkeypatch, caplog):
+    stub, _, _ = logger
+    observe = gateway_calls.observe
+
+    def observe_some(log):
+        if any(attribute.value.string_value == b"bad" for attribute in log.attributes):
+            raise ValueError("bad")
+        return observe(log)
+
+    monkeypatch.setattr(gateway_calls, "observe", observe_some)
+    await stub.Export(export_request({"request_id": "good"}, {"request_id": "bad"}, {"request_id": "well"}))
+    assert {record.request_id for record in await everything(store)} == {"good", "well"}
+    assert "cannot be read" in caplog.text
