@@ -96,7 +96,7 @@ def _tensor(described: memoryview, raw: memoryview | None) -> RecordedTensor:
     head: list[memoryview] = []
     typed: memoryview = memoryview(b"")
     try:
-        for field, start, contents, end in islice(fields(described), MAX_FIELDS):
+        for field, start, contents, end in islice(fields(described, only=True), MAX_FIELDS):
             if field in _HEAD:
                 head.append(described[start:end])
             elif field == _CONTENTS:
@@ -116,14 +116,14 @@ def _tensor(described: memoryview, raw: memoryview | None) -> RecordedTensor:
 def _as_raw(datatype: str, typed: memoryview) -> bytes | memoryview | None:
     """Typed contents as raw ones; None where they are in a form that is not looked at."""
     if datatype in _PLAIN:
-        return b"".join(_contents_of(typed, {_PLAIN[datatype]}).get(_PLAIN[datatype], []))
+        return b"".join(_contents_of(typed, {_PLAIN[datatype]}, only=True).get(_PLAIN[datatype], []))
     if datatype == BYTES:
-        items = _contents_of(typed, {_BYTES_CONTENTS}).get(_BYTES_CONTENTS, [])
+        items = _contents_of(typed, {_BYTES_CONTENTS}, only=True).get(_BYTES_CONTENTS, [])
         return b"".join(piece for item in items for piece in (len(item).to_bytes(4, "little"), item))
     if datatype not in _VARINTS:
         return None
     field, dtype = _VARINTS[datatype]
-    return _integers(_contents_of(typed, {field}).get(field, []), np.dtype(dtype))
+    return _integers(_contents_of(typed, {field}, only=True).get(field, []), np.dtype(dtype))
 
 
 def _integers(packed: list[memoryview], dtype: np.dtype[Any]) -> bytes | None:
@@ -145,10 +145,13 @@ def _integers(packed: list[memoryview], dtype: np.dtype[Any]) -> bytes | None:
     return b"".join(pieces)
 
 
-def _contents_of(message: memoryview, wanted: set[int]) -> dict[int, list[memoryview]]:
-    """The contents of the wanted fields, by field and in order; raises DecodeError, of too many fields as well."""
+def _contents_of(message: memoryview, wanted: set[int], *, only: bool = False) -> dict[int, list[memoryview]]:
+    """The contents of the wanted fields, by field and in order; raises DecodeError, of too many fields as well.
+
+    With `only`, a field that is not length-delimited is another form of what is wanted.
+    """
     found: dict[int, list[memoryview]] = {}
-    for count, (field, _, start, end) in enumerate(fields(message)):
+    for count, (field, _, start, end) in enumerate(fields(message, only=only)):
         if count >= MAX_FIELDS:
             raise DecodeError("too many fields")
         if field in wanted:

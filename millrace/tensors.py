@@ -5,7 +5,8 @@ row; a BYTES element is a 4-byte length and its bytes. Typed contents exist for 
 BF16. Fixed-size raw tensors are decoded without a copy, as read-only views of the message's bytes;
 BF16 has no numpy type and is kept as its bits in uint16; BYTES becomes an object array of `bytes`.
 
-Every mismatch of name, datatype, shape and size raises `InvalidRequestError`.
+Every mismatch of name, datatype, shape and size raises `InvalidRequestError`, and so does a BYTES tensor of more than
+MAX_BYTES_ELEMENTS. `elements_by_one` says how long decoding takes.
 Source: the protocol's "Tensor Data" section and Triton's binary tensor data extension.
 """
 
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 
 from millrace.errors import InvalidRequestError
 from millrace.protos import inference_pb2
+from millrace.wire_fields import fields
 
 Array = NDArray[Any]
 
@@ -58,7 +60,10 @@ _CONTENTS_FIELD: Mapping[str, str] = {
     "FP64": "fp64_contents",
     BYTES: "bytes_contents",
 }
+_FIXED = ("fp32_contents", "fp64_contents")
 DATATYPES = frozenset(_NUMPY)
+MAX_BYTES_ELEMENTS = 65_536  # Of one BYTES tensor: each becomes an object, and is looked at by itself.
+_PIECE = 8192  # Numbers that are converted by one call, in less than a millisecond: others go on between two calls.
 _LENGTH = struct.Struct("<I")
 _MAX_ELEMENTS = 2**59  # Bytes of any datatype stay within 63 bits.
 
@@ -103,6 +108,18 @@ def raw_inputs(request: inference_pb2.ModelInferRequest) -> dict[str, RawTensor]
 def raw_outputs(response: inference_pb2.ModelInferResponse) -> dict[str, RawTensor]:
     """The response's outputs by name, whose raw contents are not looked at."""
     return _raw_tensors(response.outputs, response.raw_output_contents, "output")
+
+
+def elements_by_one(described: Iterable[Any]) -> int:
+    """How many elements of inputs or outputs are decoded one by one, at some 0.5 µs each; the others cost nothing."""
+    count = 0
+    for description in described:
+        if description.datatype == BYTES:
+            size = math.prod(map(abs, description.shape[:32]))
+            count += size if size <= MAX_BYTES_ELEMENTS else 0  # More are refused unseen.
+        elif description.HasField("contents"):
+            count += sum(len(values) for field, values in description.contents.ListFields() if field.name not in _FIXED)
+    return count
 
 
 def dtype_of(name: str, datatype: str) -> np.dtype[Any]:
@@ -192,8 +209,9 @@ def _raw_tensors(described: Sequence[Any], raw_contents: Sequence[bytes], kind: 
 
 def _check_raw(name: str, tensor: RawTensor) -> None:
     if tensor.datatype == BYTES:
-        elements = sum(1 for _ in _bytes_spans(name, tensor.data))
-        _check_count(name, tensor.shape, math.prod(tensor.shape), elements)
+        count = _bytes_count(name, tensor.shape)
+        elements = sum(1 for _ in _bytes_spans(name, tensor.data, count))
+        _check_count(name, tensor.shape, count, elements)
     else:
         decode_raw(name, tensor)
 
@@ -220,11 +238,14 @@ def _described(
 
 
 def _from_raw(name: str, datatype: str, dtype: np.dtype[Any], shape: tuple[int, ...], raw: bytes) -> Array:
-    count = math.prod(shape)
     if datatype == BYTES:
-        items = _split_bytes(name, raw)
+        count = _bytes_count(name, shape)
+        items = [raw[start:end] for start, end in _bytes_spans(name, raw, count)]
+        if len(items) > count:
+            raise InvalidRequestError(f"tensor {name!r}: shape {list(shape)} holds {count} elements, got more")
         _check_count(name, shape, count, len(items))
         return _object_array(items, shape)
+    count = math.prod(shape)
     if len(raw) != count * dtype.itemsize:
         raise InvalidRequestError(
             f"tensor {name!r}: {datatype} of shape {list(shape)} is {count * dtype.itemsize} bytes, got {len(raw)}"
@@ -236,14 +257,18 @@ def _from_raw(name: str, datatype: str, dtype: np.dtype[Any], shape: tuple[int, 
     return np.frombuffer(raw, dtype=dtype).reshape(shape)
 
 
-def _split_bytes(name: str, raw: bytes) -> list[bytes]:
-    return [raw[start:end] for start, end in _bytes_spans(name, raw)]
+def _bytes_count(name: str, shape: tuple[int, ...]) -> int:
+    count = math.prod(shape)
+    if count > MAX_BYTES_ELEMENTS:
+        raise InvalidRequestError(f"tensor {name!r}: {count} BYTES elements, at most {MAX_BYTES_ELEMENTS} are allowed")
+    return count
 
 
-def _bytes_spans(name: str, raw: bytes) -> Iterator[tuple[int, int]]:
-    """Where each element of a BYTES tensor begins and ends."""
-    at = 0
-    while at < len(raw):
+def _bytes_spans(name: str, raw: bytes, expected: int) -> Iterator[tuple[int, int]]:
+    """Where each element of a BYTES tensor begins and ends, up to one more than expected."""
+    at = count = 0
+    while at < len(raw) and count <= expected:
+        count += 1
         start = at + _LENGTH.size
         if start > len(raw):
             raise InvalidRequestError(f"tensor {name!r}: BYTES contents end inside a length")
@@ -270,12 +295,27 @@ def _from_typed(
     values = getattr(contents, field)
     _check_count(name, shape, math.prod(shape), len(values))
     if datatype == BYTES:
+        _bytes_count(name, shape)
         return _object_array(values, shape)
-    if dtype.kind in "iu" and dtype.itemsize < 4 and len(values):
-        limits = np.iinfo(dtype)
-        if min(values) < limits.min or max(values) > limits.max:
+    if dtype.kind == "f":
+        return _packed(contents, field, dtype).reshape(shape)
+    array = np.empty(len(values), dtype=dtype)
+    limits = None if dtype.kind == "b" else np.iinfo(dtype)
+    for first in range(0, len(values), _PIECE):
+        piece = values[first : first + _PIECE]
+        if limits is not None and (min(piece) < limits.min or max(piece) > limits.max):
             raise InvalidRequestError(f"tensor {name!r}: a value does not fit {datatype}")
-    return np.fromiter(values, dtype=dtype, count=len(values)).reshape(shape)
+        array[first : first + _PIECE] = piece
+    return array.reshape(shape)
+
+
+def _packed(contents: inference_pb2.InferTensorContents, field: str, dtype: np.dtype[Any]) -> Array:
+    """Numbers of fixed size as protobuf writes them, which is how numpy has them too."""
+    data, number = contents.SerializeToString(), contents.DESCRIPTOR.fields_by_name[field].number
+    for found, _, start, end in fields(data):
+        if found == number:
+            return np.frombuffer(data, dtype, (end - start) // dtype.itemsize, start)
+    return np.empty(0, dtype)
 
 
 def _check_count(name: str, shape: tuple[int, ...], expected: int, actual: int) -> None:

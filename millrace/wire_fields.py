@@ -1,6 +1,7 @@
-"""The fields of a serialized protobuf message, of which every one is length-delimited: no copy, no parsing.
+"""The length-delimited fields of a serialized protobuf message: no copy, no parsing.
 
-What cannot be read raises protobuf's DecodeError, as the generated parsers do.
+Fields of the other types, which none of the messages here has by itself, are skipped as any parser skips what it does
+not know, or refused. What cannot be read raises protobuf's DecodeError, as the generated parsers do.
 Source of the format: protobuf's wire encoding.
 """
 
@@ -10,23 +11,68 @@ from collections.abc import Iterator
 
 from google.protobuf.message import DecodeError
 
-_LENGTH_DELIMITED = 2
+_VARINT, _FIXED64, _LENGTH_DELIMITED, _START_GROUP, _END_GROUP, _FIXED32 = range(6)
+_FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
 _MAX_VARINT_BYTES = 10
+_MAX_DEPTH = 100  # Of groups in groups, as in the generated parsers.
 
 
-def fields(data: bytes | memoryview) -> Iterator[tuple[int, int, int, int]]:
-    """Each field of a message: its number, where it starts, where its contents start, and where they end."""
+def fields(data: bytes | memoryview, *, only: bool = False) -> Iterator[tuple[int, int, int, int]]:
+    """Each field of a message: its number, where it starts, where its contents start, and where they end.
+
+    `only` refuses a field of another type.
+    """
     at, size = 0, len(data)
     while at < size:
         start = at
         tag, at = _varint(data, at)
-        if tag & 7 != _LENGTH_DELIMITED:
+        kind = tag & 7
+        if kind == _LENGTH_DELIMITED:
+            contents, at = _contents(data, at)
+            if not tag >> 3:
+                raise DecodeError("a field has no number")
+            yield tag >> 3, start, contents, at
+        elif only:
             raise DecodeError("a field is not length-delimited")
-        length, at = _varint(data, at)
-        if length > size - at:
-            raise DecodeError("a field ends beyond the message")
-        yield tag >> 3, start, at, at + length
-        at += length
+        else:
+            at = _end_of(data, tag, at)
+
+
+def _end_of(data: bytes | memoryview, tag: int, at: int) -> int:
+    """Where a field ends whose contents begin at a position, a group with all that is in it."""
+    groups: list[int] = []
+    while True:
+        number, kind = tag >> 3, tag & 7
+        if not number:
+            raise DecodeError("a field has no number")
+        if kind == _START_GROUP:
+            if len(groups) == _MAX_DEPTH:
+                raise DecodeError("too many groups in groups")
+            groups.append(number)
+        elif kind == _END_GROUP:
+            if not groups or groups.pop() != number:
+                raise DecodeError("a group ends that has not begun")
+        elif kind == _LENGTH_DELIMITED:
+            _, at = _contents(data, at)
+        elif kind == _VARINT:
+            _, at = _varint(data, at)
+        elif kind in _FIXED_BYTES:
+            at += _FIXED_BYTES[kind]
+            if at > len(data):
+                raise DecodeError("a field ends beyond the message")
+        else:
+            raise DecodeError("a field has no type")
+        if not groups:
+            return at
+        tag, at = _varint(data, at)
+
+
+def _contents(data: bytes | memoryview, at: int) -> tuple[int, int]:
+    """Where the contents of a length-delimited field begin and end whose length is at a position."""
+    length, at = _varint(data, at)
+    if length > len(data) - at:
+        raise DecodeError("a field ends beyond the message")
+    return at, at + length
 
 
 def _varint(data: bytes | memoryview, at: int) -> tuple[int, int]:

@@ -70,10 +70,46 @@ def test_a_message_of_a_million_fields_does_not_occupy_the_event_loop():
     assert len(request.message.raw_input_contents) == 1_000_000
 
 
-@pytest.mark.parametrize("data", [b"\x0a", b"\x0a\x05abc", b"\x08\x01", b"\xff" * 11, b"\x0a\x02\xff\xfe"])
+@pytest.mark.parametrize("data", [b"\x0a", b"\x0a\x05abc", b"\x08", b"\xff" * 11, b"\x0a\x02\xff\xfe"])
 def test_what_is_no_such_message_cannot_be_read(data):
     with pytest.raises(DecodeError):
         InferRequest.received(data)
+
+
+UNKNOWN = {
+    "a varint": b"\xf8\x07\x96\x01",
+    "a known field of another type": b"\x08\x01",
+    "8 bytes": b"\xf9\x07" + bytes(8),
+    "4 bytes": b"\xfd\x07" + bytes(4),
+    "a text": b"\xfa\x07\x03abc",
+    "a group with a group in it": b"\xfb\x07" + b"\x0b\x0a\x01x\x0c" + b"\x10\x01" + b"\xfc\x07",
+}
+
+
+@pytest.mark.parametrize("unknown", UNKNOWN.values(), ids=UNKNOWN)
+def test_fields_that_nobody_knows_are_skipped_and_forwarded(unknown):
+    known = pb.ModelInferRequest(model_name="m", id="i", raw_input_contents=[b"x"]).SerializeToString()
+    for data in (unknown + known, known + unknown):
+        request = InferRequest.received(data)
+        assert (request.model_name, request.id, request.message.raw_input_contents) == ("m", "i", [b"x"])
+        assert request.data == data
+
+
+@given(st.binary(max_size=40))
+def test_what_the_parser_takes_is_taken_and_nothing_else(data):
+    known = pb.ModelInferRequest(model_name="m").SerializeToString()
+    try:
+        expected = pb.ModelInferRequest.FromString(known + data)
+    except DecodeError:
+        expected = None
+    try:
+        request = InferRequest.received(known + data)
+        message = request.message
+    except (DecodeError, InvalidRequestError):
+        assert expected is None
+    else:
+        assert message == expected
+        assert request.model_name == expected.model_name
 
 
 def test_tensors_that_cannot_be_parsed_are_refused_where_they_are_needed():
