@@ -5,7 +5,7 @@ row; a BYTES element is a 4-byte length and its bytes. Typed contents exist for 
 BF16. Fixed-size raw tensors are decoded without a copy, as read-only views of the message's bytes;
 BF16 has no numpy type and is kept as its bits in uint16; BYTES becomes an object array of `bytes`.
 
-Every mismatch of name, datatype, shape and size raises `InvalidRequestError`, and so does a BYTES tensor of more than
+Every mismatch of name, datatype, shape and size raises `InvalidRequestError`, and so do BYTES tensors of more than
 MAX_BYTES_ELEMENTS. `elements_by_one` says how long decoding takes.
 Source: the protocol's "Tensor Data" section and Triton's binary tensor data extension.
 """
@@ -62,7 +62,7 @@ _CONTENTS_FIELD: Mapping[str, str] = {
 }
 _FIXED = ("fp32_contents", "fp64_contents")
 DATATYPES = frozenset(_NUMPY)
-MAX_BYTES_ELEMENTS = 65_536  # Of one BYTES tensor: each becomes an object, and is looked at by itself.
+MAX_BYTES_ELEMENTS = 65_536  # Of all BYTES tensors together: each becomes an object, and is looked at by itself.
 _PIECE = 8192  # Numbers that are converted by one call, in less than a millisecond: others go on between two calls.
 _LENGTH = struct.Struct("<I")
 _MAX_ELEMENTS = 2**59  # Bytes of any datatype stay within 63 bits.
@@ -225,6 +225,7 @@ def _described(
             f"{len(described)} {kind}s but {len(raw_contents)} raw contents: raw must hold every {kind}"
         )
     names: set[str] = set()
+    texts = 0
     for index, description in enumerate(described):
         name = description.name
         if not name:
@@ -232,6 +233,10 @@ def _described(
         if name in names:
             raise InvalidRequestError(f"{kind} {name!r} is given twice")
         names.add(name)
+        if description.datatype == BYTES:
+            texts += _bytes_count(name, checked_shape(name, description.shape))
+            if texts > MAX_BYTES_ELEMENTS:
+                raise InvalidRequestError(f"the {kind}s have more than {MAX_BYTES_ELEMENTS} BYTES elements together")
         if raw_contents and description.HasField("contents"):
             raise InvalidRequestError(f"{kind} {name!r} has both raw and typed contents")
         yield name, description, raw_contents[index] if raw_contents else None

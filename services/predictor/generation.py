@@ -9,6 +9,7 @@ carry `finish_reason`, `prompt_tokens`, `cached_tokens` and `completion_tokens`.
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from millrace.errors import InvalidRequestError
 from millrace.protos import inference_pb2
 from millrace.resumable import HEARTBEAT, RUNS_ALONE, CallOptions
 from millrace.sampling import parameters_of, set_parameters
-from millrace.tensors import Tensor, add_output, decode_inputs
+from millrace.tensors import Tensor, add_output, checked_shape, decode_inputs
 from services.predictor.engine.interface import Chunk, EngineLimits, GenerationRequest
 from services.predictor.generation_loading import LoadedModel
 from services.predictor.served_model import VERSION
@@ -38,6 +39,7 @@ def read_request(
     model: LoadedModel, request: inference_pb2.ModelInferRequest, time_remaining_s: float | None, options: CallOptions
 ) -> GenerationRequest:
     """Everything that can be refused is refused here, before the engine sees it."""
+    _check_lengths(request, model.engine.limits)
     tensors = decode_inputs(request)
     for name in tensors:
         if name not in (INPUT_IDS, OUTPUT_IDS):
@@ -120,6 +122,15 @@ def merged(chunks: Sequence[Chunk]) -> Chunk:
         chunks[-1].finish_reason,
         chunks[-1].usage,
     )
+
+
+def _check_lengths(request: inference_pb2.ModelInferRequest, limits: EngineLimits) -> None:
+    """What is longer than the context is refused before its ids are read, which takes long."""
+    for tensor in request.inputs:
+        length = math.prod(checked_shape(tensor.name, tensor.shape))
+        if length > limits.context_length:
+            subject = "the prompt" if tensor.name == INPUT_IDS else tensor.name
+            raise InvalidRequestError(f"{subject} has {length} tokens, the context is {limits.context_length}")
 
 
 def _ids(tensor: Tensor, limits: EngineLimits) -> list[int]:

@@ -28,6 +28,7 @@ from services.transformer.catalogue import Catalogue
 from services.transformer.infer_request import InferRequest
 from services.transformer.inference import Inference
 from services.transformer.models import ProcessedModel, TextModel
+from services.transformer.predictor_answers import predictor_answers
 from services.transformer.predictor_client import PROBE_TIMEOUT_S, PredictorClient, answered_soon
 from services.transformer.replicas import READY, Replicas
 
@@ -63,7 +64,10 @@ class InferenceServicer(OpenInferenceBase):
         self, request: pb.ModelInferRequest, context: Context, protocol: str = _INFER
     ) -> pb.ModelInferResponse:
         answer = await self._infer(InferRequest.parsed(request), context, protocol)
-        return answer if isinstance(answer, pb.ModelInferResponse) else pb.ModelInferResponse.FromString(answer)
+        if isinstance(answer, pb.ModelInferResponse):
+            return answer
+        with predictor_answers():
+            return pb.ModelInferResponse.FromString(answer)
 
     async def answer(
         self, request: pb.ModelInferRequest, context: Context, protocol: str = _STREAM
@@ -75,7 +79,8 @@ class InferenceServicer(OpenInferenceBase):
         async with aclosing(self._stream(InferRequest.parsed(request), context, protocol)) as answers:
             async for answer in answers:
                 if isinstance(answer, bytes):
-                    answer = pb.ModelStreamInferResponse.FromString(answer).infer_response
+                    with predictor_answers():
+                        answer = pb.ModelStreamInferResponse.FromString(answer).infer_response
                 yield answer
 
     async def ModelStreamInfer(  # type: ignore[override]  # Its requests are those of `add_to_server`.

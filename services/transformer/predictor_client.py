@@ -35,6 +35,7 @@ from millrace.server import READY
 from millrace.telemetry.client_interceptors import CallSpan
 from millrace.tensors import Tensor, add_input, decode_outputs, dtype_of
 from services.transformer.patience import Patience
+from services.transformer.predictor_answers import numbers_of, predictor_answers
 from services.transformer.predictor_models import INPUT_IDS, OURS, OUTPUT_IDS, Dialect
 
 PROBE_TIMEOUT_S = 2.0
@@ -228,26 +229,29 @@ async def _chunks(
         span.message()
         if message.error_message:
             raise RequestFailedError(message.error_message, hop="predictor")
-        response = message.infer_response
-        outputs = decode_outputs(response)
-        parameters = parameters_of(response.parameters)
-        if SPAN in parameters:
-            span.answered_by = str(parameters[SPAN])
-        reason = parameters.get("finish_reason")
-        usage = None
-        if reason is not None:
-            usage = Usage(**{name: int(parameters.get(name, 0)) for name in _USAGE})
-        token_ids, logprobs = (
-            outputs[name].array.ravel().tolist() if name in outputs else [] for name in (OUTPUT_IDS, "logprobs")
-        )
-        cached = parameters.get("cached_tokens")
-        cached_tokens = None if cached is None else int(cached)
-        runs_alone = RUNS_ALONE in parameters
-        fingerprint = str(parameters.get(FINGERPRINT, ""))
-        top = _top_logprobs(outputs)
-        yield TokenChunk(
-            token_ids, logprobs, top, reason, usage, cached_tokens, runs_alone, fingerprint, LEAVING in parameters
-        )
+        with predictor_answers():
+            chunk = _chunk(message.infer_response, span)
+        yield chunk
+
+
+def _chunk(response: inference_pb2.ModelInferResponse, span: CallSpan) -> TokenChunk:
+    outputs = decode_outputs(response)
+    parameters = parameters_of(response.parameters)
+    if SPAN in parameters:
+        span.answered_by = str(parameters[SPAN])
+    reason = parameters.get("finish_reason")
+    usage = None
+    if reason is not None:
+        usage = Usage(**{name: int(parameters.get(name, 0)) for name in _USAGE})
+    token_ids, logprobs = numbers_of(outputs, OUTPUT_IDS, "iu"), numbers_of(outputs, "logprobs", "f")
+    cached = parameters.get("cached_tokens")
+    cached_tokens = None if cached is None else int(cached)
+    runs_alone = RUNS_ALONE in parameters
+    fingerprint = str(parameters.get(FINGERPRINT, ""))
+    top = _top_logprobs(outputs)
+    return TokenChunk(
+        token_ids, logprobs, top, reason, usage, cached_tokens, runs_alone, fingerprint, LEAVING in parameters
+    )
 
 
 def _top_logprobs(outputs: Mapping[str, Tensor]) -> list[list[tuple[int, float]]]:

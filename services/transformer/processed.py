@@ -13,15 +13,14 @@ from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
-from google.protobuf.message import DecodeError
-
 from millrace.declared_tensors import DeclaredTensor, check_inputs, check_requested_outputs
-from millrace.errors import DeadlineError, HopBrokenError, InvalidRequestError
+from millrace.errors import DeadlineError, InvalidRequestError
 from millrace.processor import ProcessorRequest
 from millrace.protos import inference_pb2 as pb
 from millrace.protos import model_config_pb2
 from millrace.python_tensors import parameters_of
 from millrace.sampling import set_parameters
+from millrace.tensor_threads import decoding
 from millrace.tensors import (
     BYTES,
     RawTensor,
@@ -29,12 +28,12 @@ from millrace.tensors import (
     add_input,
     add_output,
     add_raw_output,
-    decode_outputs,
     decode_raw,
     raw_inputs,
 )
 from services.transformer.infer_request import InferRequest
 from services.transformer.models import ProcessedModel
+from services.transformer.predictor_answers import outputs_of, predictor_answers
 from services.transformer.relay import Relay
 
 T = TypeVar("T")
@@ -47,7 +46,7 @@ async def infer(
 ) -> pb.ModelInferResponse:
     """The one answer to a request."""
     clock = _Clock(timeout_s)
-    asked = _read(model, request)
+    asked = await clock.bound(_read(model, request))
     inner = await clock.bound(_before(model, request, asked))
     answer = await relay.infer(inner, clock.left_s)
     return await clock.bound(_after(model, request, asked, _parsed(pb.ModelInferResponse(), answer)))
@@ -58,7 +57,7 @@ async def stream(
 ) -> AsyncGenerator[pb.ModelInferResponse, None]:
     """The answers as they come; closing the generator cancels the request."""
     clock = _Clock(timeout_s)
-    asked = _read(model, request)
+    asked = await clock.bound(_read(model, request))
     inner = await clock.bound(_before(model, request, asked))
     async with aclosing(relay.stream(inner, clock.left_s)) as answers:
         async for answer in answers:
@@ -129,7 +128,11 @@ class _Clock:
             raise DeadlineError("the deadline passed in the processor") from None
 
 
-def _read(model: ProcessedModel, request: InferRequest) -> ProcessorRequest:
+async def _read(model: ProcessedModel, request: InferRequest) -> ProcessorRequest:
+    return await decoding(request.message.inputs, lambda: _decoded(model, request))
+
+
+def _decoded(model: ProcessedModel, request: InferRequest) -> ProcessorRequest:
     check_requested_outputs(request.message)
     raw = raw_inputs(request.message)
     processor = model.processor
@@ -161,7 +164,8 @@ async def _after(
     model: ProcessedModel, request: InferRequest, asked: ProcessorRequest, answer: pb.ModelInferResponse
 ) -> pb.ModelInferResponse:
     """The caller's answer, made of one of the model's."""
-    outputs = {name: tensor.array for name, tensor in decode_outputs(answer).items()}
+    tensors = await decoding(answer.outputs, lambda: outputs_of(answer))
+    outputs = {name: tensor.array for name, tensor in tensors.items()}
     made = dict(await model.processor.postprocess(asked, outputs))
     response = pb.ModelInferResponse(model_name=model.name, model_version=model.versions[-1], id=request.id)
     for name in [output.name for output in request.message.outputs] or list(made):
@@ -181,10 +185,8 @@ M = TypeVar("M", pb.ModelInferResponse, pb.ModelStreamInferResponse)
 
 
 def _parsed(message: M, data: bytes) -> M:
-    try:
+    with predictor_answers():
         message.ParseFromString(data)
-    except DecodeError:
-        raise HopBrokenError("the predictor's answer is not the message that it must be", hop="predictor") from None
     return message
 
 

@@ -44,6 +44,7 @@ from services.transformer.deaths import Deaths, NextCall
 from services.transformer.first_token import FirstToken
 from services.transformer.patience import Patience
 from services.transformer.poison import Poison, fingerprint
+from services.transformer.predictor_answers import BrokenAnswerError
 from services.transformer.predictor_client import Generation, PredictorClient, TokenChunk
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,8 @@ class ResumingGenerator:
                     async for chunk in chunks:
                         yield chunk
                 return
+            except BrokenAnswerError:
+                raise
             except (HopBrokenError, NotReadyError, OverloadedError) as error:
                 ended_by = error
             except NotFoundError as error:

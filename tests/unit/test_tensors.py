@@ -12,6 +12,7 @@ from millrace import tensors
 from millrace.errors import InvalidRequestError
 from millrace.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from millrace.tensors import (
+    MAX_BYTES_ELEMENTS,
     RawTensor,
     Tensor,
     add_input,
@@ -21,6 +22,7 @@ from millrace.tensors import (
     decode_inputs,
     decode_outputs,
     decode_raw,
+    elements_by_one,
     raw_inputs,
 )
 
@@ -256,3 +258,54 @@ def test_whatever_is_sent_is_decoded_or_refused(datatype, shape, raw):
     except InvalidRequestError:
         return
     assert tensor.array.shape == tuple(shape)
+
+
+def test_texts_beyond_the_bound_are_refused_by_their_shape_and_not_looked_at():
+    raw = b"\0\0\0\0" * (MAX_BYTES_ELEMENTS + 1)
+    for shape in ([MAX_BYTES_ELEMENTS + 1], [2, MAX_BYTES_ELEMENTS]):
+        request = raw_request("BYTES", shape, raw)
+        assert elements_by_one(request.inputs) == 0
+        for read in (decode_inputs, raw_inputs):
+            with pytest.raises(InvalidRequestError, match="at most 65536"):
+                read(request)
+    request = raw_request("BYTES", [MAX_BYTES_ELEMENTS], raw[4:])
+    assert elements_by_one(request.inputs) == MAX_BYTES_ELEMENTS
+    assert decode_inputs(request)["x"].array.shape == (MAX_BYTES_ELEMENTS,)
+    half = MAX_BYTES_ELEMENTS // 2 + 1
+    request = raw_request("BYTES", [half], raw[: 4 * half])
+    request.inputs.add(name="y", datatype="BYTES", shape=[half])
+    request.raw_input_contents.append(raw[: 4 * half])
+    refused(request, "more than 65536 BYTES elements together")
+
+
+def test_no_more_texts_are_looked_at_than_the_shape_says():
+    # The fifth ends beyond the contents, which nobody sees.
+    with pytest.raises(InvalidRequestError, match="holds 3 elements, got more"):
+        decode_raw("x", RawTensor("BYTES", (3,), b"\0\0\0\0" * 4 + b"\xff\0\0\0"))
+
+
+@pytest.mark.parametrize(
+    ("datatype", "field", "values"),
+    [
+        ("FP32", "fp32_contents", np.linspace(-1, 1, 30_000, dtype=np.float32)),
+        ("FP64", "fp64_contents", np.linspace(-1, 1, 30_000)),
+        ("INT16", "int_contents", np.arange(-15_000, 15_000, dtype=np.int16)),
+        ("UINT64", "uint64_contents", np.arange(2**64 - 30_000, 2**64 - 1, dtype=np.uint64)),
+        ("BOOL", "bool_contents", np.arange(30_000) % 3 == 0),
+    ],
+)
+def test_many_typed_numbers_are_what_was_sent(datatype, field, values):
+    request = ModelInferRequest()
+    tensor = request.inputs.add(name="x", datatype=datatype, shape=[len(values)])
+    getattr(tensor.contents, field).extend(values.tolist())
+    array = decode_inputs(request)["x"].array
+    assert array.dtype == values.dtype
+    assert np.array_equal(array, values)
+
+
+def test_a_number_that_does_not_fit_is_refused_wherever_it_stands():
+    request = ModelInferRequest()
+    tensor = request.inputs.add(name="x", datatype="UINT8", shape=[20_000])
+    tensor.contents.uint_contents.extend([1] * 19_999 + [256])
+    with pytest.raises(InvalidRequestError, match="does not fit UINT8"):
+        decode_inputs(request)

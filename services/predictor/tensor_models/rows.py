@@ -7,6 +7,7 @@ raises InvalidRequestError. Padding goes to the right, with mask 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from millrace.errors import InvalidRequestError
 from millrace.protos import inference_pb2 as pb
-from millrace.tensors import Tensor, decode_inputs
+from millrace.tensors import Tensor, checked_shape, decode_inputs
 
 INPUT_IDS = "input_ids"
 ATTENTION_MASK = "attention_mask"
@@ -38,6 +39,10 @@ class RowLimits:
 
 def read_rows(request: pb.ModelInferRequest, output: str, limits: RowLimits) -> Rows:
     """The request's rows; `output` is the one output that it may name."""
+    for tensor in request.inputs:  # What is too large takes long to read.
+        shape = checked_shape(tensor.name, tensor.shape)
+        if math.prod(shape) > limits.max_rows * limits.max_length:
+            _check_shape(shape, limits)
     tensors = decode_inputs(request)
     known = [INPUT_IDS, ATTENTION_MASK, *([TOKEN_TYPE_IDS] if limits.token_types else [])]
     for name in tensors:

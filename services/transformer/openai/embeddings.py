@@ -23,10 +23,11 @@ from millrace.payload_tap import PayloadTap
 from millrace.protos import inference_pb2
 from millrace.protos.millrace_pb2 import Usage
 from millrace.recorded_call import RECORDED, Origin, recorded
-from millrace.tensors import Tensor, add_input, decode_outputs
+from millrace.tensors import Tensor, add_input
 from services.transformer.catalogue import Catalogue
 from services.transformer.models import RelayedModel, TextModel
 from services.transformer.openai.requests import OpenAIRequest, Prompt, read_prompts
+from services.transformer.predictor_answers import outputs_of
 from services.transformer.predictor_client import PredictorClient
 from services.transformer.recorded_prompt import MAX_RECORDED_CHARACTERS, recorded_list
 from services.transformer.tokenizer import TextTokenizer, check_token_count
@@ -117,10 +118,13 @@ class Embedder:
         answer = await patience.insist(
             lambda: self._predictor.inference.ModelInfer(request, timeout=patience.left_s, metadata=(RECORDED,))
         )
-        outputs = decode_outputs(answer)
+        outputs = outputs_of(answer)
         if "embedding" not in outputs:
             raise HopBrokenError(f"model {model!r} gave no embedding", hop="predictor")
-        return outputs["embedding"].array.reshape(-1).astype("<f4", copy=False)
+        vector = outputs["embedding"].array
+        if vector.dtype.kind != "f":
+            raise HopBrokenError(f"model {model!r} gave an embedding that is no vector of floats", hop="predictor")
+        return vector.reshape(-1).astype("<f4", copy=False)
 
 
 def embeddings_json(asked: EmbeddingsRequest, vectors: Sequence[Vector], tokens: int) -> Iterator[bytes]:
