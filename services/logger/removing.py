@@ -7,7 +7,7 @@ something to do. The first three work within the transaction of the connection t
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import sqlalchemy as sql
@@ -39,11 +39,14 @@ _LARGEST_REFUSED = "SELECT client FROM shares WHERE refused ORDER BY bytes DESC 
 def delete_some(connection: sql.Connection, chosen: sql.ColumnElement[bool]) -> int:
     """Deletes some of the chosen records; what the gateway has yet to say of their calls will not be taken."""
     rows = connection.execute(sql.select(records.c.position, records.c.call_id).where(chosen).limit(_RECORDS)).all()
-    unnamed = _delete(connection, rows)
-    if unnamed:
-        tombstones = [(call_id, now_us()) for call_id in unnamed]
-        connection.exec_driver_sql("INSERT INTO calls (call_id, time_us) VALUES (?, ?)", tombstones)
+    take_no_more_of_calls(connection, _delete(connection, rows))
     return len(rows)
+
+
+def take_no_more_of_calls(connection: sql.Connection, call_ids: Iterable[str]) -> None:
+    """Has what the gateway has yet to say of calls not taken."""
+    if tombstones := [(call_id, now_us()) for call_id in call_ids]:
+        connection.exec_driver_sql("INSERT OR REPLACE INTO calls (call_id, time_us) VALUES (?, ?)", tombstones)
 
 
 def expire_some(connection: sql.Connection, before_us: int | None, max_bytes: int | None) -> list[int]:
@@ -88,6 +91,7 @@ def forget_some(connection: sql.Connection, before_us: int) -> int:
     call_ids = column(connection, deleted, before_us, _SEQUENCES)
     connection.exec_driver_sql(f"DELETE FROM calls WHERE call_id IN {EACH}", (json.dumps(call_ids),))  # noqa: S608
     connection.exec_driver_sql("DELETE FROM shares WHERE bytes <= 0")
+    connection.exec_driver_sql("DELETE FROM deletions WHERE time_us < ?", (before_us,))
     return forgotten + len(call_ids)
 
 

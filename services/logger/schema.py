@@ -6,6 +6,7 @@ matches lie in the order in which they are asked for. A record that was made of 
 in `of_call`, and whether a service's record of the same call may yet come to take its place. `calls` holds what the
 gateway said of a call, under the id that the gateway gave it; without contents where the call's records were deleted.
 `appended` remembers which sequences of a source have come, apart from the records: what was deleted does not come back.
+`deletions` remembers what was asked to be deleted, for records that come later.
 `cursors` says how far the readers of all records are. `shares` has what each client's records take, those that were
 refused apart; triggers keep it.
 
@@ -97,6 +98,14 @@ appended = sql.Table(
     _metadata,
     sql.Column("source_id", sql.Integer, primary_key=True),
     sql.Column("sequence", sql.BigInteger, primary_key=True),
+    sql.Column("time_us", sql.BigInteger, nullable=False),
+    sqlite_with_rowid=False,
+)
+deletions = sql.Table(
+    "deletions",
+    _metadata,
+    sql.Column("key", sql.String, primary_key=True),
+    sql.Column("value", sql.String, primary_key=True),
     sql.Column("time_us", sql.BigInteger, nullable=False),
     sqlite_with_rowid=False,
 )

@@ -32,6 +32,7 @@ from sqlalchemy.exc import DatabaseError
 from millrace.errors import NotReadyError, StartupError
 from millrace.protos.millrace_pb2 import AppendRequest, PayloadRecord
 from services.logger import reading, removing, schema, writing
+from services.logger.deletions import Deletions
 from services.logger.filters import Filters
 from services.logger.readers import FREE_BYTES, Lender
 from services.logger.reading import Found, Place, Row
@@ -96,7 +97,10 @@ class Store(Protocol):
     async def delete(
         self, *, record_id: str | None = None, request_id: str | None = None, client: str | None = None
     ) -> int:
-        """Deletes every record of the one key that is given, for good; returns how many there were."""
+        """Deletes every record of the one key that is given, for good; returns how many there were.
+
+        Those of requests that have arrived and whose records have yet to come are dropped when they do.
+        """
         ...
 
     async def after(self, position: int, limit: int) -> list[Stored]:
@@ -159,6 +163,7 @@ class SqliteStore:
         self._fsync = fsync
         self._commits = commits or Commits()
         self._search_s = search_s
+        self._deletions = Deletions()
         self._open()
         self._writer = ThreadPoolExecutor(1, "store-writer")
         self._readers = ThreadPoolExecutor(_READERS, "store-reader")
@@ -172,7 +177,7 @@ class SqliteStore:
         self._writing = schema.open_for_writing(self._path, self._fsync)
         self._reading = schema.open_for_reading(self._path, _READERS)
         with self._writing.connect() as connection:
-            schema.last_position(connection)  # From the first look on there is a log beside the file.
+            self._deletions.load(connection)  # From the first look on there is a log beside the file.
         self._files = schema.files_of(self._path)
 
     def _check_files(self) -> None:
@@ -219,7 +224,7 @@ class SqliteStore:
 
     def _add(self, requests: Sequence[AppendRequest]) -> Sequence[AppendRequest]:
         with self._writing.begin() as connection:
-            return writing.append(connection, requests, schema.now_us())
+            return writing.append(connection, requests, schema.now_us(), self._deletions)
 
     async def add_calls(self, calls: Sequence[PayloadRecord], reached: Collection[str] = ()) -> list[PayloadRecord]:
         return await self._write(writing.add_calls, calls, reached, schema.now_us()) if calls else []
@@ -272,6 +277,8 @@ class SqliteStore:
     ) -> int:
         keys = {"record_id": record_id, "request_id": request_id, "client": client}
         ((column, value),) = ((column, value) for column, value in keys.items() if value is not None)
+        # First, so that what comes meanwhile is covered.
+        await self._write(self._deletions.add, column, value, schema.now_us())
         deleted = 0
         while batch := await self._write(removing.delete_some, schema.records.c[column] == value):
             deleted += batch
@@ -301,6 +308,7 @@ class SqliteStore:
     async def forget(self, before_us: int) -> None:
         while await self._write(removing.forget_some, before_us):
             pass
+        await self._write(self._deletions.load)
 
     async def give_back(self) -> None:
         while await self._run_writing(removing.give_back_some, self._writing):

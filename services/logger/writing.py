@@ -15,7 +15,9 @@ import sqlalchemy as sql
 
 from millrace.payload_merge import was_refused
 from millrace.protos.millrace_pb2 import AppendRequest, PayloadRecord
+from services.logger.deletions import Deletions
 from services.logger.filters import columns_of
+from services.logger.removing import take_no_more_of_calls
 from services.logger.schema import EACH, NOT_OF_CALL, OF_CALL, OF_CALL_FOR_NOW, column
 
 _COLUMNS = (*columns_of(PayloadRecord()), "of_call", "refused", "body")
@@ -25,16 +27,20 @@ _SIZES = (256, 64, 16, 4, 1)
 _Row = tuple[Any, ...]
 
 
-def append(connection: sql.Connection, requests: Sequence[AppendRequest], now_us: int) -> list[AppendRequest]:
-    """Adds the services' records that have not come before; returns their requests."""
+def append(
+    connection: sql.Connection, requests: Sequence[AppendRequest], now_us: int, deletions: Deletions
+) -> list[AppendRequest]:
+    """Adds the services' records that have not come before and that no deletion covers; returns their requests."""
     new: list[AppendRequest] = []
     for source in dict.fromkeys(request.source for request in requests):
-        new += _append_of_source(connection, source, [one for one in requests if one.source == source], now_us)
+        new += _append_of_source(
+            connection, source, [one for one in requests if one.source == source], now_us, deletions
+        )
     return new
 
 
 def _append_of_source(
-    connection: sql.Connection, source: str, requests: Iterable[AppendRequest], now_us: int
+    connection: sql.Connection, source: str, requests: Iterable[AppendRequest], now_us: int, deletions: Deletions
 ) -> Iterable[AppendRequest]:
     by_sequence: dict[int, AppendRequest] = {}
     for request in requests:
@@ -56,8 +62,12 @@ def _append_of_source(
     known = f"SELECT record_id FROM records WHERE record_id IN {EACH}"  # noqa: S608
     for record_id in column(connection, known, json.dumps(list(by_id))):
         del by_id[record_id]
+    deleted = [request.record for request in by_id.values() if deletions.cover(request.record)]
+    for record in deleted:
+        del by_id[record.record_id]
     records = [request.record for request in by_id.values()]
-    _replace_calls(connection, records)
+    _replace_calls(connection, [*records, *deleted])
+    _take_no_more_of(connection, deleted)
     _insert(connection, _RECORDS, [_row(record, NOT_OF_CALL) for record in records])
     return by_id.values()
 
@@ -70,6 +80,14 @@ def _replace_calls(connection: sql.Connection, new: Iterable[PayloadRecord]) -> 
             f"DELETE FROM records WHERE of_call AND call_id IN {EACH}",  # noqa: S608
             (json.dumps(list(call_ids)),),
         )
+
+
+def _take_no_more_of(connection: sql.Connection, deleted: Iterable[PayloadRecord]) -> None:
+    """As where records are deleted: of their calls nothing is taken any more, but of those that other records name."""
+    call_ids = {record.call_id for record in deleted if record.call_id}
+    if call_ids:
+        named = f"SELECT call_id FROM records WHERE call_id IN {EACH}"  # noqa: S608
+        take_no_more_of_calls(connection, call_ids - set(column(connection, named, json.dumps(list(call_ids)))))
 
 
 def add_calls(

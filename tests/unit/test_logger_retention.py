@@ -6,7 +6,7 @@ import sqlite3
 import pytest
 
 from millrace.errors import InvalidRequestError
-from millrace.protos.millrace_pb2 import DeletePayloadsRequest
+from millrace.protos.millrace_pb2 import DeletePayloadsRequest, PayloadRecord
 from services.logger.retention import Retention
 from services.logger.store import SqliteStore
 from tests.unit.test_logger_store import append_request, numbers, record_id
@@ -192,6 +192,40 @@ async def test_delete_takes_every_record_of_the_key_and_no_other(store):
     assert await store.delete(client="nobody") == 0
     assert await numbers(store) == [8, 6, 2]
     assert await numbers(store, client="c2") == [8, 2]
+
+
+@pytest.mark.parametrize("key", ["record_id", "request_id", "client"])
+async def test_what_is_deleted_before_it_comes_is_dropped_when_it_comes(path, key):
+    def late(number, **fields):
+        return aged(number, days=1, **{"request_id": f"r{number}", "client": f"c{number}"} | fields)
+
+    value = {"record_id": record_id(1), "request_id": "r1", "client": "c1"}[key]
+    store = SqliteStore(path)
+    assert await store.delete(**{key: value}) == 0
+    await store.close()
+    store = SqliteStore(path)
+    told = []
+    store.on_append(lambda: told.append(True))
+    assert await store.append([late(1, call_id="a")]) == []
+    assert await store.append([late(1, call_id="a"), late(2)]) != []
+    assert await numbers(store) == [2]
+    assert len(told) == 1
+    # What comes of a later request of the same key is another's, but for a record's own id.
+    after = append_request(3, time_ns=2**62, request_id="r1", client="c1")
+    await store.append([after])
+    assert await numbers(store) == [3, 2]
+    # The gateway's word on the call comes to nothing, as that on any deleted record's.
+    call = PayloadRecord(record_id=record_id(9), call_id="a")
+    call.gateway.path = "/p"
+    assert await store.add_calls([call]) == []
+    await store.close()
+
+
+async def test_deletions_are_forgotten_when_nothing_can_come_any_more(store, path):
+    await store.delete(client="c")
+    await store.forget(2**62)
+    await store.append([aged(1, days=1, client="c")])
+    assert await numbers(store) == [1]
 
 
 async def test_delete_takes_more_than_one_step_holds(store):

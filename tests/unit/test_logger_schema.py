@@ -136,7 +136,7 @@ async def test_a_file_of_version_2_goes_on_with_what_its_clients_take(tmp_path):
     store = SqliteStore(path)
     assert len(await numbers(store)) == 20
     assert await store.delete(client="c1") == 10
-    await store.append([append_request(30, client="c1", prompt="x" * 1000)])
+    await store.append([append_request(30, time_ns=2**61, client="c1", prompt="x" * 1000)])
     await store.close()
     connection = sqlite3.connect(path)
     after = connection.execute("SELECT * FROM shares ORDER BY client").fetchall()
