@@ -3,7 +3,8 @@
 -- Requests of every protocol: what gRPC and the services parse out of headers is refused here where they could not
 -- (400, INVALID_ARGUMENT), and so are more headers than they take (431, RESOURCE_EXHAUSTED). Beyond that gRPC calls pass
 -- untouched.
--- Requests of REST: the service keeps the deadlines of the headers x-timeout-ms and x-first-token-timeout-ms, so that it can say
+-- Requests of REST: the transcoder holds a body whole until its last byte has come, so the bytes that a worker of Envoy
+-- holds, or has promised to, are bounded (429). The service keeps the deadlines of the headers x-timeout-ms and x-first-token-timeout-ms, so that it can say
 -- in the stream that one passed; the gRPC deadline, a second after the first, ends a service that does not. A body that is compressed in a way that
 -- nobody behind the gateway reads is refused, for it would be taken for what it is not.
 -- Answers: the service's x-http-status becomes the HTTP status, retry-after-ms also Retry-After, gRPC's
@@ -46,6 +47,43 @@ local OPENAI_TYPES = {
   ["431"] = "invalid_request_error",
   ["429"] = "rate_limit_error",
 }
+
+-- Of bodies, for each worker; what is smaller than SMALL_BODY_BYTES is not counted.
+local BODIES_BYTES = tonumber(os.getenv("REST_BODIES_MIB") or "384") * 1048576
+local MAX_BODY_BYTES = 62914560 -- The transcoder's max_request_body_size.
+local SMALL_BODY_BYTES = 65536
+local MAX_INFLATION = 100 -- The decompressor's max_inflate_ratio.
+local WITHOUT_BODY = { GET = true, HEAD = true, OPTIONS = true, DELETE = true }
+
+local held = 0 -- Bytes.
+-- A hold lasts until its answer begins, or as long as the request's handle, which is the stream: one that is reset runs
+-- no code of ours, so a finalizer gives its bytes back.
+local hold_of_handle = setmetatable({}, { __mode = "k" })
+local hold_of_call = setmetatable({}, { __mode = "v" })
+
+local function settle(hold, size)
+  held = held - hold.size + size
+  hold.size = size
+end
+
+-- Takes so many bytes of the bound for a call; nil where it has not got as many.
+local function take(handle, call, size)
+  if held + size > BODIES_BYTES then
+    collectgarbage() -- What the first finds dead, among them handles, leaves the weak tables at the second.
+    collectgarbage()
+    if held + size > BODIES_BYTES then
+      return nil
+    end
+  end
+  held = held + size
+  local hold = { size = size, finalizer = newproxy(true) }
+  getmetatable(hold.finalizer).__gc = function()
+    settle(hold, 0)
+  end
+  hold_of_handle[handle] = hold
+  hold_of_call[call] = hold
+  return hold
+end
 
 local function remove_internal(fields)
   for _, name in ipairs(INTERNAL) do
@@ -179,12 +217,39 @@ function envoy_on_request(handle)
   if timeout then
     headers:replace("grpc-timeout", string.format("%dm", math.min(tonumber(timeout) + 1000, 99999999)))
   end
+
+  local length = tonumber(headers:get("content-length") or "")
+  if length == nil and WITHOUT_BODY[headers:get(":method")] and not headers:get("transfer-encoding") then
+    return
+  end
+  local size = math.min((length or MAX_BODY_BYTES) * (coding == "gzip" and MAX_INFLATION or 1), MAX_BODY_BYTES)
+  if size <= SMALL_BODY_BYTES then
+    return
+  end
+  local call = headers:get("x-millrace-call-id")
+  local hold = take(handle, call, size)
+  if hold == nil then
+    handle:respond({ [":status"] = "429", ["retry-after-ms"] = "1000" }, "the gateway holds as many bytes of requests as it may")
+    return
+  end
+  metadata:set(METADATA, "call", call)
+  if length == nil and coding == "identity" then -- As many as may come, until it is known how many there are.
+    local received = 0
+    for chunk in handle:bodyChunks() do
+      received = received + chunk:length()
+    end
+    settle(hold, math.min(received, hold.size))
+  end
 end
 
 function envoy_on_response(handle)
   local rest = handle:streamInfo():dynamicMetadata():get(METADATA)
   if rest == nil then
     return
+  end
+  local hold = rest["call"] and hold_of_call[rest["call"]]
+  if hold then
+    settle(hold, 0)
   end
   local headers = handle:headers()
   local chosen = headers:get("x-http-status")

@@ -41,10 +41,14 @@ drain() {
 # A worker holds its own connections to every service and takes a core when busy: on a small machine,
 # shared with the model, one is faster than two.
 workers=$(($(nproc) / 4))
+workers=$((workers > 0 ? workers : 1))
+# Each worker bounds the bodies of REST requests by itself, and takes one of 60 MiB at least (rest_errors.lua).
+REST_BODIES_MIB=$((384 / workers))
+export REST_BODIES_MIB=$((REST_BODIES_MIB > 60 ? REST_BODIES_MIB : 60))
 # Hot restart is for two Envoys on one machine; a container has one.
 config=${TMPDIR:-/tmp}/envoy.yaml
 configuration >"$config"
-envoy --config-path "$config" "$@" --disable-hot-restart --concurrency $((workers > 0 ? workers : 1)) --drain-strategy immediate \
+envoy --config-path "$config" "$@" --disable-hot-restart --concurrency "$workers" --drain-strategy immediate \
   --drain-time-s "$DRAIN_S" &
 envoy=$!
 trap drain TERM INT

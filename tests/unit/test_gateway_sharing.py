@@ -4,15 +4,17 @@ behind it."""
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import grpc
 import pytest
 import pytest_asyncio
 
 from millrace.protos import inference_pb2, inference_pb2_grpc, rest_pb2_grpc
-from tests.unit.gateway_before_fakes import Gateway, HttpBody, running_gateway
+from tests.unit.gateway_before_fakes import OPENAI, Gateway, HttpBody, running_gateway
 from tests.waiting import until
 
 SHORT = 3_000  # Envoy's own limits are 500 calls, 250 of them cancelled early, and 1,000 cancels at once.
@@ -91,3 +93,63 @@ async def test_headers_that_are_too_large_for_the_codec_end_their_own_call_alone
             assert await call.code() is not grpc.StatusCode.OK
         await stream.goes_on()
         await stream.end()
+
+
+LARGE = 60 << 20  # The largest body of a REST request, and six of them are what a worker of Envoy holds.
+
+
+class Upload:
+    """A REST request whose last byte never comes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def begin(cls, gateway: Gateway, *headers: str) -> Upload:
+        host, port = gateway.address.rsplit(":", 1)
+        upload = cls(*await asyncio.open_connection(host, int(port)))
+        lines = ("POST /v1/completions HTTP/1.1", "host: gateway", *headers, "", "")
+        upload._writer.write("\r\n".join(lines).encode())
+        return upload
+
+    async def send(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def answer(self) -> tuple[bytes, bytes]:
+        """The head and the body, which must have a length."""
+        async with asyncio.timeout(20):
+            head = await self._reader.readuntil(b"\r\n\r\n")
+            (length,) = [line for line in head.lower().splitlines() if line.startswith(b"content-length:")]
+            return head, await self._reader.readexactly(int(length.split()[1]))
+
+    async def leave(self) -> None:
+        self._writer.close()
+        await asyncio.gather(self._writer.wait_closed(), return_exceptions=True)
+
+
+@pytest.mark.parametrize("headers", [(f"content-length: {LARGE}",), ("transfer-encoding: chunked",)])
+async def test_bodies_that_never_end_take_a_bounded_memory_and_none_of_the_small_ones(
+    gateway: Gateway, headers: tuple[str, ...]
+) -> None:
+    uploads = [await Upload.begin(gateway, *headers) for _ in range(6)]
+    refused = await Upload.begin(gateway, *headers)
+    head, body = await refused.answer()
+    assert head.startswith(b"HTTP/1.1 429")
+    assert b"x-failed-hop: gateway" in head
+    assert b"retry-after: 1" in head
+    assert json.loads(body)["error"]["type"] == "rate_limit_error"
+    # No small one is refused for them, nor one that fits in what is left, and each gives back what it took.
+    for _ in range(30):
+        assert (await gateway.post(answer={})).status == 200
+        assert (await gateway.request("POST", OPENAI, b"{}" + b" " * (1 << 20))).status == 200
+    # Those that leave give back theirs.
+    for upload in (*uploads, refused):
+        await upload.leave()
+
+    async def fits() -> bool:
+        with suppress(OSError):  # A refusal that comes while the body is sent.
+            return (await gateway.request("POST", OPENAI, b"{}" + b" " * (30 << 20))).status == 200
+        return False
+
+    await until(fits)
