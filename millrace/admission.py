@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable
+from contextvars import ContextVar
 from operator import itemgetter
 from types import TracebackType
 from typing import TypeVar
@@ -31,6 +32,14 @@ _INNER = "/millrace.v1.PayloadIngest/"
 _SWEEP_S = 1.0
 
 T = TypeVar("T")
+
+_current: ContextVar[Call | None] = ContextVar("call", default=None)
+
+
+def error_of_call() -> MillraceError | None:
+    """What the service has ended the call with that the task belongs to: it is cancelled, and its caller reads this."""
+    call = _current.get()
+    return None if call is None else call.error
 
 
 class Admission:
@@ -129,7 +138,7 @@ class Call:
         self.may_be_idle = request_streaming or self._watches  # As it is meant to be.
         self.idle_limit_s = math.inf if self._watches or self.is_inner else idle_limit_s
         self._limit = asyncio.timeout(None)
-        self._error: MillraceError | None = None
+        self.error: MillraceError | None = None  # What the service ends it with.
         self._bytes = 0
         self._requests = 0
         self._receives = False
@@ -141,6 +150,7 @@ class Call:
             self._admission.check_room()  # Before its message is received.
         await self._limit.__aenter__()
         self._admission._open.add(self)
+        _current.set(self)  # In the context of the task that serves it, and of those that it starts.
         return self
 
     async def __aexit__(
@@ -158,15 +168,15 @@ class Call:
         try:
             await self._limit.__aexit__(kind, error, traceback)
         except TimeoutError:
-            if self._error is None:
+            if self.error is None:
                 raise
-            raise self._error from None
+            raise self.error from None
 
     def end(self, error: MillraceError) -> None:
         """Ends the call with an error, if it has not ended; the first one counts."""
         self._admission._end_idle(self)
-        if self._error is None and self in self._admission._open:
-            self._error = error
+        if self.error is None and self in self._admission._open:
+            self.error = error
             self._limit.reschedule(asyncio.get_running_loop().time())
 
     async def receive(self, message: Awaitable[T]) -> T:

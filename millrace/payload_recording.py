@@ -152,6 +152,10 @@ class Recording:
             )
         )
 
+    def end_with(self, error: MillraceError) -> None:
+        """Closes the record with an error."""
+        self.end(error.status.name, error.message, error.hop or self._tap.hop)
+
     def __enter__(self) -> Recording:
         return self
 
@@ -159,7 +163,7 @@ class Recording:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if isinstance(error, MillraceError):
-            self.end(error.status.name, error.message, error.hop or self._tap.hop)
+            self.end_with(error)
         elif isinstance(error, Exception):
             self.end("INTERNAL", "internal error", self._tap.hop)
         else:

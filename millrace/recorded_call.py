@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from millrace.admission import error_of_call
 from millrace.interceptors import Context
 from millrace.payload_tap import PayloadTap, Recording, Tensors
 from millrace.telemetry.identity import (
@@ -102,6 +103,14 @@ def deadline_passed(begun: float, timeout_s: float | None) -> bool:
     return timeout_s is not None and time.monotonic() - begun >= timeout_s - DEADLINE_MARGIN_S
 
 
+def end_cancelled(recording: Recording, begun: float, timeout_s: float | None) -> None:
+    """Ends the record of a request that is being cancelled with what its caller reads, where that is no cancel."""
+    if deadline_passed(begun, timeout_s):
+        recording.end("DEADLINE_EXCEEDED", "the deadline passed")
+    elif (error := error_of_call()) is not None:
+        recording.end_with(error)
+
+
 @contextmanager
 def recorded(
     tap: PayloadTap,
@@ -119,7 +128,6 @@ def recorded(
         try:
             yield recording
         except (asyncio.CancelledError, GeneratorExit):
-            if deadline_passed(begun, timeout_s):
-                recording.end("DEADLINE_EXCEEDED", "the deadline passed")
+            end_cancelled(recording, begun, timeout_s)
             raise
         recording.end("OK")

@@ -257,7 +257,9 @@ class Usage(_message.Message):
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
-    """Of the prompt, how many needed no computation."""
+    """Of the prompt, how many needed no computation. 0 in answers to requests without a cache_salt, unless the settings
+    have it otherwise: it would tell what others have asked.
+    """
     completion_tokens: _builtins.int
     def __init__(
         self,

@@ -32,6 +32,7 @@ OUTPUT_IDS = "output_ids"
 LOGPROBS = "logprobs"
 TOP_LOGPROB_IDS = "top_logprob_ids"
 TOP_LOGPROBS = "top_logprobs"
+_CACHE_SALT = "cache_salt"
 OUTPUTS = (OUTPUT_IDS, LOGPROBS, TOP_LOGPROB_IDS, TOP_LOGPROBS)
 
 
@@ -79,6 +80,8 @@ def read_request(
         deadline,
         None if timeout_ms is None else timeout_ms / 1000,
         options.alone,
+        # Anybody may send output_ids; that it is in the middle of an answer only the transformer can say.
+        moved=options.resumes and bool(output_ids),
     )
 
 
@@ -91,8 +94,14 @@ def heartbeat(request: inference_pb2.ModelInferRequest, runs_alone: bool) -> inf
     return response
 
 
-def write_response(request: inference_pb2.ModelInferRequest, chunk: Chunk) -> inference_pb2.ModelInferResponse:
-    """A chunk as a response to `request`."""
+def write_response(
+    request: inference_pb2.ModelInferRequest, chunk: Chunk, options: CallOptions
+) -> inference_pb2.ModelInferResponse:
+    """A chunk as a response to `request`.
+
+    How much of the prompt was cached is for the transformer, and for requests that share their cache with nobody else:
+    anybody else would find out which prompts of strangers were here before.
+    """
     response = inference_pb2.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
     wanted = {output.name for output in request.outputs} or set(OUTPUTS)
     if OUTPUT_IDS in wanted:
@@ -110,7 +119,11 @@ def write_response(request: inference_pb2.ModelInferRequest, chunk: Chunk) -> in
     if chunk.finish_reason is not None:
         set_parameters(response.parameters, {"finish_reason": chunk.finish_reason})
     if chunk.usage is not None:
-        set_parameters(response.parameters, vars(chunk.usage))
+        usage = dict(vars(chunk.usage))
+        is_salted = _CACHE_SALT in request.parameters and request.parameters[_CACHE_SALT].string_param
+        if not (options.resumes or is_salted):
+            usage["cached_tokens"] = 0
+        set_parameters(response.parameters, usage)
     return response
 
 

@@ -58,7 +58,7 @@ class GenerationModel:
             chunks = [observed.take(await slot.read())]
             while chunks[-1].finish_reason is None:
                 chunks.append(observed.take(await slot.read()))
-        return write_response(request, merged(chunks))
+        return write_response(request, merged(chunks), options)
 
     async def stream(
         self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions = NO_OPTIONS
@@ -81,7 +81,7 @@ class GenerationModel:
                         slot.told()
                 chunk = observed.take(await slot.read())
                 ended = chunk.finish_reason is not None
-                response = write_response(request, chunk)
+                response = write_response(request, chunk, options)
                 response.parameters[FINAL].bool_param = ended
                 if tells_cached:
                     # The last chunk, which tells the usage, may be another replica's.

@@ -87,7 +87,7 @@ async def _serve(settings: TransformerSettings, metrics_port: int, is_worker: bo
     processors = {source.name: RunningProcessor(source, work) for source in settings.processors}
     catalogue = Catalogue(settings.models, predictor, replicas, pool, processors)
     generator = ResumingGenerator(predictor, settings.resume_limit, replicas.have_taker)
-    pipeline = Pipeline(catalogue, predictor, generator, tap)
+    pipeline = Pipeline(catalogue, predictor, generator, tap, settings.cached_tokens == "all")
     shares_port = is_worker or settings.listen != "alone"
     public = (*_OWN, _PAYLOAD_LOG, *development.services(settings.development))
     server = Server(

@@ -15,6 +15,7 @@ from grpc import StatusCode
 from opentelemetry import metrics, trace
 from opentelemetry.metrics import Meter
 
+from millrace.admission import error_of_call
 from millrace.errors import MillraceError
 from millrace.recorded_call import Origin, deadline_passed
 from millrace.telemetry.identity import MODEL, PROTOCOL, protocol_of
@@ -75,8 +76,9 @@ class GenerationTelemetry:
         try:
             yield course
         except (asyncio.CancelledError, GeneratorExit):
-            passed = deadline_passed(origin.arrived, timeout_s)
-            course.end(StatusCode.DEADLINE_EXCEEDED if passed else StatusCode.CANCELLED)
+            passed, ended_with = deadline_passed(origin.arrived, timeout_s), error_of_call()
+            ended = StatusCode.CANCELLED if ended_with is None else ended_with.status
+            course.end(StatusCode.DEADLINE_EXCEEDED if passed else ended)
             raise
         except MillraceError as error:
             course.end(error.status)

@@ -17,7 +17,7 @@ from typing import Any
 from millrace.errors import InvalidRequestError, OverloadedError
 from millrace.payload_tap import PayloadTap, Recording
 from millrace.protos.millrace_pb2 import Usage
-from millrace.recorded_call import Origin, begin, deadline_passed
+from millrace.recorded_call import Origin, begin, end_cancelled
 from millrace.sampling import DEFAULT_MAX_TOKENS
 from services.transformer.catalogue import Catalogue
 from services.transformer.detokenizer import Detokenizer
@@ -101,11 +101,20 @@ def joined(chunks: Sequence[TextChunk]) -> TextChunk:
 
 
 class Pipeline:
-    """Owned by the event loop; one for all requests."""
+    """Owned by the event loop; one for all requests.
+
+    `tells_cached`: whether callers without a `cache_salt` see how much of their prompt was cached.
+    """
 
     def __init__(
-        self, catalogue: Catalogue, predictor: PredictorClient, generator: ResumingGenerator, tap: PayloadTap
+        self,
+        catalogue: Catalogue,
+        predictor: PredictorClient,
+        generator: ResumingGenerator,
+        tap: PayloadTap,
+        tells_cached: bool = False,
     ) -> None:
+        self._tells_cached = tells_cached
         self._catalogue = catalogue
         self._predictor = predictor
         self._generator = generator
@@ -134,11 +143,17 @@ class Pipeline:
                             recording.end("OK", finish_reason=chunk.finish_reason, usage=chunk.usage)
                         # What a client has seen begin is on record, even if this process dies now.
                         await recording.begun()
-                        yield chunk
+                        yield self._told(chunk, request)
             except (asyncio.CancelledError, GeneratorExit):
-                if deadline_passed(origin.arrived, timeout_s):
-                    recording.end("DEADLINE_EXCEEDED", "the deadline passed")
+                end_cancelled(recording, origin.arrived, timeout_s)
                 raise
+
+    def _told(self, chunk: TextChunk, request: TextRequest) -> TextChunk:
+        """The chunk as its caller sees it, who must not find out which prompts of strangers were here before."""
+        if chunk.usage is None or self._tells_cached or request.sampling.get("cache_salt"):
+            return chunk
+        usage = Usage(prompt_tokens=chunk.usage.prompt_tokens, completion_tokens=chunk.usage.completion_tokens)
+        return replace(chunk, usage=usage)
 
     @contextmanager
     def recording_refusals(self, origin: Origin, model: str = "") -> Iterator[None]:
@@ -253,7 +268,7 @@ class _Assembler:
             text += self._detokenizer.flush()
         if self._detokenizer.stopped:
             reason = "stop"
-            cached = usage.cached_tokens if usage else 0
+            cached = chunk.cached_tokens or 0
             usage = Usage(prompt_tokens=self._prompt_tokens, cached_tokens=cached, completion_tokens=self._produced)
         logprobs, top_logprobs = chunk.logprobs[:used], chunk.top_logprobs[:used]
         token_ids = chunk.token_ids[:used]

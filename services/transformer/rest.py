@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 import orjson
 from google.api.httpbody_pb2 import HttpBody
 
+from millrace.admission import error_of_call
 from millrace.errors import MillraceError, RequestFailedError
 from millrace.interceptors import Context
 
@@ -92,6 +93,11 @@ def rest_errors(shape: Callable[[MillraceError], dict[str, Any]]) -> Callable[[H
                         if comments is not None:
                             comments.go_on()
                 return
+            except asyncio.CancelledError:
+                ended_with = error_of_call()
+                if ended_with is None:
+                    raise
+                error = ended_with
             except MillraceError as raised:
                 error = raised
             except Exception:

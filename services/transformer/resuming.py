@@ -169,13 +169,14 @@ class _Progress:
         self._answering = fingerprint
 
     def take(self, chunk: TokenChunk) -> None:
-        """Adds a chunk; the last one is told how much of the prompt the first call found in a cache."""
+        """Adds a chunk, which gets how much of the prompt the first call found in a cache."""
         if not self.output_ids:
             self.fingerprint = self._answering
         self.output_ids += chunk.token_ids
         self.deaths.token()
         if self._cached_tokens is None:
             self._cached_tokens = chunk.cached_tokens
+        chunk.cached_tokens = self._cached_tokens
         if chunk.usage is not None and self._cached_tokens is not None:
             chunk.usage.cached_tokens = self._cached_tokens
 

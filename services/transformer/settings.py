@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, ByteSize, Field, InstanceOf
 from pydantic_settings import NoDecode, SettingsConfigDict
@@ -82,6 +82,11 @@ class TransformerSettings(ServiceSettings):
         ge=0,
         le=3600,
         description="The same for a request of which nothing has been answered yet; at most predictor_wait.",
+    )
+    cached_tokens: Literal["own", "all"] = Field(
+        "own",
+        description="Whose usage says how many tokens of the prompt were cached: own, requests with a cache_salt, which"
+        " share nothing with others; all, every request, which tells a caller what strangers have asked.",
     )
     sse_keep_alive: float = Field(
         15.0,

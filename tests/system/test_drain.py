@@ -1,6 +1,7 @@
 """SIGTERM at a predictor: it says so, its streams go on elsewhere or end where they are, and nobody gets an error."""
 
 import asyncio
+import json
 import signal
 import socket
 import sys
@@ -11,11 +12,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace.errors import DRAINING
+from millrace.protos import millrace_pb2, millrace_pb2_grpc
 from millrace.protos.inference_pb2 import ModelReadyRequest, ServerReadyRequest
 from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from millrace.resumable import HEARTBEAT, LEAVING, CallOptions
 from millrace.tensors import Tensor, decode_outputs
-from tests.system.calls import channel, each, generate, ids_request
+from tests.system.calls import channel, each, generate, http_request, ids_request
+from tests.system.gated_stack import gated_stack
 from tests.system.predictor_process import predictor_process
 from tests.waiting import until
 
@@ -120,6 +123,48 @@ async def test_what_has_not_ended_at_the_end_of_a_drain_is_handed_back(tmp_path,
         assert len(goes_on.ids) == 3
         make_tokens(TOKENS)  # The model waits in a step for the stream that has gone.
         assert await predictor.end() == 0
+
+
+async def test_what_outlasts_the_drain_of_the_transformer_is_on_record_as_its_caller_read_it(tmp_path):
+    async with gated_stack(tmp_path, transformer={"TRANSFORMER_DRAIN_S": "1"}) as (stack, make_tokens):
+        request = millrace_pb2.GenerateRequest(
+            model="storyteller", prompt="Once", max_tokens=TOKENS, ignore_eos=True, request_id="by gRPC"
+        )
+        body = {"model": "storyteller", "prompt": "Once", "max_tokens": TOKENS, "stream": True, "ignore_eos": True}
+        headers, came = {"x-request-id": "by REST"}, asyncio.Event()
+        loop = asyncio.get_running_loop()
+        arguments = (stack.gateway, "POST", "/v1/completions", body, headers)
+        rest = asyncio.create_task(
+            asyncio.to_thread(http_request, *arguments, lambda: loop.call_soon_threadsafe(came.set))
+        )
+        async with channel(stack.gateway) as open_channel:
+            call = millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=60)
+            make_tokens(4)
+            assert await call.read()
+            await came.wait()
+            await stack.kill("transformer", signal.SIGTERM)
+            assert (await call.code(), await call.details()) == (grpc.StatusCode.UNAVAILABLE, "the service stops")
+        assert "the service stops" in json.loads((await rest).events[-1])["error"]["message"]
+
+        async with channel(stack.gateway) as open_channel:
+            log = millrace_pb2_grpc.PayloadLogStub(open_channel)
+            for request_id in ("by gRPC", "by REST"):
+                record = await recorded(log, request_id)
+                told = (record.status, record.message, record.failed_hop)
+                assert told == ("UNAVAILABLE", "the service stops", "transformer")
+
+
+async def recorded(log, request_id):
+    """The record of a request, once it is there."""
+    found = []
+
+    async def is_there():
+        query = millrace_pb2.QueryPayloadsRequest(request_id=request_id)
+        found[:] = [record async for record in log.Query(query)]
+        return found and found[0].status
+
+    await until(is_there)
+    return found[0]
 
 
 async def test_an_engine_that_died_ends_the_process_and_its_streams_as_a_death(tmp_path, gate):

@@ -2,7 +2,9 @@
 
 import asyncio
 
-from tests.system.calls import generate, rest, statistics
+from millrace.protos import inference_pb2 as pb
+from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from tests.system.calls import channel, generate, rest, statistics
 from tests.waiting import until
 
 MODELS = "storyteller=models/storyteller"
@@ -33,6 +35,24 @@ async def test_work_is_shared_and_a_killed_predictor_comes_back(new_stack):
     assert await tell()
     await stack.wait_ready(timeout_s=30)
     assert stack.pid("predictor-0") != killed
+    assert await tell()
+
+    # What is loaded and unloaded by the predictors' own name concerns each of them too.
+    async def states():
+        told = set()
+        for i in range(2):
+            async with channel(stack.addresses[f"predictor-{i}"]) as own:
+                index = await GRPCInferenceServiceStub(own).RepositoryIndex(pb.RepositoryIndexRequest())
+                told |= {model.state for model in index.models}
+        return told
+
+    async with channel(stack.gateway, "predictor") as open_channel:
+        stub = GRPCInferenceServiceStub(open_channel)
+        await stub.RepositoryModelUnload(pb.RepositoryModelUnloadRequest(model_name="storyteller"), timeout=60)
+        assert await states() == {"UNAVAILABLE"}
+        assert (await rest(stack.gateway, "GET", "/v2/models/storyteller/ready")).status == 404
+        await stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="storyteller"), timeout=60)
+        assert await states() == {"READY"}
     assert await tell()
 
 

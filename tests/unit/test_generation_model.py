@@ -12,6 +12,7 @@ from millrace.resumable import HEARTBEAT, RUNS_ALONE, CallOptions
 from millrace.sampling import SamplingParameters, set_parameters
 from millrace.stream_infer import FINAL
 from millrace.tensors import Tensor, add_input, decode_outputs
+from services.predictor.generation import read_request
 from services.predictor.generation_loading import LoadedModel
 from services.predictor.generation_model import GenerationModel
 from services.predictor.served_model import NO_OPTIONS
@@ -95,6 +96,37 @@ async def test_the_first_response_names_the_weights_and_a_stream_of_others_is_re
     assert first == "a"
     assert not any(others)
     assert (await serving.infer(message(), None)).parameters["fingerprint"].string_param == "a"
+
+
+@pytest.mark.parametrize(
+    ("options", "salt", "is_told"),
+    [(NO_OPTIONS, None, False), (NO_OPTIONS, "", False), (NO_OPTIONS, "mine", True), (RESUMES, None, True)],
+    ids=["a stranger", "an empty salt", "the owner of a cache", "a transformer"],
+)
+async def test_what_was_cached_is_nobodys_but_its_owners_and_the_transformers(model_of, options, salt, is_told):
+    gate = Gate()
+    gate.open(1000)
+    model = model_of(FakeRunner(gate))
+
+    def asked():
+        request = message(**({} if salt is None else {"cache_salt": salt}))
+        del request.inputs[:], request.raw_input_contents[:]
+        add_input(request, Tensor("input_ids", "INT64", np.arange(40)))
+        return request
+
+    for is_repeat in (False, True):
+        whole = await model.infer(asked(), None, options)
+        assert bool(whole.parameters["cached_tokens"].int64_param) == (is_repeat and is_told)
+
+
+@pytest.mark.parametrize(
+    ("options", "output_ids", "moved"),
+    [(RESUMES, [7], True), (NO_OPTIONS, [7], False), (RESUMES, [], False)],
+    ids=["a stream that was moved", "a stranger's ids", "one that begins"],
+)
+async def test_only_who_resumes_can_be_in_the_middle_of_an_answer(model_of, options, output_ids, moved):
+    loaded = model_of(FakeRunner())._loaded
+    assert read_request(loaded, message(output_ids), None, options).moved == moved
 
 
 async def test_heartbeats_come_in_the_queue_in_the_prefill_and_between_tokens(model_of):

@@ -13,12 +13,14 @@ from services.predictor.engine.slot import MergingSlot
 SIZE = 4
 
 
-def sequence(prompt=4, max_tokens=4, salt="", output_ids=(), start_ids=(), alone=False):
+def sequence(prompt=4, max_tokens=4, salt="", output_ids=(), start_ids=(), alone=False, moved=True):
     """Of a prompt, or of so many ids that no other one has."""
     sequence.made += 1
     ids = [100 * sequence.made + i for i in range(prompt)] if isinstance(prompt, int) else list(prompt)
     sampling = SamplingParameters(max_tokens=max_tokens, seed=1, cache_salt=salt)
-    request = GenerationRequest(str(sequence.made), ids, sampling, list(output_ids), alone=alone)
+    request = GenerationRequest(
+        str(sequence.made), ids, sampling, list(output_ids), alone=alone, moved=moved and bool(output_ids)
+    )
     return Sequence(request, MergingSlot(sampling), frozenset(), start_ids)
 
 
@@ -63,6 +65,15 @@ def test_who_goes_on_from_elsewhere_goes_before_who_begins():
     assert scheduler.queue_before(sequence(output_ids=(7,))) == 2
     scheduler.remove(running)
     assert [row[0] for row in step(scheduler)] == [first]
+
+
+def test_who_brings_ids_of_its_own_goes_before_nobody():
+    scheduler = scheduler_of(max_running=1)
+    _, new = added(scheduler, sequence(), sequence())
+    step(scheduler)
+    (stranger,) = added(scheduler, sequence(output_ids=(7,), moved=False))
+    assert scheduler.waiting == [new, stranger]
+    assert scheduler.queue_before(sequence(output_ids=(7,), moved=False)) == 2
 
 
 def test_a_large_sequence_is_not_overtaken_by_small_ones():

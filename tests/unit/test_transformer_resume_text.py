@@ -72,6 +72,26 @@ async def test_log_probabilities_belong_to_their_tokens(answer):
     assert values == pytest.approx([-position / 10 for position in range(len(answer))])
 
 
+@pytest.mark.parametrize("stop", [None, "little mill"], ids=["to the end", "to a stop string"])
+@pytest.mark.parametrize(
+    ("salt", "tells_cached", "cached"),
+    [(None, False, 0), ("", False, 0), ("mine", False, 101), (None, True, 101)],
+    ids=["a stranger", "an empty salt", "the owner of a cache", "where all may know"],
+)
+async def test_usage_tells_what_was_cached_to_its_owner_alone(answer, stop, salt, tells_cached, cached):
+    predictor = ScriptedPredictor(breaks(2), answer=answer)
+    body = {"model": MODEL, "prompt": "Tell me", "max_tokens": 200}
+    body |= {name: value for name, value in (("stop", stop), ("cache_salt", salt)) if value is not None}
+    async with serving(predictor) as address, transformer(address, TELLER, tells_cached=tells_cached) as (stub, _):
+        completions = stub.channel.unary_stream(
+            "/millrace.rest.v1.OpenAI/Completions",
+            request_serializer=HttpBody.SerializeToString,
+            response_deserializer=HttpBody.FromString,
+        )
+        (whole,) = [orjson.loads(made.data) async for made in completions(HttpBody(data=orjson.dumps(body)))]
+    assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": cached}
+
+
 async def test_each_choice_goes_on_by_itself(answer):
     predictor = ScriptedPredictor(breaks(2), breaks(5), breaks(7), answer=answer)
     async with serving(predictor) as address, transformer(address, TELLER) as (stub, _):

@@ -35,7 +35,15 @@ NOWHERE = "127.0.0.1:9"
 
 @asynccontextmanager
 async def transformer(
-    predictor, models="", processors="", replicas=(), ready=True, silence_limit_s=10.0, wait_s=30.0, resume_limit=2
+    predictor,
+    models="",
+    processors="",
+    replicas=(),
+    ready=True,
+    silence_limit_s=10.0,
+    wait_s=30.0,
+    resume_limit=2,
+    tells_cached=False,
 ):
     """Its gRPC stub and its catalogue, once a generation would work; `replicas` are as the setting says."""
     client = PredictorClient(predictor, silence_limit_s, wait_s)
@@ -49,7 +57,7 @@ async def transformer(
     spool = await asyncio.to_thread(tempfile.TemporaryDirectory)
     tap = PayloadTap(NOWHERE, spool=Path(spool.name))
     tap.start()
-    pipeline = Pipeline(catalogue, client, ResumingGenerator(client, resume_limit), tap)
+    pipeline = Pipeline(catalogue, client, ResumingGenerator(client, resume_limit), tap, tells_cached)
     inference = Inference(pipeline, catalogue, Relay(client), tap)
     server = grpc.aio.server(interceptors=(ErrorServerInterceptor("transformer"),))
     InferenceServicer(inference, catalogue, client, asked).add_to_server(server)

@@ -22,6 +22,7 @@ class GenerationRequest:
 
     Generation continues after `output_ids`, tokens that were produced before: `max_tokens`,
     `min_tokens`, penalties and positions count them. `sampling` is resolved (seed, max_tokens).
+    `moved`: its caller was in the middle of it elsewhere, and goes before those that begin.
     `deadline` is on the clock of time.monotonic(); `first_token_timeout_s` begins with the submission. While a
     request that runs `alone` is computed, until its next token, the engine computes nothing else.
     """
@@ -33,6 +34,7 @@ class GenerationRequest:
     deadline: float | None = None
     first_token_timeout_s: float | None = None
     alone: bool = False
+    moved: bool = False
 
 
 @dataclass(frozen=True)

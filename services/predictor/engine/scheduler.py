@@ -64,9 +64,9 @@ class Scheduler:
         """Sequences that wait for another's end and would go before a new one."""
         if not self._full and len(self.running) < self.max_running:
             return 0
-        if not sequence.request.output_ids:
+        if not sequence.request.moved:
             return len(self.waiting)
-        return sum(bool(waiting.request.output_ids) for waiting in self.waiting)
+        return sum(waiting.request.moved for waiting in self.waiting)
 
     @property
     def contended(self) -> bool:
@@ -280,4 +280,4 @@ class Scheduler:
 
 def precedence(sequence: Sequence) -> tuple[bool, int]:
     """First come, first served, but for those that go on from elsewhere: their readers are in mid-sentence."""
-    return not sequence.request.output_ids, sequence.number
+    return not sequence.request.moved, sequence.number
