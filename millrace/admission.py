@@ -7,6 +7,9 @@ reflection are not counted: a busy service is not a dead one.
 A call is idle while it waits for a message and has no request in flight. It takes nothing from those that ask. Beyond
 `max_idle` the call ends that has been idle for longest, and one that has been idle for `idle_timeout_s` ends, or for
 FIRST_MESSAGE_S where its method takes one message. A watch of health is idle for as long as it lasts.
+
+gRPC holds what has arrived of a message until it is whole. Beyond `max_unfinished` bytes of that, together, idle calls
+end, those first that began to wait last.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import TypeVar
 from millrace.byte_budget import COPIES, SMALL_BYTES, ByteBudget
 from millrace.errors import DeadlineError, MillraceError, NotReadyError, OverloadedError
 from millrace.settings import ServiceSettings
+from millrace.unfinished_messages import UnfinishedMessages
 
 RETRY_AFTER_MS = 1000
 FIRST_MESSAGE_S = 120.0
@@ -30,6 +34,11 @@ _WATCH = "/grpc.health.v1.Health/Watch"
 # From services alone: silent for as long as there is nothing to record, and as large as a record is.
 _INNER = "/millrace.v1.PayloadIngest/"
 _SWEEP_S = 1.0
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # Above Envoy's 60 MiB, so that the gateway answers first.
+_LOOK_S = 0.05
+_SETTLE_S = 0.5
+_GROWTH_BYTES = 16 * 1024 * 1024
+_ARRIVAL_S = 0.05  # What has been arriving for a shorter time is most likely about to be whole.
 
 T = TypeVar("T")
 
@@ -51,6 +60,7 @@ class Admission:
         budget: ByteBudget | None = None,
         max_idle: int = 4096,
         idle_timeout_s: float = 3600.0,
+        max_unfinished: int = 2 * MAX_MESSAGE_BYTES,
     ) -> None:
         self.budget = budget or ByteBudget()
         self._max_calls = max_calls
@@ -62,6 +72,13 @@ class Admission:
         self._unsent: dict[Call, float] = {}
         self._idle: dict[Call, float] = {}
         self._sweep: asyncio.TimerHandle | None = None
+        self._unfinished = UnfinishedMessages()
+        self._max_unfinished = max_unfinished
+        self._look: asyncio.TimerHandle | None = None
+        self._unfinished_limit = max_unfinished
+        self._settles_at = 0.0
+        self._looks = False
+        self._evicted = 0  # Since memory was below its limit, the last time.
         self._is_over = False
 
     @classmethod
@@ -90,13 +107,6 @@ class Admission:
         for call in self._open:
             call.end(_stopping())
 
-    def evict(self, count: int, error: MillraceError) -> int:
-        """Ends so many idle calls, those first that became idle last; how many there were."""
-        newest = sorted((*self._idle.items(), *self._unsent.items()), key=itemgetter(1))[-count:]
-        for call, _ in newest:
-            call.end(error)
-        return len(newest)
-
     def check_room(self) -> None:
         """Raises OverloadedError where one more call in flight would be refused."""
         if self._max_calls is not None and self._in_flight >= self._max_calls:
@@ -110,6 +120,8 @@ class Admission:
             next(iter(calls)).end(error)
         if self._sweep is None:
             self._sweep = loop.call_later(_SWEEP_S, self._end_overdue)
+        if self._look is None:
+            self._look = loop.call_later(_LOOK_S, self._look_at_memory)
 
     def _end_idle(self, call: Call) -> None:
         self._idle_of(call).pop(call, None)
@@ -126,6 +138,37 @@ class Admission:
         if self.idle:
             self._sweep = loop.call_later(_SWEEP_S, self._end_overdue)
 
+    def _look_at_memory(self) -> None:
+        """Ends calls whose messages take too much memory before they are whole: those that began to arrive last."""
+        loop, self._look = asyncio.get_running_loop(), None
+        if not self.idle:
+            self._evicted, self._unfinished_limit, self._looks = 0, self._max_unfinished, False
+            return
+        if not self._looks:  # Not where every call has its message at once.
+            self._looks = True
+            self._unfinished.begin()
+        unfinished = self._unfinished.estimate()
+        if unfinished > self._unfinished_limit:
+            self._evict(max(1 + unfinished // MAX_MESSAGE_BYTES, 2 * self._evicted), loop.time() - _ARRIVAL_S)
+            # What they held is not free at once: more end where it still grows.
+            self._unfinished_limit = unfinished + _GROWTH_BYTES
+            self._settles_at = loop.time() + _SETTLE_S
+            self.budget.trim_soon(_LOOK_S)
+        elif loop.time() >= self._settles_at:
+            self._evicted, self._unfinished_limit = 0, self._max_unfinished
+        self._look = loop.call_later(_LOOK_S, self._look_at_memory)
+
+    def _evict(self, count: int, idle_before: float) -> None:
+        waiting = (*self._idle.items(), *self._unsent.items())
+        suspects = [(since, call) for call, since in waiting if since <= idle_before and call.may_arrive]
+        suspects.sort(key=itemgetter(0), reverse=True)
+        error = OverloadedError(
+            "messages that are not whole take all the memory that they may", retry_after_ms=RETRY_AFTER_MS
+        )
+        for _, call in suspects[:count]:
+            call.end(error)
+        self._evicted = min(count, len(suspects))
+
 
 class Call:
     """One call, from its first moment to its end, in the task that serves it."""
@@ -136,6 +179,7 @@ class Call:
         self.is_inner = method.startswith(_INNER)
         self._watches = method == _WATCH
         self.may_be_idle = request_streaming or self._watches  # As it is meant to be.
+        self.may_arrive = not self._watches and not self.is_inner
         self.idle_limit_s = math.inf if self._watches or self.is_inner else idle_limit_s
         self._limit = asyncio.timeout(None)
         self.error: MillraceError | None = None  # What the service ends it with.
@@ -185,7 +229,10 @@ class Call:
         if not self._requests and self in self._admission._open:
             self._admission._begin_idle(self)
         try:
-            return await message
+            received = await message
+            if isinstance(received, bytes):
+                self._admission._unfinished.message_read(len(received))
+            return received
         finally:
             self._receives = False
             if not self._watches:

@@ -77,8 +77,13 @@ class ByteBudget:
         self._in_use -= size
         self._next_turns()
         self._untrimmed += size
-        if self._untrimmed >= _TRIM_BYTES and self._trim is None:
-            self._trim = asyncio.get_running_loop().call_later(_TRIM_DELAY_S, self._start_trim)
+        if self._untrimmed >= _TRIM_BYTES:
+            self.trim_soon()
+
+    def trim_soon(self, delay_s: float = _TRIM_DELAY_S) -> None:
+        """Has the allocator give free pages back in a moment, when what was released is free."""
+        if self._trim is None:
+            self._trim = asyncio.get_running_loop().call_later(delay_s, self._start_trim)
 
     def _check(self, size: int) -> None:
         if size > self._limit:

@@ -24,13 +24,13 @@ from typing import NamedTuple, TypeAlias
 
 import grpc
 
+from millrace.admission import MAX_MESSAGE_BYTES
 from millrace.payload_drops import DAMAGED, REFUSED, TOO_LARGE, Drops
 from millrace.payload_merge import EndedRecord, Merger, fit
 from millrace.payload_segments import SpoolReader
 from millrace.payload_spool import Spool
 from millrace.payload_times import ended_at
 from millrace.protos.millrace_pb2 import AppendRequest, AppendResponse
-from millrace.server import MAX_MESSAGE_BYTES
 
 logger = logging.getLogger(__name__)
 

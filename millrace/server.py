@@ -23,7 +23,7 @@ from grpc_reflection.v1alpha import reflection as reflection_v1alpha
 from grpc_reflection.v1alpha import reflection_pb2 as reflection_v1alpha_pb2
 from grpc_reflection.v1alpha import reflection_pb2_grpc as reflection_v1alpha_grpc
 
-from millrace.admission import Admission
+from millrace.admission import MAX_MESSAGE_BYTES, Admission
 from millrace.hand_over import RETIRE, report_listening
 from millrace.health import HealthServicer
 from millrace.interceptors import ErrorServerInterceptor
@@ -37,14 +37,13 @@ from millrace.watchdog import LoopWatchdog
 logger = logging.getLogger(__name__)
 
 READY = "ready"  # Health name: a generation would work now. "" says only that the process serves.
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # Above Envoy's 60 MiB, so that the gateway answers first.
 MAX_METADATA_BYTES = 64 * 1024  # Of one call's headers.
 _LEAST_S = 0.5  # What was ended at the end of the drain must still be sent.
 _CALLS_SHARE = 0.9  # Of that time.
 _NEVER_S = 10.0**6  # Who retires a process bounds that.
 
 _LISTENERS = 8  # See listeners.py.
-_STREAM_WINDOW_BYTES = 8 * 1024 * 1024
+_STREAM_WINDOW_BYTES = 256 * 1024  # What gRPC takes of a message that nobody reads; as Envoy's.
 MESSAGE_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

@@ -9,6 +9,7 @@ import pytest
 
 from millrace.protos import inference_pb2 as pb
 from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from tests.unit.unfinished_calls import UnfinishedCalls
 
 MIB = 1 << 20
 BUDGET = 512 * MIB
@@ -103,4 +104,28 @@ async def test_requests_in_flight_take_the_budget_at_most_and_their_memory_is_gi
     assert process.rss - before < BUDGET + BEYOND_BUDGET
     process.go()
     assert await asyncio.gather(small, *held) == [None] * 3
+    await process.shrinks_to(before + KEPT)
+
+
+@pytest.mark.parametrize("path", [RAW, RAW_STREAM])
+async def test_messages_that_never_become_whole_are_bounded_and_end_no_call_that_was_silent(process, channel, path):
+    before = process.rss
+    silent = channel.stream_stream(RAW_STREAM)()
+    reading = asyncio.ensure_future(silent.read())
+    await asyncio.sleep(0.5)  # It is older than those to come.
+    calls = await UnfinishedCalls.connected(process.port)
+    try:
+        sending = asyncio.create_task(calls.send(path, 24, 60_000_000))
+        peak = await process.peak(sending)
+        await sending
+        assert peak - before < BUDGET + BEYOND_BUDGET
+        assert calls.ended
+        assert not reading.done()
+        # Others are served meanwhile.
+        request = pb.ModelInferRequest(raw_input_contents=[bytes(MESSAGE_BYTES)]).SerializeToString()
+        process.go()
+        for _ in range(3):
+            await channel.unary_unary(RAW)(request, timeout=60)
+    finally:
+        await calls.close()
     await process.shrinks_to(before + KEPT)

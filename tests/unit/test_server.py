@@ -14,10 +14,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from millrace.admission import MAX_MESSAGE_BYTES
 from millrace.errors import StartupError
 from millrace.hand_over import RETIRE
 from millrace.protos import millrace_pb2, reflection_v1_pb2, reflection_v1_pb2_grpc
-from millrace.server import MAX_MESSAGE_BYTES, Server
+from millrace.server import Server
 from tests.unit.logger_process import free_port
 from tests.waiting import until
 

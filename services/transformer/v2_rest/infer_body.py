@@ -23,9 +23,9 @@ from typing import Annotated, Any
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from millrace.admission import MAX_MESSAGE_BYTES
 from millrace.errors import HopBrokenError, InvalidRequestError, TooLargeError
 from millrace.protos import inference_pb2 as pb
-from millrace.server import MAX_MESSAGE_BYTES
 from millrace.tensors import BYTES, RawTensor, checked_shape, dtype_of, raw_outputs
 from services.transformer.v2_rest.json_tensors import json_of, tensor_of
 from services.transformer.v2_rest.json_text import dump, load_object
