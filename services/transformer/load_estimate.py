@@ -6,6 +6,9 @@ late by a little has had all of its work done for nothing. Here everything count
 the rate of their ends is how long the next one takes, if it is served after them. Where answers begin soon nobody
 waits for a place: then the rate is that of the demand and says nothing, and whom one refused would leave a place empty.
 
+Refusals cost what answers could have: a millisecond of the machine each. Callers who come back at once, whatever
+`retry-after` says, would use up the cores with them. So beyond a rate each refusal is held back a little.
+
 Pure; seconds come from the caller.
 """
 
@@ -20,6 +23,9 @@ _WINDOW_S = 10.0
 _MARGIN = 1.3  # What is late by little has had all of its work done for nothing.
 _WAITED = 0.25  # Of the whole, until the first token: so much and more is a queue.
 _WEIGHT = 0.1  # Of one first token in the mean.
+_REFUSALS_PER_S = 100.0
+_LONGEST_HOLD_S = 1.0
+_SHARE_OF_LEFT = 0.25  # What a caller may lose of its time by being held back.
 
 
 @dataclass
@@ -57,3 +63,16 @@ class LoadEstimate:
         if _MARGIN * takes_s <= left_s or self._first_token_s < _WAITED * takes_s:
             return None
         return max(interval_s, _MARGIN * takes_s - left_s)
+
+
+class RefusalPace:
+    """When refusals are sent: at once, a second's worth of them even in one moment, and beyond that at a rate."""
+
+    def __init__(self) -> None:
+        self._due = 0.0
+
+    def hold_s(self, left_s: float, now: float) -> float:
+        """How long to hold back a refusal whose caller's deadline has so many seconds left."""
+        due = max(self._due, now - 1.0) + 1 / _REFUSALS_PER_S
+        self._due = min(due, now + _LONGEST_HOLD_S)
+        return max(0.0, min(due - now, _LONGEST_HOLD_S, _SHARE_OF_LEFT * left_s))

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 from millrace.errors import InvalidRequestError, OverloadedError
@@ -23,7 +24,7 @@ from services.transformer.catalogue import Catalogue
 from services.transformer.detokenizer import Detokenizer
 from services.transformer.first_token import FirstToken
 from services.transformer.generation_telemetry import GenerationCourse, GenerationTelemetry
-from services.transformer.load_estimate import LoadEstimate
+from services.transformer.load_estimate import LoadEstimate, RefusalPace
 from services.transformer.models import TextModel
 from services.transformer.predictor_client import Generation, PredictorClient, TokenChunk
 from services.transformer.recorded_prompt import recorded_texts
@@ -121,6 +122,7 @@ class Pipeline:
         self._tap = tap
         self._telemetry = GenerationTelemetry()
         self._loads: dict[str, LoadEstimate] = {}  # By model, of those that are served.
+        self._refusals = RefusalPace()
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
         """The chunks of one answer; raises MillraceError; closing the generator cancels the request."""
@@ -144,6 +146,9 @@ class Pipeline:
                         # What a client has seen begin is on record, even if this process dies now.
                         await recording.begun()
                         yield self._told(chunk, request)
+            except OverloadedError:
+                await self._hold_back(request)
+                raise
             except (asyncio.CancelledError, GeneratorExit):
                 end_cancelled(recording, origin.arrived, timeout_s)
                 raise
@@ -187,6 +192,13 @@ class Pipeline:
             raise
         finally:
             load.ended(time.monotonic(), refused)
+
+    async def _hold_back(self, request: TextRequest) -> None:
+        now = time.monotonic()
+        left_s = inf if request.timeout_s is None else request.origin.arrived + request.timeout_s - now
+        hold_s = self._refusals.hold_s(left_s, now)
+        if hold_s > 0:
+            await asyncio.sleep(hold_s)
 
     async def _generate(
         self,

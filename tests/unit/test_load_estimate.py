@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.transformer.load_estimate import LoadEstimate
+from services.transformer.load_estimate import LoadEstimate, RefusalPace
 
 
 def loaded(in_flight, per_s, first_token_s, ends=64):
@@ -59,3 +59,19 @@ def test_what_a_predictor_refused_says_nothing_of_the_rate():
         load.began()
         load.ended(now, was_refused=True)
     assert load.retry_after_s(5.0, now) == before
+
+
+def test_refusals_are_sent_at_once_until_they_come_by_the_hundred_a_second():
+    pace = RefusalPace()
+    assert [pace.hold_s(5.0, 100.0 + second) for second in range(10) for _ in range(50)] == [0.0] * 500
+
+
+def test_a_storm_of_refusals_is_held_back_for_a_second_at_most_and_never_for_long_of_a_deadline():
+    pace = RefusalPace()
+    holds = [pace.hold_s(5.0, 100.0) for _ in range(1500)]
+    assert holds[:100] == pytest.approx([0.0] * 100, abs=0.001)
+    assert holds == sorted(holds)
+    assert max(holds) == 1.0
+    assert pace.hold_s(0.2, 100.0) == pytest.approx(0.05)
+    # It is over as soon as they stop coming.
+    assert pace.hold_s(5.0, 103.0) == 0.0
