@@ -4,9 +4,10 @@
 -- (400, INVALID_ARGUMENT), and so are more headers than they take (431, RESOURCE_EXHAUSTED). Beyond that gRPC calls pass
 -- untouched.
 -- Requests of REST: the transcoder holds a body whole until its last byte has come, so the bytes that a worker of Envoy
--- holds, or has promised to, are bounded (429). The service keeps the deadlines of the headers x-timeout-ms and x-first-token-timeout-ms, so that it can say
--- in the stream that one passed; the gRPC deadline, a second after the first, ends a service that does not. A body that is compressed in a way that
--- nobody behind the gateway reads is refused, for it would be taken for what it is not.
+-- holds, or has promised to, are bounded (429). The service keeps the deadlines of the headers x-timeout-ms and
+-- x-first-token-timeout-ms, so that it can say in the stream that one passed; the gRPC deadline, a second after the
+-- first, ends a service that does not. A body that is compressed in a way that nobody behind the gateway reads is
+-- refused, for it would be taken for what it is not.
 -- Answers: the service's x-http-status becomes the HTTP status, retry-after-ms also Retry-After, gRPC's
 -- own headers go, a stream of lines says that it is one, and every error has its API's shape. Bodies are read of
 -- errors alone, so that streams stay unbuffered.
@@ -48,14 +49,16 @@ local OPENAI_TYPES = {
   ["429"] = "rate_limit_error",
 }
 
--- Of bodies, for each worker; what is smaller than SMALL_BODY_BYTES is not counted.
-local BODIES_BYTES = tonumber(os.getenv("REST_BODIES_MIB") or "384") * 1048576
+-- Of bodies, for each worker. A quarter of it is for small ones alone; a tiny one is not counted.
+local BODIES_BYTES = tonumber(os.getenv("REST_BODIES_MIB") or "512") * 1048576
+local LARGE_BODIES_BYTES = BODIES_BYTES * 3 / 4
 local MAX_BODY_BYTES = 62914560 -- The transcoder's max_request_body_size.
-local SMALL_BODY_BYTES = 65536
+local SMALL_BODY_BYTES, TINY_BODY_BYTES = 65536, 8192
 local MAX_INFLATION = 100 -- The decompressor's max_inflate_ratio.
 local WITHOUT_BODY = { GET = true, HEAD = true, OPTIONS = true, DELETE = true }
 
 local held = 0 -- Bytes.
+local collected_at = 0 -- When what is dead was last looked for, in whole seconds.
 -- A hold lasts until its answer begins, or as long as the request's handle, which is the stream: one that is reset runs
 -- no code of ours, so a finalizer gives its bytes back.
 local hold_of_handle = setmetatable({}, { __mode = "k" })
@@ -68,12 +71,14 @@ end
 
 -- Takes so many bytes of the bound for a call; nil where it has not got as many.
 local function take(handle, call, size)
-  if held + size > BODIES_BYTES then
+  local bound = size > SMALL_BODY_BYTES and LARGE_BODIES_BYTES or BODIES_BYTES
+  if held + size > bound and os.time() ~= collected_at then -- Once a second: it takes milliseconds of every call.
+    collected_at = os.time()
     collectgarbage() -- What the first finds dead, among them handles, leaves the weak tables at the second.
     collectgarbage()
-    if held + size > BODIES_BYTES then
-      return nil
-    end
+  end
+  if held + size > bound then
+    return nil
   end
   held = held + size
   local hold = { size = size, finalizer = newproxy(true) }
@@ -223,13 +228,14 @@ function envoy_on_request(handle)
     return
   end
   local size = math.min((length or MAX_BODY_BYTES) * (coding == "gzip" and MAX_INFLATION or 1), MAX_BODY_BYTES)
-  if size <= SMALL_BODY_BYTES then
+  if size <= TINY_BODY_BYTES then
     return
   end
   local call = headers:get("x-millrace-call-id")
   local hold = take(handle, call, size)
   if hold == nil then
-    handle:respond({ [":status"] = "429", ["retry-after-ms"] = "1000" }, "the gateway holds as many bytes of requests as it may")
+    local later = { [":status"] = "429", ["retry-after-ms"] = "1000" }
+    handle:respond(later, "the gateway holds as many bytes of requests as it may")
     return
   end
   metadata:set(METADATA, "call", call)

@@ -43,8 +43,8 @@ drain() {
 workers=$(($(nproc) / 4))
 workers=$((workers > 0 ? workers : 1))
 # Each worker bounds the bodies of REST requests by itself, and takes one of 60 MiB at least (rest_errors.lua).
-REST_BODIES_MIB=$((384 / workers))
-export REST_BODIES_MIB=$((REST_BODIES_MIB > 60 ? REST_BODIES_MIB : 60))
+REST_BODIES_MIB=$((512 / workers))
+export REST_BODIES_MIB=$((REST_BODIES_MIB > 80 ? REST_BODIES_MIB : 80))
 # Hot restart is for two Envoys on one machine; a container has one.
 config=${TMPDIR:-/tmp}/envoy.yaml
 configuration >"$config"

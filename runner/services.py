@@ -146,7 +146,7 @@ def _envoy(settings: StackSettings) -> Environment:
         "TRACE_PAGE": settings.gateway_trace_page,
         "DEVELOPMENT": _told(settings.development),
         # Each worker bounds the bodies of REST requests by itself, and takes one of 60 MiB at least (rest_errors.lua).
-        "REST_BODIES_MIB": str(max(60, 384 // _envoy_workers())),
+        "REST_BODIES_MIB": str(max(80, 512 // _envoy_workers())),
     }
 
 
