@@ -69,7 +69,7 @@ Ask: TypeAlias = Callable[[int], Awaitable[Outcome]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each arm, beside its warm-up")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each arm, beside its warm-up")
     parser.add_argument("--sweep", type=int, nargs="+", default=_SWEEP, help="numbers of callers that may be the peak")
     parser.add_argument(
         "--callers", type=int, nargs="+", default=_OVERLOADS, help="numbers of callers that are too many"

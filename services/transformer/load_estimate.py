@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 _ENOUGH = 16  # Ends.
 _MOST = 64
 _WINDOW_S = 10.0
-_MARGIN = 1.3  # What is late by little has had all of its work done for nothing.
+_MARGIN = 1.5  # Answers of one length differ by so much, and a place is as well used by one with time to spare.
 _WAITED = 0.25  # Of the whole, until the first token: so much and more is a queue.
 _WEIGHT = 0.1  # Of one first token in the mean.
 _REFUSALS_PER_S = 100.0

@@ -17,14 +17,14 @@ def loaded(in_flight, per_s, first_token_s, ends=64):
 
 
 def test_where_the_queue_is_longer_than_the_deadline_one_is_refused_and_told_when_to_come_again():
-    load, now = loaded(in_flight=400, per_s=60, first_token_s=4.0)
+    load, now = loaded(in_flight=350, per_s=60, first_token_s=4.0)
     retry_after_s = load.retry_after_s(5.0, now)
     assert 1.0 < retry_after_s < 5.0
     assert load.retry_after_s(20.0, now) is None
 
 
 def test_a_queue_that_is_shorter_than_the_deadline_is_no_reason():
-    load, now = loaded(in_flight=200, per_s=60, first_token_s=2.0)
+    load, now = loaded(in_flight=180, per_s=60, first_token_s=2.0)
     assert load.retry_after_s(5.0, now) is None
 
 
@@ -53,7 +53,7 @@ def test_where_little_has_ended_nobody_is_refused(ends):
 
 
 def test_what_a_predictor_refused_says_nothing_of_the_rate():
-    load, now = loaded(in_flight=400, per_s=60, first_token_s=4.0)
+    load, now = loaded(in_flight=350, per_s=60, first_token_s=4.0)
     before = load.retry_after_s(5.0, now)
     for _ in range(100):
         load.began()
