@@ -83,6 +83,8 @@ class Walk:
     def proceed(self, max_fields: int) -> bool:
         """Walks over so many fields at most; whether the walk is at its end."""
         data, at, inside = self._data, self._at, self._inside
+        if not inside:
+            return True
         end, schema = inside[-1]
         for _ in range(max_fields):
             while at >= end:

@@ -26,6 +26,14 @@ def delimited(number, contents):
     return bytes([number << 3 | 2]) + length + bytes([size]) + contents
 
 
+def test_a_walk_that_is_at_its_end_stays_there():
+    walk = Walk(b"\x2a\x00" * 10, INFER)
+    while not walk.proceed(4):
+        walk.proceed(8)
+    assert walk.fields == 10
+    assert walk.proceed(1)
+
+
 BOMBS = {
     "inputs": (b"\x2a\x00", INFER),
     "outputs": (b"\x32\x00", INFER),
