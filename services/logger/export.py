@@ -33,7 +33,7 @@ from services.logger.values import row, to_json
 
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _BATCH_ROWS = 1000
-_BATCH_BYTES = 8 * 1024 * 1024
+_BATCH_BYTES = 2 * 1024 * 1024
 _INTERRUPTED = 130  # As a shell says it of SIGINT.
 
 

@@ -2,7 +2,7 @@
 
 The types are said once, in `SCHEMA`: times in UTC to the microsecond, lists of structs for chunks and tensors, a map
 for the caller's metadata, numbers that may be null. Rows become Arrow batches as they come, and a row group whenever
-64 MiB have come together: memory stays bounded however long the export is.
+32 MiB have come together: memory stays bounded however long the export is.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ SCHEMA = pa.schema(
     }
 )
 
-_ROW_GROUP_BYTES = 64 * 1024 * 1024
+_ROW_GROUP_BYTES = 32 * 1024 * 1024
 
 
 class ParquetWriter:

@@ -5,7 +5,7 @@
 
 Oldest first, by the records' times; what is committed later does not appear, what is deleted meanwhile disappears. Rows
 are read in transactions that end before their records are handed out, so that no reader, however slow, keeps the
-logger from emptying its write-ahead log; at most 16 MiB, or one record, at once.
+logger from emptying its write-ahead log; at most 4 MiB, or one record, at once.
 
 Errors: StartupError where the file cannot be read.
 """
@@ -28,7 +28,7 @@ from services.logger.filters import Filters
 from services.logger.schema import records
 
 _ROWS = 500
-_BYTES = 16 * 1024 * 1024
+_BYTES = 4 * 1024 * 1024
 
 
 class Snapshot:
