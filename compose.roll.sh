@@ -8,8 +8,8 @@
 # the calls of a container that is being replaced may take; a GPU has to have room for one predictor more.
 #
 # A successor starts beside the containers of its service and has to become healthy. Then an old one gets SIGUSR1: it
-# takes no new call, sends its connections away, and ends with its last call. The gateway is left alone, since only one
-# container can have its port.
+# takes no new call, sends its connections away, and ends with its last call. The gateway reads envoy/ anew in the
+# container that it has, since only one can have its port.
 set -euo pipefail
 
 patience=${ROLL_PATIENCE_S:-600}
@@ -17,12 +17,29 @@ compose=(docker compose "$@")
 
 containers() { "${compose[@]}" ps --quiet "$1"; }
 
-# How many hosts of a service the gateway sends calls to.
-known_to_gateway() {
-  # shellcheck disable=SC2016
-  "${compose[@]}" exec -T envoy bash -c 'exec 3<>/dev/tcp/127.0.0.1/9901
-    printf "GET /clusters HTTP/1.1\r\nhost: admin\r\nconnection: close\r\n\r\n" >&3; cat <&3' |
-    tr -d '\r' | grep -c "^$1::.*::health_flags::healthy$" || true
+# What the gateway's admin page answers.
+gateway() {
+  "${compose[@]}" exec -T envoy bash -c "exec 3<>/dev/tcp/127.0.0.1/9901
+    printf 'GET $1 HTTP/1.1\\r\\nhost: admin\\r\\nconnection: close\\r\\n\\r\\n' >&3; cat <&3" 2>/dev/null | tr -d '\r'
+}
+
+# How many hosts of a service it sends calls to.
+known_to_gateway() { gateway /clusters | grep -c "^$1::.*::health_flags::healthy$" || true; }
+
+generation() { gateway /server_info | sed -n 's/.*"restart_epoch": \([0-9]*\).*/\1/p' || true; }
+
+reload_gateway() {
+  local before give_up_at=$((SECONDS + 60)) now
+  before=$(generation)
+  echo "envoy: reloading"
+  "${compose[@]}" kill --signal HUP envoy
+  until now=$(generation) && [ "${now:-0}" -gt "${before:-0}" ]; do
+    if ((SECONDS >= give_up_at)); then
+      echo "envoy: not reloaded; \`docker compose logs envoy\` has the reason" >&2
+      return 1
+    fi
+    sleep 0.5
+  done
 }
 
 # Starts a container of a service beside the $2 others; it gets calls when this returns.
@@ -69,4 +86,5 @@ replace() {
 }
 
 for service in predictor transformer logger; do replace "$service"; done
-echo "every predictor, transformer and logger has been replaced"
+reload_gateway
+echo "every predictor, transformer and logger has been replaced, and the gateway reloaded"

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Runs Envoy in its container, with the arguments given and the configuration beside this file, into which
 # GATEWAY_ALLOWED_ORIGINS is written as runner/envoy_config.py does it. Envoy itself cuts every call at SIGTERM; here it
-# takes no new ones, and those in flight have DRAIN_S seconds first. Bash alone: the image has no curl.
+# takes no new ones, and those in flight have DRAIN_S seconds first. At SIGHUP another Envoy, which reads all files anew,
+# takes over its sockets, and the one before goes on with the calls that it has, for RELOAD_PATIENCE_S. Bash alone: the
+# image has no curl.
 set -euo pipefail
 
 # The configuration with the origins of GATEWAY_ALLOWED_ORIGINS, whose letters mean nothing in YAML.
@@ -24,6 +26,7 @@ ask() {
   exec 3>&-
 }
 
+# Of both generations: Envoy adds what the one before counts.
 open_calls() {
   ask GET '/stats?filter=^http.ingress.downstream_rq_active$' | sed -n 's/.*downstream_rq_active: \([0-9]*\).*/\1/p'
 }
@@ -35,7 +38,50 @@ drain() {
   ask POST /drain_listeners >/dev/null || true
   local give_up_at=$((SECONDS + DRAIN_S))
   while ((SECONDS < give_up_at)) && [ "$(open_calls)" != 0 ]; do sleep 0.1; done
-  kill -TERM "$envoy"
+  kill -TERM "$envoy" ${before:+"$before"} 2>/dev/null || true
+}
+
+# Envoy knows two generations at a time; a third would end the first.
+has_calls_of_before() {
+  [ -n "$before" ] && kill -0 "$before" 2>/dev/null &&
+    [ "$(ask GET '/stats?filter=^server.parent_connections$' | sed -n 's/.*parent_connections: \([0-9]*\).*/\1/p')" != 0 ]
+}
+
+is_live() {
+  local info
+  info=$(ask GET /server_info 2>/dev/null) || return 1
+  [[ $info == *'"state": "LIVE"'* && $info == *'"restart_epoch": '"$1,"* ]]
+}
+
+launch() {
+  envoy --config-path "$config" "${arguments[@]}" --restart-epoch "$epoch" --concurrency "$workers" \
+    --drain-strategy immediate --drain-time-s "$DRAIN_S" --parent-shutdown-time-s "${RELOAD_PATIENCE_S:-600}" &
+}
+
+reload() {
+  if has_calls_of_before; then
+    echo "not reloaded: connections of before the last reload are still open" >&2
+    return
+  fi
+  if ! configuration >"$config.new" || ! envoy --mode validate --config-path "$config.new" "${arguments[@]}"; then
+    echo "not reloaded: the configuration is refused" >&2
+    return
+  fi
+  mv "$config.new" "$config"
+  local running=$envoy
+  epoch=$((epoch + 1))
+  launch
+  envoy=$!
+  until is_live "$epoch"; do
+    if ! kill -0 "$envoy" 2>/dev/null; then
+      echo "not reloaded: the new Envoy did not start" >&2
+      envoy=$running epoch=$((epoch - 1))
+      return
+    fi
+    sleep 0.1
+  done
+  before=$running
+  echo "reloaded: a new Envoy takes the calls, the one before ends those that it has" >&2
 }
 
 # A worker holds its own connections to every service and takes a core when busy: on a small machine,
@@ -45,13 +91,13 @@ workers=$((workers > 0 ? workers : 1))
 # Each worker bounds the bodies of REST requests by itself, and takes one of 60 MiB at least (rest_errors.lua).
 REST_BODIES_MIB=$((512 / workers))
 export REST_BODIES_MIB=$((REST_BODIES_MIB > 80 ? REST_BODIES_MIB : 80))
-# Hot restart is for two Envoys on one machine; a container has one.
 config=${TMPDIR:-/tmp}/envoy.yaml
 configuration >"$config"
-envoy --config-path "$config" "$@" --disable-hot-restart --concurrency "$workers" --drain-strategy immediate \
-  --drain-time-s "$DRAIN_S" &
+arguments=("$@") epoch=0 before=
+launch
 envoy=$!
 trap drain TERM INT
+trap reload HUP
 # A signal ends `wait`, not Envoy.
 while true; do
   status=0

@@ -32,7 +32,10 @@ def request(folder: RunFolder, runner: int) -> None:
     """Asks the runner that holds the folder for a roll and waits for the outcome; StartupError where it failed."""
     request_id = uuid.uuid4().hex
     asked = {"id": request_id, "environment": stack_settings.own_environment()}
-    _write(_request_file(folder), asked)
+    try:
+        _write(_request_file(folder), asked)
+    except OSError as error:
+        raise folder.unusable(error) from None
     os.kill(runner, SIGNAL)
     while (outcome := _read(_outcome_file(folder))).get("id") != request_id:
         if folder.holder() != runner:

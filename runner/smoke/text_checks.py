@@ -18,7 +18,7 @@ from millrace.sampling import set_parameters
 from millrace.tensors import Tensor, add_input, bytes_tensor, decode_outputs
 from runner.smoke.checks import Check
 from runner.smoke.facts import ModelFacts
-from runner.smoke.gateway import TIMEOUT_S, Failed, Gateway, Stream, collected, expect, refused_call
+from runner.smoke.gateway import TIMEOUT_S, Failed, Gateway, collected, expect, refused_call
 
 _PROMPT = "Once upon a time"
 _MESSAGES = [{"role": "user", "content": "Tell me a story."}]
@@ -41,7 +41,7 @@ def _by_grpc(gateway: Gateway, model: ModelFacts) -> Iterator[Check]:
     async def generate() -> str:
         stream = await collected(gateway.text.Generate(_request(name), timeout=TIMEOUT_S))
         _check_end(stream.pieces[-1])
-        return stream.told()
+        return stream.told(any(piece.text for piece in stream.pieces))
 
     async def whole() -> str:
         answer = await gateway.inference.ModelInfer(_text_request(name), timeout=TIMEOUT_S)
@@ -56,7 +56,8 @@ def _by_grpc(gateway: Gateway, model: ModelFacts) -> Iterator[Check]:
         expect(not errors, f"{errors}")
         last = stream.pieces[-1].infer_response.parameters["triton_final_response"]
         expect(last.bool_param, "the last response is not marked")
-        return stream.told()
+        texts = [decode_outputs(message.infer_response).get("text_output") for message in stream.pieces]
+        return stream.told(any(text.array[0] for text in texts if text is not None))
 
     async def ids() -> str:
         request = pb.ModelInferRequest(model_name=name)
@@ -97,8 +98,7 @@ def _by_openai(gateway: Gateway, model: ModelFacts) -> Iterator[Check]:
     async def streamed(path: str, body: dict[str, Any]) -> str:
         stream = await gateway.streamed(path, {**body, "stream": True})
         expect(stream.pieces[-1] == "data: [DONE]", f"the last line is {stream.pieces[-1]!r}")
-        _check_events(stream, stream.pieces[:-1])
-        return stream.told()
+        return stream.told(_check_events(stream.pieces[:-1]))
 
     async def listed() -> str:
         answer = await gateway.get(f"/v1/models/{model.name}")
@@ -157,8 +157,7 @@ def _by_v2(gateway: Gateway, model: ModelFacts) -> Iterator[Check]:
 
     async def streamed() -> str:
         stream = await gateway.streamed(f"{own}/generate_stream", asked)
-        _check_events(stream, stream.pieces)
-        return stream.told()
+        return stream.told(_check_events(stream.pieces))
 
     yield Check("V2 REST", "POST …/infer, JSON", in_json)
     yield Check("V2 REST", "POST …/infer, binary", in_binary)
@@ -175,7 +174,7 @@ def _by_millrace(gateway: Gateway, model: ModelFacts) -> Iterator[Check]:
     async def lines() -> str:
         stream = await gateway.streamed("/millrace/v1/generate", body)
         expect(json.loads(stream.pieces[-1]).get("finish_reason") == "length", f"the last line is {stream.pieces[-1]}")
-        return stream.told()
+        return stream.told(any(json.loads(piece).get("text") for piece in stream.pieces))
 
     async def web() -> str:
         message = _request(model.name).SerializeToString()
@@ -191,7 +190,7 @@ def _by_millrace(gateway: Gateway, model: ModelFacts) -> Iterator[Check]:
         record = await _record(gateway, request.request_id)
         expect((record.model, record.prompt, record.status) == (model.name, _PROMPT, "OK"), f"it says {record}")
         answer = (await gateway.get(f"/millrace/v1/payloads/{record.record_id}")).json()
-        expect(answer["text"] == record.text, "Get by REST says another text")
+        expect(answer.get("text", "") == record.text, "Get by REST says another text")
         found = await gateway.get(f"/millrace/v1/payloads?request_id={request.request_id}")
         expect(json.loads(found.text)["record_id"] == record.record_id, "Query by REST finds another record")
         return record.record_id  # type: ignore[no-any-return]
@@ -237,12 +236,19 @@ def _check_end(last: millrace_pb2.GenerateResponse) -> None:
     expect(last.usage.completion_tokens == _TOKENS, f"usage is {last.usage}")
 
 
-def _check_events(stream: Stream, lines: list[str]) -> None:
+def _check_events(lines: list[str]) -> bool:
+    """Whether some event has text; Failed where one is none or an error."""
+    has_text = False
     for line in lines:
         if line.startswith(":"):
             continue  # A comment: the stream was silent for long.
         expect(line.startswith("data: {"), f"no event: {line[:100]!r}")
-        expect("error" not in json.loads(line.removeprefix("data: ")), line)
+        event = json.loads(line.removeprefix("data: "))
+        expect("error" not in event, line)
+        (choice, *_) = event.get("choices") or [{}]
+        delta = choice.get("delta") or {}
+        has_text = has_text or bool(event.get("text_output") or choice.get("text") or delta.get("content"))
+    return has_text
 
 
 def _text(value: Any) -> str:

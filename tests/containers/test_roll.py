@@ -1,4 +1,4 @@
-"""compose.roll.sh replaces predictor, transformer and logger under load: nobody notices but the settings."""
+"""compose.roll.sh replaces predictor, transformer, logger and Envoy under load: nobody notices but the settings."""
 
 import asyncio
 import subprocess
@@ -37,6 +37,7 @@ async def test_a_roll_under_load_costs_no_call_and_brings_the_present_settings(s
         container = stack.container(service)
         assert container.id != before[service]
         assert setting in container.facts["Config"]["Env"]
+    assert "reloaded: a new Envoy takes the calls" in stack.compose("logs", "--no-color", "envoy")
 
 
 async def test_a_successor_that_does_not_start_leaves_the_stack_as_it_was(stack):

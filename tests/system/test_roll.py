@@ -1,11 +1,14 @@
 """Replacing every process of a running stack: no unary call fails and no stream breaks."""
 
 import asyncio
+import shutil
 import sys
 
 import grpc
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from millrace.protos import millrace_pb2, millrace_pb2_grpc
 from millrace.tensors import Tensor
@@ -16,6 +19,7 @@ from tests.waiting import until
 PACE = {"PACE_MS": "12", "PACE_SEED": "1"}
 TOKENS = 650
 STREAMS = 4
+MANY_STREAMS = 64
 CALLS = 10
 
 
@@ -73,15 +77,53 @@ class Load:
         assert self.failures == []
 
 
-async def tell(gateway, **fields):
-    """The text of one long `Generate`, and how many messages it came in."""
+async def tell(gateway, tokens=TOKENS):
+    """The text of one long `Generate`, which takes the likeliest tokens."""
     request = millrace_pb2.GenerateRequest(
-        model="storyteller", prompt="Once upon a time", max_tokens=TOKENS, ignore_eos=True, temperature=0, **fields
+        model="storyteller", prompt="Once upon a time", max_tokens=tokens, ignore_eos=True, temperature=0
     )
     async with channel(gateway) as own:
         responses = [r async for r in millrace_pb2_grpc.TextGenerationStub(own).Generate(request, timeout=300)]
-    assert sum(len(response.token_ids) for response in responses) == TOKENS
+    assert sum(len(response.token_ids) for response in responses) == tokens
     return text_of(responses)
+
+
+def other_weights(folder):
+    """A copy of the bundled model that tells other stories."""
+    shutil.copytree("models/storyteller", folder)
+    [path] = folder.glob("*.safetensors")
+    weights, generator = load_file(path), torch.Generator().manual_seed(1)
+    for name, tensor in weights.items():
+        if tensor.dim() == 2:
+            weights[name] = tensor + 0.3 * tensor.std() * torch.randn(tensor.shape, generator=generator)
+    save_file(weights, path, metadata={"format": "pt"})
+    return folder
+
+
+async def test_a_roll_to_other_weights_leaves_each_stream_to_the_model_that_began_it(new_stack, tmp_path):
+    stack = await new_stack(
+        models="storyteller=models/storyteller",
+        predictors=2,
+        commands={"predictor": (sys.executable, "-m", "bench.paced_predictor")},
+        environment={"predictor": PACE},
+    )
+    [before] = {await tell(stack.gateway, 100) for _ in range(2)}
+    told, rolled = [], asyncio.Event()
+
+    async def again_and_again():
+        while not rolled.is_set():
+            told.append(await tell(stack.gateway, 100))
+
+    async with asyncio.TaskGroup() as callers:
+        for _ in range(MANY_STREAMS):
+            callers.create_task(again_and_again())
+        await until(lambda: len(told) > MANY_STREAMS, timeout_s=120)
+        models = f"storyteller={other_weights(tmp_path / 'other')}"
+        await stack.roll(stack.settings.model_copy(update={"models": models}))
+        rolled.set()
+    [after] = {await tell(stack.gateway, 100) for _ in range(2)}
+    assert after != before
+    assert set(told) == {before, after}
 
 
 async def test_a_roll_under_load_costs_nothing_and_brings_the_present_settings(new_stack):

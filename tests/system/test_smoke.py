@@ -85,6 +85,27 @@ run_service("transformer", TransformerSettings, serve)
 """
 
 
+# A model that gives special tokens alone, which have no text.
+NO_TEXT = """
+from millrace.service import run_service
+from services.transformer.__main__ import serve
+from services.transformer.detokenizer import Detokenizer
+from services.transformer.settings import TransformerSettings
+
+Detokenizer.push = lambda self, token_id: ""
+Detokenizer.flush = lambda self: ""
+run_service("transformer", TransformerSettings, serve)
+"""
+
+
+async def test_an_answer_without_text_passes(new_stack):
+    stack = await new_stack(
+        models="storyteller=models/storyteller", commands={"transformer": (sys.executable, "-c", NO_TEXT)}
+    )
+    done = await smoke("--gateway", stack.gateway, "--model", "storyteller")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 async def test_what_does_not_work_is_named_and_the_exit_code_is_1(new_stack):
     stack = await new_stack(
         models="storyteller=models/storyteller", commands={"transformer": (sys.executable, "-c", NO_CHAT)}

@@ -12,6 +12,8 @@ import pytest
 
 from millrace.errors import StartupError
 from millrace.listeners import reserved
+from millrace.hand_over import RETIRE
+from millrace.health_check import serving as health
 from tests.waiting import until
 
 
@@ -79,3 +81,40 @@ async def test_a_killed_parent_leaves_no_worker():
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
     assert not psutil.wait_procs(workers, timeout=30)[1]
+
+
+async def test_a_retired_parent_ends_with_its_workers_and_the_successors_serve():
+    with closing(listener(0)) as held:
+        port = held.getsockname()[1]
+    own = {"TRANSFORMER_LISTEN": "shared", "TRANSFORMER_METRICS_PORT": "0"}
+    old = start(port, **own)
+    new = None
+    try:
+        await until(lambda: serving(port), timeout_s=60)
+        old_workers = psutil.Process(old.pid).children()
+        new = start(port, **own | {"TRANSFORMER_LISTEN": "take-over"})
+        await until(lambda: len(listening(new, port)) == 2, timeout_s=60)
+        old.send_signal(RETIRE)
+        old.communicate(timeout=60)
+        assert old.returncode == 0
+        assert not psutil.wait_procs(old_workers, timeout=0)[1]
+        assert serving(port)
+    finally:
+        for process in (old, new):
+            if process is not None:
+                process.send_signal(signal.SIGTERM)
+                process.communicate(timeout=60)
+
+
+def listening(parent, port):
+    """The workers that listen there."""
+
+    def listens(worker):
+        connections = worker.net_connections("tcp")
+        return any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections)
+
+    return [worker for worker in psutil.Process(parent.pid).children() if listens(worker)]
+
+
+def serving(port):
+    return health(f"127.0.0.1:{port}")
