@@ -20,7 +20,7 @@ configuration() {
 
 # What the admin page answers: ask METHOD PATH.
 ask() {
-  exec 3<>/dev/tcp/127.0.0.1/9901
+  exec 3<>/dev/tcp/127.0.0.1/${ADMIN_PORT:-9901}
   printf '%s %s HTTP/1.1\r\nhost: admin\r\nconnection: close\r\n\r\n' "$1" "$2" >&3
   cat <&3
   exec 3>&-
@@ -59,16 +59,16 @@ launch() {
 }
 
 reload() {
+  local new=${config%.yaml}.new.yaml running=$envoy
   if has_calls_of_before; then
     echo "not reloaded: connections of before the last reload are still open" >&2
-    return
+    return 0
   fi
-  if ! configuration >"$config.new" || ! envoy --mode validate --config-path "$config.new" "${arguments[@]}"; then
+  if ! configuration >"$new" || ! envoy --mode validate --config-path "$new" "${arguments[@]}"; then
     echo "not reloaded: the configuration is refused" >&2
-    return
+    return 0
   fi
-  mv "$config.new" "$config"
-  local running=$envoy
+  mv "$new" "$config"
   epoch=$((epoch + 1))
   launch
   envoy=$!
@@ -76,7 +76,7 @@ reload() {
     if ! kill -0 "$envoy" 2>/dev/null; then
       echo "not reloaded: the new Envoy did not start" >&2
       envoy=$running epoch=$((epoch - 1))
-      return
+      return 0
     fi
     sleep 0.1
   done
