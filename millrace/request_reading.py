@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from millrace.admission import Call, charge_of
 from millrace.byte_budget import SMALL_BYTES
 from millrace.errors import InvalidRequestError
-from millrace.wire_limits import Schema, Walk, schema_of
+from millrace.wire_limits import MAX_FIELDS, Schema, Walk, schema_of
 
 _FIELDS_AT_ONCE = 1024  # Counted in a millisecond.
 _walkers = ThreadPoolExecutor(1, thread_name_prefix="count-fields")
@@ -61,9 +61,8 @@ class RequestReading:
         if schema is None:
             return 0
         walk = Walk(raw, schema)
-        while not walk.proceed(_FIELDS_AT_ONCE):
-            # To its end, in pieces that give way to others.
-            await asyncio.get_running_loop().run_in_executor(_walkers, walk.proceed, 8 * _FIELDS_AT_ONCE)
+        if not walk.proceed(_FIELDS_AT_ONCE):
+            await asyncio.get_running_loop().run_in_executor(_walkers, walk.proceed, MAX_FIELDS + 1)
         return walk.memory
 
 

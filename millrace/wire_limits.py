@@ -71,6 +71,7 @@ class Walk:
     def __init__(self, data: bytes, schema: Schema) -> None:
         self._data = data
         self._at = 0
+        self._ended = False
         self._inside: list[tuple[int, Schema]] = [(len(data), schema)]  # Where each message ends that is walked in.
         self.fields = 0
         self.packed_bytes = 0
@@ -83,8 +84,9 @@ class Walk:
     def proceed(self, max_fields: int) -> bool:
         """Walks over so many fields at most; whether the walk is at its end."""
         data, at, inside = self._data, self._at, self._inside
-        if not inside:
+        if self._ended:
             return True
+        self._ended = True  # Unless the loop comes to its end.
         end, schema = inside[-1]
         for _ in range(max_fields):
             while at >= end:
@@ -145,5 +147,5 @@ class Walk:
                 at += 4
             elif kind not in _GROUP_TAGS:
                 return True
-        self._at = at
+        self._at, self._ended = at, False
         return False

@@ -129,3 +129,13 @@ async def test_messages_that_never_become_whole_are_bounded_and_end_no_call_that
     finally:
         await calls.close()
     await process.shrinks_to(before + KEPT)
+
+
+@pytest.mark.parametrize("tensors", [10, 2_000, 16_000])
+async def test_a_large_request_of_few_or_many_fields_is_read(process, channel, tensors):
+    process.go()
+    request = pb.ModelInferRequest(id="x", raw_input_contents=[bytes(100_000)])
+    for number in range(tensors):
+        request.inputs.add(name=str(number), datatype="FP32")
+    answer = await channel.unary_unary(RAW)(request.SerializeToString(), timeout=60)
+    assert pb.ModelInferResponse.FromString(answer).id == "x"

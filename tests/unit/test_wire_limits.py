@@ -83,6 +83,7 @@ def test_a_walk_in_pieces_counts_the_same():
     assert whole.fields > 500
     for pieces in (1, 2, 7):
         walk = walked(data, INFER, pieces)
+        assert walk.proceed(pieces)  # At its end it stays there.
         assert (walk.fields, walk.packed_bytes, walk.memory) == (whole.fields, whole.packed_bytes, whole.memory)
 
 
