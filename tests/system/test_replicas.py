@@ -33,7 +33,7 @@ async def test_work_is_shared_and_a_killed_predictor_comes_back(new_stack):
 
     # The other one serves while the first is away.
     assert await tell()
-    await stack.wait_ready(timeout_s=30)
+    await stack.wait_ready(timeout_s=90)
     assert stack.pid("predictor-0") != killed
     assert await tell()
 
