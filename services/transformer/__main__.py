@@ -49,6 +49,7 @@ async def serve_worker(settings: TransformerSettings, page: int) -> None:
 async def _serve(settings: TransformerSettings, metrics_port: int, is_worker: bool = False) -> None:
     # transformers takes seconds to import: a wrong setting is told before.
     _leave_out_torch()
+    from services.transformer.body_processes import BodyProcesses
     from services.transformer.catalogue import Catalogue
     from services.transformer.inference import Inference
     from services.transformer.inference_servicer import InferenceServicer
@@ -87,7 +88,8 @@ async def _serve(settings: TransformerSettings, metrics_port: int, is_worker: bo
     processors = {source.name: RunningProcessor(source, work) for source in settings.processors}
     catalogue = Catalogue(settings.models, predictor, replicas, pool, processors)
     generator = ResumingGenerator(predictor, settings.resume_limit, replicas.have_taker)
-    pipeline = Pipeline(catalogue, predictor, generator, tap, settings.cached_tokens == "all")
+    bodies = BodyProcesses()
+    pipeline = Pipeline(catalogue, predictor, generator, tap, bodies, settings.cached_tokens == "all")
     shares_port = is_worker or settings.listen != "alone"
     public = (*_OWN, _PAYLOAD_LOG, *development.services(settings.development))
     server = Server(
@@ -98,9 +100,9 @@ async def _serve(settings: TransformerSettings, metrics_port: int, is_worker: bo
     inference = InferenceServicer(Inference(pipeline, catalogue, Relay(predictor), tap), catalogue, predictor, replicas)
     inference.add_to_server(server.grpc)
     add_TextGenerationServicer_to_server(TextGenerationServicer(pipeline), server.grpc)
-    openai = OpenAIServicer(pipeline, catalogue, Embedder(catalogue, predictor, tap), settings.sse_keep_alive)
+    openai = OpenAIServicer(pipeline, catalogue, Embedder(catalogue, predictor, tap), bodies, settings.sse_keep_alive)
     add_OpenAIServicer_to_server(openai, server.grpc)
-    v2_rest = OpenInferenceServicer(inference, pipeline, settings.sse_keep_alive)
+    v2_rest = OpenInferenceServicer(inference, pipeline, bodies, settings.sse_keep_alive)
     add_OpenInferenceServicer_to_server(v2_rest, server.grpc)
     if settings.development:
         development.add_to_server(replicas, server.grpc)
@@ -130,7 +132,7 @@ async def _serve(settings: TransformerSettings, metrics_port: int, is_worker: bo
     server.at_stop(predictor.close)
     server.at_stop(replicas.close)
     server.at_stop(partial(tap.stop, _TAP_DRAIN_S))
-    server.at_stop(v2_rest.close)
+    server.at_stop(bodies.close)
     if is_worker or settings.listen == "take-over":
         # It listens once it can serve: another one takes the connections until then.
         await load()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from millrace.errors import InvalidRequestError
 from millrace.interceptors import Context
 from millrace.recorded_call import MAX_REQUEST_ID
 
 TTFT_MS = "x-ttft-ms"
 _TIMEOUT_MS = "x-timeout-ms"
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024
 MAX_MESSAGES = 4096  # Of one conversation: rendering more would stop the event loop.
 
 
@@ -21,6 +25,20 @@ def check_message_count(count: int) -> None:
     """Refuses a conversation of more messages than are rendered; to be asked before they are looked at."""
     if count > MAX_MESSAGES:
         raise InvalidRequestError(f"{count} messages, at most {MAX_MESSAGES} are allowed")
+
+
+def check_stop(stop: Sequence[str]) -> None:
+    """Refuses too many stop strings, and those that are empty or too long."""
+    check_stop_count(len(stop))
+    for text in stop:
+        if not text or len(text) > MAX_STOP_LENGTH:
+            raise InvalidRequestError(f"a stop string must have 1 to {MAX_STOP_LENGTH} characters", param="stop")
+
+
+def check_stop_count(count: int) -> None:
+    """Refuses too many stop strings; to be asked before they are looked at."""
+    if count > MAX_STOP_STRINGS:
+        raise InvalidRequestError(f"{count} stop strings, at most {MAX_STOP_STRINGS} are allowed", param="stop")
 
 
 def timeout_of(context: Context) -> float | None:

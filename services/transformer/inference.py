@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import AbstractContextManager, aclosing
 
+from millrace.errors import ContextLengthError
 from millrace.payload_tap import PayloadTap, Recording
 from millrace.protos import inference_pb2 as pb
 from millrace.recorded_call import Origin, recorded
@@ -24,6 +25,8 @@ from services.transformer.models import Model, ProcessedModel, RelayedModel, Tex
 from services.transformer.pipeline import Pipeline
 from services.transformer.relay import Relay
 from services.transformer.text_tensors import TextAnswer, TextCall, read_request
+
+_BESIDE_PROMPT = 1024 * 1024  # Bytes of a request beside its prompt: more than they can be.
 
 
 class Inference:
@@ -41,7 +44,7 @@ class Inference:
         """The one answer; bytes are a serialized ModelInferResponse."""
         model = await self._find(request, origin, timeout_s)
         if isinstance(model, TextModel):
-            return await self._whole_text(model, request, self._read(request, origin, timeout_s))
+            return await self._whole_text(model, request, self._read(model, request, origin, timeout_s))
         timeout_s = origin.left_s(timeout_s)
         with self._recorded(request, origin, timeout_s) as recording:
             answer: pb.ModelInferResponse | bytes
@@ -59,7 +62,7 @@ class Inference:
         """The answers as they come, the last one marked; bytes are a serialized ModelStreamInferResponse."""
         model = await self._find(request, origin, timeout_s)
         if isinstance(model, TextModel):
-            answers = self._text(model, request, self._read(request, origin, timeout_s))
+            answers = self._text(model, request, self._read(model, request, origin, timeout_s))
         else:
             answers = self._tensors(model, request, origin, origin.left_s(timeout_s))
         async with aclosing(answers):
@@ -92,8 +95,13 @@ class Inference:
             check_request_id(request.id)
             return await self._catalogue.wait_for(request.model_name, request.model_version, origin, timeout_s)
 
-    def _read(self, request: InferRequest, origin: Origin, timeout_s: float | None) -> TextCall:
+    def _read(self, model: TextModel, request: InferRequest, origin: Origin, timeout_s: float | None) -> TextCall:
         with self._pipeline.recording_refusals(origin, request.model_name):
+            size, context_length = len(request.received_data or b""), model.limits.context_length
+            if size > model.tokenizer.most_bytes(context_length) + _BESIDE_PROMPT:
+                raise ContextLengthError(
+                    f"the request has {size} bytes, more than a prompt of {context_length} tokens can have"
+                )
             return read_request(request.message, origin, timeout_s)
 
     async def _whole_text(self, model: TextModel, request: InferRequest, call: TextCall) -> pb.ModelInferResponse:

@@ -2,8 +2,8 @@
 
 Thin: what a request does is `Inference`'s; which models there are is the catalogue's, which follows
 the predictor. Requests and answers of relayed models pass as bytes, see `add_to_server`. The other
-front ends of the protocol call the same object with messages: `ModelInfer` for the one answer to a
-request, `answer` for all of them as they come.
+front ends of the protocol call the same object: `ModelInfer` for the one answer to a request, `answer` for all of
+them as they come.
 """
 
 from __future__ import annotations
@@ -60,23 +60,14 @@ class InferenceServicer(OpenInferenceBase):
 
     # ------------------------------------------------------------------ inference
 
-    async def ModelInfer(
-        self, request: pb.ModelInferRequest, context: Context, protocol: str = _INFER
-    ) -> pb.ModelInferResponse:
-        answer = await self._infer(InferRequest.parsed(request), context, protocol)
-        if isinstance(answer, pb.ModelInferResponse):
-            return answer
-        with predictor_answers():
-            return pb.ModelInferResponse.FromString(answer)
-
     async def answer(
-        self, request: pb.ModelInferRequest, context: Context, protocol: str = _STREAM
+        self, request: InferRequest, context: Context, protocol: str = _STREAM
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
         """All answers to one request, as they come, the last with `triton_final_response`; raises MillraceError.
 
         `protocol` is what the record says of the method that was called. Closing it cancels the request.
         """
-        async with aclosing(self._stream(InferRequest.parsed(request), context, protocol)) as answers:
+        async with aclosing(self._stream(request, context, protocol)) as answers:
             async for answer in answers:
                 if isinstance(answer, bytes):
                     with predictor_answers():
@@ -95,10 +86,10 @@ class InferenceServicer(OpenInferenceBase):
             async for response in responses:
                 yield response
 
-    async def _infer(
+    async def ModelInfer(  # type: ignore[override]  # Its requests are those of `add_to_server`.
         self, request: InferRequest, context: Context, protocol: str = _INFER
     ) -> pb.ModelInferResponse | bytes:
-        """ModelInfer."""
+        """The one answer to a request, as a message or as the bytes of one; raises MillraceError."""
         origin = origin_of(context, protocol, request.id)
         return await self._inference.infer(request, origin, timeout_of(context))
 
@@ -204,7 +195,7 @@ class InferenceServicer(OpenInferenceBase):
         """Registers the service; the two inference methods take requests of which only the head is parsed."""
         add_GRPCInferenceServiceServicer_to_server(self, server)
         handlers = {
-            "ModelInfer": grpc.unary_unary_rpc_method_handler(self._infer, InferRequest.received, _serialized),
+            "ModelInfer": grpc.unary_unary_rpc_method_handler(self.ModelInfer, InferRequest.received, _serialized),
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(
                 self.ModelStreamInfer, InferRequest.received, _serialized
             ),

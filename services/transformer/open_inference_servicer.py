@@ -25,15 +25,25 @@ from millrace.protos import inference_pb2 as pb
 from millrace.protos import rest_pb2_grpc
 from millrace.protos.rest_pb2 import ModelBody, ModelRequest, SharedMemoryRequest
 from millrace.recorded_call import Origin, origin_of
+from services.transformer.body_processes import SMALL_BYTES, BodyProcesses
 from services.transformer.calls import timeout_of
+from services.transformer.infer_request import InferRequest
 from services.transformer.inference_servicer import InferenceServicer
 from services.transformer.pipeline import Pipeline
 from services.transformer.rest import EVENTS, JSON, Body, KeepAlive, json_body, rest_errors
 from services.transformer.v2_rest import documents
-from services.transformer.v2_rest.body_threads import BodyThreads
-from services.transformer.v2_rest.content_coding import CONTENT_ENCODING, DEFLATE, inflated, most_inflated
-from services.transformer.v2_rest.generate_body import read_generate, write_answer
-from services.transformer.v2_rest.infer_body import HEADER_LENGTH, InferCall, read_body, read_raw_body, write_body
+from services.transformer.v2_rest.content_coding import CONTENT_ENCODING, DEFLATE, inflate, inflated, is_small
+from services.transformer.v2_rest.generate_body import parse_generate, read_generate, write_answer, write_parsed_answer
+from services.transformer.v2_rest.infer_body import (
+    HEADER_LENGTH,
+    InferCall,
+    parse_body,
+    parsed_answer,
+    read_body,
+    read_raw_body,
+    write_body,
+    write_parsed_body,
+)
 
 _SERVICE = "millrace.rest.v1.OpenInference"
 _BINARY = "application/octet-stream"
@@ -50,14 +60,13 @@ def v2_error(error: MillraceError) -> dict[str, Any]:
 class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
     """`keep_alive_s` of silence are filled with a comment in streams of events; 0: are not."""
 
-    def __init__(self, inference: InferenceServicer, pipeline: Pipeline, keep_alive_s: float = 15.0) -> None:
+    def __init__(
+        self, inference: InferenceServicer, pipeline: Pipeline, bodies: BodyProcesses, keep_alive_s: float = 15.0
+    ) -> None:
         self._keep_alive_s = keep_alive_s
         self._inference = inference
         self._pipeline = pipeline
-        self._threads = BodyThreads()
-
-    async def close(self) -> None:
-        await self._threads.close()
+        self._bodies = bodies
 
     # ------------------------------------------------------------------ the server and its models
 
@@ -100,10 +109,8 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
     async def Infer(self, request: ModelBody, context: Context) -> HttpBody:
         method = f"{_SERVICE}/Infer"
         call = await self._read(self._read_infer, request, context, method)
-        response = await self._inference.ModelInfer(call.request, context, method)
-        body, header_length = await self._threads.run(
-            response.ByteSize(), lambda: write_body(call, response), timeout_of(context)
-        )
+        answer = await self._inference.ModelInfer(InferRequest.received(call.data), context, method)
+        body, header_length = await self._write_infer(call, answer, context)
         if header_length is None:
             return HttpBody(content_type=JSON, data=body)
         await context.send_initial_metadata(((HEADER_LENGTH, str(header_length)),))
@@ -112,8 +119,8 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
     async def Generate(self, request: ModelBody, context: Context) -> HttpBody:
         method = f"{_SERVICE}/Generate"
         asked = await self._read(self._read_generate, request, context, method)
-        response = await self._inference.ModelInfer(asked, context, method)
-        return HttpBody(content_type=JSON, data=await self._write(response, context))
+        answer = await self._inference.ModelInfer(asked, context, method)
+        return HttpBody(content_type=JSON, data=await self._write(answer, context))
 
     @rest_errors(v2_error)
     async def GenerateStream(self, request: ModelBody, context: Context) -> AsyncGenerator[Body, None]:
@@ -143,25 +150,42 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
         if length == 0:
             metadata = await self._metadata_of_called(request, context, origin)
             return read_raw_body(request.model, request.version, metadata, data)
-        return await self._threads.run(
-            len(data), lambda: read_body(request.model, request.version, data, length), timeout_of(context)
-        )
+        if min(len(data), len(data) if length is None else length) <= SMALL_BYTES:
+            return read_body(request.model, request.version, data, length)
+        asked = (request.model, request.version, length)
+        (binary, named), message = await self._bodies.run(parse_body, asked, data, timeout_of(context))
+        return InferCall(message, binary, named)
 
-    async def _read_generate(self, request: ModelBody, context: Context, origin: Origin) -> pb.ModelInferRequest:
+    async def _read_generate(self, request: ModelBody, context: Context, origin: Origin) -> InferRequest:
         metadata = await self._metadata_of_called(request, context, origin)
         data = await self._body(request, context)
-        return await self._threads.run(
-            len(data), lambda: read_generate(request.model, request.version, metadata, data), timeout_of(context)
-        )
+        if len(data) <= SMALL_BYTES:
+            return InferRequest.parsed(read_generate(request.model, request.version, metadata, data))
+        asked = (request.model, request.version, metadata.SerializeToString())
+        _, message = await self._bodies.run(parse_generate, asked, data, timeout_of(context))
+        return InferRequest.received(message)
 
     async def _body(self, request: ModelBody, context: Context) -> bytes:
         data: bytes = request.body.data
         if (CONTENT_ENCODING, DEFLATE) not in tuple(context.invocation_metadata() or ()):
             return data
-        return await self._threads.run(most_inflated(len(data)), lambda: inflated(data), timeout_of(context))
+        if is_small(data, SMALL_BYTES):
+            return inflated(data)
+        return (await self._bodies.run(inflate, (), data, timeout_of(context)))[1]
 
-    async def _write(self, response: pb.ModelInferResponse, context: Context) -> bytes:
-        return await self._threads.run(response.ByteSize(), lambda: write_answer(response), timeout_of(context))
+    async def _write_infer(
+        self, call: InferCall, answer: pb.ModelInferResponse | bytes, context: Context
+    ) -> tuple[bytes, int | None]:
+        if not call.wants_json or _size(answer) <= SMALL_BYTES:
+            return write_body(call, _parsed(answer))
+        asked = (call.binary, call.named)
+        length, body = await self._bodies.run(write_parsed_body, asked, _serialized(answer), timeout_of(context))
+        return body, length
+
+    async def _write(self, answer: pb.ModelInferResponse | bytes, context: Context) -> bytes:
+        if _size(answer) <= SMALL_BYTES:
+            return write_answer(_parsed(answer))
+        return (await self._bodies.run(write_parsed_answer, (), _serialized(answer), timeout_of(context)))[1]
 
     async def _metadata(self, request: ModelRequest, context: Context) -> pb.ModelMetadataResponse:
         asked = pb.ModelMetadataRequest(name=request.model, version=request.version)
@@ -208,6 +232,18 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
         if request.kind not in _SHARED_MEMORY:
             raise NotFoundError("unknown path")
         raise NotImplementedMethodError("shared memory is not supported; send tensors in the request")
+
+
+def _size(answer: pb.ModelInferResponse | bytes) -> int:
+    return len(answer) if isinstance(answer, bytes) else answer.ByteSize()
+
+
+def _parsed(answer: pb.ModelInferResponse | bytes) -> pb.ModelInferResponse:
+    return parsed_answer(answer) if isinstance(answer, bytes) else answer
+
+
+def _serialized(answer: pb.ModelInferResponse | bytes) -> bytes:
+    return answer if isinstance(answer, bytes) else answer.SerializeToString()
 
 
 async def _tell_readiness(ready: bool, context: Context) -> None:

@@ -18,6 +18,7 @@ from millrace.errors import NotReadyError
 from millrace.interceptors import Context
 from millrace.protos import rest_pb2, rest_pb2_grpc
 from millrace.recorded_call import Origin, origin_of
+from services.transformer.body_processes import SMALL_BYTES, BodyProcesses
 from services.transformer.calls import timeout_of
 from services.transformer.catalogue import Catalogue
 from services.transformer.openai.answers import ChatFormat, CompletionFormat, Echoes
@@ -31,7 +32,7 @@ from services.transformer.openai.generation_requests import (
     CompletionRequest,
 )
 from services.transformer.openai.models import Kind, OpenAIModels
-from services.transformer.openai.requests import IGNORED_FIELDS, RequestT, parse
+from services.transformer.openai.requests import IGNORED_FIELDS, MAX_BODY_BYTES, RequestT, parse, parse_large
 from services.transformer.openai.tokenizing import (
     DetokenizeRequest,
     TokenizeRequest,
@@ -48,8 +49,14 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
     """`keep_alive_s` of silence are filled with a comment in streams of events; 0: are not."""
 
     def __init__(
-        self, pipeline: Pipeline, catalogue: Catalogue, embedder: Embedder, keep_alive_s: float = 15.0
+        self,
+        pipeline: Pipeline,
+        catalogue: Catalogue,
+        embedder: Embedder,
+        bodies: BodyProcesses,
+        keep_alive_s: float = 15.0,
     ) -> None:
+        self._bodies = bodies
         self._keep_alive_s = keep_alive_s
         self._pipeline = pipeline
         self._catalogue = catalogue
@@ -77,7 +84,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
     @rest_errors(openai_error)
     async def Completions(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         origin = origin_of(context, "millrace.rest.v1.OpenAI/Completions")
-        asked = self._read(CompletionRequest, request.data, origin, "generation")
+        asked = await self._read(CompletionRequest, request, context, origin, "generation")
         if ignored := asked.ignored_fields():
             yield Header(IGNORED_FIELDS, ", ".join(ignored))
         if asked.stream:
@@ -114,7 +121,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
     @rest_errors(openai_error)
     async def ChatCompletions(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         origin = origin_of(context, "millrace.rest.v1.OpenAI/ChatCompletions")
-        asked = self._read(ChatCompletionRequest, request.data, origin, "generation")
+        asked = await self._read(ChatCompletionRequest, request, context, origin, "generation")
         if ignored := asked.ignored_fields():
             yield Header(IGNORED_FIELDS, ", ".join(ignored))
         if asked.stream:
@@ -142,7 +149,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
     @rest_errors(openai_error)
     async def Embeddings(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         origin = origin_of(context, "millrace.rest.v1.OpenAI/Embeddings")
-        asked = self._read(EmbeddingsRequest, request.data, origin, "embedding")
+        asked = await self._read(EmbeddingsRequest, request, context, origin, "embedding")
         if ignored := asked.ignored_fields():
             yield Header(IGNORED_FIELDS, ", ".join(ignored))
         vectors, tokens = await self._embedder.embed(asked, origin, timeout_of(context))
@@ -151,13 +158,13 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
 
     @rest_errors(openai_error)
     async def Tokenize(self, request: HttpBody, context: Context) -> AsyncGenerator[HttpBody, None]:
-        asked = parse(TokenizeRequest, request.data)
+        asked = await self._parsed(TokenizeRequest, request, context)
         tokenizer, context_length = await self._tokenizer_for(asked.model, context)
-        yield json_body(await tokenize(asked, tokenizer, context_length))
+        yield json_body(await tokenize(asked, tokenizer, context_length, self._bodies, timeout_of(context)))
 
     @rest_errors(openai_error)
     async def Detokenize(self, request: HttpBody, context: Context) -> AsyncGenerator[HttpBody, None]:
-        asked = parse(DetokenizeRequest, request.data)
+        asked = await self._parsed(DetokenizeRequest, request, context)
         tokenizer, _ = await self._tokenizer_for(asked.model, context)
         yield json_body(detokenize(asked, tokenizer))
 
@@ -172,12 +179,22 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         name = self._models.resolve(name, "generation")
         return tokenizer_of(await self._catalogue.wait_for(name, "", origin, timeout_of(context)))
 
-    def _read(self, cls: type[RequestT], body: bytes, origin: Origin, kind: Kind) -> RequestT:
+    async def _read(
+        self, cls: type[RequestT], request: HttpBody, context: Context, origin: Origin, kind: Kind
+    ) -> RequestT:
         """The request in a body, with its model's name; one that is refused is on record."""
         with self._pipeline.recording_refusals(origin):
-            asked = parse(cls, body)
+            asked = await self._parsed(cls, request, context)
             asked.model = self._models.resolve(asked.model, kind)
             return asked
+
+    async def _parsed(self, cls: type[RequestT], request: HttpBody, context: Context) -> RequestT:
+        """The request in a body; see `parse`."""
+        data = request.data
+        if not SMALL_BYTES < len(data) <= MAX_BODY_BYTES:
+            return parse(cls, data)
+        parsed: tuple[RequestT, bytes] = await self._bodies.run(parse_large, (cls,), data, timeout_of(context))
+        return parsed[0]
 
     async def _tokenizer(self, origin: Origin, model: str, timeout_s: float | None) -> TextTokenizer:
         with self._pipeline.recording_refusals(origin, model):

@@ -15,11 +15,13 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
-from millrace.errors import InvalidRequestError, OverloadedError
+from millrace.errors import InvalidRequestError, MillraceError, OverloadedError
 from millrace.payload_tap import PayloadTap, Recording
 from millrace.protos.millrace_pb2 import Usage
 from millrace.recorded_call import Origin, begin, end_cancelled
 from millrace.sampling import DEFAULT_MAX_TOKENS
+from services.transformer.body_processes import BodyProcesses
+from services.transformer.calls import check_stop
 from services.transformer.catalogue import Catalogue
 from services.transformer.detokenizer import Detokenizer
 from services.transformer.first_token import FirstToken
@@ -31,9 +33,6 @@ from services.transformer.recorded_prompt import recorded_texts
 from services.transformer.resuming import ResumingGenerator
 from services.transformer.tokenizer import TextTokenizer, check_token_count
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_LENGTH = 1024
-
 
 class SharedPrompt:
     """What is made once for all choices of a request: its prompt's ids, and what records keep of it.
@@ -44,6 +43,7 @@ class SharedPrompt:
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
         self.ids: list[int] | None = None
+        self.refusal: MillraceError | None = None
         self.recorded: tuple[str, dict[str, Any]] | None = None  # The prompt, and the parameters but for the seed.
 
 
@@ -113,8 +113,10 @@ class Pipeline:
         predictor: PredictorClient,
         generator: ResumingGenerator,
         tap: PayloadTap,
+        bodies: BodyProcesses,
         tells_cached: bool = False,
     ) -> None:
+        self._bodies = bodies
         self._tells_cached = tells_cached
         self._catalogue = catalogue
         self._predictor = predictor
@@ -238,8 +240,14 @@ class Pipeline:
         shared = request.shared
         if shared.ids is None:
             async with shared.lock:
+                if shared.refusal is not None:
+                    raise shared.refusal
                 if shared.ids is None:
-                    shared.ids = await self._prompt_ids(request, model.tokenizer, model.limits.context_length)
+                    try:
+                        shared.ids = await self._prompt_ids(request, model.tokenizer, model.limits.context_length)
+                    except InvalidRequestError as refusal:
+                        shared.refusal = refusal
+                        raise
         return shared.ids
 
     async def _prompt_ids(self, request: TextRequest, tokenizer: TextTokenizer, context_length: int) -> list[int]:
@@ -248,7 +256,8 @@ class Pipeline:
         if request.prompt_ids is not None:
             check_token_count(len(request.prompt_ids), context_length)
             return list(request.prompt_ids)
-        text = tokenizer.render_chat(request.messages, context_length, request.template_options)
+        left_s = request.origin.left_s(request.timeout_s)
+        text = await tokenizer.render(request.messages, context_length, request.template_options, self._bodies, left_s)
         # The template has written the special tokens already.
         return await tokenizer.encode(text, context_length, add_special_tokens=False)
 
@@ -307,17 +316,3 @@ def _check(request: TextRequest) -> None:
         raise InvalidRequestError("give either a prompt or messages")
     if request.prompt == "":
         raise InvalidRequestError("the prompt is empty")
-
-
-def check_stop(stop: Sequence[str]) -> None:
-    """Refuses too many stop strings, and those that are empty or too long."""
-    check_stop_count(len(stop))
-    for text in stop:
-        if not text or len(text) > MAX_STOP_LENGTH:
-            raise InvalidRequestError(f"a stop string must have 1 to {MAX_STOP_LENGTH} characters", param="stop")
-
-
-def check_stop_count(count: int) -> None:
-    """Refuses too many stop strings; to be asked before they are looked at."""
-    if count > MAX_STOP_STRINGS:
-        raise InvalidRequestError(f"{count} stop strings, at most {MAX_STOP_STRINGS} are allowed", param="stop")

@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import orjson
+
 from millrace.sampling import MAX_STOP_TOKEN_IDS
 
 if TYPE_CHECKING:
@@ -39,7 +42,7 @@ def _recorded_prompt(request: TextRequest) -> str:
     if request.prompt is not None:
         return _cut(request.prompt)
     if request.prompt_ids is not None:
-        return recorded_list([request.prompt_ids])[1:-1]
+        return _ids_text(request.prompt_ids[:_MAX_IDS])
     texts = iter(_cut_together([text for message in request.messages for text in message]))
     messages = [{"role": role, "content": content} for role, content in zip(texts, texts, strict=True)]
     return json.dumps(messages, ensure_ascii=False)
@@ -49,11 +52,19 @@ def recorded_list(prompts: Sequence[str | Sequence[int]]) -> str:
     """Several prompts as a JSON list, which it stays where prompts are cut off: rules read it."""
     texts = iter(_cut_together([prompt for prompt in prompts if isinstance(prompt, str)]))
     left = _MAX_IDS
-    kept: list[str | list[int]] = []
+    kept: list[str] = []
     for prompt in prompts:
-        kept.append(next(texts) if isinstance(prompt, str) else list(prompt[:left]))
-        left -= 0 if isinstance(prompt, str) else len(kept[-1])
-    return json.dumps(kept, ensure_ascii=False)
+        if isinstance(prompt, str):
+            kept.append(json.dumps(next(texts), ensure_ascii=False))
+        else:
+            kept.append(_ids_text(prompt[:left]))
+            left -= min(left, len(prompt))
+    return f"[{', '.join(kept)}]"
+
+
+def _ids_text(ids: Sequence[int]) -> str:
+    values = ids if isinstance(ids, list) else np.asarray(ids)
+    return orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY).decode()
 
 
 def _cut_together(texts: Sequence[str]) -> list[str]:

@@ -13,8 +13,8 @@ from millrace.recorded_call import origin_of
 from millrace.rest_streams import errors_in_band
 from millrace.sampling import MAX_STOP_TOKEN_IDS
 from millrace.telemetry.identity import REQUEST_ID_METADATA, as_metadata
-from services.transformer.calls import TTFT_MS, check_message_count, check_request_id, timeout_of
-from services.transformer.pipeline import Pipeline, TextChunk, TextRequest, check_stop_count
+from services.transformer.calls import TTFT_MS, check_message_count, check_request_id, check_stop_count, timeout_of
+from services.transformer.pipeline import Pipeline, TextChunk, TextRequest
 
 _PROTOCOL = "millrace.v1.TextGeneration/Generate"
 _NOT_SAMPLING = {"model", "prompt", "messages", "stop", "stop_token_ids", "request_id"}

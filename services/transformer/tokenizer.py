@@ -19,24 +19,27 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2
+import orjson
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from millrace.errors import ContextLengthError, InvalidRequestError, StartupError
 from millrace.model_kinds import MODULES_FILE
+from services.transformer.body_processes import TEMPLATES, BodyProcesses
+from services.transformer.chat_templates import TemplateTimeoutError, bounded, refusals, render
 from services.transformer.detokenizer import Decoder
 from services.transformer.token_bytes import TokenBytes
 
 FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 _VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")  # Without one, AutoTokenizer makes up its own.
 _INLINE_BYTES = 8 * 1024
+_INLINE_MESSAGES = 64
 _MAX_REASON = 500
 # What `apply_chat_template` takes for itself, another template among it, and not for the template.
 _NOT_TEMPLATE_OPTIONS = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {
     "add_generation_prompt"
 }
-# Templates are programs: what they meet in a caller's messages may end them in many ways.
-_TEMPLATE_ERRORS = (jinja2.TemplateError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
+
+Messages = Sequence[tuple[str, str]]  # (role, content)
 
 
 class TextTokenizer:
@@ -53,6 +56,7 @@ class TextTokenizer:
         self.backend.no_padding()
         self.decoder = Decoder(self.backend)
         self._name = name
+        self._has_slow_template = False
         self._pool = pool
         # In a byte-level vocabulary a character stands for a byte, in others it is one: never too small.
         self._longest_token_bytes = max(len(token.encode()) for token in self.backend.get_vocab())
@@ -95,8 +99,12 @@ class TextTokenizer:
         """What each token stands for."""
         return TokenBytes(self.backend)
 
+    def most_bytes(self, tokens: int) -> int:
+        """How many bytes so many tokens stand for at most."""
+        return tokens * self._longest_token_bytes
+
     def _refuse_oversize(self, size: int, max_tokens: int) -> None:
-        if size > max_tokens * self._longest_token_bytes:
+        if size > self.most_bytes(max_tokens):
             raise ContextLengthError(f"the prompt has {size} bytes, more than fit a context of {max_tokens} tokens")
 
     def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -107,14 +115,42 @@ class TextTokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
-    def render_chat(
-        self, messages: Sequence[tuple[str, str]], max_tokens: int, options: Mapping[str, Any] | None = None
+    async def render(
+        self,
+        messages: Messages,
+        max_tokens: int,
+        options: Mapping[str, Any] | None,
+        bodies: BodyProcesses,
+        timeout_s: float | None,
     ) -> str:
+        """As `render_chat`; what takes long is rendered in another process."""
+        size = sum(len(content) for _, content in messages)
+        if size <= _INLINE_BYTES and len(messages) <= _INLINE_MESSAGES and not self._has_slow_template:
+            try:
+                return self.render_chat(messages, max_tokens, options)
+            except TemplateTimeoutError:
+                self._has_slow_template = True
+        self._check_chat(messages, max_tokens, options or {})
+        variables = {**self._tokenizer.special_tokens_map, "add_generation_prompt": True, **(options or {})}
+        arguments = (self._name, self._tokenizer.get_chat_template(), variables)
+        conversation = orjson.dumps(_conversation(messages))
+        _, text = await bodies.run(render, arguments, conversation, timeout_s, lane=TEMPLATES)
+        return text.decode()
+
+    def render_chat(self, messages: Messages, max_tokens: int, options: Mapping[str, Any] | None = None) -> str:
         """(role, content) pairs as the prompt that the model's chat template makes of them.
 
-        `options` are further variables of the template. What cannot fit `max_tokens` tokens is refused unread.
+        `options` are further variables of the template. What cannot fit `max_tokens` tokens is refused unread; on the
+        main thread, a template that takes too long raises TemplateTimeoutError.
         """
         options = options or {}
+        self._check_chat(messages, max_tokens, options)
+        arguments = {"add_generation_prompt": True, **options}
+        with refusals(self._name), bounded():
+            text: str = self._tokenizer.apply_chat_template(_conversation(messages), tokenize=False, **arguments)
+        return text
+
+    def _check_chat(self, messages: Messages, max_tokens: int, options: Mapping[str, Any]) -> None:
         size = sum(len(role) + len(content) for role, content in messages)
         self._refuse_oversize(size + (len(json.dumps(options)) if options else 0), max_tokens)
         if not self.has_chat_template:
@@ -122,13 +158,10 @@ class TextTokenizer:
         for name in options:
             if name in _NOT_TEMPLATE_OPTIONS:
                 raise InvalidRequestError(f"{name!r} is no variable of a chat template", param="chat_template_kwargs")
-        conversation = [{"role": role, "content": content} for role, content in messages]
-        arguments = {"add_generation_prompt": True, **options}
-        try:
-            text: str = self._tokenizer.apply_chat_template(conversation, tokenize=False, **arguments)
-        except _TEMPLATE_ERRORS as error:
-            raise InvalidRequestError(f"the chat template of {self._name!r} refuses the messages: {error}") from None
-        return text
+
+
+def _conversation(messages: Messages) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in messages]
 
 
 def _has_vocabulary(folder: Path) -> bool:

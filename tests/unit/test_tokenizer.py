@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.errors import ContextLengthError, InvalidRequestError, StartupError
+from millrace.errors import ContextLengthError, DeadlineError, InvalidRequestError, StartupError
+from services.transformer.body_processes import BodyProcesses
 from services.transformer.tokenizer import TextTokenizer, embedding_tokenizer
 from tests.random_encoders import save_pooling, save_random_encoder, save_words_tokenizer
 
@@ -140,3 +141,64 @@ def test_an_embedding_models_tokenizer_is_where_the_model_is(pool, tmp_path):
     save_words_tokenizer(part, "the", "fox")
     found = embedding_tokenizer("x", tmp_path, pool)
     assert found.backend.encode("the fox").ids == [2, 5, 6, 3]
+
+
+LOOP = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture
+def looping(pool, tmp_path):
+    """A model whose chat template does not end where a message says so."""
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODELS / "storyteller" / name, tmp_path / name)
+    template = "{{ bos_token }}{{ mood }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    template += "{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    return TextTokenizer("looping", tmp_path, pool)
+
+
+@pytest.fixture
+async def bodies():
+    made = BodyProcesses()
+    yield made
+    await made.close()
+
+
+async def test_a_large_conversation_is_rendered_as_a_small_one_beside_the_event_loop(looping, bodies):
+    small = [("user", "hello"), ("assistant", "hi 🦄")]
+    large = small * 2000
+    options = {"mood": "glad "}
+    text = await looping.render(large, 100_000, options, bodies, None)
+    assert text == looping.render_chat(large, 100_000, options)
+    assert await looping.render(small, 1024, None, bodies, None) == looping.render_chat(small, 1024)
+    with pytest.raises(InvalidRequestError, match="refuses the messages: division by zero"):
+        await moody_like(looping, "{{ 1 / 0 }}").render(large, 100_000, None, bodies, None)
+
+
+def moody_like(tokenizer, template):
+    tokenizer._tokenizer.chat_template = template
+    return tokenizer
+
+
+async def test_a_chat_template_that_does_not_end_holds_the_event_loop_for_a_moment_at_most(looping, bodies):
+    longest_s = 0.0
+
+    async def watch():
+        nonlocal longest_s
+        while True:
+            before = time.process_time()
+            await asyncio.sleep(0.001)
+            longest_s = max(longest_s, time.process_time() - before)
+
+    watching = asyncio.create_task(watch())
+    for _ in range(3):
+        with pytest.raises(DeadlineError):
+            await looping.render([("user", "loop")], 1024, None, bodies, 1.0)
+    watching.cancel()
+    assert longest_s < 1
+    # It is known now: the loop does not try again, and others are served once the process has been replaced.
+    begun = time.process_time()
+    assert await looping.render([("user", "hello")], 1024, None, bodies, 60) == looping.render_chat(
+        [("user", "hello")], 1024
+    )
+    assert time.process_time() - begun < 1

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from millrace.errors import InvalidRequestError
+from millrace.errors import InvalidRequestError, TooLargeError
 from millrace.protos import inference_pb2 as pb
 from millrace.protos import model_config_pb2
 from services.transformer.v2_rest import documents
@@ -115,3 +115,18 @@ def test_settings_go_both_ways_in_the_forms_of_tritons_client():
 def test_bodies_of_another_form_are_refused(read, value):
     with pytest.raises(InvalidRequestError):
         read(posted(value))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        documents.index_request,
+        lambda data: documents.load_request("m", data),
+        lambda data: documents.unload_request("m", data),
+        lambda data: documents.trace_request("m", data),
+        documents.log_request,
+    ],
+)
+def test_a_document_larger_than_any_settings_is_refused_unread(read):
+    with pytest.raises(TooLargeError, match="the body has 60000000 bytes, at most 65536 are allowed"):
+        read(bytes(60_000_000))

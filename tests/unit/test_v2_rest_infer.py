@@ -63,8 +63,8 @@ def answer_of(call, *tensors, **fields):
     return write_body(call, response)
 
 
-CALL = InferCall(pb.ModelInferRequest(), binary=False)
-BINARY_CALL = InferCall(pb.ModelInferRequest(), binary=True)
+CALL = InferCall(b"", binary=False)
+BINARY_CALL = InferCall(b"", binary=True)
 
 
 @pytest.mark.parametrize("datatype", [*NUMPY, BYTES])

@@ -14,10 +14,12 @@ from millrace.interceptors import ErrorServerInterceptor
 from millrace.model_sources import parse_models
 from millrace.payload_tap import PayloadTap
 from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from millrace.protos.rest_pb2_grpc import add_OpenAIServicer_to_server
+from millrace.protos.rest_pb2_grpc import add_OpenAIServicer_to_server, add_OpenInferenceServicer_to_server
+from services.transformer.body_processes import BodyProcesses
 from services.transformer.catalogue import Catalogue
 from services.transformer.inference import Inference
 from services.transformer.inference_servicer import InferenceServicer
+from services.transformer.open_inference_servicer import OpenInferenceServicer
 from services.transformer.openai.embeddings import Embedder
 from services.transformer.openai_servicer import OpenAIServicer
 from services.transformer.pipeline import Pipeline
@@ -57,11 +59,15 @@ async def transformer(
     spool = await asyncio.to_thread(tempfile.TemporaryDirectory)
     tap = PayloadTap(NOWHERE, spool=Path(spool.name))
     tap.start()
-    pipeline = Pipeline(catalogue, client, ResumingGenerator(client, resume_limit), tap, tells_cached)
+    bodies = BodyProcesses()
+    pipeline = Pipeline(catalogue, client, ResumingGenerator(client, resume_limit), tap, bodies, tells_cached)
     inference = Inference(pipeline, catalogue, Relay(client), tap)
-    server = grpc.aio.server(interceptors=(ErrorServerInterceptor("transformer"),))
-    InferenceServicer(inference, catalogue, client, asked).add_to_server(server)
-    add_OpenAIServicer_to_server(OpenAIServicer(pipeline, catalogue, Embedder(catalogue, client, tap)), server)
+    options = [("grpc.max_receive_message_length", 64 * 1024 * 1024), ("grpc.max_send_message_length", -1)]
+    server = grpc.aio.server(interceptors=(ErrorServerInterceptor("transformer"),), options=options)
+    servicer = InferenceServicer(inference, catalogue, client, asked)
+    servicer.add_to_server(server)
+    add_OpenAIServicer_to_server(OpenAIServicer(pipeline, catalogue, Embedder(catalogue, client, tap), bodies), server)
+    add_OpenInferenceServicer_to_server(OpenInferenceServicer(servicer, pipeline, bodies), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
 
@@ -81,6 +87,7 @@ async def transformer(
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
         await server.stop(0)
+        await bodies.close()
         await asyncio.to_thread(tap.close)
         spool.cleanup()
         await asked.close()

@@ -26,7 +26,7 @@ from millrace.recorded_call import RECORDED, Origin, recorded
 from millrace.tensors import Tensor, add_input
 from services.transformer.catalogue import Catalogue
 from services.transformer.models import RelayedModel, TextModel
-from services.transformer.openai.requests import OpenAIRequest, Prompt, read_prompts
+from services.transformer.openai.requests import OpenAIRequest, Prompt, read_prompts, trimmed_prompts
 from services.transformer.predictor_answers import outputs_of
 from services.transformer.predictor_client import PredictorClient
 from services.transformer.recorded_prompt import MAX_RECORDED_CHARACTERS, recorded_list
@@ -52,6 +52,10 @@ class EmbeddingsRequest(OpenAIRequest):
     @classmethod
     def _read_input(cls, value: Any) -> Any:
         return read_prompts(value, MAX_INPUTS)
+
+    def trim(self) -> None:
+        super().trim()
+        self.input = trimmed_prompts(self.input)
 
 
 class Embedder:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import orjson
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from millrace.errors import InvalidRequestError
 from millrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
+from services.transformer.calls import check_stop
 from services.transformer.openai.errors import UnsupportedFieldError
-from services.transformer.openai.requests import OpenAIRequest, Prompt, read_prompts
+from services.transformer.openai.requests import OpenAIRequest, Prompt, read_prompts, trimmed_prompts
 
 MAX_N = 16
 MAX_CHOICES = 64  # Prompts times n: each is a sequence of its own at the predictor.
@@ -18,6 +20,7 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions, and vLLM's.
 
 _DECLARED = ("logprobs", "top_logprobs")
 _SAMPLING = tuple(name for name in SamplingParameters.model_fields if name not in _DECLARED)
+_MAX_TEMPLATE_OPTIONS = 64 * 1024
 _PLAIN_TEXT = {"type": "text"}
 
 
@@ -82,6 +85,11 @@ class GenerationRequest(OpenAIRequest):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options needs stream=true", param="stream_options")
 
+    def trim(self) -> None:
+        SamplingParameters().changed(self.sampling())
+        check_stop(self.stop)
+        super().trim()
+
     def sampling(self) -> dict[str, Any]:
         """The sampling parameters given."""
         return {name: self.extra[name] for name in _SAMPLING if self.extra.get(name) is not None}
@@ -118,6 +126,10 @@ class CompletionRequest(GenerationRequest):
             raise UnsupportedFieldError("best_of", self.best_of, f" beyond n={self.n}")
         if self.echo and self.logprobs is not None:
             raise UnsupportedFieldError("logprobs", self.logprobs, " with echo: prompts have no log probabilities here")
+
+    def trim(self) -> None:
+        super().trim()
+        self.prompt = trimmed_prompts(self.prompt)
 
     def sampling(self) -> dict[str, Any]:
         given = super().sampling()
@@ -191,6 +203,13 @@ class ChatCompletionRequest(GenerationRequest):
             if self.extra.get(choice) == "none":
                 self.extra.pop(needless, None)
         super().check()
+
+    def trim(self) -> None:
+        super().trim()
+        if len(orjson.dumps(self.chat_template_kwargs)) > _MAX_TEMPLATE_OPTIONS:
+            raise InvalidRequestError(
+                f"more than {_MAX_TEMPLATE_OPTIONS} bytes of JSON are not supported", param="chat_template_kwargs"
+            )
 
     def sampling(self) -> dict[str, Any]:
         given = super().sampling()

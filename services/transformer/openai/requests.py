@@ -8,7 +8,9 @@ good as absent. All raises InvalidRequestError. Source: OpenAI's API reference, 
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any, ClassVar, TypeVar
 
 import orjson
@@ -21,6 +23,8 @@ from services.transformer.openai.errors import UnsupportedFieldError
 # Larger than any prompt, its JSON escapes included; parsing more would stop the event loop.
 MAX_BODY_BYTES = 8 * 1024 * 1024
 _MAX_IDS = 1024 * 1024  # Of one prompt: more than any context.
+# Of the fields that no class declares: how many, the characters of a name or a text, and the items of a list.
+_MAX_EXTRA, _MAX_NAME, _MAX_ITEMS = 256, 4096, 1024
 
 IGNORED_FIELDS = "x-ignored-fields"
 _MAX_IGNORED, _MAX_FIELD_NAME = 16, 64  # What is named of them: a header is short.
@@ -62,6 +66,17 @@ class OpenAIRequest(BaseModel):
             if value is not None and not any(type(value) is type(one) and value == one for one in harmless):
                 raise UnsupportedFieldError(name, value)
 
+    def trim(self) -> None:
+        """Checks, and leaves out, what would make a large request more than its texts to take over.
+
+        For a process of bodies: what it returns is unpickled on the way to the event loop.
+        """
+        nested = [getattr(self, name) for name in self.__class__.model_fields]
+        for model in (self, *(value for value in nested if isinstance(value, BaseModel))):
+            kept = islice((model.model_extra or {}).items(), _MAX_EXTRA)
+            extra = {name[:_MAX_NAME]: value if _is_small(value) else None for name, value in kept}
+            model.__pydantic_extra__ = None if model.model_extra is None else extra
+
 
 RequestT = TypeVar("RequestT", bound=OpenAIRequest)
 
@@ -88,6 +103,24 @@ def parse(cls: type[RequestT], body: bytes) -> RequestT:
         raise InvalidRequestError(f"{where}: {message}" if where else message, param=where or None) from None
     request.check()
     return request
+
+
+def parse_large(body: bytes, cls: type[RequestT]) -> tuple[RequestT, bytes]:
+    """`parse` for a process of bodies."""
+    request = parse(cls, body)
+    request.trim()
+    return request, b""
+
+
+def trimmed_prompts(prompts: list[Prompt]) -> list[Any]:
+    """The prompts, the ids of each as an array: they are one object then."""
+    return [prompt if isinstance(prompt, str) else array("i", prompt) for prompt in prompts]
+
+
+def _is_small(value: Any) -> bool:
+    if isinstance(value, list):
+        return len(value) <= _MAX_ITEMS and all(isinstance(item, (int, float)) for item in value)
+    return not isinstance(value, dict) and (not isinstance(value, str) or len(value) <= _MAX_NAME)
 
 
 def read_prompts(value: Any, limit: int) -> list[Prompt]:

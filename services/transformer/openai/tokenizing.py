@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from pydantic import Field, field_validator
 
 from millrace.errors import InvalidRequestError
+from services.transformer.body_processes import BodyProcesses
 from services.transformer.models import RelayedModel, TextModel
 from services.transformer.openai.generation_requests import Message
 from services.transformer.openai.requests import OpenAIRequest, Prompt, read_prompts
@@ -71,7 +72,13 @@ def tokenizer_of(model: object) -> tuple[TextTokenizer, int | None]:
     raise InvalidRequestError("the model takes tensors and has no tokenizer", param="model")
 
 
-async def tokenize(request: TokenizeRequest, tokenizer: TextTokenizer, context_length: int | None) -> dict[str, Any]:
+async def tokenize(
+    request: TokenizeRequest,
+    tokenizer: TextTokenizer,
+    context_length: int | None,
+    bodies: BodyProcesses,
+    timeout_s: float | None,
+) -> dict[str, Any]:
     """The answer of `/tokenize`."""
     if request.prompt is not None:
         text, adds = request.prompt, request.add_special_tokens is not False
@@ -80,7 +87,7 @@ async def tokenize(request: TokenizeRequest, tokenizer: TextTokenizer, context_l
         if sum(len(content) for _, content in messages) > MAX_TEXT_BYTES:
             raise _too_long()
         options = {"add_generation_prompt": request.add_generation_prompt, **request.chat_template_kwargs}
-        text = tokenizer.render_chat(messages, MAX_TEXT_BYTES, options)
+        text = await tokenizer.render(messages, MAX_TEXT_BYTES, options, bodies, timeout_s)
         adds = request.add_special_tokens is True
     if len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
         raise _too_long()

@@ -13,12 +13,21 @@ from millrace.errors import InvalidRequestError, TooLargeError
 CONTENT_ENCODING = "content-encoding"
 DEFLATE = "deflate"
 MAX_BYTES = 60 * 1024 * 1024  # The gateway's limit of a body.
-_MAX_RATIO = 1032  # Deflate's own limit.
 
 
-def most_inflated(size: int) -> int:
-    """Bytes at most that so many become."""
-    return min(size * _MAX_RATIO, MAX_BYTES)
+def inflate(data: bytes) -> tuple[None, bytes]:
+    """`inflated` for a process of bodies."""
+    return None, inflated(data)
+
+
+def is_small(data: bytes, max_bytes: int) -> bool:
+    """Whether the body that was compressed has so many bytes at most, as far as it can be told."""
+    if len(data) > max_bytes:
+        return False
+    try:
+        return len(zlib.decompressobj().decompress(data, max_bytes + 1)) <= max_bytes
+    except zlib.error:
+        return True
 
 
 def inflated(data: bytes) -> bytes:

@@ -16,10 +16,11 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from millrace.errors import InvalidRequestError
+from millrace.errors import InvalidRequestError, TooLargeError
 from millrace.protos import inference_pb2 as pb
 from services.transformer.v2_rest.json_text import load_object
 
+MAX_DOCUMENT_BYTES = 64 * 1024  # Larger than any settings; read on the event loop.
 _FILE = "file:"
 _TRACE_LEVEL = "trace_level"
 
@@ -54,7 +55,7 @@ def index_of(response: pb.RepositoryIndexResponse) -> list[dict[str, str]]:
 
 
 def index_request(data: bytes) -> pb.RepositoryIndexRequest:
-    ready = load_object(data).get("ready", False)
+    ready = _document(data).get("ready", False)
     if not isinstance(ready, bool):
         raise InvalidRequestError("ready must be true or false")
     return pb.RepositoryIndexRequest(ready=ready)
@@ -80,7 +81,7 @@ def unload_request(model: str, data: bytes) -> pb.RepositoryModelUnloadRequest:
 def trace_request(model: str, data: bytes) -> pb.TraceSettingRequest:
     """What a body changes; null takes a setting back to its default."""
     request = pb.TraceSettingRequest(model_name=model)
-    for name, value in load_object(data).items():
+    for name, value in _document(data).items():
         items = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(item, (str, int)) and not isinstance(item, bool) for item in items):
             raise InvalidRequestError(
@@ -100,7 +101,7 @@ def trace_settings(response: pb.TraceSettingResponse) -> dict[str, Any]:
 
 def log_request(data: bytes) -> pb.LogSettingsRequest:
     request = pb.LogSettingsRequest()
-    for name, value in load_object(data).items():
+    for name, value in _document(data).items():
         if isinstance(value, bool):
             request.settings[name].bool_param = value
         elif isinstance(value, int) and 0 <= value < 2**32:
@@ -120,8 +121,15 @@ def log_settings(response: pb.LogSettingsResponse) -> dict[str, Any]:
     }
 
 
+def _document(data: bytes) -> dict[str, Any]:
+    """The JSON object in a body; raises InvalidRequestError, and TooLargeError by the size alone."""
+    if len(data) > MAX_DOCUMENT_BYTES:
+        raise TooLargeError(f"the body has {len(data)} bytes, at most {MAX_DOCUMENT_BYTES} are allowed here")
+    return load_object(data)
+
+
 def _parameters(data: bytes) -> Mapping[str, Any]:
-    given = load_object(data).get("parameters") or {}
+    given = _document(data).get("parameters") or {}
     if not isinstance(given, dict):
         raise InvalidRequestError("parameters must be an object")
     return given

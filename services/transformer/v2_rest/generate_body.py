@@ -25,7 +25,7 @@ import orjson
 from millrace.errors import InvalidRequestError
 from millrace.protos import inference_pb2 as pb
 from millrace.tensors import BYTES, RawTensor
-from services.transformer.v2_rest.infer_body import answered_tensors
+from services.transformer.v2_rest.infer_body import answered_tensors, parsed_answer
 from services.transformer.v2_rest.json_tensors import flattened, json_of, tensor_of
 from services.transformer.v2_rest.json_text import dump, load_object
 from services.transformer.v2_rest.parameters import plain_parameters, write_parameters
@@ -61,6 +61,17 @@ def read_generate(model: str, version: str, metadata: pb.ModelMetadataResponse, 
         request.raw_input_contents.append(tensor.data)
     write_parameters(request.parameters, parameters)
     return request
+
+
+def parse_generate(data: bytes, model: str, version: str, metadata: bytes) -> tuple[None, bytes]:
+    """`read_generate` for a process of bodies: the serialized request."""
+    described = pb.ModelMetadataResponse.FromString(metadata)
+    return None, read_generate(model, version, described, data).SerializeToString()
+
+
+def write_parsed_answer(data: bytes) -> tuple[None, bytes]:
+    """`write_answer` for a process of bodies, of a serialized response."""
+    return None, write_answer(parsed_answer(data))
 
 
 def write_answer(response: pb.ModelInferResponse) -> bytes:

@@ -16,7 +16,7 @@ Source: Triton's binary tensor data extension.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -27,6 +27,7 @@ from millrace.admission import MAX_MESSAGE_BYTES
 from millrace.errors import HopBrokenError, InvalidRequestError, TooLargeError
 from millrace.protos import inference_pb2 as pb
 from millrace.tensors import BYTES, RawTensor, checked_shape, dtype_of, raw_outputs
+from services.transformer.predictor_answers import predictor_answers
 from services.transformer.v2_rest.json_tensors import json_of, tensor_of
 from services.transformer.v2_rest.json_text import dump, load_object
 from services.transformer.v2_rest.parameters import plain_parameters, write_parameters
@@ -35,6 +36,7 @@ from services.transformer.v2_rest.shapes import fitted_shape
 HEADER_LENGTH = "inference-header-content-length"
 _BINARY_SIZE, _BINARY, _BINARY_ALL = "binary_data_size", "binary_data", "binary_data_output"
 _MAX_TENSORS = 1024
+_RAW_INPUT = b"\x3a"  # The tag of raw_input_contents.
 _MAX_BODY_BYTES = MAX_MESSAGE_BYTES - 65536  # What is around it in the message takes less.
 
 Parameters = dict[str, Any] | None
@@ -75,11 +77,21 @@ class _Body(BaseModel):
 
 @dataclass(frozen=True)
 class InferCall:
-    """A request, and how its outputs go back: `binary` says it of those that `named` does not."""
+    """A serialized request, and how its outputs go back: `binary` says it of those that `named` does not."""
 
-    request: pb.ModelInferRequest
+    data: bytes
     binary: bool
     named: Mapping[str, bool] = field(default_factory=dict)
+
+    @property
+    def request(self) -> pb.ModelInferRequest:
+        """The request, parsed."""
+        return pb.ModelInferRequest.FromString(self.data)
+
+    @property
+    def wants_json(self) -> bool:
+        """Whether an output may be asked for in JSON."""
+        return not (all(self.named.values()) if self.named else self.binary)
 
 
 def read_body(model: str, version: str, data: bytes, header_length: int | None) -> InferCall:
@@ -91,7 +103,7 @@ def read_body(model: str, version: str, data: bytes, header_length: int | None) 
         raise InvalidRequestError(f"{HEADER_LENGTH} is {header_length}, the body has {len(view)} bytes")
     body = _validated(load_object(view[:header_length]))
     request = pb.ModelInferRequest(model_name=model, model_version=version, id=body.id or "")
-    _add_inputs(request, body.inputs, view[header_length:])
+    contents = _add_inputs(request, body.inputs, view[header_length:])
 
     parameters = dict(body.parameters or {})
     binary = _truth(parameters.pop(_BINARY_ALL, None), _BINARY_ALL) or False
@@ -104,7 +116,15 @@ def read_body(model: str, version: str, data: bytes, header_length: int | None) 
         wanted = _truth(output.parameter(_BINARY), _BINARY)
         named[output.name] = binary if wanted is None else wanted
         request.outputs.add(name=output.name)
-    return InferCall(request, binary, named)
+    return InferCall(_serialized(request, contents), binary, named)
+
+
+def parse_body(
+    data: bytes, model: str, version: str, header_length: int | None
+) -> tuple[tuple[bool, Mapping[str, bool]], bytes]:
+    """`read_body` for a process of bodies: how outputs go back, and the request."""
+    call = read_body(model, version, data, header_length)
+    return (call.binary, call.named), call.data
 
 
 def read_raw_body(model: str, version: str, metadata: pb.ModelMetadataResponse, data: bytes) -> InferCall:
@@ -114,16 +134,16 @@ def read_raw_body(model: str, version: str, metadata: pb.ModelMetadataResponse, 
             f"a raw binary request needs a model of one input; {model!r} has {len(metadata.inputs)}"
         )
     (told,) = metadata.inputs
+    contents: list[bytes | memoryview] = [data]
     if told.datatype == BYTES:
-        count, data = 1, len(data).to_bytes(4, "little") + data
+        count, contents = 1, [len(data).to_bytes(4, "little"), data]
     else:
         count, rest = divmod(len(data), dtype_of(told.name, told.datatype).itemsize)
         if rest:
             raise InvalidRequestError(f"{len(data)} bytes are no whole number of elements of {told.datatype}")
     request = pb.ModelInferRequest(model_name=model, model_version=version)
     request.inputs.add(name=told.name, datatype=told.datatype, shape=fitted_shape(told.name, told.shape, count))
-    request.raw_input_contents.append(data)
-    return InferCall(request, binary=True)
+    return InferCall(_serialized(request, [contents]), binary=True)
 
 
 def write_body(call: InferCall, response: pb.ModelInferResponse) -> tuple[bytes, int | None]:
@@ -155,6 +175,18 @@ def write_body(call: InferCall, response: pb.ModelInferResponse) -> tuple[bytes,
     return body, len(text) if binary else None
 
 
+def write_parsed_body(data: bytes, binary: bool, named: Mapping[str, bool]) -> tuple[int | None, bytes]:
+    """`write_body` for a process of bodies, of a serialized response: how much is JSON, and the body."""
+    body, header_length = write_body(InferCall(b"", binary, named), parsed_answer(data))
+    return header_length, body
+
+
+def parsed_answer(data: bytes) -> pb.ModelInferResponse:
+    """A serialized response; raises BrokenAnswerError."""
+    with predictor_answers():
+        return pb.ModelInferResponse.FromString(data)
+
+
 def answered_tensors(response: pb.ModelInferResponse) -> dict[str, RawTensor]:
     """A response's outputs; raises HopBrokenError where they are no tensors."""
     try:
@@ -171,8 +203,29 @@ def _validated(values: dict[str, Any]) -> _Body:
         raise InvalidRequestError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
-def _add_inputs(request: pb.ModelInferRequest, inputs: list[_Input], binary: memoryview) -> None:
+def _serialized(request: pb.ModelInferRequest, contents: Iterable[Sequence[bytes | memoryview]]) -> bytes:
+    """The request with the raw contents of its inputs, each in parts; they are copied once."""
+    parts: list[bytes | memoryview] = [request.SerializeToString()]
+    for tensor in contents:
+        parts += [_RAW_INPUT, _varint(sum(map(len, tensor))), *tensor]
+    return b"".join(parts)
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+def _add_inputs(
+    request: pb.ModelInferRequest, inputs: list[_Input], binary: memoryview
+) -> list[tuple[bytes | memoryview]]:
+    """Describes the inputs in the request; their raw contents."""
     names: set[str] = set()
+    contents: list[tuple[bytes | memoryview]] = []
     at = 0
     for told in inputs:
         told.check()
@@ -184,28 +237,32 @@ def _add_inputs(request: pb.ModelInferRequest, inputs: list[_Input], binary: mem
             if told.data is None:
                 raise InvalidRequestError(f"input {told.name!r} has neither data nor {_BINARY_SIZE}")
             tensor = tensor_of(told.name, told.datatype, told.shape, told.data)
+            shape: tuple[int, ...] = tensor.shape
+            contents.append((tensor.data,))
         else:
-            tensor = _binary_tensor(told, size, binary[at:])
+            shape = _binary_shape(told, size, len(binary) - at)
+            contents.append((binary[at : at + size],))
             at += size
-        request.inputs.add(name=told.name, datatype=tensor.datatype, shape=tensor.shape)
-        request.raw_input_contents.append(tensor.data)
+        request.inputs.add(name=told.name, datatype=told.datatype, shape=shape)
     if at != len(binary):
         raise InvalidRequestError(f"the inputs take {at} bytes of binary data, the body has {len(binary)}")
+    return contents
 
 
-def _binary_tensor(told: _Input, size: Any, rest: memoryview) -> RawTensor:
+def _binary_shape(told: _Input, size: Any, left: int) -> tuple[int, ...]:
+    """The shape of an input of `size` bytes of binary data, of which so many are left."""
     if type(size) is not int or size < 0:
         raise InvalidRequestError(f"input {told.name!r}: {_BINARY_SIZE} must be a whole number")
     if told.data is not None:
         raise InvalidRequestError(f"input {told.name!r} has both data and {_BINARY_SIZE}")
-    if size > len(rest):
-        raise InvalidRequestError(f"input {told.name!r}: {_BINARY_SIZE} is {size}, the body has {len(rest)} bytes left")
+    if size > left:
+        raise InvalidRequestError(f"input {told.name!r}: {_BINARY_SIZE} is {size}, the body has {left} bytes left")
     dtype, shape = dtype_of(told.name, told.datatype), checked_shape(told.name, told.shape)
     if told.datatype != BYTES and size != (needed := math.prod(shape) * dtype.itemsize):
         raise InvalidRequestError(
             f"input {told.name!r}: {told.datatype} of shape {list(shape)} is {needed} bytes, {_BINARY_SIZE} is {size}"
         )
-    return RawTensor(told.datatype, shape, bytes(rest[:size]))
+    return shape
 
 
 def _wanted(call: InferCall, response: pb.ModelInferResponse) -> dict[str, RawTensor]:

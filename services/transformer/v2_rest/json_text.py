@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import orjson
 
-from millrace.errors import InvalidRequestError
+from millrace.errors import InvalidRequestError, TooLargeError
 from millrace.tensors import Array
 
 SLICE = 65536  # Elements: a few milliseconds.
 
+_MAX_NESTED = 8 * 1024 * 1024  # Lists and objects, which take 64 bytes and more each.
 _NON_FINITE = re.compile(rb"NaN|Inf")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -29,6 +30,8 @@ def load_object(data: bytes | memoryview) -> dict[str, Any]:
     """The JSON object in a body; an empty body is an empty object; raises InvalidRequestError."""
     if not len(data):
         return {}
+    if len(data) > _MAX_NESTED and sum(bytes(data).count(opener) for opener in (b"[", b"{")) > _MAX_NESTED:
+        raise TooLargeError(f"the body has more than {_MAX_NESTED} lists and objects")
     try:
         values = orjson.loads(data)
     except orjson.JSONDecodeError as error:

@@ -10,10 +10,13 @@ from millrace.protos import inference_pb2 as pb
 from millrace.sampling import set_parameters
 
 _RESERVED = "triton_"
+_MAX_PARAMETERS = 1024
 
 
 def write_parameters(target: Any, given: Mapping[str, Any]) -> None:
     """Writes a request's parameters to the protocol's map; raises InvalidRequestError."""
+    if len(given) > _MAX_PARAMETERS:
+        raise InvalidRequestError(f"{len(given)} parameters, at most {_MAX_PARAMETERS} are allowed")
     for name, value in given.items():
         if name.startswith(_RESERVED):
             raise InvalidRequestError(f"parameter {name!r}: names that begin with {_RESERVED} are the server's own")

@@ -1,0 +1,82 @@
+"""Parses and writes bodies for another process: `python -m services.transformer.body_worker PARENT SECONDS`.
+
+Standard input is a socket, over which one request after another comes, see body_processes.py for the format. It ends
+with that, and where its parent does. Each request may use so much time of the processor, and all of them so much
+memory, beyond which the process ends; one that a request has left large ends after its response.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import pickle
+import resource
+import signal
+import socket
+import sys
+from typing import Any
+
+_MAX_MEMORY = 1536 * 1024**2
+_LEFT_LARGE = 256 * 1024**2
+
+
+def _main(connection: socket.socket, max_time_s: float) -> None:
+    from services.transformer.body_processes import DONE, ERROR, LAST, REQUEST, RESPONSE, received
+
+    while True:
+        try:
+            head, body = REQUEST.unpack(received(connection, REQUEST.size))
+            request = received(connection, head)
+            data = received(connection, body)
+        except OSError:
+            return
+        signal.setitimer(signal.ITIMER_PROF, max_time_s)
+        status, answer, contents = DONE, b"", b""
+        try:
+            work, arguments = pickle.loads(request)  # noqa: S301  # It is the parent's.
+            result, contents = work(data, *arguments)
+            answer = pickle.dumps(result, protocol=5)
+        except Exception as error:
+            status, answer, contents = ERROR, _as_pickle(error), b""
+        work = arguments = result = None
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        status |= LAST * (_resident_bytes() > _LEFT_LARGE)
+        connection.sendall(RESPONSE.pack(status, len(answer), len(contents)) + answer)
+        connection.sendall(contents)
+        data = contents = b""
+
+
+def _as_pickle(error: Exception) -> bytes:
+    from millrace.errors import MillraceError, RequestFailedError, TooLargeError
+
+    if isinstance(error, (MemoryError, SystemError)):  # orjson raises the latter.
+        error = TooLargeError("reading or writing the body takes too much memory")
+    if not isinstance(error, MillraceError):
+        logging.getLogger(__name__).error("a body's work failed", exc_info=error)
+        error = RequestFailedError("internal error")
+    state: dict[str, Any] = {**error.__dict__}
+    state.pop("__notes__", None)
+    return pickle.dumps((type(error), state))
+
+
+def _resident_bytes() -> int:
+    try:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
+if __name__ == "__main__":
+    gc.disable()  # It would look at millions of new lists again and again; what a request leaves is measured.
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's, which takes memory for each core.
+    from services.transformer.workers import end_with_parent
+
+    end_with_parent(int(sys.argv[1]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":
+        resource.setrlimit(resource.RLIMIT_DATA, (_MAX_MEMORY, _MAX_MEMORY))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with socket.socket(fileno=sys.stdin.fileno()) as requests:
+        _main(requests, float(sys.argv[2]))

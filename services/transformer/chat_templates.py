@@ -1,0 +1,69 @@
+"""Chat templates: programs that come with a model and meet whatever a caller sends.
+
+A small conversation is rendered on the event loop, with a bound on the processor's time; a large one, and any by a
+template that once went beyond that bound, in a process of its own, which can be ended.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import jinja2
+import orjson
+
+from millrace.errors import InvalidRequestError
+
+_MAX_TIME_S = 0.25
+# What they meet in a caller's messages may end them in many ways.
+_ERRORS = (jinja2.TemplateError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
+
+
+class TemplateTimeoutError(Exception):
+    """A template takes longer than the event loop can wait."""
+
+
+@contextmanager
+def refusals(model: str) -> Iterator[None]:
+    """Turns what a template raises into InvalidRequestError."""
+    try:
+        yield
+    except _ERRORS as error:
+        raise InvalidRequestError(f"the chat template of {model!r} refuses the messages: {error}") from None
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Raises TemplateTimeoutError inside the block where that takes too much of the processor's time.
+
+    By a signal, so on the main thread alone, where the event loop runs; anywhere else there is no bound.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def give_up(number: int, frame: FrameType | None) -> None:
+        raise TemplateTimeoutError
+
+    before = signal.signal(signal.SIGVTALRM, give_up)
+    try:
+        signal.setitimer(signal.ITIMER_VIRTUAL, _MAX_TIME_S)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def render(conversation: bytes, model: str, template: str, variables: Mapping[str, Any]) -> tuple[None, bytes]:
+    """What a template makes of a conversation, which is JSON; for a process of bodies."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    with refusals(model):
+        rendered: Any = render_jinja_template(
+            conversations=[orjson.loads(conversation)], chat_template=template, **variables
+        )
+    return None, rendered[0][0].encode()

@@ -1,0 +1,171 @@
+"""Large bodies are read in other processes: so many bytes at a time, within the deadline, each failure its own."""
+
+import asyncio
+import os
+import resource
+import signal
+import time
+from contextlib import suppress
+
+import orjson
+import psutil
+import pytest
+
+from millrace.errors import DeadlineError, InvalidRequestError, OverloadedError, RequestFailedError, TooLargeError
+from services.transformer.body_processes import LARGE_BYTES, BodyProcesses
+from services.transformer.openai.errors import UnsupportedFieldError
+from tests.waiting import until
+
+
+def process_id(body):
+    return os.getpid(), body
+
+
+def refuse(body, kind):
+    if kind == "unsupported":
+        raise UnsupportedFieldError("tools", [1])
+    if kind == "unforeseen":
+        raise LookupError("secret")
+    raise InvalidRequestError("no", param="x")
+
+
+def end(body, number):
+    os.kill(os.getpid(), number)
+    time.sleep(60)
+    return None, b""
+
+
+def wait(body, path):
+    while not os.path.exists(path):
+        time.sleep(0.01)
+    return None, body
+
+
+def load(body, max_memory=None):
+    if max_memory is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (max_memory, max_memory))
+    return len(orjson.loads(body)), b""
+
+
+def allocate(body, size):
+    return len(bytearray(size)), b""
+
+
+def spin(body, seconds):
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    while True:
+        pass
+
+
+@pytest.fixture
+async def processes():
+    made = BodyProcesses(max_bytes=3 * LARGE_BYTES)
+    yield made
+    await made.close()
+
+
+def children():
+    return [child for child in psutil.Process().children() if "body_worker" in " ".join(child.cmdline())]
+
+
+async def test_work_is_done_elsewhere_and_its_bytes_come_back_as_they_are(processes):
+    body = os.urandom(3_000_000)
+    first, back = await processes.run(process_id, (), body)
+    assert (first != os.getpid(), back == body) == (True, True)
+    again, _ = await processes.run(process_id, (), b"x")
+    other, _ = await processes.run(process_id, (), bytes(LARGE_BYTES + 1))
+    assert (again == first, other != first) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        ("", InvalidRequestError, "no"),
+        ("unsupported", UnsupportedFieldError, "tools"),
+        ("unforeseen", RequestFailedError, "internal error"),
+    ],
+)
+async def test_what_the_work_raises_comes_back(processes, kind, error, text):
+    with pytest.raises(error, match=text) as raised:
+        await processes.run(refuse, (kind,), b"")
+    assert type(raised.value) is error
+    if kind == "":
+        assert raised.value.param == "x"
+
+
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [(signal.SIGKILL, RequestFailedError), (signal.SIGSEGV, TooLargeError), (signal.SIGTERM, RequestFailedError)],
+)
+async def test_a_process_that_ends_fails_the_call_it_has_and_no_other(processes, number, error):
+    first, waiting = await asyncio.gather(
+        processes.run(end, (number,), b""), processes.run(process_id, (), b"next"), return_exceptions=True
+    )
+    assert isinstance(first, error)
+    assert waiting[1] == b"next"
+
+
+async def test_one_that_ends_while_it_has_nothing_to_do_harms_nobody(processes):
+    before, _ = await processes.run(process_id, (), b"")
+    os.kill(before, signal.SIGKILL)
+    await until(lambda: psutil.Process(before).status() == psutil.STATUS_ZOMBIE)
+    after, _ = await processes.run(process_id, (), b"")
+    assert after != before
+
+
+async def test_a_body_that_takes_too_much_memory_or_time_is_refused(processes):
+    with pytest.raises(TooLargeError):
+        await processes.run(allocate, (2 * 1024**3,), b"")
+    with pytest.raises(TooLargeError):
+        await processes.run(load, (240 * 1024**2,), b"[" + b"{}," * 3_000_000 + b"{}]")
+    with pytest.raises(TooLargeError):
+        await processes.run(spin, (0.1,), b"")
+    assert (await processes.run(load, (), b"[1,2]"))[0] == 2
+
+
+async def test_bytes_beyond_the_bound_are_refused_until_there_is_room(processes, tmp_path):
+    gate = tmp_path / "gate"
+    body = bytes(LARGE_BYTES)
+    waiting = [asyncio.create_task(processes.run(wait, (str(gate),), body)) for _ in range(3)]
+    try:
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError) as caught:
+            await processes.run(wait, (str(gate),), body)
+        assert caught.value.retry_after_ms
+        # Who leaves the queue makes room.
+        waiting[-1].cancel()
+        await asyncio.gather(waiting[-1], return_exceptions=True)
+        waiting[-1] = asyncio.create_task(processes.run(wait, (str(gate),), body))
+        await asyncio.sleep(0)
+        assert not waiting[-1].done()
+    finally:
+        gate.touch()
+    assert [data for _, data in await asyncio.gather(*waiting)] == [body] * 3
+
+
+async def test_a_wait_ends_with_the_deadline(processes, tmp_path):
+    with pytest.raises(DeadlineError):
+        await processes.run(wait, (str(tmp_path / "gate"),), b"", 0.01)
+    (tmp_path / "gate").touch()
+
+
+async def test_a_long_prompt_does_not_wait_for_a_large_tensor(processes, tmp_path):
+    gate = tmp_path / "gate"
+    large = asyncio.create_task(processes.run(wait, (str(gate),), bytes(LARGE_BYTES + 1)))
+    try:
+        assert (await processes.run(process_id, (), b"prompt"))[1] == b"prompt"
+        assert not large.done()
+    finally:
+        gate.touch()
+    await large
+
+
+async def test_the_processes_end_with_what_they_work_for(tmp_path):
+    processes = BodyProcesses()
+    await processes.run(process_id, (), b"")
+    busy = asyncio.create_task(processes.run(wait, (str(tmp_path / "never"),), bytes(LARGE_BYTES + 1)))
+    await until(lambda: len(children()) >= 2)
+    await processes.close()
+    with suppress(RequestFailedError):
+        await busy
+    await until(lambda: not children())
