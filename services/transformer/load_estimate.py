@@ -44,10 +44,14 @@ class LoadEstimate:
         """Notes that an answer has begun so long after its request's arrival."""
         self._first_token_s += _WEIGHT * (waited_s - self._first_token_s)
 
-    def ended(self, now: float, was_refused: bool = False) -> None:
-        """Notes that a generation has ended, in whatever way; one that a predictor refused took nobody's place."""
+    def ended(self, now: float, in_time: bool = True) -> None:
+        """Notes that a generation has ended; `in_time` unless a predictor refused it or its deadline passed.
+
+        Those are no measure of what can be served: a crowd whose deadlines pass all at once would look like a crowd
+        that is served at once, and the next one would be taken whole and be late as a whole.
+        """
         self.in_flight -= 1
-        if not was_refused:
+        if in_time:
             self._ends.append(now)
 
     def retry_after_s(self, left_s: float, now: float) -> float | None:

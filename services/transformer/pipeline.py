@@ -18,7 +18,7 @@ from typing import Any
 from millrace.errors import InvalidRequestError, MillraceError, OverloadedError
 from millrace.payload_tap import PayloadTap, Recording
 from millrace.protos.millrace_pb2 import Usage
-from millrace.recorded_call import Origin, begin, end_cancelled
+from millrace.recorded_call import Origin, begin, deadline_passed, end_cancelled
 from millrace.sampling import DEFAULT_MAX_TOKENS
 from services.transformer.body_processes import BodyProcesses
 from services.transformer.calls import check_stop
@@ -193,7 +193,7 @@ class Pipeline:
             refused = True
             raise
         finally:
-            load.ended(time.monotonic(), refused)
+            load.ended(time.monotonic(), not refused and not deadline_passed(arrived, request.timeout_s))
 
     async def _hold_back(self, request: TextRequest) -> None:
         now = time.monotonic()

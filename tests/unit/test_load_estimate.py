@@ -52,12 +52,25 @@ def test_where_little_has_ended_nobody_is_refused(ends):
     assert load.retry_after_s(0.1, now) is None
 
 
+def test_a_crowd_that_was_late_as_a_whole_is_not_taken_again():
+    load, now = loaded(in_flight=0, per_s=20, first_token_s=2.0)
+    for _ in range(384):
+        load.began()
+    for _ in range(384):
+        load.ended(now + 5, in_time=False)
+    taken = 0
+    while load.retry_after_s(5.0, now + 5) is None:
+        load.began()
+        taken += 1
+    assert 10 < taken < 100
+
+
 def test_what_a_predictor_refused_says_nothing_of_the_rate():
     load, now = loaded(in_flight=350, per_s=60, first_token_s=4.0)
     before = load.retry_after_s(5.0, now)
     for _ in range(100):
         load.began()
-        load.ended(now, was_refused=True)
+        load.ended(now, in_time=False)
     assert load.retry_after_s(5.0, now) == before
 
 
