@@ -15,6 +15,8 @@ from millrace.tensors import Tensor
 from tests.system.calls import channel, ids_request, infer, rest, text_of, text_request
 from tests.waiting import until
 
+pytestmark = pytest.mark.timeout(480)
+
 # Paced, a stream takes ten seconds; a successor takes a few to load.
 PACE = {"PACE_MS": "12", "PACE_SEED": "1"}
 TOKENS = 650
@@ -69,7 +71,7 @@ class Load:
     async def goes_on(self):
         """Returns when each kind has been answered `CALLS` times more."""
         goal = {name: count + CALLS for name, count in self.answered.items()}
-        await until(lambda: all(self.answered[name] >= count for name, count in goal.items()), timeout_s=90)
+        await until(lambda: all(self.answered[name] >= count for name, count in goal.items()), timeout_s=240)
 
     async def end(self):
         self._stop.set()
@@ -117,7 +119,7 @@ async def test_a_roll_to_other_weights_leaves_each_stream_to_the_model_that_bega
     async with asyncio.TaskGroup() as callers:
         for _ in range(MANY_STREAMS):
             callers.create_task(again_and_again())
-        await until(lambda: len(told) > MANY_STREAMS, timeout_s=120)
+        await until(lambda: len(told) > MANY_STREAMS, timeout_s=240)
         models = f"storyteller={other_weights(tmp_path / 'other')}"
         await stack.roll(stack.settings.model_copy(update={"models": models}))
         rolled.set()
