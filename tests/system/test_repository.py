@@ -50,9 +50,9 @@ def hub():
 
 @pytest_asyncio.fixture(scope="module")
 async def stack(tmp_path_factory, repository, hub):
-    settings = {
-        "HF_ENDPOINT": hub,
-        "HF_HOME": str(tmp_path_factory.mktemp("hub")),
+    # Loads go through the transformer, which fetches the tokenizer.
+    from_hub = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path_factory.mktemp("hub"))}
+    settings = from_hub | {
         "PREDICTOR_MODEL_REPOSITORY": str(repository),
         "PREDICTOR_HUB_ALLOW": "good/*",
         "PREDICTOR_DRAIN_S": "1",
@@ -60,7 +60,9 @@ async def stack(tmp_path_factory, repository, hub):
     }
     folder = tmp_path_factory.mktemp("stack")
     started = await start_stack(
-        folder, {"models": "storyteller=models/storyteller"}, environment={"predictor": settings}
+        folder,
+        {"models": "storyteller=models/storyteller"},
+        environment={"predictor": settings, "transformer": from_hub},
     )
     yield started
     await started.stop()
