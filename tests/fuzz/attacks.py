@@ -1,0 +1,502 @@
+"""Requests that are expensive to refuse: each attack sends one kind of them, over and over, for some seconds.
+
+    python -m tests.fuzz.attacks NAME GATEWAY SECONDS
+
+runs one attack in a process of its own, at the lowest priority: the attacker's own work must not be taken for the
+stack's. It prints one JSON object: how many requests it began, what came of them, and the errors of honest calls that
+shared its connection. Requests are bounded in number and in time. What an attacker is answered does not matter here;
+what its neighbours see does: neighbours.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import numpy as np
+
+from millrace.protos import inference_pb2 as pb
+from millrace.protos import millrace_pb2, millrace_pb2_grpc
+from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from tests.system.calls import channel, text_request
+
+MEGABYTE = 1 << 20
+UNREADABLE = "unreadable"  # A model in the repository, whose tokenizer is no tokenizer.
+_LARGEST = 57 * MEGABYTE  # Just below what the gateway passes on.
+_IDENTITY = "identity"
+_TEXT_MODEL = "storyteller"
+_INFER = "/inference.GRPCInferenceService/ModelInfer"
+_GENERATE = "/millrace.v1.TextGeneration/Generate"
+_FRAME_HEAD = 5
+
+
+@dataclass
+class Report:
+    """What an attack did: requests begun, answers by status, and failures of honest calls on its own connections."""
+
+    begun: int = 0
+    answers: Counter[str] = field(default_factory=Counter)
+    honest_errors: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One attack's gateway (host:port), and when it ends (monotonic seconds)."""
+
+    gateway: str
+    ends_at: float
+    report: Report
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self.ends_at - time.monotonic())
+
+    async def repeat(self, at_once: int, call: Callable[[], Awaitable[str]]) -> None:
+        """Has `at_once` callers make the call again and again until the end; a call that outlasts it is cancelled."""
+
+        async def caller() -> None:
+            while self.left_s:
+                self.report.begun += 1
+                try:
+                    self.report.answers[await call()] += 1
+                except grpc.aio.AioRpcError as error:
+                    self.report.answers[error.code().name] += 1
+                except (OSError, EOFError) as error:
+                    self.report.answers[type(error).__name__] += 1
+
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.left_s + 0.01):
+                await asyncio.gather(*(caller() for _ in range(at_once)))
+
+    async def post(
+        self, path: str, body: bytes, content_type: str = "application/json", host: str = "gateway", **headers: str
+    ) -> str:
+        """The HTTP status of one POST over HTTP/1.1 on a connection of its own; underscores in names become dashes."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        reader, writer = await self._connect()
+        try:
+            lines = [f"POST {path} HTTP/1.1", f"host: {host}", f"content-type: {content_type}"]
+            lines += [f"content-length: {len(body)}", *(f"{name}: {value}" for name, value in named.items()), "", ""]
+            writer.write("\r\n".join(lines).encode("latin-1"))
+            with suppress(ConnectionError):  # The answer to what is too large comes before all of it has been read.
+                for start in range(0, len(body), MEGABYTE):
+                    writer.write(body[start : start + MEGABYTE])
+                    await writer.drain()
+            status = (await reader.readline()).split(b" ")
+            return status[1].decode() if len(status) > 1 else "closed"
+        finally:
+            writer.close()
+
+    async def post_unfinished(self, path: str, declared: int, body: bytes, content_type: str) -> str:
+        """Sends `body`, which is less than it declares, and holds the connection until the end or an answer."""
+        reader, writer = await self._connect()
+        try:
+            lines = [f"POST {path} HTTP/1.1", "host: gateway", f"content-type: {content_type}", "te: trailers"]
+            writer.write("\r\n".join([*lines, f"content-length: {declared}", "", ""]).encode())
+            for start in range(0, len(body), MEGABYTE):
+                writer.write(body[start : start + MEGABYTE])
+                await writer.drain()
+            status = (await reader.readline()).split(b" ")
+            return status[1].decode() if len(status) > 1 else "closed"
+        finally:
+            writer.close()
+
+    async def grpc_post(self, path: str, message: bytes, host: str = "gateway", **headers: str) -> str:
+        """The same for a gRPC message over HTTP/1.1, which lets any header through."""
+        framed = b"\0" + len(message).to_bytes(4, "big") + message
+        return await self.post(path, framed, "application/grpc", host, te="trailers", **headers)
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        host, _, port = self.gateway.rpartition(":")
+        return await asyncio.open_connection(host, int(port))
+
+
+Attack = Callable[[Target], Awaitable[None]]
+ATTACKS: dict[str, Attack] = {}
+
+
+def attack(run: Attack) -> Attack:
+    """Registers an attack by its function's name."""
+    ATTACKS[run.__name__] = run
+    return run
+
+
+# ---------------------------------------------------------------------------------------------- headers
+
+
+@attack
+async def malformed_timeouts(target: Target) -> None:
+    """`grpc-timeout` that gRPC cannot read, on connections to the services that everybody shares."""
+    values = ["abc", "-1S", "12345678901S", "", "1", "S", "1 S", "99999999H9", "0x1S", "१S".encode().decode("latin-1")]
+    message = text_request(_TEXT_MODEL, "Once", max_tokens=1).SerializeToString()
+    turn = iter(range(sys.maxsize))
+
+    async def call() -> str:
+        number = next(turn)
+        value, host = values[number % len(values)], "predictor" if number % 3 == 0 else "gateway"
+        headers = {"grpc_timeout": value} if number % 2 else {"x_timeout_ms": value, "x_first_token_timeout_ms": value}
+        return await target.grpc_post(_INFER, message, host=host, **headers)
+
+    await target.repeat(8, call)
+
+
+@attack
+async def large_headers(target: Target) -> None:
+    """16 to 60 KB of headers, binary ones that are no base64 among them."""
+    sizes = iter(range(sys.maxsize))
+
+    async def call() -> str:
+        size = 16_000 + next(sizes) * 977 % 44_000
+        return await target.grpc_post(_GENERATE, b"", x_padding="a" * size, x_foo_bin="***not base64***")
+
+    await target.repeat(8, call)
+
+
+# ---------------------------------------------------------------------------------- the event loop
+
+
+@attack
+async def long_lists_for_many_choices(target: Target) -> None:
+    """8 MB of stop strings, stop ids and template variables for 4 prompts of 16 choices each."""
+    body = {
+        "model": _TEXT_MODEL,
+        "prompt": ["Once"] * 4,
+        "n": 16,
+        "max_tokens": 1,
+        "stop": ["x" * 1000] * 1500,
+        "stop_token_ids": list(range(300_000)),
+        "chat_template_kwargs": {"a": "y" * 4_000_000},
+    }
+    encoded = json.dumps(body).encode()
+    await target.repeat(8, lambda: target.post("/v1/completions", encoded))
+
+
+@attack
+async def long_chats(target: Target) -> None:
+    """Chats of thousands of short messages, and of few long ones."""
+    many = [{"role": "user", "content": "a"}] * 150_000
+    long = [{"role": "user", "content": "word " * 700_000}]
+    bodies = [json.dumps({"model": _TEXT_MODEL, "messages": messages}).encode() for messages in (many, long)]
+    turn = iter(range(sys.maxsize))
+    await target.repeat(8, lambda: target.post("/v1/chat/completions", bodies[next(turn) % 2]))
+
+
+@attack
+async def huge_json_documents(target: Target) -> None:
+    """57 MB of JSON to each endpoint that takes a small document."""
+    entries = b'"k":"v",' * (_LARGEST // 8)
+    body = b"{" + entries + b'"a":1}'
+    nested = b'{"parameters":{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}}"
+    numbers = (
+        b'{"inputs":[{"name":"x","datatype":"INT64","shape":[1],"data":[' + b"1," * (_LARGEST // 2 - 100) + b"1]}]}"
+    )
+    requests = [
+        ("/v2/repository/index", body),
+        (f"/v2/repository/models/{_TEXT_MODEL}/load", body),
+        ("/v2/trace/setting", body),
+        ("/v2/logging", body),
+        (f"/v2/models/{_IDENTITY}/infer", numbers),
+        (f"/v2/models/{_TEXT_MODEL}/generate", body),
+        ("/v1/completions", body),
+        ("/v1/embeddings", numbers),
+        ("/millrace/v1/generate", body),
+        (f"/v2/models/{_TEXT_MODEL}/infer", nested),
+    ]
+    turn = iter(range(sys.maxsize))
+
+    async def call() -> str:
+        path, document = requests[next(turn) % len(requests)]
+        return await target.post(path, document)
+
+    await target.repeat(3, call)
+
+
+@attack
+async def stop_strings_that_almost_match(target: Target) -> None:
+    """Stop strings which the answer, that is the same each time, follows to their last character."""
+    fields = {"model": _TEXT_MODEL, "prompt": "Once", "temperature": 0, "ignore_eos": True}
+    request = millrace_pb2.GenerateRequest(**fields, max_tokens=min(200, int(20 * target.left_s)))
+    opened = channel(target.gateway)
+    stub = millrace_pb2_grpc.TextGenerationStub(opened)
+    text = "".join([response.text async for response in stub.Generate(request)])[:1000]
+    request.stop.extend(text + chr(ord("a") + number) for number in range(16))
+
+    async def call() -> str:
+        stream = stub.Generate(request, timeout=max(1.0, target.left_s))
+        async for _ in stream:
+            pass
+        return (await stream.code()).name
+
+    await target.repeat(16, call)
+    await opened.close()
+
+
+# ------------------------------------------------------------------------------------ message bombs
+
+
+@attack
+async def empty_strings(target: Target) -> None:
+    """A BYTES tensor of 14 million empty strings, for a text model and for one that is relayed."""
+    requests = []
+    for model, name in ((_TEXT_MODEL, "text_input"), (_IDENTITY, "x")):
+        request = pb.ModelInferRequest(model_name=model)
+        request.inputs.add(name=name, datatype="BYTES", shape=[_LARGEST // 4])
+        request.raw_input_contents.append(bytes(_LARGEST))
+        requests.append(request.SerializeToString())
+    await _send_large(target, [(_INFER, request, "") for request in requests] + [(_INFER, requests[1], "predictor")])
+
+
+@attack
+async def empty_fields(target: Target) -> None:
+    """Messages of 29 million fields that hold nothing, to the transformer, the predictor and the logger."""
+    field_7, field_5, field_8 = b"\x3a\x00", b"\x2a\x00", b"\x42\x00"
+    count = _LARGEST // 2
+    generate = millrace_pb2.GenerateRequest.DESCRIPTOR.fields_by_name["stop"].number
+    typed = pb.ModelInferRequest(model_name=_IDENTITY)
+    contents = field_8 * (count - 100)
+    typed.inputs.add(name="x", datatype="BYTES", shape=[count - 100])
+    inputs = typed.inputs[0].SerializeToString() + b"\x2a" + _varint(len(contents)) + contents
+    typed_bytes = b"\x0a\x08identity" + b"\x2a" + _varint(len(inputs)) + inputs
+    await _send_large(
+        target,
+        [
+            (_INFER, field_7 * count, ""),
+            (_INFER, field_5 * count, ""),
+            (_INFER, field_7 * count, "predictor"),
+            (_INFER, typed_bytes, "predictor"),
+            (_GENERATE, bytes([generate << 3 | 2, 0]) * count, ""),
+            ("/inference.GRPCInferenceService/TraceSetting", b"\x0a\x00" * count, ""),
+            ("/millrace.v1.PayloadLog/Query", b"\x0a\x00" * count, ""),
+        ],
+    )
+
+
+@attack
+async def packed_numbers(target: Target) -> None:
+    """57 MB of packed one-byte numbers, which a parser makes eight times as large."""
+    packed = bytes([1]) * (_LARGEST - 200)
+    contents = b"\x1a" + _varint(len(packed)) + packed
+    tensor = b"\x0a\x01x\x12\x05INT64\x1a\x01\x01\x2a" + _varint(len(contents)) + contents
+    request = b"\x0a\x08identity" + b"\x2a" + _varint(len(tensor)) + tensor
+    await _send_large(target, [(_INFER, request, ""), (_INFER, request, "predictor")])
+
+
+async def _send_large(target: Target, requests: list[tuple[str, bytes, str]]) -> None:
+    turn = iter(range(sys.maxsize))
+    plain, predictor = channel(target.gateway), channel(target.gateway, "predictor")
+
+    async def call() -> str:
+        path, message, authority = requests[next(turn) % len(requests)]
+        opened = predictor if authority else plain
+        stream = opened.unary_stream(path)(message, timeout=max(1.0, target.left_s))
+        async for _ in stream:
+            pass
+        return (await stream.code()).name
+
+    await target.repeat(3, call)
+    await asyncio.gather(plain.close(), predictor.close())
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*encoded, value])
+
+
+# ----------------------------------------------------------------------- what asks nothing, or never ends
+
+
+@attack
+async def idle_streams(target: Target) -> None:
+    """2,100 `ModelStreamInfer` calls on three connections that ask nothing."""
+    await _hold_open(target, 700, lambda opened: GRPCInferenceServiceStub(opened).ModelStreamInfer(_silence(target)))
+
+
+@attack
+async def idle_tails(target: Target) -> None:
+    """Tails of the payload log that nothing matches, more than there may be."""
+    request = millrace_pb2.TailPayloadsRequest(model="none")
+    await _hold_open(target, 100, lambda opened: millrace_pb2_grpc.PayloadLogStub(opened).Tail(request))
+
+
+@attack
+async def idle_watches(target: Target) -> None:
+    """2,100 watches of health."""
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    request = health_pb2.HealthCheckRequest()
+    await _hold_open(target, 700, lambda opened: health_pb2_grpc.HealthStub(opened).Watch(request))
+
+
+async def _silence(target: Target) -> AsyncIterator[Any]:
+    await asyncio.sleep(target.left_s)
+    for nothing in ():
+        yield nothing
+
+
+async def _hold_open(target: Target, each: int, begin: Callable[[grpc.aio.Channel], Any]) -> None:
+    channels = [channel(target.gateway) for _ in range(3)]
+    calls = [begin(opened) for opened in channels for _ in range(each)]
+    target.report.begun = len(calls)
+
+    async def read(call: Any) -> None:
+        try:
+            async for _ in call:
+                pass
+            target.report.answers[(await call.code()).name] += 1
+        except grpc.aio.AioRpcError as error:
+            target.report.answers[error.code().name] += 1
+
+    readers = [asyncio.create_task(read(call)) for call in calls]
+    await asyncio.sleep(target.left_s)
+    for reader in readers:
+        reader.cancel()
+    await asyncio.gather(*readers, return_exceptions=True)
+    for opened in channels:
+        await opened.close()
+
+
+@attack
+async def unfinished_bodies(target: Target) -> None:
+    """24 REST bodies of 57 MB whose last byte never comes."""
+    body = b'{"model":"' + b"a" * (_LARGEST - 20)
+    await _hold_unfinished(
+        target, lambda: target.post_unfinished("/v1/completions", _LARGEST, body, "application/json")
+    )
+
+
+@attack
+async def unfinished_messages(target: Target) -> None:
+    """24 gRPC messages of 57 MB whose last byte never comes."""
+    body = b"\0" + _LARGEST.to_bytes(4, "big") + bytes(_LARGEST - 1)
+    declared = _LARGEST + _FRAME_HEAD
+    await _hold_unfinished(target, lambda: target.post_unfinished(_INFER, declared, body, "application/grpc"))
+
+
+async def _hold_unfinished(target: Target, call: Callable[[], Awaitable[str]]) -> None:
+    async def hold() -> None:
+        target.report.begun += 1
+        with suppress(OSError):
+            target.report.answers[await call()] += 1
+
+    with suppress(TimeoutError):
+        async with asyncio.timeout(target.left_s):
+            await asyncio.gather(*(hold() for _ in range(24)))
+
+
+@attack
+async def readers_that_do_not_read(target: Target) -> None:
+    """14 readers of the whole payload log, each of which reads its first kilobyte."""
+    host, _, port = target.gateway.rpartition(":")
+
+    async def call() -> str:
+        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        try:
+            writer.write(b"GET /millrace/v1/payloads?page_size=1000 HTTP/1.1\r\nhost: gateway\r\n\r\n")
+            await reader.read(1024)
+            await asyncio.sleep(target.left_s)
+            return "held"
+        finally:
+            writer.close()
+
+    await target.repeat(14, call)
+
+
+# --------------------------------------------------------------------------------- records, connections
+
+
+@attack
+async def refused_requests_of_megabytes(target: Target) -> None:
+    """Requests that are refused and would fill the payload log: 4 MB each."""
+    body = json.dumps({"model": _TEXT_MODEL, "prompt": "word " * 800_000, "max_tokens": 1}).encode()
+    await target.repeat(8, lambda: target.post("/v1/completions", body))
+
+
+@attack
+async def quick_cancels(target: Target) -> None:
+    """Calls cancelled as soon as they are sent, on the connection of honest streams."""
+    await _disturb(target, deadline_s=None)
+
+
+@attack
+async def short_deadlines(target: Target) -> None:
+    """Calls whose deadline passes at once, on the connection of honest streams."""
+    await _disturb(target, deadline_s=0.002)
+
+
+async def _disturb(target: Target, deadline_s: float | None) -> None:
+    """Ends calls by the hundred; 4 honest streams on the same connection must not see it."""
+    opened = channel(target.gateway)
+    stub = millrace_pb2_grpc.TextGenerationStub(opened)
+    request = millrace_pb2.GenerateRequest(model=_TEXT_MODEL, prompt="Once", max_tokens=24, ignore_eos=True)
+
+    async def honest() -> None:
+        while target.left_s:
+            try:
+                last = [response async for response in stub.Generate(request, timeout=60)][-1]
+                if last.usage.completion_tokens != request.max_tokens:
+                    target.report.honest_errors.append(f"{last.usage.completion_tokens} tokens")
+            except grpc.aio.AioRpcError as error:
+                target.report.honest_errors.append(f"{error.code().name}: {error.details()}")
+
+    async def call() -> str:
+        stream = stub.Generate(request, timeout=deadline_s)
+        try:
+            await asyncio.wait_for(stream.read(), 0.005)
+            return "answered"
+        except TimeoutError:
+            return "left"
+        finally:
+            stream.cancel()
+            await asyncio.sleep(0)
+
+    honest_calls = [asyncio.create_task(honest()) for _ in range(4)]
+    await target.repeat(16, call)
+    await asyncio.gather(*honest_calls)
+    await opened.close()
+
+
+@attack
+async def unreadable_models(target: Target) -> None:
+    """Loads of a model whose tokenizer cannot be read and of one that is not there, beside unloads of the same."""
+    requests = iter(range(sys.maxsize))
+
+    async def call() -> str:
+        number = next(requests)
+        verb, model = "unload" if number % 3 == 0 else "load", UNREADABLE if number % 2 else "none"
+        return await target.post(f"/v2/repository/models/{model}/{verb}", b"{}")
+
+    await target.repeat(2, call)
+
+
+@attack
+async def large_good_tensors(target: Target) -> None:
+    """Tensors of 48 MB that are right, more of them at a time than fit."""
+    request = pb.ModelInferRequest(model_name=_IDENTITY)
+    values = np.zeros(12 * MEGABYTE, np.float32)
+    request.inputs.add(name="x", datatype="FP32", shape=[values.size])
+    request.raw_input_contents.append(values.tobytes())
+    await _send_large(target, [(_INFER, request.SerializeToString(), "")])
+
+
+async def _main(name: str, gateway: str, seconds: float) -> None:
+    os.nice(19)
+    report = Report()
+    await ATTACKS[name](Target(gateway, time.monotonic() + seconds, report))
+    figures = {"begun": report.begun, "answers": dict(report.answers), "honest_errors": report.honest_errors[:20]}
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(sys.argv[1], sys.argv[2], float(sys.argv[3])))

@@ -1,0 +1,249 @@
+"""`python -m tests.fuzz.neighbours`: each attack in turn beside honest callers, and what these see.
+
+For each attack of attacks.py: a quiet phase of honest.py's callers, then the attack for as long, then up to a minute in
+which memory has to come back. Held against it: no honest call fails or gets another answer; the 99th percentiles of the
+honest callers are at most twice the quiet ones plus 100 ms; no process is restarted or above its container's limit; a
+minute later each process is within 20 % of what it held before. A model with a pace (10 ms a step) stands for the GPU.
+
+Writes one JSON object; exits with 1 where a limit is passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+from pydantic import ByteSize, TypeAdapter
+
+from runner.free_ports import start_stack
+from runner.stack import Stack
+from tests.fuzz.attacks import ATTACKS, UNREADABLE
+from tests.fuzz.honest import Figures, Honest
+from tests.waiting import until
+
+ROOT = Path(__file__).resolve().parents[2]
+_RESULTS = ROOT / "bench" / "results" / "neighbours.json"
+_PACE_MS = 10
+_P99_FACTOR, _P99_MORE_MS = 2.0, 100.0
+_COMES_BACK_S, _COMES_BACK_TO = 60.0, 1.2
+_ENDS_WITHIN_S = 60.0
+_EVERY_S = 0.1
+
+
+@dataclass
+class Outcome:
+    """What one attack did to its neighbours; `failures` names each limit that it passed."""
+
+    attack: str
+    report: dict[str, Any]
+    quiet_p99_ms: dict[str, float]
+    attacked_p99_ms: dict[str, float]
+    honest_answers: int
+    honest_errors: list[str]
+    before_mb: dict[str, int]
+    peak_mb: dict[str, int]
+    later_mb: dict[str, int]
+    back_after_s: float
+    restarted: list[str]
+    failures: list[str] = field(default_factory=list)
+
+
+def limits_mb() -> dict[str, int]:
+    """Each container's memory limit, as `.env` sets it, by the kind of process."""
+    found = re.findall(
+        r"^MEMORY_(ENVOY|TRANSFORMER|PREDICTOR|LOGGER)=(\S+)$", (ROOT / ".env").read_text(), re.MULTILINE
+    )
+    size = TypeAdapter(ByteSize)
+    return {name.lower(): size.validate_python(f"{value}ib") // 2**20 for name, value in found}
+
+
+@asynccontextmanager
+async def attacked_stack(folder: Path) -> AsyncIterator[Stack]:
+    """The bundled models with a pace, and a repository with a model that cannot be read."""
+    broken = folder / "repository" / UNREADABLE
+    shutil.copytree(ROOT / "models" / "storyteller", broken)
+    (broken / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "Nonsense"}}')
+    models = ",".join(f"{name}=models/{name}" for name in ("storyteller", "identity"))
+    environment = {
+        "PACE_MS": str(_PACE_MS),
+        "PACE_SEED": "1",
+        "PREDICTOR_MAX_RUNNING": "32",
+        "PREDICTOR_MODEL_REPOSITORY": str(folder / "repository"),
+    }
+    stack = await start_stack(
+        folder / "stack",
+        {"models": models},
+        commands={"predictor": (sys.executable, "-m", "bench.paced_predictor")},
+        environment={"predictor": environment},
+        say=lambda line: None,
+    )
+    try:
+        yield stack
+    finally:
+        await stack.stop()
+
+
+async def beside(
+    stack: Stack, honest: Honest, name: str, seconds: float, comes_back_s: float = _COMES_BACK_S
+) -> Outcome:
+    """One attack and what its neighbours saw."""
+    pids = _pids(stack)
+    before = resident_mb(stack)
+    quiet = await _phase(honest, seconds)
+    peak = dict(before)
+    looking = asyncio.create_task(_peaks(stack, peak), name="memory peaks")
+    begun, attacked = time.monotonic(), honest.phase()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.fuzz.attacks", name, stack.gateway, str(seconds)), stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(seconds + _ENDS_WITHIN_S):
+            output, _ = await process.communicate()
+        if process.returncode:
+            raise RuntimeError(f"the attack {name} itself failed with {process.returncode}")
+        await asyncio.sleep(max(0.0, begun + seconds - time.monotonic()))
+        await honest.settled(attacked)
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+    honest.phase()
+    ended = time.monotonic()
+    with suppress(AssertionError):  # Then it is among the failures.
+        await until(lambda: _is_back(before, resident_mb(stack)), comes_back_s)
+    later = resident_mb(stack)
+    outcome = Outcome(
+        attack=name,
+        report=json.loads(output),
+        quiet_p99_ms=quiet.p99_ms(),
+        attacked_p99_ms=attacked.p99_ms(),
+        honest_answers=attacked.answers,
+        honest_errors=quiet.errors + attacked.errors,
+        before_mb=before,
+        peak_mb=peak,
+        later_mb=later,
+        back_after_s=round(time.monotonic() - ended, 1),
+        restarted=[name for name, pid in _pids(stack).items() if pid != pids.get(name)],
+    )
+    outcome.failures = _failures(outcome)
+    return outcome
+
+
+async def _phase(honest: Honest, seconds: float) -> Figures:
+    figures = honest.phase()
+    await asyncio.sleep(seconds)
+    await honest.settled(figures)
+    return figures
+
+
+def _failures(outcome: Outcome) -> list[str]:
+    failures = [f"honest: {error}" for error in [*outcome.honest_errors, *outcome.report["honest_errors"]]]
+    failures += [f"{name} was restarted" for name in outcome.restarted]
+    limits = limits_mb()
+    for name, size in outcome.peak_mb.items():
+        if size > limits[name.partition("-")[0]]:
+            failures.append(f"{name} held {size} MB, its container's limit is {limits[name.partition('-')[0]]} MB")
+    if not _is_back(outcome.before_mb, outcome.later_mb):
+        failures.append(f"memory did not come back: {outcome.before_mb} before, {outcome.later_mb} later")
+    return failures
+
+
+def slow(outcome: Outcome) -> list[str]:
+    """The percentiles that are above their limit."""
+    return [
+        f"p99 of {kind}: {outcome.attacked_p99_ms[kind]} ms, {quiet} ms when quiet"
+        for kind, quiet in outcome.quiet_p99_ms.items()
+        if outcome.attacked_p99_ms.get(kind, 0.0) > _P99_FACTOR * quiet + _P99_MORE_MS
+    ]
+
+
+def resident_mb(stack: Stack) -> dict[str, int]:
+    """What each process and its children hold now, in MiB; shared pages count once for each."""
+    found = {}
+    for name in stack.names:
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            process = psutil.Process(stack.pid(name))
+            family = [process, *process.children(recursive=True)]
+            found[name] = sum(one.memory_info().rss for one in family) >> 20
+    return found
+
+
+def _is_back(before: dict[str, int], later: dict[str, int]) -> bool:
+    return all(later.get(name, 0) <= _COMES_BACK_TO * size for name, size in before.items())
+
+
+async def _peaks(stack: Stack, peak: dict[str, int]) -> None:
+    while True:
+        for name, size in resident_mb(stack).items():
+            peak[name] = max(size, peak.get(name, 0))
+        await asyncio.sleep(_EVERY_S)
+
+
+def _pids(stack: Stack) -> dict[str, int]:
+    found = {}
+    for name in stack.names:
+        with suppress(ProcessLookupError):
+            found[name] = stack.pid(name)
+    return found
+
+
+async def _run(names: Sequence[str], seconds: float) -> list[Outcome]:
+    outcomes = []
+    with tempfile.TemporaryDirectory(prefix="neighbours-") as folder:
+        async with attacked_stack(Path(folder)) as stack, Honest(stack.gateway) as honest:
+            await _phase(honest, seconds)  # Not counted: what is loaded at first use is loaded.
+            for name in names:
+                outcome = await beside(stack, honest, name, seconds)
+                outcome.failures += slow(outcome)
+                outcomes.append(outcome)
+                _print(outcome)
+    return outcomes
+
+
+def _print(outcome: Outcome) -> None:
+    print(f"{outcome.attack}: {'FAILED' if outcome.failures else 'held'}")
+    print(f"  requests {outcome.report['begun']}, answers {outcome.report['answers']}")
+    print(f"  honest answers {outcome.honest_answers}, p99 ms {outcome.attacked_p99_ms}, quiet {outcome.quiet_p99_ms}")
+    print(f"  MB before {outcome.before_mb}, peak {outcome.peak_mb}, after {outcome.back_after_s} s {outcome.later_mb}")
+    for failure in outcome.failures[:10]:
+        print(f"  {failure}")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each attack")
+    parser.add_argument("--only", default="", help="comma list of attacks: " + ", ".join(ATTACKS))
+    parser.add_argument("--out", type=Path, help=f"where the figures go, such as {_RESULTS}")
+    arguments = parser.parse_args()
+    names = arguments.only.split(",") if arguments.only else list(ATTACKS)
+    outcomes = asyncio.run(_run(names, arguments.seconds))
+    failed = [outcome.attack for outcome in outcomes if outcome.failures]
+    if arguments.out is not None:
+        figures = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "seconds_each": arguments.seconds,
+            "limits_mb": limits_mb(),
+            "attacks": [vars(outcome) for outcome in outcomes],
+        }
+        arguments.out.write_text(json.dumps(figures, indent=2) + "\n")
+    print(f"{len(outcomes) - len(failed)} held, {len(failed)} failed: {', '.join(failed) or 'none'}")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
