@@ -193,14 +193,16 @@ class InferenceServicer(OpenInferenceBase):
 
     def add_to_server(self, server: grpc.aio.Server) -> None:
         """Registers the service; the two inference methods take requests of which only the head is parsed."""
-        add_GRPCInferenceServiceServicer_to_server(self, server)
         handlers = {
             "ModelInfer": grpc.unary_unary_rpc_method_handler(self.ModelInfer, InferRequest.received, _serialized),
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(
                 self.ModelStreamInfer, InferRequest.received, _serialized
             ),
         }
-        server.add_registered_method_handlers(SERVICE, handlers)  # The later registration counts.
+        # Of generic handlers the first one counts, of registered ones the last; a server uses one of the two kinds.
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        add_GRPCInferenceServiceServicer_to_server(self, server)
+        server.add_registered_method_handlers(SERVICE, handlers)
 
 
 def _serialized(answer: Message | bytes) -> bytes:
