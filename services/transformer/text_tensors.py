@@ -201,14 +201,14 @@ def _check_shapes(request: pb.ModelInferRequest) -> None:
     if len(request.parameters) > _MAX_PARAMETERS:
         raise InvalidRequestError(f"{len(request.parameters)} parameters, at most {_MAX_PARAMETERS} are allowed")
     for tensor in request.inputs:
+        if tensor.name not in _INPUTS:
+            raise InvalidRequestError(f"unknown input {tensor.name[:64]!r}; a text model takes {', '.join(_INPUTS)}")
         if len(tensor.shape) <= _MAX_DIMENSIONS and (elements := math.prod(tensor.shape)) != 1:
             raise InvalidRequestError(f"{tensor.name[:64]} must hold one element, not {elements}")
 
 
 def _check(request: pb.ModelInferRequest, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
-        if name not in _INPUTS:
-            raise InvalidRequestError(f"unknown input {name!r}; a text model takes {', '.join(_INPUTS)}")
         if tensor.datatype != _INPUTS[name]:
             raise InvalidRequestError(f"{name} must be {_INPUTS[name]}, not {tensor.datatype}")
         if tensor.array.size != 1:
