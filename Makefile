@@ -12,6 +12,7 @@ DEV_DEPENDENCIES := $(VENV)/.installed-dev
 CLIENTS := .venv-clients/.installed
 TRITON := .venv-triton/.installed
 KSERVE := .venv-kserve/.installed
+TOOLS := .venv-tools/.installed
 NODE_TOOLS := .tools/.installed
 BUF := @bufbuild/buf@1.75.0
 comma := ,
@@ -57,6 +58,10 @@ test: $(DEV_DEPENDENCIES) $(CLIENTS) $(NODE_TOOLS) ## all tests but those of the
 test-containers: $(DEV_DEPENDENCIES) $(CLIENTS) $(NODE_TOOLS) ## the container tests, on a real Docker engine
 	tests/containers/tools/prepare
 	$(VENV)/bin/python -m pytest tests/containers $(PYTEST)
+
+.PHONY: test-tools
+test-tools: $(TOOLS) ## perf_analyzer, genai-perf, guidellm and lm-eval against a running stack (GATEWAY_PORT=); installs gigabytes
+	@port=$${GATEWAY_PORT:-$$(sed -n 's/^GATEWAY_PORT=//p' .env)}; exec tests/tools/run 127.0.0.1:$$port
 
 .PHONY: chaos
 chaos: $(DEV_DEPENDENCIES) ## random faults under mixed load, each answer held against the right one (SEEDS=, SECONDS_EACH=, OUT=)
@@ -114,6 +119,18 @@ $(TRITON): tests/triton/requirements.txt
 $(KSERVE): tests/kserve/requirements.txt
 	@$(PYTHON) -m venv .venv-kserve
 	@.venv-kserve/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+# One environment each, for their dependencies exclude each other; torch first, as above.
+$(TOOLS):
+	@for tool in genai-perf guidellm lm-eval; do \
+	  $(PYTHON) -m venv .venv-tools/$$tool && pip=".venv-tools/$$tool/bin/python -m pip install --quiet --disable-pip-version-check"; \
+	  $$pip --no-index '$(TORCH)' 2>/dev/null || $$pip $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)' || exit 1; \
+	done
+	@.venv-tools/genai-perf/bin/python -m pip install --quiet --disable-pip-version-check genai-perf==0.0.16 nvidia-cuda-runtime-cu12
+	@.venv-tools/genai-perf/bin/python -m pip install --quiet --disable-pip-version-check --no-deps tritonclient==2.51.0
+	@.venv-tools/guidellm/bin/python -m pip install --quiet --disable-pip-version-check guidellm==0.8.1
+	@.venv-tools/lm-eval/bin/python -m pip install --quiet --disable-pip-version-check 'lm-eval[api]==0.4.13' transformers
 	@touch $@
 
 $(NODE_TOOLS):
