@@ -66,9 +66,10 @@ class StopFinder:
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(map(_StopString, stop))
-        self._lengths = tuple(map(len, stop))
+        self._strings = tuple(stop)
         self._held = ""
         self.found = False
+        self.string: str | None = None  # The stop string that was found.
 
     def push(self, text: str) -> str:
         """What can be passed on after `text`."""
@@ -79,9 +80,9 @@ class StopFinder:
         ends = [stop.find(text) for stop in self._stop]
         end = min((end for end in ends if end >= 0), default=-1)
         if end >= 0:
-            self.found = True
-            longest = max(length for found, length in zip(ends, self._lengths, strict=True) if found == end)
-            passed, self._held = self._held[: before + end - longest], ""
+            found = (string for at, string in zip(ends, self._strings, strict=True) if at == end)
+            self.found, self.string = True, max(found, key=len)
+            passed, self._held = self._held[: before + end - len(self.string)], ""
             return passed
         kept = len(self._held) - max(stop.matched for stop in self._stop)
         passed, self._held = self._held[:kept], self._held[kept:]
@@ -141,6 +142,11 @@ class Detokenizer:
     def stopped(self) -> bool:
         """A stop string was found; what follows it is not wanted."""
         return self._finder.found
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that was found."""
+        return self._finder.string
 
     def push(self, token_id: int) -> str:
         """The text that can be passed on after this id."""

@@ -88,6 +88,7 @@ class TextChunk:
     usage: Usage | None = None
     elapsed_s: float = 0.0  # Since the request arrived.
     prompt_tokens: int = 0
+    stop_reason: str | int | None = None  # The stop string or the id of `stop_token_ids` that ended the answer.
 
 
 def joined(chunks: Sequence[TextChunk]) -> TextChunk:
@@ -285,15 +286,16 @@ class _Assembler:
                 break
         self._produced += used
         reason, usage = chunk.finish_reason, chunk.usage
+        stop_reason: str | int | None = chunk.token_ids[-1] if self._ends_with_stop_token(chunk) else None
         if reason is not None and not self._detokenizer.stopped:
             text += self._detokenizer.flush()
         if self._detokenizer.stopped:
-            reason = "stop"
+            reason, stop_reason = "stop", self._detokenizer.stop_string
             cached = chunk.cached_tokens or 0
             usage = Usage(prompt_tokens=self._prompt_tokens, cached_tokens=cached, completion_tokens=self._produced)
         logprobs, top_logprobs = chunk.logprobs[:used], chunk.top_logprobs[:used]
-        token_ids = chunk.token_ids[:used]
-        return TextChunk(text, token_ids, logprobs, top_logprobs, reason, usage, elapsed_s, self._prompt_tokens)
+        token_ids, prompt_tokens = chunk.token_ids[:used], self._prompt_tokens
+        return TextChunk(text, token_ids, logprobs, top_logprobs, reason, usage, elapsed_s, prompt_tokens, stop_reason)
 
     def _ends_with_stop_token(self, chunk: TokenChunk) -> bool:
         return chunk.finish_reason == "stop" and not self._stop_token_ids.isdisjoint(chunk.token_ids[-1:])

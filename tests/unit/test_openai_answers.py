@@ -109,6 +109,7 @@ def test_without_log_probabilities_there_are_none(tokenizer):
         "delta": {"role": "assistant", "content": "Once"},
         "logprobs": None,
         "finish_reason": None,
+        "stop_reason": None,
     }
     assert ChatFormat().chunk(0, made, False)["delta"] == {"content": "Once"}
 

@@ -57,7 +57,7 @@ class CompletionFormat(Format):
     def chunk(self, index: int, chunk: TextChunk, is_first: bool) -> dict[str, Any]:
         echo = self._echoes.of(index) if self._echoes is not None and is_first else ""
         logprobs = None if self._tokens is None else self._logprobs(self._tokens, index, chunk)
-        return {"index": index, "text": echo + chunk.text, "logprobs": logprobs, "finish_reason": chunk.finish_reason}
+        return {"index": index, "text": echo + chunk.text, "logprobs": logprobs, **_end(chunk)}
 
     def _logprobs(self, tokens: TokenBytes, index: int, chunk: TextChunk) -> dict[str, Any]:
         pieces = [tokens.of(token_id) for token_id in chunk.token_ids]
@@ -101,7 +101,7 @@ class ChatFormat(Format):
         logprobs = None
         if self._tokens is not None:
             logprobs = {"content": self._content(self._tokens, chunk), "refusal": None}
-        return {"index": index, "logprobs": logprobs, "finish_reason": chunk.finish_reason}
+        return {"index": index, "logprobs": logprobs, **_end(chunk)}
 
     def _content(self, tokens: TokenBytes, chunk: TextChunk) -> list[dict[str, Any]]:
         def entry(token_id: int, logprob: float) -> dict[str, Any]:
@@ -130,6 +130,11 @@ class Echoes:
             return prompt
         text: str = self._tokenizer.backend.decode(prompt, skip_special_tokens=True)
         return text
+
+
+def _end(chunk: TextChunk) -> dict[str, Any]:
+    """Why the answer ended; `stop_reason` is vLLM's: the stop string or the stop token's id."""
+    return {"finish_reason": chunk.finish_reason, "stop_reason": chunk.stop_reason}
 
 
 def usage_of(usages: Sequence[Usage], n: int) -> dict[str, Any]:
