@@ -49,6 +49,7 @@ class TextGenerationServicer:
     def Generate(self, request, context):
         """One response for each chunk of text; the last one carries `finish_reason` and `usage`.
         Trailing metadata: `x-request-id`, `x-ttft-ms`.
+        By REST it is `millrace.rest.v1.TextGeneration`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -161,7 +162,8 @@ class PayloadLogServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Delete(self, request, context):
-        """Deletes every record of the key, for good; deleting what is not there deletes none.
+        """Deletes every record of the key, for good; deleting what is not there deletes none. Records of requests that arrived
+        before, and that have yet to reach the log, are not counted, and dropped when they do.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,6 +36,7 @@ class TextGenerationStub:
     Generate: _grpc.UnaryStreamMultiCallable[_millrace_pb2.GenerateRequest, _millrace_pb2.GenerateResponse]
     """One response for each chunk of text; the last one carries `finish_reason` and `usage`.
     Trailing metadata: `x-request-id`, `x-ttft-ms`.
+    By REST it is `millrace.rest.v1.TextGeneration`.
     """
 
 @_typing.type_check_only
@@ -46,6 +47,7 @@ class TextGenerationAsyncStub(TextGenerationStub):
     Generate: _aio.UnaryStreamMultiCallable[_millrace_pb2.GenerateRequest, _millrace_pb2.GenerateResponse]  # type: ignore[assignment]
     """One response for each chunk of text; the last one carries `finish_reason` and `usage`.
     Trailing metadata: `x-request-id`, `x-ttft-ms`.
+    By REST it is `millrace.rest.v1.TextGeneration`.
     """
 
 class TextGenerationServicer(metaclass=_abc_1.ABCMeta):
@@ -59,6 +61,7 @@ class TextGenerationServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_millrace_pb2.GenerateResponse], _abc.AsyncIterator[_millrace_pb2.GenerateResponse]]:
         """One response for each chunk of text; the last one carries `finish_reason` and `usage`.
         Trailing metadata: `x-request-id`, `x-ttft-ms`.
+        By REST it is `millrace.rest.v1.TextGeneration`.
         """
 
 def add_TextGenerationServicer_to_server(servicer: TextGenerationServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
@@ -79,7 +82,9 @@ class PayloadLogStub:
     where there are too many: a newer call then takes its place.
     """
     Delete: _grpc.UnaryUnaryMultiCallable[_millrace_pb2.DeletePayloadsRequest, _millrace_pb2.DeletePayloadsResponse]
-    """Deletes every record of the key, for good; deleting what is not there deletes none."""
+    """Deletes every record of the key, for good; deleting what is not there deletes none. Records of requests that arrived
+    before, and that have yet to reach the log, are not counted, and dropped when they do.
+    """
 
 @_typing.type_check_only
 class PayloadLogAsyncStub(PayloadLogStub):
@@ -95,7 +100,9 @@ class PayloadLogAsyncStub(PayloadLogStub):
     where there are too many: a newer call then takes its place.
     """
     Delete: _aio.UnaryUnaryMultiCallable[_millrace_pb2.DeletePayloadsRequest, _millrace_pb2.DeletePayloadsResponse]  # type: ignore[assignment]
-    """Deletes every record of the key, for good; deleting what is not there deletes none."""
+    """Deletes every record of the key, for good; deleting what is not there deletes none. Records of requests that arrived
+    before, and that have yet to reach the log, are not counted, and dropped when they do.
+    """
 
 class PayloadLogServicer(metaclass=_abc_1.ABCMeta):
     """Reads what the transformer recorded of each request."""
@@ -132,7 +139,9 @@ class PayloadLogServicer(metaclass=_abc_1.ABCMeta):
         request: _millrace_pb2.DeletePayloadsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_millrace_pb2.DeletePayloadsResponse, _abc.Awaitable[_millrace_pb2.DeletePayloadsResponse]]:
-        """Deletes every record of the key, for good; deleting what is not there deletes none."""
+        """Deletes every record of the key, for good; deleting what is not there deletes none. Records of requests that arrived
+        before, and that have yet to reach the log, are not counted, and dropped when they do.
+        """
 
 def add_PayloadLogServicer_to_server(servicer: PayloadLogServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -5,6 +5,7 @@ import warnings
 
 from google.api import httpbody_pb2 as google_dot_api_dot_httpbody__pb2
 from google.protobuf import empty_pb2 as google_dot_protobuf_dot_empty__pb2
+from millrace.protos import millrace_pb2 as millrace_dot_protos_dot_millrace__pb2
 from millrace.protos import rest_pb2 as millrace_dot_protos_dot_rest__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -482,6 +483,84 @@ class OpenAI:
             '/millrace.rest.v1.OpenAI/TokenizerInfo',
             millrace_dot_protos_dot_rest__pb2.ModelRequest.SerializeToString,
             google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class TextGenerationStub:
+    """`millrace.v1.TextGeneration` with the request as JSON: the gateway drops a field that the message does not have, the
+    service refuses it.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Generate = channel.unary_stream(
+                '/millrace.rest.v1.TextGeneration/Generate',
+                request_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+                response_deserializer=millrace_dot_protos_dot_millrace__pb2.GenerateResponse.FromString,
+                _registered_method=True)
+
+
+class TextGenerationServicer:
+    """`millrace.v1.TextGeneration` with the request as JSON: the gateway drops a field that the message does not have, the
+    service refuses it.
+    """
+
+    def Generate(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_TextGenerationServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Generate': grpc.unary_stream_rpc_method_handler(
+                    servicer.Generate,
+                    request_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+                    response_serializer=millrace_dot_protos_dot_millrace__pb2.GenerateResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'millrace.rest.v1.TextGeneration', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('millrace.rest.v1.TextGeneration', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class TextGeneration:
+    """`millrace.v1.TextGeneration` with the request as JSON: the gateway drops a field that the message does not have, the
+    service refuses it.
+    """
+
+    @staticmethod
+    def Generate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/millrace.rest.v1.TextGeneration/Generate',
+            google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+            millrace_dot_protos_dot_millrace__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,

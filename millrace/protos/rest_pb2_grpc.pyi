@@ -9,6 +9,7 @@ from collections import abc as _abc
 from google.api import httpbody_pb2 as _httpbody_pb2
 from google.protobuf import empty_pb2 as _empty_pb2
 from grpc import aio as _aio
+from millrace.protos import millrace_pb2 as _millrace_pb2
 from millrace.protos import rest_pb2 as _rest_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -153,6 +154,40 @@ class OpenAIServicer(metaclass=_abc_1.ABCMeta):
         """The tokenizer of `?model=`."""
 
 def add_OpenAIServicer_to_server(servicer: OpenAIServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class TextGenerationStub:
+    """`millrace.v1.TextGeneration` with the request as JSON: the gateway drops a field that the message does not have, the
+    service refuses it.
+    """
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> TextGenerationAsyncStub: ...
+    Generate: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _millrace_pb2.GenerateResponse]
+
+@_typing.type_check_only
+class TextGenerationAsyncStub(TextGenerationStub):
+    """`millrace.v1.TextGeneration` with the request as JSON: the gateway drops a field that the message does not have, the
+    service refuses it.
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Generate: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _millrace_pb2.GenerateResponse]  # type: ignore[assignment]
+
+class TextGenerationServicer(metaclass=_abc_1.ABCMeta):
+    """`millrace.v1.TextGeneration` with the request as JSON: the gateway drops a field that the message does not have, the
+    service refuses it.
+    """
+
+    @_abc_1.abstractmethod
+    def Generate(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_millrace_pb2.GenerateResponse], _abc.AsyncIterator[_millrace_pb2.GenerateResponse]]: ...
+
+def add_TextGenerationServicer_to_server(servicer: TextGenerationServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class OpenInferenceStub:
     """The Open Inference Protocol's V2 REST with Triton's extensions."""

@@ -12,8 +12,8 @@ from millrace.admission import Admission
 from millrace.channel import open_channel
 from millrace.health import watch_serving
 from millrace.payload_tap import PayloadTap
+from millrace.protos import rest_pb2_grpc
 from millrace.protos.millrace_pb2_grpc import add_TextGenerationServicer_to_server
-from millrace.protos.rest_pb2_grpc import add_OpenAIServicer_to_server, add_OpenInferenceServicer_to_server
 from millrace.server import READY, Server
 from millrace.service import run_service
 from millrace.telemetry.payload_metrics import observe_tap
@@ -62,7 +62,7 @@ async def _serve(settings: TransformerSettings, metrics_port: int, is_worker: bo
     from services.transformer.relay import Relay
     from services.transformer.replicas import Replicas
     from services.transformer.resuming import ResumingGenerator
-    from services.transformer.text_generation_servicer import TextGenerationServicer
+    from services.transformer.text_generation_servicer import RestTextGenerationServicer, TextGenerationServicer
     from services.transformer.work_pool import WorkPool
 
     predictor = PredictorClient(
@@ -99,11 +99,13 @@ async def _serve(settings: TransformerSettings, metrics_port: int, is_worker: bo
 
     inference = InferenceServicer(Inference(pipeline, catalogue, Relay(predictor), tap), catalogue, predictor, replicas)
     inference.add_to_server(server.grpc)
-    add_TextGenerationServicer_to_server(TextGenerationServicer(pipeline), server.grpc)
+    text = TextGenerationServicer(pipeline)
+    add_TextGenerationServicer_to_server(text, server.grpc)
+    rest_pb2_grpc.add_TextGenerationServicer_to_server(RestTextGenerationServicer(pipeline, text, bodies), server.grpc)
     openai = OpenAIServicer(pipeline, catalogue, Embedder(catalogue, predictor, tap), bodies, settings.sse_keep_alive)
-    add_OpenAIServicer_to_server(openai, server.grpc)
+    rest_pb2_grpc.add_OpenAIServicer_to_server(openai, server.grpc)
     v2_rest = OpenInferenceServicer(inference, pipeline, bodies, settings.sse_keep_alive)
-    add_OpenInferenceServicer_to_server(v2_rest, server.grpc)
+    rest_pb2_grpc.add_OpenInferenceServicer_to_server(v2_rest, server.grpc)
     if settings.development:
         development.add_to_server(replicas, server.grpc)
 

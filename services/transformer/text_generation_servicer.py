@@ -1,4 +1,4 @@
-"""`millrace.v1.TextGeneration`: text in, a stream of text out."""
+"""`millrace.v1.TextGeneration`: text in, a stream of text out; and the same by REST, with a JSON request."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+from google.api.httpbody_pb2 import HttpBody
+
 from millrace.interceptors import Context
 from millrace.protos import millrace_pb2 as pb
-from millrace.protos import millrace_pb2_grpc
-from millrace.recorded_call import origin_of
+from millrace.protos import millrace_pb2_grpc, rest_pb2_grpc
+from millrace.recorded_call import Origin, origin_of
 from millrace.rest_streams import errors_in_band
 from millrace.sampling import MAX_STOP_TOKEN_IDS
 from millrace.telemetry.identity import REQUEST_ID_METADATA, as_metadata
+from services.transformer.body_processes import SMALL_BYTES, BodyProcesses
 from services.transformer.calls import TTFT_MS, check_message_count, check_request_id, check_stop_count, timeout_of
+from services.transformer.generate_json import MAX_BODY_BYTES, read_generate_request, read_large
 from services.transformer.pipeline import Pipeline, TextChunk, TextRequest
 
 _PROTOCOL = "millrace.v1.TextGeneration/Generate"
+_REST_PROTOCOL = "millrace.rest.v1.TextGeneration/Generate"
 _NOT_SAMPLING = {"model", "prompt", "messages", "stop", "stop_token_ids", "request_id"}
 
 
@@ -24,11 +29,18 @@ class TextGenerationServicer(millrace_pb2_grpc.TextGenerationServicer):
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
 
-    @errors_in_band(pb.GenerateResponse)
     async def Generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         origin = origin_of(context, _PROTOCOL, request.request_id)
+        async with aclosing(self.generate(request, origin, context)) as responses:
+            async for response in responses:
+                yield response
+
+    async def generate(
+        self, request: pb.GenerateRequest, origin: Origin, context: Context
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """The responses to a request; raises MillraceError."""
         request_id = origin.request_id
         context.set_trailing_metadata(((REQUEST_ID_METADATA, as_metadata(request_id)),))
         with self._pipeline.recording_refusals(origin, request.model):
@@ -52,6 +64,32 @@ class TextGenerationServicer(millrace_pb2_grpc.TextGenerationServicer):
                     ttft = (TTFT_MS, f"{chunk.elapsed_s * 1000:.1f}")
                     context.set_trailing_metadata(((REQUEST_ID_METADATA, as_metadata(request_id)), ttft))
                 yield _response(chunk)
+
+
+class RestTextGenerationServicer(rest_pb2_grpc.TextGenerationServicer):
+    """Reads the JSON of requests for `servicer`."""
+
+    def __init__(self, pipeline: Pipeline, servicer: TextGenerationServicer, bodies: BodyProcesses) -> None:
+        self._pipeline = pipeline
+        self._servicer = servicer
+        self._bodies = bodies
+
+    @errors_in_band(pb.GenerateResponse)
+    async def Generate(self, request: HttpBody, context: Context) -> AsyncGenerator[pb.GenerateResponse, None]:
+        origin = origin_of(context, _REST_PROTOCOL)
+        with self._pipeline.recording_refusals(origin):
+            message = await self._read(request.data, context)
+        if message.request_id:
+            origin = origin_of(context, _REST_PROTOCOL, message.request_id)
+        async with aclosing(self._servicer.generate(message, origin, context)) as responses:
+            async for response in responses:
+                yield response
+
+    async def _read(self, data: bytes, context: Context) -> pb.GenerateRequest:
+        if not SMALL_BYTES < len(data) <= MAX_BODY_BYTES:
+            return read_generate_request(data)
+        _, message = await self._bodies.run(read_large, (), data, timeout_of(context))
+        return pb.GenerateRequest.FromString(message)
 
 
 def _sampling(request: pb.GenerateRequest) -> dict[str, Any]:

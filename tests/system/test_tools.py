@@ -123,3 +123,51 @@ async def test_fields_without_effect_are_named_in_a_header_and_the_record(stack,
         assert json.loads(record.parameters)["ignored_fields"] == ["priority", "stream_interval"]
     answer = await post(stack, path, {**MODEL, **prompt, "max_tokens": 2, "top_k": 3, "user": None})
     assert "x-ignored-fields" not in answer.headers
+
+
+async def test_what_stopped_an_answer_is_told(stack):
+    body = {**MODEL, "prompt": "Once upon a time", "temperature": 0, "max_tokens": 8}
+    (whole,) = (await post(stack, "/v1/completions", body)).json["choices"]
+    assert (whole["finish_reason"], whole["stop_reason"]) == ("length", None)
+    word = whole["text"].split()[1]
+    (ended,) = (await post(stack, "/v1/completions", {**body, "stop": ["no such", word]})).json["choices"]
+    assert (ended["finish_reason"], ended["stop_reason"]) == ("stop", word)
+    ids = (await post(stack, "/tokenize", {**MODEL, "prompt": whole["text"], "add_special_tokens": False})).json[
+        "tokens"
+    ]
+    events = (await post(stack, "/v1/completions", {**body, "stop_token_ids": ids[1:2], "stream": True})).events
+    last = json.loads(events[-2])["choices"][0]
+    assert (last["finish_reason"], last["stop_reason"]) == ("stop", ids[1])
+
+
+MISSPELT = {
+    "misspelt prompt": ({"promt": "Once"}, "unknown field 'promt'"),
+    "misspelt parameter": ({"prompt": "Once", "tmperature": 0}, "unknown field 'tmperature'"),
+    "within a message": ({"messages": [{"role": "user", "contnet": "Once"}]}, "contnet"),
+    "of another type": ({"prompt": "Once", "max_tokens": "many"}, "max_tokens"),
+    "a list": ([], "not a JSON object"),
+    "deep": ({"prompt": "Once", "stop": json.loads("[" * 150 + "]" * 150)}, "stop"),
+}
+
+
+@pytest.mark.parametrize("case", MISSPELT)
+async def test_generate_by_rest_refuses_what_it_does_not_know(stack, case):
+    body, text = MISSPELT[case]
+    body = {**MODEL, **body} if isinstance(body, dict) else body
+    answer = await rest(stack.gateway, "POST", "/millrace/v1/generate", body)
+    assert answer.status == 400, answer.body
+    assert text in answer.json["error"]
+
+
+async def test_generate_by_rest_takes_both_spellings_of_a_field(stack):
+    for body in ({"max_tokens": 2, "request_id": "both"}, {"maxTokens": "2", "requestId": "both", "seed": None}):
+        answer = await post(stack, "/millrace/v1/generate", {**MODEL, "prompt": "Once", **body})
+        assert answer.headers["content-type"] == "application/x-ndjson"
+        assert json.loads(answer.body.splitlines()[-1])["usage"]["completion_tokens"] == 2
+    found = await records(stack.gateway, 2, request_id="both")
+    assert {record.protocol for record in found} == {"millrace.rest.v1.TextGeneration/Generate"}
+
+
+async def test_a_large_generate_by_rest_is_read_beside_the_loop(stack):
+    answer = await rest(stack.gateway, "POST", "/millrace/v1/generate", {**MODEL, "prompt": "once " * 100_000})
+    assert (answer.status, "context" in answer.json["error"]) == (400, True)

@@ -30,6 +30,7 @@ Config = dict[str, Any]
 STREAMS = (
     "/inference.GRPCInferenceService/ModelStreamInfer",
     "/millrace.v1.TextGeneration/",
+    "/millrace.rest.v1.TextGeneration/",
     "/millrace.rest.v1.OpenAI/",
     "/millrace.rest.v1.OpenInference/GenerateStream",
     "/millrace.v1.PayloadLog/",
