@@ -37,6 +37,7 @@ _VARINTS = frozenset(
 )
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
 _GROUP_TAGS = (3, 4)
+_MAX_VARINT_BYTES = 10
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,11 @@ class Walk:
                         )
                 at += length
             elif kind == _VARINT:
+                last = at + _MAX_VARINT_BYTES
                 while at < end and data[at] >= 0x80:
                     at += 1
+                    if at == last:
+                        return True
                 at += 1
             elif kind == _FIXED64:
                 at += 8

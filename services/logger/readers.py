@@ -117,7 +117,8 @@ class Readers:
     def _give_back(self, caller: str, size: int) -> None:
         _subtract(self._lent, caller, size)
         for waiting in tuple(self._waiting):
-            if self._has_room(waiting.caller, waiting.size):
+            # One that has been cancelled takes itself off the list at its next turn.
+            if not waiting.granted.done() and self._has_room(waiting.caller, waiting.size):
                 self._waiting.remove(waiting)
                 self._lent[waiting.caller] += waiting.size
                 waiting.granted.set_result(None)

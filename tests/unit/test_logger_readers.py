@@ -154,3 +154,18 @@ async def test_of_one_caller_no_more_is_lent_than_half():
         async with readers.lend("b", 2 * MIB), readers.lend("a", FREE_BYTES):
             pass
     assert readers.lent_bytes == 0
+
+
+async def test_a_loan_that_nobody_waits_for_any_more_harms_no_other():
+    readers = Readers(max_bytes=2 * LARGE)
+
+    async def borrow():
+        async with readers.lend("b", 2 * LARGE):
+            pass
+
+    async with readers.lend("a", LARGE):
+        waiting = asyncio.create_task(borrow())
+        await asyncio.sleep(0)
+        waiting.cancel()  # The loan is given back before the task has run again.
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert readers.lent_bytes == 0

@@ -1,5 +1,7 @@
 """What a message becomes in memory is known before it is parsed, whatever it is made of."""
 
+import time
+
 import pytest
 from google.protobuf.message import DecodeError
 
@@ -53,6 +55,15 @@ def test_more_fields_than_allowed_are_refused_wherever_they_are(field, schema):
     assert walked(field * 1000, schema).fields in (1000, 2000)
     with pytest.raises(InvalidRequestError, match="protobuf fields"):
         walked(field * (MAX_FIELDS + 1), schema)
+
+
+def test_a_number_that_does_not_end_ends_the_walk():
+    endless = b"\x08" + b"\x80" * 10_000_000
+    began = time.thread_time()
+    assert walked(endless, INFER).fields == 1
+    assert time.thread_time() - began < 0.05  # Reading all of it takes 0.3 s.
+    # The longest number that there is does not.
+    assert walked((b"\x08" + b"\xff" * 9 + b"\x01") * 3, INFER).fields == 3
 
 
 def test_fields_of_messages_within_messages_count():
