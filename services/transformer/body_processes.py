@@ -26,13 +26,22 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from millrace.errors import DeadlineError, MillraceError, OverloadedError, RequestFailedError, TooLargeError
+from millrace.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    MillraceError,
+    OverloadedError,
+    RequestFailedError,
+    TooLargeError,
+)
 
 SMALL_BYTES = 64 * 1024  # Parsed in a millisecond.
 LARGE_BYTES = 4 * 1024 * 1024
 BODIES, LARGE_BODIES, TEMPLATES = "bodies", "large-bodies", "chat-templates"
-_MAX_TIME_S = {BODIES: 5, LARGE_BODIES: 15, TEMPLATES: 3}  # Of the processor's.
-_MAX_BYTES = 512 * 1024**2
+_MIB = 1024**2
+# Of each process: seconds of the processor's for one call, and bytes of memory.
+_LIMITS = {BODIES: (5, 512 * _MIB), LARGE_BODIES: (15, 1536 * _MIB), TEMPLATES: (3, 512 * _MIB)}
+_MAX_BYTES = 512 * _MIB
 _MAX_WAITING = 256
 _RETRY_AFTER_MS = 1000
 _WORKER = "services.transformer.body_worker"
@@ -53,7 +62,7 @@ class BodyProcesses:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._bytes = self._waiting = 0
-        self._lanes = {name: _Lane(name, max_time_s) for name, max_time_s in _MAX_TIME_S.items()}
+        self._lanes = {name: _Lane(name, *limits) for name, limits in _LIMITS.items()}
 
     async def run(
         self,
@@ -65,6 +74,10 @@ class BodyProcesses:
     ) -> tuple[T, bytes]:
         """What `work(body, *arguments)` returns or raises; it is a module's own, and its arguments are small."""
         size = len(body)
+        try:
+            call = pickle.dumps((work, arguments))
+        except RecursionError:
+            raise nested_too_deep() from None
         with self._lock:
             if self._bytes + size > self._max_bytes or self._waiting >= _MAX_WAITING:
                 raise OverloadedError("too many large bodies at a time", retry_after_ms=_RETRY_AFTER_MS)
@@ -77,7 +90,7 @@ class BodyProcesses:
                 self._waiting -= 1
 
         lane = lane or (LARGE_BODIES if size > LARGE_BYTES else BODIES)
-        future = self._lanes[lane].submit(pickle.dumps((work, arguments)), body)
+        future = self._lanes[lane].submit(call, body)
         future.add_done_callback(done)
         try:
             async with asyncio.timeout(timeout_s):
@@ -94,8 +107,8 @@ class BodyProcesses:
 class _Lane:
     """One process at a time, and the thread that waits for it."""
 
-    def __init__(self, name: str, max_time_s: int) -> None:
-        self._max_time_s = max_time_s
+    def __init__(self, name: str, max_time_s: int, max_memory: int) -> None:
+        self._limits = (str(max_time_s), str(max_memory))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
@@ -145,7 +158,7 @@ class _Lane:
             self._end()
             self._connection, theirs = socket.socketpair()
             with theirs:
-                command = (sys.executable, "-m", _WORKER, str(os.getpid()), str(self._max_time_s))
+                command = (sys.executable, "-m", _WORKER, str(os.getpid()), *self._limits)
                 # A session of its own: what is sent to the group of this process's terminal is not for it.
                 self._process = subprocess.Popen(command, stdin=theirs.fileno(), start_new_session=True)
         return self._connection
@@ -174,6 +187,11 @@ def received(connection: socket.socket, size: int) -> bytes:
             raise ConnectionResetError
         data += more
     return data
+
+
+def nested_too_deep() -> InvalidRequestError:
+    """What a body is refused with whose lists and objects are in each other too often to be passed on."""
+    return InvalidRequestError("the request is nested too deep")
 
 
 def _error_of(cls: type[MillraceError], state: dict[str, Any]) -> MillraceError:

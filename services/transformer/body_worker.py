@@ -1,8 +1,9 @@
-"""Parses and writes bodies for another process: `python -m services.transformer.body_worker PARENT SECONDS`.
+"""Parses and writes bodies for another process: `python -m services.transformer.body_worker PARENT SECONDS BYTES`.
 
 Standard input is a socket, over which one request after another comes, see body_processes.py for the format. It ends
 with that, and where its parent does. Each request may use so much time of the processor, and all of them so much
-memory, beyond which the process ends; one that a request has left large ends after its response.
+memory, beyond which the process ends; one that a request has left large ends after its response. Where the machine, or
+the container, has no memory left, the kernel ends this process before the one that it works for.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import resource
 import signal
 import socket
 import sys
+from contextlib import suppress
 from typing import Any
 
-_MAX_MEMORY = 1536 * 1024**2
 _LEFT_LARGE = 256 * 1024**2
 
 
@@ -49,9 +50,12 @@ def _main(connection: socket.socket, max_time_s: float) -> None:
 
 def _as_pickle(error: Exception) -> bytes:
     from millrace.errors import MillraceError, RequestFailedError, TooLargeError
+    from services.transformer.body_processes import nested_too_deep
 
     if isinstance(error, (MemoryError, SystemError)):  # orjson raises the latter.
         error = TooLargeError("reading or writing the body takes too much memory")
+    if isinstance(error, RecursionError):
+        error = nested_too_deep()
     if not isinstance(error, MillraceError):
         logging.getLogger(__name__).error("a body's work failed", exc_info=error)
         error = RequestFailedError("internal error")
@@ -76,7 +80,9 @@ if __name__ == "__main__":
     end_with_parent(int(sys.argv[1]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":
-        resource.setrlimit(resource.RLIMIT_DATA, (_MAX_MEMORY, _MAX_MEMORY))
+        resource.setrlimit(resource.RLIMIT_DATA, (int(sys.argv[3]), int(sys.argv[3])))
+        with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+            score.write("1000")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with socket.socket(fileno=sys.stdin.fileno()) as requests:
         _main(requests, float(sys.argv[2]))

@@ -4,6 +4,7 @@ import asyncio
 import os
 import resource
 import signal
+import sys
 import time
 from contextlib import suppress
 
@@ -12,7 +13,7 @@ import psutil
 import pytest
 
 from millrace.errors import DeadlineError, InvalidRequestError, OverloadedError, RequestFailedError, TooLargeError
-from services.transformer.body_processes import LARGE_BYTES, BodyProcesses
+from services.transformer.body_processes import LARGE_BYTES, TEMPLATES, BodyProcesses
 from services.transformer.openai.errors import UnsupportedFieldError
 from tests.waiting import until
 
@@ -27,6 +28,18 @@ def refuse(body, kind):
     if kind == "unforeseen":
         raise LookupError("secret")
     raise InvalidRequestError("no", param="x")
+
+
+def answer_nested(body):
+    nested = []
+    for _ in range(900):
+        nested = [nested]
+    return nested, b""
+
+
+def limits(body):
+    with open("/proc/self/oom_score_adj") as score:
+        return (resource.getrlimit(resource.RLIMIT_DATA)[0], int(score.read())), b""
 
 
 def end(body, number):
@@ -141,6 +154,27 @@ async def test_bytes_beyond_the_bound_are_refused_until_there_is_room(processes,
     finally:
         gate.touch()
     assert [data for _, data in await asyncio.gather(*waiting)] == [body] * 3
+
+
+async def test_what_cannot_be_passed_on_is_refused_and_takes_no_place(processes):
+    nested = []
+    for _ in range(900):
+        nested = [nested]
+    for _ in range(300):
+        with pytest.raises(InvalidRequestError, match="nested too deep"):
+            await processes.run(process_id, (nested,), bytes(LARGE_BYTES))
+    with pytest.raises(InvalidRequestError, match="nested too deep"):
+        await processes.run(answer_nested, (), b"")
+    assert (await processes.run(process_id, (), bytes(LARGE_BYTES)))[1] == bytes(LARGE_BYTES)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux's limits")
+async def test_each_process_has_limits_of_its_own_and_ends_before_the_one_it_works_for(processes):
+    (small, first), _ = await processes.run(limits, (), b"")
+    (large, _), _ = await processes.run(limits, (), bytes(LARGE_BYTES + 1))
+    (templates, _), _ = await processes.run(limits, (), b"", lane=TEMPLATES)
+    assert (small, large, templates) == (512 << 20, 1536 << 20, 512 << 20)
+    assert first == 1000
 
 
 async def test_a_wait_ends_with_the_deadline(processes, tmp_path):
