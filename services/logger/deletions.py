@@ -9,12 +9,15 @@ On the writer's thread.
 
 from __future__ import annotations
 
+import hashlib
+
 import sqlalchemy as sql
 
 from millrace.protos.millrace_pb2 import PayloadRecord
 from services.logger.filters import columns_of
 
 MAX_DELETIONS = 100_000
+_MAX_KEPT = 63  # Characters: fewer than a digest has.
 _KEYS = ("record_id", "request_id", "client")
 
 
@@ -31,6 +34,7 @@ class Deletions:
 
     def add(self, connection: sql.Connection, key: str, value: str, now_us: int) -> None:
         """Remembers a deletion; of too many the oldest is forgotten."""
+        value = _kept(value)
         self._times.pop((key, value), None)
         self._times[key, value] = now_us
         connection.exec_driver_sql(
@@ -45,6 +49,11 @@ class Deletions:
         """Whether a record that comes now was deleted before it came."""
         if not self._times:
             return False
-        times = [self._times.get((key, getattr(record, key))) for key in _KEYS]
+        times = [self._times.get((key, _kept(getattr(record, key)))) for key in _KEYS]
         known = [time_us for time_us in times if time_us is not None]
         return bool(known) and (times[0] is not None or columns_of(record)["time_us"] <= max(known))
+
+
+def _kept(value: str) -> str:
+    """A key as it is remembered: of a long one its digest, for who deletes chooses the length."""
+    return value if len(value) <= _MAX_KEPT else hashlib.sha256(value.encode()).hexdigest()

@@ -184,8 +184,10 @@ class Replicas:
 
 async def _close_later(channel: grpc.aio.Channel) -> None:
     """Closes a channel on which nothing new will be asked, once what was is over but for loads."""
-    await asyncio.sleep(_CLOSE_S)
-    await channel.close()
+    try:
+        await asyncio.sleep(_CLOSE_S)
+    finally:
+        await channel.close()
 
 
 async def _all_of(asked: Iterable[Awaitable[T]]) -> list[T | BaseException]:

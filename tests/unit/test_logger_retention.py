@@ -221,6 +221,14 @@ async def test_what_is_deleted_before_it_comes_is_dropped_when_it_comes(path, ke
     await store.close()
 
 
+async def test_a_deletion_takes_little_however_long_its_key_is(store, path):
+    await store.delete(client="c" * 1_000_000)
+    with sqlite3.connect(path) as database:
+        assert database.execute("SELECT max(length(value)) FROM deletions").fetchone()[0] <= 64
+    await store.append([aged(1, days=1, client="c" * 1_000_000), aged(2, days=1, client="c" * 999_999)])
+    assert await numbers(store) == [2]
+
+
 async def test_deletions_are_forgotten_when_nothing_can_come_any_more(store, path):
     await store.delete(client="c")
     await store.forget(2**62)

@@ -9,6 +9,7 @@ from services.transformer.openai.embeddings import EmbeddingsRequest
 from services.transformer.openai.errors import UnsupportedFieldError, openai_error
 from services.transformer.openai.generation_requests import ChatCompletionRequest, CompletionRequest
 from services.transformer.openai.requests import parse
+from services.transformer.openai.tokenizing import TokenizeRequest
 
 
 def completion(**fields):
@@ -173,6 +174,16 @@ def test_a_wrong_value_is_refused_by_its_fields_name(param):
         with pytest.raises(InvalidRequestError) as raised:
             ask(**fields)
         assert raised.value.param == param, fields
+
+
+@pytest.mark.parametrize("cls", [ChatCompletionRequest, TokenizeRequest])
+def test_variables_of_a_template_are_bounded_in_size_and_depth(cls):
+    body = b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"x": %s}}'
+    assert parse(cls, body % (b"[" * 200 + b"]" * 200)).chat_template_kwargs
+    for value in (b"[" * 600 + b"]" * 600, b'"' + b"x" * 70_000 + b'"'):
+        with pytest.raises(InvalidRequestError) as raised:
+            parse(cls, body % value)
+        assert raised.value.param == "chat_template_kwargs"
 
 
 def test_a_messages_content_is_text_or_parts_of_text():

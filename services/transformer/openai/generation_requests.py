@@ -203,13 +203,7 @@ class ChatCompletionRequest(GenerationRequest):
             if self.extra.get(choice) == "none":
                 self.extra.pop(needless, None)
         super().check()
-
-    def trim(self) -> None:
-        super().trim()
-        if len(orjson.dumps(self.chat_template_kwargs)) > _MAX_TEMPLATE_OPTIONS:
-            raise InvalidRequestError(
-                f"more than {_MAX_TEMPLATE_OPTIONS} bytes of JSON are not supported", param="chat_template_kwargs"
-            )
+        check_template_options(self.chat_template_kwargs)
 
     def sampling(self) -> dict[str, Any]:
         given = super().sampling()
@@ -230,3 +224,15 @@ def _text_of_part(part: Any) -> str:
     if not isinstance(part.get("text"), str):
         raise ValueError("a text part must have a text")
     return str(part["text"])
+
+
+def check_template_options(options: Mapping[str, Any]) -> None:
+    """Refuses variables of a chat template that are too large, or nested too deep to be rendered or recorded."""
+    try:
+        size = len(orjson.dumps(options)) if options else 0
+    except orjson.JSONEncodeError as error:
+        raise InvalidRequestError(f"cannot be written as JSON: {error}", param="chat_template_kwargs") from None
+    if size > _MAX_TEMPLATE_OPTIONS:
+        raise InvalidRequestError(
+            f"more than {_MAX_TEMPLATE_OPTIONS} bytes of JSON are not supported", param="chat_template_kwargs"
+        )

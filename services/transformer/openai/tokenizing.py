@@ -13,7 +13,7 @@ from pydantic import Field, field_validator
 from millrace.errors import InvalidRequestError
 from services.transformer.body_processes import BodyProcesses
 from services.transformer.models import RelayedModel, TextModel
-from services.transformer.openai.generation_requests import Message
+from services.transformer.openai.generation_requests import Message, check_template_options
 from services.transformer.openai.requests import OpenAIRequest, Prompt, read_prompts
 from services.transformer.tokenizer import TextTokenizer
 
@@ -43,6 +43,7 @@ class TokenizeRequest(OpenAIRequest):
         super().check()
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequestError("give either a prompt or messages")
+        check_template_options(self.chat_template_kwargs)
 
 
 class DetokenizeRequest(OpenAIRequest):
