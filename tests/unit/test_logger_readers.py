@@ -73,7 +73,8 @@ async def test_large_records_that_nobody_reads_are_in_memory_within_the_budget_a
     await until(lambda: served.readers.lent_bytes >= LARGE)
     # Some other's is read as ever, from the same store, large or small.
     assert await served.read(served.query("other", model="large")) == list(range(8, 0, -1))
-    assert served.readers.lent_bytes <= 8 * MIB + 1000, "of one caller half"
+    # What the other has just read may not have been given back yet.
+    assert LARGE <= served.readers._lent["idle"] <= 8 * MIB + 1000, "of one caller half"
     assert await served.read(served.query("idle", model="small")) == list(range(19, 8, -1))
     # One that waits is told, and those that go give back what they had.
     with pytest.raises(grpc.RpcError) as caught:
