@@ -4,7 +4,8 @@ Inputs: `input_ids` INT64 or INT32, [N] or [1, N]; optional `output_ids` of the 
 that were produced before. Sampling in `parameters`. Outputs of each response: `output_ids` INT32
 [k]; where asked for, `logprobs` FP32 [k], and of the n likeliest tokens at each position, the best
 first, `top_logprob_ids` INT32 [k, n] and `top_logprobs` FP32 [k, n]. The last response's parameters
-carry `finish_reason`, `prompt_tokens`, `cached_tokens` and `completion_tokens`.
+carry `finish_reason`, `prompt_tokens`, `cached_tokens` and `completion_tokens`. What the parameter `prompt_logprobs`
+asks for: millrace/prompt_logprobs.py.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import InvalidRequestError
+from millrace.prompt_logprobs import OUTPUTS as PROMPT_OUTPUTS
+from millrace.prompt_logprobs import PROMPT_LOGPROBS, check_size
 from millrace.protos import inference_pb2
 from millrace.resumable import HEARTBEAT, RUNS_ALONE, CallOptions
-from millrace.sampling import parameters_of, set_parameters
+from millrace.sampling import MAX_TOP_LOGPROBS, parameters_of, set_parameters
 from millrace.tensors import Tensor, add_output, checked_shape, decode_inputs
 from services.predictor.engine.interface import Chunk, EngineLimits, GenerationRequest
 from services.predictor.generation_loading import LoadedModel
@@ -34,6 +37,7 @@ TOP_LOGPROB_IDS = "top_logprob_ids"
 TOP_LOGPROBS = "top_logprobs"
 _CACHE_SALT = "cache_salt"
 OUTPUTS = (OUTPUT_IDS, LOGPROBS, TOP_LOGPROB_IDS, TOP_LOGPROBS)
+_SCORED = frozenset(PROMPT_OUTPUTS)
 
 
 def read_request(
@@ -45,12 +49,13 @@ def read_request(
     for name in tensors:
         if name not in (INPUT_IDS, OUTPUT_IDS):
             raise InvalidRequestError(f"unknown input {name!r}; model {model.name!r} takes input_ids and output_ids")
-    for output in request.outputs:
-        if output.name not in OUTPUTS:
-            raise InvalidRequestError(
-                f"unknown output {output.name!r}; model {model.name!r} gives {', '.join(OUTPUTS)}"
-            )
     limits = model.engine.limits
+    outputs = outputs_of(limits)
+    for output in request.outputs:
+        if output.name not in outputs:
+            raise InvalidRequestError(
+                f"unknown output {output.name!r}; model {model.name!r} gives {', '.join(outputs)}"
+            )
     if INPUT_IDS not in tensors:
         raise InvalidRequestError("input 'input_ids' is missing")
     input_ids = _ids(tensors[INPUT_IDS], limits)
@@ -61,7 +66,10 @@ def read_request(
     output_ids = _ids(tensors[OUTPUT_IDS], limits) if OUTPUT_IDS in tensors else []
     given = parameters_of(request.parameters)
     wanted = {output.name for output in request.outputs}
-    if wanted - {OUTPUT_IDS}:
+    prompt_logprobs = _prompt_logprobs(given.pop(PROMPT_LOGPROBS, None), len(input_ids), limits)
+    if wanted & _SCORED and prompt_logprobs is None:
+        raise InvalidRequestError(f"outputs {', '.join(PROMPT_OUTPUTS)} need the parameter {PROMPT_LOGPROBS}")
+    if wanted - {OUTPUT_IDS} - _SCORED:
         given["logprobs"] = True
     sampling = model.defaults.changed(given).resolved(limits.room(len(input_ids)))
     if wanted & {TOP_LOGPROB_IDS, TOP_LOGPROBS} and not sampling.top_logprobs:
@@ -82,7 +90,13 @@ def read_request(
         options.alone,
         # Anybody may send output_ids; that it is in the middle of an answer only the transformer can say.
         moved=options.resumes and bool(output_ids),
+        prompt_logprobs=prompt_logprobs,
     )
+
+
+def outputs_of(limits: EngineLimits) -> tuple[str, ...]:
+    """The names of what a model's responses can carry."""
+    return OUTPUTS + PROMPT_OUTPUTS if limits.scores_prompts else OUTPUTS
 
 
 def heartbeat(request: inference_pb2.ModelInferRequest, runs_alone: bool) -> inference_pb2.ModelInferResponse:
@@ -103,7 +117,7 @@ def write_response(
     anybody else would find out which prompts of strangers were here before.
     """
     response = inference_pb2.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
-    wanted = {output.name for output in request.outputs} or set(OUTPUTS)
+    wanted = {output.name for output in request.outputs} or {*OUTPUTS, *PROMPT_OUTPUTS}
     if OUTPUT_IDS in wanted:
         add_output(response, Tensor(OUTPUT_IDS, "INT32", np.array(chunk.output_ids, dtype=np.int32)))
     if LOGPROBS in wanted and chunk.logprobs:
@@ -116,6 +130,10 @@ def write_response(
             add_output(response, Tensor(TOP_LOGPROB_IDS, "INT32", top[:, :, 0].astype(np.int32)))
         if TOP_LOGPROBS in wanted:
             add_output(response, Tensor(TOP_LOGPROBS, "FP32", top[:, :, 1].astype(np.float32)))
+    if chunk.prompt is not None:
+        for tensor in chunk.prompt.tensors():
+            if tensor.name in wanted:
+                add_output(response, tensor)
     if chunk.finish_reason is not None:
         set_parameters(response.parameters, {"finish_reason": chunk.finish_reason})
     if chunk.usage is not None:
@@ -134,7 +152,20 @@ def merged(chunks: Sequence[Chunk]) -> Chunk:
         [logprob for chunk in chunks for logprob in chunk.logprobs],
         chunks[-1].finish_reason,
         chunks[-1].usage,
+        chunks[0].prompt,
     )
+
+
+def _prompt_logprobs(value: Any, prompt_tokens: int, limits: EngineLimits) -> int | None:
+    """How many of the likeliest tokens are asked for at each of the prompt; None: nothing of the prompt."""
+    if value is None:
+        return None
+    if not limits.scores_prompts:
+        raise InvalidRequestError("the model gives no log probabilities of prompts", param=PROMPT_LOGPROBS)
+    if type(value) is not int or not 0 <= value <= MAX_TOP_LOGPROBS:
+        raise InvalidRequestError(f"{PROMPT_LOGPROBS} must be from 0 to {MAX_TOP_LOGPROBS}", param=PROMPT_LOGPROBS)
+    check_size(prompt_tokens, value)
+    return value
 
 
 def _check_lengths(request: inference_pb2.ModelInferRequest, limits: EngineLimits) -> None:

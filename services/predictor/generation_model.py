@@ -9,6 +9,7 @@ from opentelemetry.metrics import Meter
 from opentelemetry.trace import get_current_span
 
 from millrace.errors import DrainingError, MillraceError, StartupError
+from millrace.prompt_logprobs import PROMPT_LOGPROBS, PROMPT_TOP_LOGPROB_IDS, PROMPT_TOP_LOGPROBS
 from millrace.protos import inference_pb2 as pb
 from millrace.resumable import FINGERPRINT, LEAVING, SPAN, CallOptions
 from millrace.stream_infer import FINAL
@@ -30,6 +31,11 @@ from services.predictor.served_model import NO_OPTIONS, ModelDescription, Tensor
 from services.predictor.telemetry import GenerationTelemetry, ObservedGeneration
 
 _CACHED_TOKENS = "cached_tokens"
+_PROMPT_OUTPUTS = (
+    TensorSpec(PROMPT_LOGPROBS, "FP32", [-1]),
+    TensorSpec(PROMPT_TOP_LOGPROB_IDS, "INT32", [-1, -1]),
+    TensorSpec(PROMPT_TOP_LOGPROBS, "FP32", [-1, -1]),
+)
 
 
 class GenerationModel:
@@ -151,6 +157,7 @@ def _describe(loaded: LoadedModel) -> ModelDescription:
             TensorSpec(LOGPROBS, "FP32", [-1]),
             TensorSpec(TOP_LOGPROB_IDS, "INT32", [-1, -1]),
             TensorSpec(TOP_LOGPROBS, "FP32", [-1, -1]),
+            *(_PROMPT_OUTPUTS if limits.scores_prompts else ()),
         ],
         decoupled=True,
         parameters={

@@ -16,7 +16,10 @@ VERSION = "1"
 
 @dataclass(frozen=True)
 class TextModel:
-    """A model that generates text; one that resumes goes on after ids that were given before."""
+    """A model that generates text; one that resumes goes on after ids that were given before.
+
+    One that scores prompts gives log probabilities of their tokens.
+    """
 
     name: str
     tokenizer: TextTokenizer
@@ -26,6 +29,7 @@ class TextModel:
     dialect: Dialect = OURS
     versions: Sequence[str] = (VERSION,)
     fingerprint: str = ""  # Of its weights; "" where the predictor says none.
+    scores_prompts: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ def model_of(name: str, described: PredictorModel, text: ModelText) -> TextModel
         dialect=described.dialect,
         versions=described.versions or (VERSION,),
         fingerprint=described.fingerprint,
+        scores_prompts=described.scores_prompts,
     )
 
 

@@ -109,6 +109,9 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
                     stop=asked.stop,
                     timeout_s=timeout_s,
                     ignored_fields=ignored,
+                    prompt_logprobs=asked.prompt_logprobs,
+                    choices=len(asked.prompt) * asked.n,
+                    prompt_only=asked.prompt_only,
                 ),
                 asked.n,
             )

@@ -17,6 +17,7 @@ from typing import Any
 
 from millrace.errors import InvalidRequestError, MillraceError, OverloadedError
 from millrace.payload_tap import PayloadTap, Recording
+from millrace.prompt_logprobs import PromptLogprobs, check_size
 from millrace.protos.millrace_pb2 import Usage
 from millrace.recorded_call import Origin, begin, deadline_passed, end_cancelled
 from millrace.sampling import DEFAULT_MAX_TOKENS
@@ -54,6 +55,8 @@ class TextRequest:
     `template_options` are variables of the chat template. Where `sampling` has no max_tokens,
     `default_max_tokens` or what the context has left counts. `timeout_s` is what the caller's deadline
     had left when the request arrived; None is no deadline. The first-token deadline is in the origin's metadata.
+    `prompt_logprobs` asks for the prompt's own log probabilities, and so many of the likeliest tokens at each;
+    `choices` is how many such requests one answer is made of. With `prompt_only` the answer has no token of its own.
     `ignored_fields` are names, for the record.
     """
 
@@ -70,6 +73,17 @@ class TextRequest:
     timeout_s: float | None = None
     shared: SharedPrompt = field(default_factory=SharedPrompt, repr=False, compare=False)
     ignored_fields: Sequence[str] = ()
+    prompt_logprobs: int | None = None
+    choices: int = 1
+    prompt_only: bool = False
+
+
+@dataclass(frozen=True)
+class ScoredPrompt:
+    """A prompt's ids, and the log probabilities of all but the first."""
+
+    ids: Sequence[int]
+    logprobs: PromptLogprobs
 
 
 @dataclass(frozen=True)
@@ -77,7 +91,8 @@ class TextChunk:
     """New text and the token ids behind it; the last one has `finish_reason` and `usage`.
 
     `logprobs` has one for each id where asked for, and so has `top_logprobs`: the likeliest tokens
-    there with their log probabilities, best first. `prompt_tokens` is the same in every chunk.
+    there with their log probabilities, best first. `prompt_tokens` is the same in every chunk. `prompt` is in the
+    first chunk where asked for.
     """
 
     text: str
@@ -89,6 +104,7 @@ class TextChunk:
     elapsed_s: float = 0.0  # Since the request arrived.
     prompt_tokens: int = 0
     stop_reason: str | int | None = None  # The stop string or the id of `stop_token_ids` that ended the answer.
+    prompt: ScoredPrompt | None = None
 
 
 def joined(chunks: Sequence[TextChunk]) -> TextChunk:
@@ -99,6 +115,7 @@ def joined(chunks: Sequence[TextChunk]) -> TextChunk:
         token_ids=[token_id for chunk in chunks for token_id in chunk.token_ids],
         logprobs=[logprob for chunk in chunks for logprob in chunk.logprobs],
         top_logprobs=[top for chunk in chunks for top in chunk.top_logprobs],
+        prompt=chunks[0].prompt,
     )
 
 
@@ -213,13 +230,25 @@ class Pipeline:
     ) -> AsyncGenerator[TextChunk, None]:
         arrived = request.origin.arrived
         sampling = model.defaults.changed(request.sampling)
+        if request.prompt_logprobs is not None and not model.scores_prompts:
+            raise InvalidRequestError(f"model {model.name!r} gives no log probabilities of prompts", param="logprobs")
         prompt_ids = await self._shared_ids(request, model)
+        if request.prompt_logprobs is not None:
+            check_size(len(prompt_ids), request.prompt_logprobs, request.choices)
         sampling = sampling.resolved(model.limits.room(len(prompt_ids)), request.default_max_tokens)
 
         follows = [] if model.limits.is_encoder_decoder else prompt_ids
         detokenizer = Detokenizer(model.tokenizer.decoder, follows, request.stop, sampling.min_tokens)
         assembler = _Assembler(detokenizer, len(prompt_ids), sampling.stop_token_ids)
-        asked = Generation(*(model.name, request.origin.request_id, prompt_ids, sampling, model.dialect, model.resumes))
+        asked = Generation(
+            model.name,
+            request.origin.request_id,
+            prompt_ids,
+            sampling,
+            model.dialect,
+            model.resumes,
+            request.prompt_logprobs,
+        )
 
         def resumed() -> None:
             recording.resumes += 1
@@ -232,7 +261,10 @@ class Pipeline:
                 if token_chunk.fingerprint != recording.fingerprint:
                     recording.fingerprint = token_chunk.fingerprint
                     self._catalogue.answered_by(model.name, token_chunk.fingerprint)
-                yield assembler.take(token_chunk, time.monotonic() - arrived)
+                chunk = assembler.take(token_chunk, time.monotonic() - arrived)
+                if token_chunk.prompt is not None:
+                    chunk = replace(chunk, prompt=ScoredPrompt(prompt_ids, token_chunk.prompt))
+                yield _without_output(chunk) if request.prompt_only else chunk
                 if detokenizer.stopped:
                     return  # Which cancels what the predictor would still make.
 
@@ -299,6 +331,14 @@ class _Assembler:
 
     def _ends_with_stop_token(self, chunk: TokenChunk) -> bool:
         return chunk.finish_reason == "stop" and not self._stop_token_ids.isdisjoint(chunk.token_ids[-1:])
+
+
+def _without_output(chunk: TextChunk) -> TextChunk:
+    """The chunk of an answer that was to have no token: a predictor makes one at least."""
+    if (usage := chunk.usage) is not None:
+        usage = Usage(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
+    reason = None if chunk.finish_reason is None else "length"
+    return TextChunk("", [], [], [], reason, usage, chunk.elapsed_s, chunk.prompt_tokens, prompt=chunk.prompt)
 
 
 def _check_load(load: LoadEstimate, request: TextRequest) -> None:

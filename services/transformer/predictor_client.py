@@ -26,6 +26,7 @@ from millrace.errors import (
     NotReadyError,
     RequestFailedError,
 )
+from millrace.prompt_logprobs import PROMPT_LOGPROBS, PromptLogprobs
 from millrace.protos import inference_pb2, inference_pb2_grpc
 from millrace.protos.millrace_pb2 import Usage
 from millrace.recorded_call import RECORDED
@@ -49,7 +50,10 @@ _END_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True)
 class Generation:
-    """What is generated, however many calls it takes; `resumes`: a call can go on after ids of an earlier one."""
+    """What is generated, however many calls it takes; `resumes`: a call can go on after ids of an earlier one.
+
+    `prompt_logprobs` asks for log probabilities of the prompt too, see millrace/prompt_logprobs.py.
+    """
 
     model: str
     request_id: str
@@ -57,6 +61,7 @@ class Generation:
     sampling: SamplingParameters
     dialect: Dialect = OURS
     resumes: bool = True
+    prompt_logprobs: int | None = None
 
 
 @dataclass
@@ -65,8 +70,8 @@ class TokenChunk:
 
     `cached_tokens` is how many of the prompt's tokens needed no computation, where this chunk tells. A chunk with
     neither ids nor a reason says that the predictor is alive; with `runs_alone`, that it computes nothing else from
-    now on. `fingerprint`, of the weights, is in the first chunk of a call, be it a sign of life. With
-    `is_leaving` the predictor is about to stop.
+    now on. `prompt` is in the first chunk with tokens, where asked for. `fingerprint`, of the weights, is in the first
+    chunk of a call, be it a sign of life. With `is_leaving` the predictor is about to stop.
     """
 
     token_ids: list[int]
@@ -78,6 +83,7 @@ class TokenChunk:
     runs_alone: bool = False
     fingerprint: str = ""
     is_leaving: bool = False
+    prompt: PromptLogprobs | None = None
 
 
 @contextmanager
@@ -174,6 +180,9 @@ class PredictorClient:
         if output_ids:
             add_input(request, _ids_tensor(OUTPUT_IDS, output_ids, asked.dialect))
         set_parameters(request.parameters, asked.sampling.model_dump(exclude_none=True))
+        # A call that goes on after earlier ids follows one whose first chunk had them.
+        scored = None if output_ids else asked.prompt_logprobs
+        set_parameters(request.parameters, {PROMPT_LOGPROBS: scored})
         metadata = (ERRORS_AS_STATUS, RECORDED, *options.metadata())
         silence_limit_s = None if options.heartbeat_ms is None else self.silence_limit_s
         produced = 0
@@ -181,7 +190,7 @@ class PredictorClient:
         with span.of_next_call():
             call = self._stream(request, timeout=timeout_s, metadata=metadata)
         try:
-            async with aclosing(_chunks(call, span)) as chunks:
+            async with aclosing(_chunks(call, span, len(asked.prompt_ids), scored)) as chunks:
                 while (chunk := await _unless_silent(chunks, silence_limit_s, silent)) is not None:
                     silent = HopBrokenError("the predictor fell silent", hop="predictor")
                     produced += len(chunk.token_ids)
@@ -224,18 +233,24 @@ async def _until_end(chunks: AsyncIterator[TokenChunk]) -> None:
 async def _chunks(
     call: grpc.aio.UnaryStreamCall[inference_pb2.ModelInferRequest, inference_pb2.ModelStreamInferResponse],
     span: CallSpan,
+    prompt_tokens: int,
+    scored: int | None,
 ) -> AsyncGenerator[TokenChunk, None]:
+    """The call's chunks; the first with tokens has the prompt's log probabilities unless `scored` is None."""
     async for message in call:
         span.message()
         if message.error_message:
             raise RequestFailedError(message.error_message, hop="predictor")
         with predictor_answers():
-            chunk = _chunk(message.infer_response, span)
+            outputs = decode_outputs(message.infer_response)
+            chunk = _chunk(message.infer_response, outputs, span)
+            if scored is not None and chunk.token_ids:
+                chunk.prompt = PromptLogprobs.read(outputs, prompt_tokens, scored)
+                scored = None
         yield chunk
 
 
-def _chunk(response: inference_pb2.ModelInferResponse, span: CallSpan) -> TokenChunk:
-    outputs = decode_outputs(response)
+def _chunk(response: inference_pb2.ModelInferResponse, outputs: Mapping[str, Tensor], span: CallSpan) -> TokenChunk:
     parameters = parameters_of(response.parameters)
     if SPAN in parameters:
         span.answered_by = str(parameters[SPAN])

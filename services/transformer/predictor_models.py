@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from millrace.prompt_logprobs import OUTPUTS as PROMPT_OUTPUTS
 from millrace.protos import inference_pb2 as pb
 from millrace.protos import model_config_pb2
 from millrace.resumable import FINGERPRINT
@@ -56,6 +57,11 @@ class PredictorModel:
     def resumes(self) -> bool:
         """It goes on after ids that it, or another replica, gave before, see millrace/resumable.py."""
         return self.generates and OUTPUT_IDS in self.inputs and self.dialect == OURS
+
+    @property
+    def scores_prompts(self) -> bool:
+        """It gives log probabilities of prompts, see millrace/prompt_logprobs.py."""
+        return self.resumes and self.outputs.issuperset(PROMPT_OUTPUTS)
 
     @property
     def embeds(self) -> bool:

@@ -86,6 +86,10 @@ def _recorded_parameters(request: TextRequest) -> dict[str, Any]:
     given = {name[:_MAX_NAME]: _brief(value) for name, value in islice(request.sampling.items(), _MAX_NAMES)}
     given.pop("seed", None)
     given.pop("cache_salt", None)  # Who knows it can tell what its owner's prompts share with others.
+    if request.prompt_logprobs is not None:
+        given["prompt_logprobs"] = request.prompt_logprobs
+    if request.prompt_only:
+        given["max_tokens"] = 0
     if request.stop:
         given["stop"] = list(request.stop)
     if request.template_options:

@@ -9,6 +9,8 @@ from tests.system.calls import rest
 from tests.system.payload_log import records
 
 MODEL = {"model": "storyteller"}
+PARTS = "tokens", "token_logprobs", "top_logprobs"
+PLACES = "tokens", "text_offset"
 PROMPT_IDS = [924, 410, 263, 453, 402, 263, 933, 19]  # "Tell me a story about a fox."
 
 
@@ -53,6 +55,55 @@ async def test_lm_eval_generates_from_ids(stack):
     assert (await post(stack, "/v1/completions", body)).json["choices"][0]["text"]
 
 
+def lm_eval_parses(answer, lengths):
+    """As lm-eval reads the log likelihood of what follows a context: the sum, and whether it is greedy."""
+    results = []
+    for choice, length in zip(sorted(answer["choices"], key=lambda choice: choice["index"]), lengths, strict=True):
+        values = choice["logprobs"]["token_logprobs"][length:-1]
+        tops = choice["logprobs"]["top_logprobs"][length:-1]
+        results.append((sum(values), all(a == max(top.values()) for a, top in zip(values, tops, strict=True))))
+    return results
+
+
+async def test_lm_eval_scores_the_likelihood_of_texts(stack):
+    body = {**MODEL, "max_tokens": 1, "temperature": 0, "seed": 1234}
+    greedy = await post(stack, "/v1/completions", {**body, "prompt": PROMPT_IDS, "max_tokens": 6, "logprobs": 1})
+    made = greedy.json["choices"][0]["logprobs"]
+    ids = (
+        await post(stack, "/tokenize", {**MODEL, "prompt": "".join(made["tokens"]), "add_special_tokens": False})
+    ).json
+    assert ids["count"] == 6
+    unlikely = [*PROMPT_IDS, *reversed(ids["tokens"])]
+    prompts = [[*PROMPT_IDS, *ids["tokens"]], unlikely]
+    answer = (await post(stack, "/v1/completions", {**body, "prompt": prompts, "logprobs": 1, "echo": True})).json
+    (likely, is_greedy), (less, is_not) = lm_eval_parses(answer, [8, 8])
+    assert likely == pytest.approx(sum(made["token_logprobs"]), abs=1e-4)
+    assert less < likely
+    assert (is_greedy, is_not) == (True, False)
+    assert answer["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("prompt", ["Tell me a story about a fox.", PROMPT_IDS])
+async def test_an_echo_alone_has_the_prompt_s_log_probabilities(stack, prompt):
+    text = "Tell me a story about a fox."
+    body = {**MODEL, "prompt": prompt, "max_tokens": 0, "temperature": 0, "logprobs": 1, "echo": True}
+    answer = (await post(stack, "/v1/completions", body)).json
+    (choice,) = answer["choices"]
+    logprobs = choice["logprobs"]
+    assert (choice["text"], choice["finish_reason"]) == (text, "length")
+    assert answer["usage"]["completion_tokens"] == 0
+    assert len(logprobs["tokens"]) == answer["usage"]["prompt_tokens"]
+    assert "".join(logprobs["tokens"]).removeprefix("<s>") == text
+    assert (logprobs["token_logprobs"][0], logprobs["top_logprobs"][0]) == (None, None)
+    assert all(value < 0 for value in logprobs["token_logprobs"][1:])
+    for token, value, top in list(zip(*(logprobs[name] for name in PARTS), strict=True))[1:]:
+        assert top[token] == value <= max(top.values())
+    places = list(zip(*(logprobs[name] for name in PLACES), strict=True))[1:]
+    assert all(text.startswith(token, at) for token, at in places)
+    streamed = json.loads((await post(stack, "/v1/completions", {**body, "stream": True})).events[0])["choices"][0]
+    assert streamed == choice
+
+
 async def test_lm_eval_uses_the_server_s_tokenizer(stack):
     info = (await get(stack, "/tokenizer_info?model=storyteller")).json
     assert (info["bos_token"], info["eos_token"], info["model_max_length"]) == ("<s>", "</s>", 1024)
@@ -81,6 +132,17 @@ async def test_a_prompt_longer_than_the_context_is_tokenised(stack):
 
 
 REFUSED = {
+    "no output, no echo": ("/v1/completions", {**MODEL, "prompt": "a", "max_tokens": 0}, "max_tokens=0"),
+    "an encoder's prompt": (
+        "/v1/completions",
+        {"model": "normalizer", "prompt": "a", "echo": True, "logprobs": 1},
+        "model 'normalizer' gives no log probabilities of prompts",
+    ),
+    "too many": (
+        "/v1/completions",
+        {**MODEL, "prompt": ["once " * 200] * 64, "echo": True, "logprobs": 20},
+        "and 64 choices, log probabilities are given for at most 48",
+    ),
     "no prompt": ("/tokenize", MODEL, "give either a prompt or messages"),
     "both": ("/tokenize", {**MODEL, "prompt": "a", "messages": [{"role": "user"}]}, "give either a prompt or messages"),
     "huge": ("/tokenize", {**MODEL, "prompt": "a" * 1_100_000}, "longer than 1048576 bytes"),

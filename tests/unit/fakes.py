@@ -46,6 +46,7 @@ class FakeRunner:
 
     description = "fake"
     start_ids: tuple[int, ...] = ()
+    scores_prompts = False
 
     def __init__(
         self, before: Callable[[Row], None] = lambda _: None, blocks: int = 25_000, reuses_prefixes: bool = True
@@ -107,7 +108,7 @@ def make_engine(
     scheduler = Scheduler(
         BlockManager(len(runner.memory), BLOCK_TOKENS), max_running, max_waiting, step_tokens, runner.reuses_prefixes
     )
-    limits = EngineLimits(1024, False, VOCABULARY)
+    limits = EngineLimits(1024, False, VOCABULARY, getattr(runner, "scores_prompts", False))
     return ContinuousBatchingEngine("fake", runner, scheduler, limits, {END}, step_timeout_s, solo or SoloPlace())
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from millrace.errors import DrainingError, MillraceError, NotFoundError
 from millrace.interceptors import ErrorServerInterceptor
+from millrace.prompt_logprobs import PROMPT_LOGPROBS, PromptLogprobs
 from millrace.protos import inference_pb2 as pb
 from millrace.protos import inference_pb2_grpc, model_config_pb2
 from millrace.resumable import FINGERPRINT, HEARTBEAT, LEAVING, RUNS_ALONE, CallOptions, call_options_of
@@ -129,6 +130,10 @@ class ScriptedPredictor(inference_pb2_grpc.GRPCInferenceServiceServicer):
         if call.request.parameters["logprobs"].bool_param:
             logprobs = [-position / 10 for position in range(begin, begin + len(new))]
             add_output(response, Tensor("logprobs", "FP32", np.array(logprobs, dtype=np.float32)))
+        if (scored := call.request.parameters.get(PROMPT_LOGPROBS)) is not None and not begin:
+            parts = PromptLogprobs.joined([], scored.int64_param)
+            for tensor in parts.tensors():
+                add_output(response, tensor)
         call.output_ids += new
         cached = 100 + len(self.calls)  # Another number for each call.
         response.parameters["cached_tokens"].int64_param = cached

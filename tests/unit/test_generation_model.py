@@ -5,8 +5,10 @@ from contextlib import aclosing
 
 import numpy as np
 import pytest
+import torch
 
 from millrace.errors import DrainingError, InvalidRequestError, OtherWeightsError
+from millrace.prompt_logprobs import OUTPUTS as PROMPT_OUTPUTS
 from millrace.protos.inference_pb2 import ModelInferRequest
 from millrace.resumable import HEARTBEAT, RUNS_ALONE, CallOptions
 from millrace.sampling import SamplingParameters, set_parameters
@@ -17,7 +19,7 @@ from services.predictor.generation_loading import LoadedModel
 from services.predictor.generation_model import GenerationModel
 from services.predictor.served_model import NO_OPTIONS
 from services.predictor.serving import Serving
-from tests.unit.fakes import END, FakeRunner, Gate, engines, expected
+from tests.unit.fakes import END, FakeRunner, Gate, engines, expected, logits_after
 from tests.waiting import until
 
 BEATS = CallOptions(heartbeat_ms=5)
@@ -308,3 +310,50 @@ async def test_a_whole_answer_is_one_response_even_where_only_its_end_was_lost(m
     assert response.parameters["finish_reason"].string_param == "length"
     whole = await model_of(Ending()).infer(message(temperature=0), None)
     assert ids_of(whole)[-1] == END
+
+
+class Scoring(FakeRunner):
+    """Scores prompts, by what a position's own id gives."""
+
+    scores_prompts = True
+
+    def run(self, rows):
+        scored = [self.logits(row.sequence.ids[: place + 1]) for row in rows for place in row.scores]
+        return torch.cat([super().run(rows), *(logits[None] for logits in scored)])
+
+
+async def test_a_prompts_log_probabilities_come_with_the_first_tokens(model_of):
+    model = model_of(Scoring())
+    assert [output.name for output in model.description.outputs][4:] == list(PROMPT_OUTPUTS)
+    whole = decode_outputs(await model.infer(message(prompt_logprobs=2), None))
+    logprobs = logits_after([5]).log_softmax(-1)
+    assert whole["prompt_logprobs"].array.tolist() == pytest.approx([float(logprobs[6])])
+    assert whole["prompt_top_logprobs"].array.tolist() == [pytest.approx(logprobs.topk(2).values.tolist())]
+    assert whole["prompt_top_logprob_ids"].array.shape == (1, 2)
+    assert not set(PROMPT_OUTPUTS) & set(decode_outputs(await model.infer(message(), None)))
+    reader = Reader(model, RESUMES, prompt_logprobs=0)
+    await reader.end()
+    first, *others = map(decode_outputs, reader.responses)
+    assert first["prompt_top_logprobs"].array.shape == (1, 0)
+    assert others
+    assert not any(set(PROMPT_OUTPUTS) & set(outputs) for outputs in others)
+
+
+@pytest.mark.parametrize("count", [-1, 21, 1.5, True, "all"])
+async def test_how_many_of_the_likeliest_is_checked(model_of, count):
+    with pytest.raises(InvalidRequestError, match="prompt_logprobs must be from 0 to 20"):
+        await model_of(Scoring()).infer(message(prompt_logprobs=count), None)
+
+
+async def test_outputs_of_a_prompt_need_the_parameter(model_of):
+    request = message()
+    request.outputs.add(name="prompt_logprobs")
+    with pytest.raises(InvalidRequestError, match="need the parameter prompt_logprobs"):
+        await model_of(Scoring()).infer(request, None)
+
+
+async def test_a_model_that_scores_no_prompts_says_so(model_of):
+    model = model_of(FakeRunner())
+    assert len(model.description.outputs) == 4
+    with pytest.raises(InvalidRequestError, match="gives no log probabilities of prompts"):
+        await model.infer(message(prompt_logprobs=1), None)

@@ -125,7 +125,6 @@ def test_stop_is_one_string_or_several():
 UNSUPPORTED = {
     "suffix": (completion, {"suffix": "end"}),
     "best_of": (completion, {"best_of": 3, "n": 2}),
-    "logprobs": (completion, {"echo": True, "logprobs": 1}),
     "logit_bias": (completion, {"logit_bias": {"5": 1}}),
     "guided_json": (completion, {"guided_json": {}}),
     "use_beam_search": (completion, {"use_beam_search": True}),

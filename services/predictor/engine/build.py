@@ -52,7 +52,7 @@ def build_engine(name: str, model: Any, settings: PredictorSettings) -> Engine:
         name,
         runner,
         scheduler,
-        EngineLimits(context, bool(model.config.is_encoder_decoder), vocabulary),
+        EngineLimits(context, bool(model.config.is_encoder_decoder), vocabulary, runner.scores_prompts),
         _end_ids(model.generation_config.eos_token_id),
         settings.step_timeout,
         _SOLO,

@@ -241,7 +241,9 @@ class ContinuousBatchingEngine:
     def _publish(self, results: list[Result]) -> None:
         readers: list[Reader] = []
         try:
-            for row, token_id, logprobs in results:
+            for row, token_id, logprobs, scores in results:
+                if scores is not None:
+                    row.sequence.add_scores(scores)
                 self._scheduler.complete(row)
                 if row.samples:
                     reader = self._publish_token(row.sequence, token_id, logprobs)
@@ -257,6 +259,7 @@ class ContinuousBatchingEngine:
             self._solo.leave(sequence)
         if sequence.timeline.first_token is None:
             sequence.timeline.first_token = time.monotonic()
+        prompt = sequence.take_prompt()
         reason = sequence.append(token_id)
         self.statistics.tokens += 1
         self.statistics.tokens_after_cancel += sequence.slot.cancelled
@@ -264,7 +267,7 @@ class ContinuousBatchingEngine:
         if reason is not None:
             self._release(sequence, "succeeded")
             finish = reason, sequence.usage
-        return sequence.slot.publish(token_id, logprobs, finish)
+        return sequence.slot.publish(token_id, logprobs, finish, prompt)
 
     def _fail(self, sequence: Sequence, error: MillraceError, forget: bool = False) -> None:
         self._end(sequence, "failed", error, forget)

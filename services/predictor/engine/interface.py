@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from millrace.errors import MillraceError
+from millrace.prompt_logprobs import PromptLogprobs
 from millrace.sampling import ContextLimits, SamplingParameters
 from services.predictor.counts import RequestCounts
 
@@ -25,6 +26,7 @@ class GenerationRequest:
     `moved`: its caller was in the middle of it elsewhere, and goes before those that begin.
     `deadline` is on the clock of time.monotonic(); `first_token_timeout_s` begins with the submission. While a
     request that runs `alone` is computed, until its next token, the engine computes nothing else.
+    `prompt_logprobs`: of each token of the prompt its log probability, and so many of the likeliest; None is neither.
     """
 
     id: str
@@ -35,6 +37,7 @@ class GenerationRequest:
     first_token_timeout_s: float | None = None
     alone: bool = False
     moved: bool = False
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,15 @@ class Logprobs(NamedTuple):
 class Chunk:
     """New tokens of a sequence; the last chunk has `finish_reason` ("stop" or "length") and `usage`.
 
-    `logprobs` has one entry a token where the request asks for them, else none.
+    `logprobs` has one entry a token where the request asks for them, else none. `prompt` is in the first chunk of a
+    request that asks for it.
     """
 
     output_ids: list[int]
     logprobs: list[Logprobs]
     finish_reason: str | None = None
     usage: Usage | None = None
+    prompt: PromptLogprobs | None = None
 
 
 @dataclass(slots=True)
@@ -126,9 +131,10 @@ class OutputSlot(Protocol):
 
 @dataclass(frozen=True)
 class EngineLimits(ContextLimits):
-    """What a request is held against before it is submitted."""
+    """What a request is held against before it is submitted; only some models score prompts."""
 
     vocabulary_size: int
+    scores_prompts: bool = False
 
 
 @dataclass

@@ -38,6 +38,7 @@ class PagedRunner:
     description = "paged"
     start_ids: tuple[int, ...] = ()
     reuses_prefixes = True
+    scores_prompts = True
 
     def __init__(self, model: Any, shape: CacheShape, blocks: int, record: Record | None = None) -> None:
         """With `record`, steps that only decode are recorded and replayed."""
@@ -54,31 +55,35 @@ class PagedRunner:
         ids: list[int] = []
         positions: list[int] = []
         last: list[int] = []
-        for row in packed:
+        scored: dict[int, list[int]] = {}
+        for i, row in zip(order, packed, strict=True):
             end = row.start + row.count
+            if scores := row.scores:
+                scored[i] = [len(ids) + position - row.start for position in scores]
             ids += row.sequence.ids[row.start : end]
             positions += range(row.start, end)
             if row.samples:
                 last.append(len(ids) - 1)
+        sampled = [i for i in order if rows[i].samples]
+        if sampled != sorted(sampled):
+            last = [place for _, place in sorted(zip(sampled, last, strict=True))]
         plan = self._planner.plan(packed)
         tensors = self._tensor([ids]), self._tensor([positions])
-        if len(last) < len(ids):
-            logits = self._forward(*tensors, plan, self._tensor(last))
-        elif self._graphs:
-            logits = self._graphs.run(*tensors, plan)
-        else:
-            logits = self._forward(*tensors, plan)
-        sampled = [i for i in order if rows[i].samples]
-        return logits if sampled == sorted(sampled) else logits[self._tensor(sampled).argsort()]
+        if scored or len(last) < len(ids):
+            wanted = [*last, *(place for i in sorted(scored) for place in scored[i])]
+            return self._forward(*tensors, plan, self._tensor(wanted))
+        if self._graphs:
+            return self._graphs.run(*tensors, plan)
+        return self._forward(*tensors, plan)
 
-    def _forward(self, ids: Tensor, positions: Tensor, plan: StepPlan, last: Tensor | None = None) -> Tensor:
-        """Logits of the tokens at `last`, by default of all."""
+    def _forward(self, ids: Tensor, positions: Tensor, plan: StepPlan, wanted: Tensor | None = None) -> Tensor:
+        """Logits of the tokens at `wanted`, by default of all."""
         logits: Tensor = self._model(
             input_ids=ids,
             position_ids=positions,
             step_plan=plan,
             use_cache=False,
-            logits_to_keep=0 if last is None else last,  # 0 is all of them.
+            logits_to_keep=0 if wanted is None else wanted,  # 0 is all of them.
         ).logits[0]
         return logits
 

@@ -25,6 +25,7 @@ class _RowRunner:
     description = "one row"
     start_ids: tuple[int, ...] = ()
     reuses_prefixes = False
+    scores_prompts = False
 
     def __init__(self, model: Any) -> None:
         self._model = model

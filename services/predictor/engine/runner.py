@@ -25,9 +25,14 @@ class ModelRunner(Protocol):
     def reuses_prefixes(self) -> bool:
         """Whether a block's contents depend on nothing but the ids up to its end."""
 
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether rows may have positions to score."""
+
     def run(self, rows: Rows[Row]) -> Tensor:
         """Computes the rows' ids; the logits [rows that sample, vocabulary] of each last one, in the rows' order.
 
+        Behind them come the logits of all positions that rows score, in the same order.
         It may raise, and may then be called again with the same rows or some of them.
         """
 

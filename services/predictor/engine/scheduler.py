@@ -22,6 +22,9 @@ from services.predictor.engine.sequence import Row, Sequence
 
 _LEAST_STEP_TOKENS = 16
 _STEPS_TO_REGAIN = 64
+# Positions of prompts that a step scores at most, of all its rows together: the logits of a whole vocabulary each take
+# memory, and time for which the others of the step wait.
+_MAX_SCORED = 64
 
 
 class Scheduler:
@@ -48,6 +51,7 @@ class Scheduler:
         self._max_waiting = max_waiting
         self._reuses_prefixes = reuses_prefixes
         self._arrivals = counter()
+        self._scores_left = 0  # Positions of prompts that this step can still score.
 
     @property
     def streams(self) -> int:
@@ -106,6 +110,7 @@ class Scheduler:
         """The rows of the next step: all sequences that decode, and `prefill_tokens` of prompts at most; or a
         sequence alone."""
         rows: dict[Sequence, Row] = {}
+        self._scores_left = _MAX_SCORED
         alone = self._next_alone() if self._alone else None
         if alone is not None:
             self._plan(alone, min(alone.remaining, max(self.step_tokens, alone.indivisible)), rows)
@@ -204,6 +209,9 @@ class Scheduler:
         for sequence in list(self.waiting):
             if len(self.running) >= self.max_running or budget <= 0:
                 return
+            if not sequence.limited(1, self._scores_left):
+                # What is scored takes its turn with those that run; what follows it in the queue may go first.
+                continue
             if sequence.indivisible > budget and any(row.count > 1 for row in rows.values()):
                 return
             cached, pending = self._find_cached(sequence)
@@ -242,13 +250,15 @@ class Scheduler:
     def _find_cached(self, sequence: Sequence) -> tuple[list[int], bool]:
         if not self._reuses_prefixes:
             return [], False
-        # The last id is always computed: its logits are what the sequence is after.
-        full = (len(sequence.ids) - 1) // self.blocks.block_tokens
+        full = sequence.reusable // self.blocks.block_tokens
         return self.blocks.find(sequence.block_names(full, self.blocks.block_tokens))
 
     def _plan(self, sequence: Sequence, count: int, rows: dict[Sequence, Row]) -> int:
         """Adds a row of up to `count` ids, as far as blocks can be had; how many it has."""
         if sequence not in self.running:
+            return 0
+        count = sequence.limited(count, self._scores_left)
+        if count == 0:
             return 0
         wanted = self.blocks.blocks_for(sequence.computed + count)
         while len(sequence.blocks) < wanted:
@@ -262,7 +272,8 @@ class Scheduler:
                 break
         count = min(count, len(sequence.blocks) * self.blocks.block_tokens - sequence.computed)
         if count >= (sequence.indivisible if sequence.computed == 0 else 1):
-            rows[sequence] = Row(sequence, sequence.computed, count)
+            rows[sequence] = row = Row(sequence, sequence.computed, count)
+            self._scores_left -= len(row.scores)
             return count
         # It is the newest, and there is no block for it.
         self.preempt(sequence)

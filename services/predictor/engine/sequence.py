@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.errors import DeadlineError
+from millrace.prompt_logprobs import PromptLogprobs
 from services.predictor.engine.blocks import block_name, first_name
 from services.predictor.engine.interface import GenerationRequest, Usage
 from services.predictor.engine.sampler import SamplingRow
@@ -43,6 +44,9 @@ class Sequence:
         self.alone = request.alone  # Until its next token is there.
         self.timeline = slot.timeline
         self.timeline.submitted = time.monotonic()
+        self.to_score = 0 if request.prompt_logprobs is None else len(request.input_ids) - 1
+        self.scored = 0  # Positions of the prompt; a preemption does not take them away.
+        self._scores: list[PromptLogprobs] = []
         self._block_names: list[bytes] = []
 
     @property
@@ -105,6 +109,28 @@ class Sequence:
             names.append(block_name(before, self.ids[index * block_tokens : (index + 1) * block_tokens]))
         return names[:count]
 
+    @property
+    def reusable(self) -> int:
+        """Ids at the beginning that need no computation where their keys and values are there."""
+        # The last id is always computed: its logits are what the sequence is after.
+        return len(self.ids) - 1 if self.scored == self.to_score else self.scored
+
+    def limited(self, count: int, scores: int) -> int:
+        """How many of the next `count` ids can be computed with at most so many positions to score."""
+        first = max(self.computed, self.scored)
+        return count if first + scores >= self.to_score else min(count, first + scores - self.computed)
+
+    def add_scores(self, scores: PromptLogprobs) -> None:
+        """Takes those of the next positions of the prompt."""
+        self._scores.append(scores)
+        self.scored += len(scores.chosen)
+
+    def take_prompt(self) -> PromptLogprobs | None:
+        """What its first chunk carries of the prompt."""
+        top, parts = self.request.prompt_logprobs, self._scores
+        self._scores = []
+        return None if top is None or self.proven else PromptLogprobs.joined(parts, top)
+
     def preempt(self) -> None:
         """Notes that it gave its blocks back, to be computed again later."""
         self.timeline.preempt(time.monotonic())
@@ -130,3 +156,9 @@ class Row:
     def samples(self) -> bool:
         """Whether the last id is among them, so that the next token can be chosen."""
         return self.start + self.count == len(self.sequence.ids)
+
+    @property
+    def scores(self) -> range:
+        """The positions of the prompt whose logits say how likely the next id was, and are not there yet."""
+        first = max(self.start, self.sequence.scored)
+        return range(first, max(first, min(self.start + self.count, self.sequence.to_score)))

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from millrace.errors import MillraceError
+from millrace.prompt_logprobs import PromptLogprobs
 from millrace.sampling import SamplingParameters
 from services.predictor.engine.interface import Chunk, Logprobs, Timeline, Usage
 
@@ -30,6 +31,7 @@ class MergingSlot:
         self._wake_at = 1
         self._ids: list[int] = []
         self._logprobs: list[Logprobs] = []
+        self._prompt: PromptLogprobs | None = None
         self._finish: tuple[str, Usage] | None = None
         self._error: MillraceError | None = None
         self._hold_until: float | None = None  # When `chunk_ms` ends for what is held back; the reader's loop's clock.
@@ -61,9 +63,16 @@ class MergingSlot:
         self._told.set()
 
     def publish(
-        self, token_id: int, logprobs: Logprobs | None, finish: tuple[str, Usage] | None = None
+        self,
+        token_id: int,
+        logprobs: Logprobs | None,
+        finish: tuple[str, Usage] | None = None,
+        prompt: PromptLogprobs | None = None,
     ) -> Reader | None:
-        """Adds a token, the last one with the reason to finish and the usage; the reader that has to be woken."""
+        """Adds a token, the last one with the reason to finish and the usage; the reader that has to be woken.
+
+        `prompt` comes with the first token.
+        """
         with self._lock:
             if self._ended():
                 return None
@@ -72,6 +81,8 @@ class MergingSlot:
             if logprobs is not None:
                 self._logprobs.append(logprobs)
             self._finish = finish
+            if prompt is not None:
+                self._prompt = prompt
             return self._satisfied()
 
     def finish(self, reason: str, usage: Usage) -> None:
@@ -96,10 +107,9 @@ class MergingSlot:
             logprobs, self._logprobs = self._logprobs, []
             if not ids and self._error is not None:
                 raise self._error
-            if self._finish is None:
-                return Chunk(ids, logprobs)
-            reason, usage = self._finish
-            return Chunk(ids, logprobs, reason, usage)
+            prompt, self._prompt = self._prompt, None
+            reason, usage = self._finish or (None, None)
+            return Chunk(ids, logprobs, reason, usage, prompt)
 
     async def _until_chunk(self, limit: float | None) -> bool:
         """Waits until there is as much as the request asks for, or the limit; whether there is. Whoever waits in

@@ -14,22 +14,27 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
+
 from millrace.errors import MillraceError, RequestFailedError
+from millrace.prompt_logprobs import PromptLogprobs
 from services.predictor.engine.faults import is_device_error, is_out_of_memory
 from services.predictor.engine.interface import EngineDeadError, EngineStatistics, Logprobs
 from services.predictor.engine.runner import ModelRunner
 from services.predictor.engine.sampler import NO_TOKEN, sample
+from services.predictor.engine.scoring import score
 from services.predictor.engine.sequence import Row, Sequence
 
 logger = logging.getLogger(__name__)
 
 
 class Result(NamedTuple):
-    """A row that was computed; its token, if it samples."""
+    """A row that was computed; its token, if it samples; what it has scored of the prompt."""
 
     row: Row
     token_id: int
     logprobs: Logprobs | None
+    scores: PromptLogprobs | None = None
 
 
 class Outcome(NamedTuple):
@@ -65,8 +70,8 @@ class StepRunner:
         if (outcome.failed and not outcome.results) or not numbers:
             self._runner.probe()
         failed = list(outcome.failed)
-        for row, token_id, _ in sampled:
-            if token_id == NO_TOKEN:
+        for row, token_id, _, scores in outcome.results:
+            if (row.samples and token_id == NO_TOKEN) or (scores is not None and np.isnan(scores.chosen).any()):
                 logger.error("request %s: the model's logits are not numbers", row.sequence.request.id)
                 failed.append((row.sequence, RequestFailedError("the model failed on this request")))
         ended = {sequence for sequence, _ in failed}
@@ -87,10 +92,15 @@ class StepRunner:
         logits = self._runner.run(rows)
         self._statistics.forward_ns += time.perf_counter_ns() - started
         sampling = [row for row in rows if row.samples]
+        scoring = [row for row in rows if row.scores]
         results = [Result(row, NO_TOKEN, None) for row in rows if not row.samples]
         if sampling:
-            sampled = sample(logits, [row.sequence.row for row in sampling])
+            last = logits[: len(sampling)] if scoring else logits
+            sampled = sample(last, [row.sequence.row for row in sampling])
             results += map(Result, sampling, sampled.token_ids, sampled.logprobs)
+        if scoring:
+            scores = dict(zip(scoring, score(logits[len(sampling) :], scoring), strict=True))
+            results = [result._replace(scores=scores.get(result.row)) for result in results]
         return results
 
     def _replay(self, rows: list[Row], error: Exception) -> Outcome:

@@ -67,6 +67,7 @@ class T5Runner:
 
     description = "ragged decoder"
     reuses_prefixes = False
+    scores_prompts = False
 
     def __init__(self, model: Any, shape: CacheShape, blocks: int) -> None:
         config = model.config

@@ -2,7 +2,8 @@
 
 Log probabilities are of the tokens that `usage` counts, those of a stop string or a stop token among
 them. `token` is the token's text, or `bytes:\\xe2\\x9c` where it is no whole character. `text_offset` counts
-characters of the answer. A log probability of minus infinity, which JSON lacks, is written as -9999.
+characters of the answer. With `echo` the prompt's tokens go before; the first of them has no log probability. One
+of minus infinity, which JSON lacks, is written as -9999.
 Source: OpenAI's API reference, and vLLM's answers where it is silent.
 """
 
@@ -60,24 +61,43 @@ class CompletionFormat(Format):
         return {"index": index, "text": echo + chunk.text, "logprobs": logprobs, **_end(chunk)}
 
     def _logprobs(self, tokens: TokenBytes, index: int, chunk: TextChunk) -> dict[str, Any]:
-        pieces = [tokens.of(token_id) for token_id in chunk.token_ids]
+        ids: list[int] = []
+        values: list[float | None] = []
+        tops: list[Sequence[tuple[int, float]]] = []
+        if chunk.prompt is not None:
+            found = chunk.prompt.logprobs
+            ids += chunk.prompt.ids
+            values += [None, *found.chosen.tolist()]
+            likeliest = zip(found.top_ids.tolist(), found.top.tolist(), strict=True)
+            tops += [(), *(list(zip(*place, strict=True)) for place in likeliest)]
+        prompt_tokens = len(ids)
+        ids += chunk.token_ids
+        values += chunk.logprobs
+        tops += chunk.top_logprobs or [()] * len(chunk.token_ids)
+        pieces = list(map(tokens.of, ids))
         offsets, length = [], self._lengths.get(index, 0)
-        for piece in pieces:
+        for number, (token_id, piece) in enumerate(zip(ids, pieces, strict=True)):
             offsets.append(length)
-            length += sum(byte & 0xC0 != 0x80 for byte in piece)  # Bytes that begin a character of UTF-8.
+            if number >= prompt_tokens or not self._skips(token_id):
+                length += sum(byte & 0xC0 != 0x80 for byte in piece)  # Bytes that begin a character of UTF-8.
         self._lengths[index] = length
-        texts, values = list(map(_text, pieces)), list(map(_finite, chunk.logprobs))
-        tops = chunk.top_logprobs or [[] for _ in pieces]
+        texts = list(map(_text, pieces))
         return {
             "tokens": texts,
-            "token_logprobs": values,
+            "token_logprobs": [None if value is None else _finite(value) for value in values],
             # The token itself is always among them.
             "top_logprobs": [
-                {_text(tokens.of(other)): _finite(logprob) for other, logprob in top} | {text: value}
+                None
+                if value is None
+                else {_text(tokens.of(other)): _finite(logprob) for other, logprob in top} | {text: _finite(value)}
                 for top, text, value in zip(tops, texts, values, strict=True)
             ],
             "text_offset": offsets,
         }
+
+    def _skips(self, token_id: int) -> bool:
+        """Whether a token of the prompt is no part of the text that is echoed."""
+        return self._echoes is not None and self._echoes.skips(token_id)
 
 
 class ChatFormat(Format):
@@ -130,6 +150,10 @@ class Echoes:
             return prompt
         text: str = self._tokenizer.backend.decode(prompt, skip_special_tokens=True)
         return text
+
+    def skips(self, token_id: int) -> bool:
+        """Whether the id has no part in an echoed prompt: the tokenizer's own, such as what begins a text."""
+        return self._tokenizer.decoder.skips(token_id)
 
 
 def _end(chunk: TextChunk) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, ParamSpec
 
 from google.api.httpbody_pb2 import HttpBody
 
@@ -18,6 +19,17 @@ from services.transformer.pipeline import Pipeline, TextChunk, TextRequest
 from services.transformer.rest import EVENTS, event, json_body
 
 _DONE = b"data: [DONE]\n\n"
+# Numbers of a scored prompt that are written at once; more of them take longer than others should wait.
+_MAX_WRITTEN_AT_ONCE = 2048
+_P = ParamSpec("_P")
+
+
+async def _written(first: TextChunk, write: Callable[_P, dict[str, Any]], *given: _P.args, **named: _P.kwargs) -> Any:
+    """What `write` makes of the arguments, in a thread where much of a prompt's is in the choice's `first` chunk."""
+    scored = first.prompt
+    if scored is None or scored.logprobs.chosen.size + scored.logprobs.top.size <= _MAX_WRITTEN_AT_ONCE:
+        return write(*given, **named)
+    return await asyncio.to_thread(write, *given, **named)
 
 
 async def answer(
@@ -30,7 +42,7 @@ async def answer(
             made: list[list[TextChunk]] = [[] for _ in generations]
             async for index, chunk in chunks:
                 made[index].append(chunk)
-            choices = [shape.whole(index, parts) for index, parts in enumerate(made)]
+            choices = [await _written(parts[0], shape.whole, index, parts) for index, parts in enumerate(made)]
             total = usage_of([parts[-1].usage or Usage() for parts in made], asked.n)
             yield json_body(head | {"object": shape.whole_object, "choices": choices, "usage": total})
             return
@@ -48,7 +60,7 @@ async def answer(
             # Text that is held back makes no event of its own, unless something else is told of its tokens.
             if is_first or chunk.text or chunk.finish_reason is not None or chunk.logprobs:
                 begun.add(index)
-                choice = shape.chunk(index, chunk, is_first)
+                choice = await _written(chunk, shape.chunk, index, chunk, is_first)
                 if asked.continuous_usage:
                     usage["usage"] = usage_so_far(chunk.prompt_tokens, completion_tokens[index])
                 yield HttpBody(content_type=EVENTS, data=event(head | {"choices": [choice]} | usage))

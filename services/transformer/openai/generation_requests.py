@@ -124,8 +124,16 @@ class CompletionRequest(GenerationRequest):
             raise InvalidRequestError(f"best_of={self.best_of} is less than n={self.n}", param="best_of")
         if self.best_of is not None and self.best_of > self.n:
             raise UnsupportedFieldError("best_of", self.best_of, f" beyond n={self.n}")
-        if self.echo and self.logprobs is not None:
-            raise UnsupportedFieldError("logprobs", self.logprobs, " with echo: prompts have no log probabilities here")
+
+    @property
+    def prompt_only(self) -> bool:
+        """Nothing is generated: OpenAI's way to ask for an echo alone."""
+        limit = self.extra.get("max_tokens")
+        return self.echo and type(limit) is int and limit == 0
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo else None
 
     def trim(self) -> None:
         super().trim()
@@ -133,6 +141,8 @@ class CompletionRequest(GenerationRequest):
 
     def sampling(self) -> dict[str, Any]:
         given = super().sampling()
+        if self.prompt_only:
+            given["max_tokens"] = 1  # A predictor makes one at least; the answer leaves it out.
         return given if self.logprobs is None else given | {"logprobs": True, "top_logprobs": self.logprobs}
 
 
