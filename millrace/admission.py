@@ -9,7 +9,8 @@ A call is idle while it waits for a message and has no request in flight. It tak
 FIRST_MESSAGE_S where its method takes one message. A watch of health is idle for as long as it lasts.
 
 gRPC holds what has arrived of a message until it is whole. Beyond `max_unfinished` bytes of that, together, idle calls
-end, those first that began to wait last.
+end, those first that began to wait last. Of those that have waited for longest as many stay as cannot hold more than
+that: they were there before what takes the memory.
 """
 
 from __future__ import annotations
@@ -162,6 +163,7 @@ class Admission:
         waiting = (*self._idle.items(), *self._unsent.items())
         suspects = [(since, call) for call, since in waiting if since <= idle_before and call.may_arrive]
         suspects.sort(key=itemgetter(0), reverse=True)
+        suspects = suspects[: max(0, len(suspects) - self._max_unfinished // MAX_MESSAGE_BYTES)]
         error = OverloadedError(
             "messages that are not whole take all the memory that they may", retry_after_ms=RETRY_AFTER_MS
         )

@@ -161,8 +161,10 @@ async def test_calls_that_never_send_their_message_and_watches_are_idle(serve):
 
 async def test_a_stream_that_asks_nothing_for_too_long_ends_and_one_that_waits_for_an_answer_does_not(serve):
     served = await serve(idle_timeout_s=0.2)
-    (call, _), (_, idle) = await served.opened(2)
+    call, _ = served.open()
     await call.write(ModelInferRequest(id="slow"))
+    await served.until(in_flight=1)
+    _, idle = served.open()
     with pytest.raises(grpc.aio.AioRpcError) as ended:
         await asyncio.wait_for(idle, 30)
     assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -111,8 +111,10 @@ async def test_requests_in_flight_take_the_budget_at_most_and_their_memory_is_gi
 async def test_messages_that_never_become_whole_are_bounded_and_end_no_call_that_was_silent(process, channel, path):
     before = process.rss
     silent = channel.stream_stream(RAW_STREAM)()
+    await silent.write(pb.ModelInferRequest(id="asked").SerializeToString())
+    process.go()
+    await asyncio.wait_for(silent.read(), 60)  # So it is silent for longer than those to come.
     reading = asyncio.ensure_future(silent.read())
-    await asyncio.sleep(0.5)  # It is older than those to come.
     calls = await UnfinishedCalls.connected(process.port)
     try:
         sending = asyncio.create_task(calls.send(path, 24, 60_000_000))
@@ -123,7 +125,6 @@ async def test_messages_that_never_become_whole_are_bounded_and_end_no_call_that
         assert not reading.done()
         # Others are served meanwhile.
         request = pb.ModelInferRequest(raw_input_contents=[bytes(MESSAGE_BYTES)]).SerializeToString()
-        process.go()
         for _ in range(3):
             await channel.unary_unary(RAW)(request, timeout=60)
     finally:
