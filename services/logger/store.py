@@ -164,6 +164,7 @@ class SqliteStore:
         self._commits = commits or Commits()
         self._search_s = search_s
         self._deletions = Deletions()
+        self._lost_after: int | None = None  # The last position of a database that is gone and not begun anew yet.
         self._open()
         self._writer = ThreadPoolExecutor(1, "store-writer")
         self._readers = ThreadPoolExecutor(_READERS, "store-reader")
@@ -187,16 +188,18 @@ class SqliteStore:
         """
         if schema.files_of(self._path) == self._files:
             return
-        logger.error("%s was removed, with every record in it: a new one is begun", self._path)
-        self._commits.count_lost_database()
-        with self._writing.connect() as connection:
-            position = schema.last_position(connection)
+        if self._lost_after is None:
+            logger.error("%s was removed, with every record in it: a new one is begun", self._path)
+            self._commits.count_lost_database()
+            with self._writing.connect() as connection:
+                self._lost_after = schema.last_position(connection)
         self._reading.dispose()
         self._writing.dispose()
         try:
             self._open()
             with self._writing.begin() as connection:
-                schema.go_on_after(connection, position)
+                schema.go_on_after(connection, self._lost_after)
+            self._lost_after = None
         except StartupError as error:
             raise NotReadyError(f"the payload store cannot be made anew: {error}") from None
         raise NotReadyError("the payload store has been made anew")

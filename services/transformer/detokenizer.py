@@ -75,6 +75,8 @@ class StopFinder:
         """What can be passed on after `text`."""
         if not self._stop:
             return text
+        if self.found:
+            return ""
         before = len(self._held)
         self._held += text
         ends = [stop.find(text) for stop in self._stop]

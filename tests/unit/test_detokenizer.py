@@ -180,6 +180,12 @@ def test_what_passes_is_the_text_before_the_first_stop_string_however_it_is_cut(
         assert not any(s in passed for s in stop)
 
 
+def test_nothing_passes_behind_a_stop_string():
+    finder = StopFinder(["ab"])
+    assert (finder.push("xab"), finder.push("cab"), finder.flush()) == ("x", "", "")
+    assert finder.string == "ab"
+
+
 def test_text_that_may_become_a_stop_string_is_held_back_only_so_long():
     finder = StopFinder(["END."])
     assert finder.push("the E") == "the "

@@ -11,6 +11,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from millrace.errors import DeadlineError, InvalidRequestError, NotFoundError, NotReadyError, StartupError
 from millrace.protos.millrace_pb2 import AppendRequest, GetPayloadRequest, PayloadRecord, QueryPayloadsRequest
+from services.logger import schema
 from services.logger.filters import Filters
 from services.logger.schema import SCHEMA_VERSION
 from services.logger.store import SqliteStore
@@ -337,6 +338,25 @@ async def test_a_database_that_is_removed_is_begun_anew_and_nothing_in_it_is_ack
     again = SqliteStore(path)
     assert (await numbers(again))[:2] == [5, 4]
     await again.close()
+
+
+async def test_a_database_that_cannot_be_begun_anew_at_once_is_begun_as_soon_as_it_can(store, tmp_path, monkeypatch):
+    await store.append([append_request(n) for n in range(1, 4)])
+
+    def full(path):
+        raise StartupError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(schema, "prepare", full)
+        (tmp_path / "payloads.sqlite3").unlink()
+        for _ in range(2):
+            with pytest.raises(NotReadyError, match="no space left"):
+                await store.check()
+    with pytest.raises(NotReadyError, match="has been made anew"):
+        await store.check()
+    await store.append([append_request(4)])
+    assert await store.last_position() > 3
+    assert await numbers(store) == [4]
 
 
 async def test_a_folder_that_is_removed_with_its_database_is_found_before_anything_is_written(tmp_path):
