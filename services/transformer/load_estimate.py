@@ -1,31 +1,36 @@
-"""How long a generation would take from its arrival to its last token, by those of its model that have just ended.
+"""How long a generation would take from its arrival to its last token, by how fast answers of its model come now.
 
 The predictors know their queues. They know neither what a call has waited before it came to them nor what its answer
-waits on its way back, which under overload is most of it: they took what was late in the end, and each answer that is
-late by a little has had all of its work done for nothing. Here everything counts. By Little's law those in flight over
-the rate of their ends is how long the next one takes, if it is served after them. Where answers begin soon nobody
-waits for a place: then the rate is that of the demand and says nothing, and whom one refused would leave a place empty.
+waits on its way back, and where a batch has room for all there is no queue at all: everybody is served, ever more
+slowly, and everybody is late. Here everything counts: the time between two tokens of an answer where they leave the
+transformer, and how many answers shared the machine meanwhile. A step of a batch costs a constant and something for
+each sequence, so that the time for a token grows with `sequences + _BASE`. Where nothing is known, or nothing runs,
+nobody is refused.
 
 Refusals cost what answers could have: a millisecond of the machine each. Callers who come back at once, whatever
-`retry-after` says, would use up the cores with them. So beyond a rate each refusal is held back a little.
+`retry-after` says, would use up the cores with them. So beyond a rate each refusal is held back, within its deadline.
 
 Pure; seconds come from the caller.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
-_ENOUGH = 16  # Ends.
-_MOST = 64
-_WINDOW_S = 10.0
-_MARGIN = 1.5  # Answers of one length differ by so much, and a place is as well used by one with time to spare.
-_WAITED = 0.25  # Of the whole, until the first token: so much and more is a queue.
+_BASE = 64  # Sequences at which a step takes twice as long as an empty one would; few machines are worse.
+_MARGIN = 1.8  # Answers of one length differ by so much.
+_MEMORY_S = 1.0  # What is older weighs less than a third.
+_ENOUGH = 64  # Tokens that were measured, and have not been forgotten.
+_LENGTHS = 64  # Answers whose lengths are known.
+_FEW_LENGTHS = 16
+_LONG = 0.9  # Of ten answers nine are not longer than what is reckoned with.
 _WEIGHT = 0.1  # Of one first token in the mean.
+_LEAST_RETRY_S, _MOST_RETRY_S = 0.1, 10.0
 _REFUSALS_PER_S = 100.0
-_LONGEST_HOLD_S = 1.0
-_SHARE_OF_LEFT = 0.25  # What a caller may lose of its time by being held back.
+_LONGEST_HOLD_S = 3.0
+_SHARE_OF_LEFT = 0.6  # What a caller may lose of its time by being held back.
 
 
 @dataclass
@@ -33,8 +38,14 @@ class LoadEstimate:
     """Of one model."""
 
     in_flight: int = 0
-    _ends: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST))
+    _answering: int = 0  # Of those in flight, the ones that have a first token.
+    # Of the last seconds: tokens, what they took, and how many answers came beside each.
+    _tokens: float = 0.0
+    _token_s: float = 0.0
+    _beside: float = 0.0
+    _as_of: float = 0.0
     _first_token_s: float = 0.0  # From the arrival, on the average.
+    _lengths: deque[int] = field(default_factory=lambda: deque(maxlen=_LENGTHS))
 
     def began(self) -> None:
         """Notes that a generation has been taken."""
@@ -42,31 +53,50 @@ class LoadEstimate:
 
     def first_token(self, waited_s: float) -> None:
         """Notes that an answer has begun so long after its request's arrival."""
+        self._answering += 1
         self._first_token_s += _WEIGHT * (waited_s - self._first_token_s)
 
-    def ended(self, now: float, in_time: bool = True) -> None:
-        """Notes that a generation has ended; `in_time` unless a predictor refused it or its deadline passed.
+    def more_tokens(self, count: int, gap_s: float, now: float) -> None:
+        """Notes that so many tokens of an answer have come, so long after the ones before."""
+        self._forget(now)
+        self._tokens += count
+        self._token_s += gap_s
+        self._beside += count * self._answering
 
-        Those are no measure of what can be served: a crowd whose deadlines pass all at once would look like a crowd
-        that is served at once, and the next one would be taken whole and be late as a whole.
-        """
+    def ended(self, length: int | None) -> None:
+        """Notes that a generation has ended; `length` is how many tokens it had, None if it did not come to its end or
+        never began."""
         self.in_flight -= 1
-        if in_time:
-            self._ends.append(now)
+        if length is not None:
+            self._lengths.append(length)
 
-    def retry_after_s(self, left_s: float, now: float) -> float | None:
-        """None for a generation that would be done in so many seconds, as far as anybody knows; else when to come
+    def answer_ended(self) -> None:
+        """Notes that an answer that had begun is over, however."""
+        self._answering -= 1
+
+    def retry_after_s(self, left_s: float, max_tokens: int, now: float) -> float | None:
+        """None for a generation that would be done in so many seconds, as far as can be known; else when to come
         again."""
-        ends = self._ends
-        while ends and now - ends[0] > _WINDOW_S:
-            ends.popleft()
-        if len(ends) < _ENOUGH:
+        self._forget(now)
+        if self._tokens < _ENOUGH or not self.in_flight:
             return None
-        interval_s = (now - ends[0]) / (len(ends) - 1)
-        takes_s = interval_s * (self.in_flight + 1)
-        if _MARGIN * takes_s <= left_s or self._first_token_s < _WAITED * takes_s:
-            return None
-        return max(interval_s, _MARGIN * takes_s - left_s)
+        per_token_s = self._token_s / self._tokens
+        grows = (self.in_flight + 1 + _BASE) / (self._beside / self._tokens + _BASE)
+        takes_s = self._first_token_s + self._expected(max_tokens) * per_token_s * grows
+        over_s = _MARGIN * takes_s - left_s
+        return None if over_s <= 0 else min(max(over_s, _LEAST_RETRY_S), _MOST_RETRY_S)
+
+    def _expected(self, max_tokens: int) -> int:
+        if len(self._lengths) < _FEW_LENGTHS:
+            return min(max_tokens, max(self._lengths, default=max_tokens))
+        return min(max_tokens, sorted(self._lengths)[int(_LONG * len(self._lengths))])
+
+    def _forget(self, now: float) -> None:
+        kept = math.exp(min(0.0, self._as_of - now) / _MEMORY_S)
+        self._as_of = now
+        self._tokens *= kept
+        self._token_s *= kept
+        self._beside *= kept
 
 
 class RefusalPace:

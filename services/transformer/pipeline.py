@@ -19,7 +19,7 @@ from millrace.errors import InvalidRequestError, MillraceError, OverloadedError
 from millrace.payload_tap import PayloadTap, Recording
 from millrace.prompt_logprobs import PromptLogprobs, check_size
 from millrace.protos.millrace_pb2 import Usage
-from millrace.recorded_call import Origin, begin, deadline_passed, end_cancelled
+from millrace.recorded_call import Origin, begin, end_cancelled
 from millrace.sampling import DEFAULT_MAX_TOKENS
 from services.transformer.body_processes import BodyProcesses
 from services.transformer.calls import check_stop
@@ -197,21 +197,26 @@ class Pipeline:
         model = await self._catalogue.get(request.model, request.version, request.origin, request.timeout_s)
         course.found(model.name)
         load = self._loads.setdefault(model.name, LoadEstimate())
-        _check_load(load, request)
+        _check_load(load, request, model)
         load.began()
-        refused = begun = False
+        length: int | None = None
+        produced, elapsed_s = 0, -1.0
         try:
             async with aclosing(self._generate(request, model, first_token, recording, course)) as chunks:
                 async for chunk in chunks:
-                    if not begun:
-                        begun = True
-                        load.first_token(time.monotonic() - arrived)
+                    if elapsed_s < 0:
+                        load.first_token(chunk.elapsed_s)
+                    else:
+                        gap_s = chunk.elapsed_s - elapsed_s
+                        load.more_tokens(len(chunk.token_ids), gap_s, arrived + chunk.elapsed_s)
+                    produced, elapsed_s = produced + len(chunk.token_ids), chunk.elapsed_s
+                    if chunk.finish_reason is not None:
+                        length = produced
                     yield chunk
-        except OverloadedError:
-            refused = True
-            raise
         finally:
-            load.ended(time.monotonic(), not refused and not deadline_passed(arrived, request.timeout_s))
+            if elapsed_s >= 0:
+                load.answer_ended()
+            load.ended(length)
 
     async def _hold_back(self, request: TextRequest) -> None:
         now = time.monotonic()
@@ -341,11 +346,12 @@ def _without_output(chunk: TextChunk) -> TextChunk:
     return TextChunk("", [], [], [], reason, usage, chunk.elapsed_s, chunk.prompt_tokens, prompt=chunk.prompt)
 
 
-def _check_load(load: LoadEstimate, request: TextRequest) -> None:
+def _check_load(load: LoadEstimate, request: TextRequest, model: TextModel) -> None:
     if request.timeout_s is None:
         return
-    now = time.monotonic()
-    retry_after_s = load.retry_after_s(request.origin.arrived + request.timeout_s - now, now)
+    now, given = time.monotonic(), request.sampling.get("max_tokens")
+    max_tokens = given if isinstance(given, int) else request.default_max_tokens or model.limits.context_length
+    retry_after_s = load.retry_after_s(request.origin.arrived + request.timeout_s - now, max_tokens, now)
     if retry_after_s is not None:
         message = "as many are served as can be in the request's time"
         raise OverloadedError(message, retry_after_ms=int(1000 * retry_after_s))

@@ -477,7 +477,7 @@ async def unreadable_models(target: Target) -> None:
         verb, model = "unload" if number % 3 == 0 else "load", UNREADABLE if number % 2 else "none"
         return await target.post(f"/v2/repository/models/{model}/{verb}", b"{}")
 
-    await target.repeat(2, call)
+    await target.repeat(1, call)  # A load of what is loaded is a change that readiness shows.
 
 
 @attack

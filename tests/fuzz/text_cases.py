@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 
 from tests.fuzz.case import Case, HttpCall, Maker
@@ -82,8 +82,10 @@ CHAT: Mapping[str, Wrong] = {
     "chat_template": one_of('"x"', "5"),
     "chat_template_kwargs": one_of("5", "[]", '"x"', '{"tokenize":true}'),
 }
+# The only model that embeds is taken where none is named.
+_OTHER_MODELS = one_of("5", "[]", "{}", '"nobody"', json.dumps("m" * 5000), '"a\\u0000"')
 EMBEDDING: Mapping[str, Wrong] = {
-    "model": either(_MODELS, one_of('"storyteller"', '"identity"', '"classifier"')),
+    "model": either(_OTHER_MODELS, one_of('"storyteller"', '"identity"', '"classifier"')),
     "input": either(
         one_of(
             "null", "{}", "5", "true", "[]", "[[]]", "[[-1]]", "[1.5]", '["a",1]', "[120]", "[true]", "[2147483648]"
@@ -133,7 +135,12 @@ MILLRACE: Mapping[str, Wrong] = {
 }
 
 
-def _maker(path: str | Callable[[Random], str], good: Mapping[str, str], wrong: Mapping[str, Wrong]) -> Maker:
+def _maker(
+    path: str | Callable[[Random], str],
+    good: Mapping[str, str],
+    wrong: Mapping[str, Wrong],
+    required: Sequence[str] = ("model", "prompt", "messages", "input", "text_input"),
+) -> Maker:
     """Cases of one path: a field that is wrong, a required one that is missing, a broken body, a wrong transport."""
 
     def make(random: Random) -> Case:
@@ -145,7 +152,7 @@ def _maker(path: str | Callable[[Random], str], good: Mapping[str, str], wrong: 
             body = joined({**good, name: value})
             return Case(f"{name}={value[:80]}", HttpCall(target, body, JSON))
         if way < 0.65:
-            name = random.choice([name for name in good if name in _REQUIRED])
+            name = random.choice([name for name in good if name in required])
             body = joined({key: value for key, value in good.items() if key != name})
             return Case(f"{name} missing", HttpCall(target, body, JSON))
         if way < 0.9:
@@ -159,7 +166,6 @@ def _maker(path: str | Callable[[Random], str], good: Mapping[str, str], wrong: 
 
 
 _MILLRACE = "/millrace/v1/generate"
-_REQUIRED = ("model", "prompt", "messages", "input", "text_input")
 _CONTENT_TYPES = (
     "text/plain",
     "application/x-www-form-urlencoded",
@@ -207,7 +213,7 @@ def _streamed(maker: Maker) -> Maker:
 
 completions = _streamed(_maker(_openai("/completions"), _PROMPT, COMPLETION))
 chat_completions = _streamed(_maker(_openai("/chat/completions"), _CONVERSATION, CHAT))
-embeddings = _maker(_openai("/embeddings"), {"model": '"embedder"', "input": '"the fox"'}, EMBEDDING)
+embeddings = _maker(_openai("/embeddings"), {"model": '"embedder"', "input": '"the fox"'}, EMBEDDING, ("input",))
 generate = _maker("/v2/models/storyteller/generate", _GENERATE, GENERATE_EXTENSION)
 generate_stream = _maker("/v2/models/storyteller/generate_stream", _GENERATE, GENERATE_EXTENSION)
 millrace_generate = _maker(_MILLRACE, _PROMPT, MILLRACE)

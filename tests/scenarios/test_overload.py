@@ -50,7 +50,7 @@ async def test_of_1500_streams_at_once_each_is_answered_or_refused_and_on_record
         for channel in channels:
             await channel.close()
     print(dict(outcomes))
-    assert outcomes.keys() == {"OK", "RESOURCE_EXHAUSTED, signed"}
+    assert outcomes.keys() <= {"OK", "RESOURCE_EXHAUSTED, signed"}  # How many, the machine says.
     assert outcomes["OK"] >= 2 * (32 + 128) * 0.5  # Places are used, however calls are dealt out.
 
     statuses = Counter()
@@ -67,4 +67,5 @@ async def test_of_1500_streams_at_once_each_is_answered_or_refused_and_on_record
 
     await until(all_are_on_record, timeout_s=60)
     print(dict(statuses))
-    assert statuses == {"OK": outcomes["OK"], "RESOURCE_EXHAUSTED": outcomes["RESOURCE_EXHAUSTED, signed"]}
+    refused = outcomes["RESOURCE_EXHAUSTED, signed"]
+    assert statuses == {"OK": outcomes["OK"]} | ({"RESOURCE_EXHAUSTED": refused} if refused else {})

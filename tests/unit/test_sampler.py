@@ -55,7 +55,7 @@ def any_row(draw, vocabulary):
     top_logprobs = draw(st.sampled_from([0, 0, 1, 20]))
     return row(
         seed=draw(st.integers(0, 2**64 - 1)),
-        temperature=draw(st.sampled_from([0.0, 1e-4, 0.7, 1.0, 5.0])),
+        temperature=draw(st.sampled_from([0.0, 1e-4, 0.7, 1.0, 2.0])),
         top_k=draw(st.sampled_from([-1, 0, 0, 1, 5, 128, 200, 10**9])),
         top_p=draw(st.sampled_from([1.0, 1.0, 0.1, 0.9, 0.999])),
         min_p=draw(st.sampled_from([0.0, 0.0, 0.2, 1.0])),
