@@ -1,6 +1,7 @@
 """Every call of a model and every refused one is on record once, whether it reached a service or not."""
 
 import asyncio
+import json
 import signal
 import uuid
 
@@ -64,6 +65,8 @@ async def test_an_unknown_path_is_on_record(stack):
     record = await the_record(stack, request_id=request_id)
     assert (record.status, record.failed_hop, record.protocol) == ("NOT_FOUND", "gateway", "/v1/nothing")
     assert (record.gateway.http_status, record.gateway.upstream) == (404, "")
+    lines = (await rest(stack.gateway, "GET", f"/millrace/v1/payloads?request_id={request_id}")).body.splitlines()
+    assert [json.loads(line)["gateway"]["http_status"] for line in lines] == [404]
 
 
 async def test_an_unknown_method_is_on_record(stack):
