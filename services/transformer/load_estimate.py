@@ -20,7 +20,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 _BASE = 64  # Sequences at which a step takes twice as long as an empty one would; few machines are worse.
-_MARGIN = 1.8  # Answers of one length differ by so much.
+_MARGIN = 2.5  # Answers of one length differ by so much, and who is late by a little has cost all of its work.
 _MEMORY_S = 1.0  # What is older weighs less than a third.
 _ENOUGH = 64  # Tokens that were measured, and have not been forgotten.
 _LENGTHS = 64  # Answers whose lengths are known.
