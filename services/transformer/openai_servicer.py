@@ -24,7 +24,7 @@ from services.transformer.catalogue import Catalogue
 from services.transformer.openai.answers import ChatFormat, CompletionFormat, Echoes
 from services.transformer.openai.bodies import answer
 from services.transformer.openai.choices import choices_of
-from services.transformer.openai.embeddings import Embedder, EmbeddingsRequest, embeddings_json
+from services.transformer.openai.embeddings import Embedder, embeddings_json
 from services.transformer.openai.errors import openai_error
 from services.transformer.openai.generation_requests import (
     COMPLETION_MAX_TOKENS,
@@ -33,13 +33,8 @@ from services.transformer.openai.generation_requests import (
 )
 from services.transformer.openai.models import Kind, OpenAIModels
 from services.transformer.openai.requests import IGNORED_FIELDS, MAX_BODY_BYTES, RequestT, parse, parse_large
-from services.transformer.openai.tokenizing import (
-    DetokenizeRequest,
-    TokenizeRequest,
-    detokenize,
-    tokenize,
-    tokenizer_of,
-)
+from services.transformer.openai.text_requests import DetokenizeRequest, EmbeddingsRequest, TokenizeRequest
+from services.transformer.openai.tokenizing import detokenize, tokenize, tokenizer_of
 from services.transformer.pipeline import Pipeline, TextRequest
 from services.transformer.rest import JSON, PLAIN, Body, Header, KeepAlive, json_body, rest_errors
 from services.transformer.tokenizer import TextTokenizer

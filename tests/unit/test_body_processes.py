@@ -4,6 +4,7 @@ import asyncio
 import os
 import resource
 import signal
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -203,3 +204,10 @@ async def test_the_processes_end_with_what_they_work_for(tmp_path):
     with suppress(RequestFailedError):
         await busy
     await until(lambda: not children())
+
+
+def test_what_reads_bodies_imports_no_tokenizer():
+    modules = ("generation_requests", "text_requests")
+    script = "; ".join(f"import services.transformer.openai.{name}" for name in modules)
+    script += "; import sys; sys.exit('transformers' in sys.modules or 'tokenizers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
-from pydantic import field_validator
 
 from millrace.errors import DeadlineError, HopBrokenError, InvalidRequestError
 from millrace.payload_tap import PayloadTap
@@ -26,36 +24,18 @@ from millrace.recorded_call import RECORDED, Origin, recorded
 from millrace.tensors import Tensor, add_input
 from services.transformer.catalogue import Catalogue
 from services.transformer.models import RelayedModel, TextModel
-from services.transformer.openai.requests import OpenAIRequest, Prompt, read_prompts, trimmed_prompts
+from services.transformer.openai.requests import Prompt
+from services.transformer.openai.text_requests import EmbeddingsRequest
 from services.transformer.predictor_answers import outputs_of
 from services.transformer.predictor_client import PredictorClient
 from services.transformer.recorded_prompt import MAX_RECORDED_CHARACTERS, recorded_list
 from services.transformer.tokenizer import TextTokenizer, check_token_count
 
-MAX_INPUTS = 2048  # OpenAI's limit.
 _CALLS_AT_ONCE = 32
 _UNSTATED_LENGTH = 128 * 1024  # Tokens of an input where the predictor tells no limit: then it refuses what is longer.
 _ROWS_A_PIECE = 64  # Of the answer's JSON, so that writing it does not hold the event loop.
 
 Vector = NDArray[np.float32]
-
-
-class EmbeddingsRequest(OpenAIRequest):
-    """A request for the vectors of its inputs."""
-
-    UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {"dimensions": (), "truncate_prompt_tokens": ()}
-
-    input: list[Prompt]
-    encoding_format: Literal["float", "base64"] = "float"
-
-    @field_validator("input", mode="before")
-    @classmethod
-    def _read_input(cls, value: Any) -> Any:
-        return read_prompts(value, MAX_INPUTS)
-
-    def trim(self) -> None:
-        super().trim()
-        self.input = trimmed_prompts(self.input)
 
 
 class Embedder:

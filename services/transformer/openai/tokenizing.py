@@ -6,62 +6,15 @@ Source of the shapes: vLLM's OpenAI-compatible server.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
-from pydantic import Field, field_validator
+from typing import Any
 
 from millrace.errors import InvalidRequestError
 from services.transformer.body_processes import BodyProcesses
 from services.transformer.models import RelayedModel, TextModel
-from services.transformer.openai.generation_requests import Message, check_template_options
-from services.transformer.openai.requests import OpenAIRequest, Prompt, read_prompts
+from services.transformer.openai.text_requests import DetokenizeRequest, TokenizeRequest
 from services.transformer.tokenizer import TextTokenizer
 
 MAX_TEXT_BYTES = 1024 * 1024  # About 0.3 s of a tokenizer's thread.
-_MAX_IDS = 128 * 1024  # Decoded in about 10 ms.
-
-
-class TokenizeRequest(OpenAIRequest):
-    """A prompt, or messages to be rendered by the chat template, whose token ids are wanted."""
-
-    UNSUPPORTED: ClassVar = {
-        "chat_template": (),
-        "continue_final_message": (False,),
-        "documents": ([],),
-        "mm_processor_kwargs": (),
-        "tools": ([],),
-    }
-
-    prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
-    add_special_tokens: bool | None = None  # By default for prompts: chat templates write their own.
-    add_generation_prompt: bool = True
-    return_token_strs: bool = False
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-
-    def check(self) -> None:
-        super().check()
-        if (self.prompt is None) == (self.messages is None):
-            raise InvalidRequestError("give either a prompt or messages")
-        check_template_options(self.chat_template_kwargs)
-
-
-class DetokenizeRequest(OpenAIRequest):
-    """Token ids whose text is wanted."""
-
-    tokens: list[Prompt]
-
-    @field_validator("tokens", mode="before")
-    @classmethod
-    def _read_tokens(cls, value: Any) -> Any:
-        if not isinstance(value, list) or len(value) > _MAX_IDS:
-            raise ValueError(f"must be a list of {_MAX_IDS} token ids at most")
-        return read_prompts(value, 1) if value else [[]]
-
-    def check(self) -> None:
-        super().check()
-        if not isinstance(self.tokens[0], list):
-            raise InvalidRequestError("tokens must be token ids", param="tokens")
 
 
 def tokenizer_of(model: object) -> tuple[TextTokenizer, int | None]:
