@@ -10,14 +10,17 @@ each method's next call by itself, and waits for all of these anew for each call
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import grpc
 
 from millrace.errors import StartupError
+
+_ANY_PORT = range(32_000, 32_768)  # Below Linux's ephemeral ports.
 
 
 class Listeners(grpc.aio.Server):
@@ -82,7 +85,7 @@ def reserved(host: str, port: int, is_shared: bool = False) -> Iterator[int]:
     Where it `is_shared` one of those may have it already.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    address = (host.strip("[]"), port)
+    address = (host.strip("[]"), port or _free_port(family, host.strip("[]")))
     with socket.socket(family) as held:
         try:
             if is_shared:
@@ -95,6 +98,15 @@ def reserved(host: str, port: int, is_shared: bool = False) -> Iterator[int]:
         # After the bind: with it before, a port that others share would not have been refused.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         yield held.getsockname()[1]
+
+
+def _free_port(family: socket.AddressFamily, host: str) -> int:
+    """A port that is free now; the kernel deals none of these out, which it may do twice where servers share ports."""
+    for port in random.sample(_ANY_PORT, len(_ANY_PORT)):
+        with socket.socket(family) as probe, suppress(OSError):
+            probe.bind((host, port))
+            return port
+    raise StartupError(f"{host} has no free port")
 
 
 def _bind(held: socket.socket, address: tuple[str, int]) -> None:

@@ -86,8 +86,9 @@ with raises(openai.BadRequestError, "unsupported_parameter", "suffix", "suffix='
     complete(suffix="x")
 with raises(openai.BadRequestError, "unsupported_parameter", "best_of"):
     complete(best_of=2)
-with raises(openai.BadRequestError, "unsupported_parameter", "logprobs"):
-    complete(echo=True, logprobs=1)
+echoed = complete(echo=True, logprobs=1).choices[0].logprobs.token_logprobs
+assert echoed[0] is None
+assert all(logprob < 0 for logprob in echoed[1:])
 with raises(openai.BadRequestError, "invalid_argument", "temperature"):
     complete(temperature=-1)
 with raises(openai.BadRequestError, "context_length_exceeded", text="the context is 1024"):
