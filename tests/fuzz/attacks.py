@@ -78,33 +78,33 @@ class Target:
                 await asyncio.gather(*(caller() for _ in range(at_once)))
 
     async def post(
-        self, path: str, body: bytes, content_type: str = "application/json", host: str = "gateway", **headers: str
+        self,
+        path: str,
+        body: bytes,
+        content_type: str = "application/json",
+        host: str = "gateway",
+        declared: int | None = None,
+        **headers: str,
     ) -> str:
-        """The HTTP status of one POST over HTTP/1.1 on a connection of its own; underscores in names become dashes."""
+        """The HTTP status of one POST over HTTP/1.1 on a connection of its own; underscores in names become dashes.
+
+        A body of which more bytes are `declared` never ends: the connection is held until an answer comes.
+        """
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         reader, writer = await self._connect()
         try:
             lines = [f"POST {path} HTTP/1.1", f"host: {host}", f"content-type: {content_type}"]
-            lines += [f"content-length: {len(body)}", *(f"{name}: {value}" for name, value in named.items()), "", ""]
+            lines += [
+                f"content-length: {declared or len(body)}",
+                *(f"{name}: {value}" for name, value in named.items()),
+                "",
+                "",
+            ]
             writer.write("\r\n".join(lines).encode("latin-1"))
             with suppress(ConnectionError):  # The answer to what is too large comes before all of it has been read.
                 for start in range(0, len(body), MEGABYTE):
                     writer.write(body[start : start + MEGABYTE])
                     await writer.drain()
-            status = (await reader.readline()).split(b" ")
-            return status[1].decode() if len(status) > 1 else "closed"
-        finally:
-            writer.close()
-
-    async def post_unfinished(self, path: str, declared: int, body: bytes, content_type: str) -> str:
-        """Sends `body`, which is less than it declares, and holds the connection until the end or an answer."""
-        reader, writer = await self._connect()
-        try:
-            lines = [f"POST {path} HTTP/1.1", "host: gateway", f"content-type: {content_type}", "te: trailers"]
-            writer.write("\r\n".join([*lines, f"content-length: {declared}", "", ""]).encode())
-            for start in range(0, len(body), MEGABYTE):
-                writer.write(body[start : start + MEGABYTE])
-                await writer.drain()
             status = (await reader.readline()).split(b" ")
             return status[1].decode() if len(status) > 1 else "closed"
         finally:
@@ -371,9 +371,7 @@ async def _hold_open(target: Target, each: int, begin: Callable[[grpc.aio.Channe
 async def unfinished_bodies(target: Target) -> None:
     """24 REST bodies of 57 MB whose last byte never comes."""
     body = b'{"model":"' + b"a" * (_LARGEST - 20)
-    await _hold_unfinished(
-        target, lambda: target.post_unfinished("/v1/completions", _LARGEST, body, "application/json")
-    )
+    await _hold_unfinished(target, lambda: target.post("/v1/completions", body, declared=_LARGEST))
 
 
 @attack
@@ -381,7 +379,9 @@ async def unfinished_messages(target: Target) -> None:
     """24 gRPC messages of 57 MB whose last byte never comes."""
     body = b"\0" + _LARGEST.to_bytes(4, "big") + bytes(_LARGEST - 1)
     declared = _LARGEST + _FRAME_HEAD
-    await _hold_unfinished(target, lambda: target.post_unfinished(_INFER, declared, body, "application/grpc"))
+    await _hold_unfinished(
+        target, lambda: target.post(_INFER, body, "application/grpc", declared=declared, te="trailers")
+    )
 
 
 async def _hold_unfinished(target: Target, call: Callable[[], Awaitable[str]]) -> None:
