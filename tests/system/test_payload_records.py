@@ -28,7 +28,7 @@ GENERATE = "millrace.v1.TextGeneration/Generate"
 PROTOCOLS = {
     "Generate": GENERATE,
     "Generate by gRPC-Web": GENERATE,
-    "Generate by REST": GENERATE,
+    "Generate by REST": "millrace.rest.v1.TextGeneration/Generate",
     "ModelInfer": f"{OIP}/ModelInfer",
     "ModelStreamInfer": f"{OIP}/ModelStreamInfer",
     "ModelStreamInfer with statuses": f"{OIP}/ModelStreamInfer",
