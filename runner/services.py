@@ -20,6 +20,7 @@ _ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": "268435456",
     "MALLOC_TRIM_THRESHOLD_": "1073741824",
     "MALLOC_TOP_PAD_": "67108864",
+    "MALLOC_ARENA_MAX": "1",
 }
 # Weights in pages of 2 MiB are read a quarter faster than in pages of 4 KiB.
 _LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}

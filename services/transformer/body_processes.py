@@ -39,8 +39,9 @@ SMALL_BYTES = 64 * 1024  # Parsed in a millisecond.
 LARGE_BYTES = 4 * 1024 * 1024
 BODIES, LARGE_BODIES, TEMPLATES = "bodies", "large-bodies", "chat-templates"
 _MIB = 1024**2
-# Of each process: seconds of the processor's for one call, and bytes of memory.
-_LIMITS = {BODIES: (5, 512 * _MIB), LARGE_BODIES: (15, 1536 * _MIB), TEMPLATES: (3, 512 * _MIB)}
+# Of each process: seconds of the processor's for one call, bytes of memory, and how far it stays behind who serves
+# everybody, as a nice value.
+_LIMITS = {BODIES: (5, 512 * _MIB, 5), LARGE_BODIES: (15, 1536 * _MIB, 10), TEMPLATES: (3, 512 * _MIB, 5)}
 _MAX_BYTES = 512 * _MIB
 _MAX_WAITING = 256
 _RETRY_AFTER_MS = 1000
@@ -107,8 +108,8 @@ class BodyProcesses:
 class _Lane:
     """One process at a time, and the thread that waits for it."""
 
-    def __init__(self, name: str, max_time_s: int, max_memory: int) -> None:
-        self._limits = (str(max_time_s), str(max_memory))
+    def __init__(self, name: str, max_time_s: int, max_memory: int, niceness: int) -> None:
+        self._limits = (str(max_time_s), str(max_memory), str(niceness))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
@@ -159,8 +160,12 @@ class _Lane:
             self._connection, theirs = socket.socketpair()
             with theirs:
                 command = (sys.executable, "-m", _WORKER, str(os.getpid()), *self._limits)
+                # The allocator's settings of this process are for speed; that one gives back what a body took.
+                environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
                 # A session of its own: what is sent to the group of this process's terminal is not for it.
-                self._process = subprocess.Popen(command, stdin=theirs.fileno(), start_new_session=True)
+                self._process = subprocess.Popen(
+                    command, stdin=theirs.fileno(), env=environment, start_new_session=True
+                )
         return self._connection
 
     def _end(self) -> int | None:

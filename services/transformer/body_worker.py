@@ -1,9 +1,10 @@
-"""Parses and writes bodies for another process: `python -m services.transformer.body_worker PARENT SECONDS BYTES`.
+"""Parses and writes bodies for another process: `python -m services.transformer.body_worker PARENT SECONDS BYTES NICE`.
 
 Standard input is a socket, over which one request after another comes, see body_processes.py for the format. It ends
 with that, and where its parent does. Each request may use so much time of the processor, and all of them so much
-memory, beyond which the process ends; one that a request has left large ends after its response. Where the machine, or
-the container, has no memory left, the kernel ends this process before the one that it works for.
+memory, beyond which the process ends; one that a request has left large ends after its response. NICE is how far it
+stays behind other processes where the processor does not suffice for all. Where the machine, or the container, has no
+memory left, the kernel ends this process before the one that it works for.
 """
 
 from __future__ import annotations
@@ -64,6 +65,13 @@ def _as_pickle(error: Exception) -> bytes:
     return pickle.dumps((type(error), state))
 
 
+def stay_behind(niceness: int) -> None:
+    """Lets others have the processor first, in this process's session and, where Linux groups by session, beside it."""
+    os.nice(niceness)
+    with suppress(OSError), open("/proc/self/autogroup", "w") as group:
+        group.write(str(niceness))
+
+
 def _resident_bytes() -> int:
     try:
         with open("/proc/self/statm") as statm:
@@ -78,6 +86,7 @@ if __name__ == "__main__":
     from services.transformer.workers import end_with_parent
 
     end_with_parent(int(sys.argv[1]))
+    stay_behind(int(sys.argv[4]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_DATA, (int(sys.argv[3]), int(sys.argv[3])))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 import time
 from collections import Counter
@@ -27,6 +26,7 @@ import numpy as np
 from millrace.protos import inference_pb2 as pb
 from millrace.protos import millrace_pb2, millrace_pb2_grpc
 from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from services.transformer.body_worker import stay_behind
 from tests.system.calls import channel, text_request
 
 MEGABYTE = 1 << 20
@@ -491,7 +491,7 @@ async def large_good_tensors(target: Target) -> None:
 
 
 async def _main(name: str, gateway: str, seconds: float) -> None:
-    os.nice(19)
+    stay_behind(19)
     report = Report()
     await ATTACKS[name](Target(gateway, time.monotonic() + seconds, report))
     figures = {"begun": report.begun, "answers": dict(report.answers), "honest_errors": report.honest_errors[:20]}

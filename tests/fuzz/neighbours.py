@@ -120,7 +120,9 @@ async def beside(
     looking = asyncio.create_task(_peaks(stack, peak), name="memory peaks")
     begun, attacked = time.monotonic(), honest.phase()
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.fuzz.attacks", name, stack.gateway, str(seconds)), stdout=asyncio.subprocess.PIPE
+        *(sys.executable, "-m", "tests.fuzz.attacks", name, stack.gateway, str(seconds)),
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,  # Its niceness is for its session.
     )
     try:
         async with asyncio.timeout(seconds + _ENDS_WITHIN_S):
