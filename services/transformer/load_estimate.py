@@ -20,7 +20,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 _BASE = 64  # Sequences at which a step takes twice as long as an empty one would; few machines are worse.
-_MARGIN = 2.5  # Answers of one length differ by so much, and who is late by a little has cost all of its work.
+_MARGIN = 3.0  # Answers of one length differ by so much, and who is late by a little has cost all of its work.
 _MEMORY_S = 1.0  # What is older weighs less than a third.
 _ENOUGH = 64  # Tokens that were measured, and have not been forgotten.
 _LENGTHS = 64  # Answers whose lengths are known.
@@ -28,9 +28,11 @@ _FEW_LENGTHS = 16
 _LONG = 0.9  # Of ten answers nine are not longer than what is reckoned with.
 _WEIGHT = 0.1  # Of one first token in the mean.
 _LEAST_RETRY_S, _MOST_RETRY_S = 0.1, 10.0
-_REFUSALS_PER_S = 100.0
-_LONGEST_HOLD_S = 3.0
-_SHARE_OF_LEFT = 0.6  # What a caller may lose of its time by being held back.
+_REFUSALS_PER_S = 60.0
+_LONGEST_HOLD_S = 4.0
+_SHARE_OF_LEFT = 0.75  # What a caller may lose of its time by being held back.
+_SPREAD = 0.2
+_GOLDEN_RATIO = 0.618034
 
 
 @dataclass
@@ -100,13 +102,20 @@ class LoadEstimate:
 
 
 class RefusalPace:
-    """When refusals are sent: at once, a second's worth of them even in one moment, and beyond that at a rate."""
+    """When refusals are sent: at once, a second's worth of them even in one moment, and beyond that at a rate.
+
+    Where so many are refused that this would take a caller's time, each is held back for the greater part of it, some
+    longer than others: callers that were refused together come back one by one.
+    """
 
     def __init__(self) -> None:
         self._due = 0.0
+        self._turn = 0.0  # Of one; evenly spread whatever the number of turns.
 
     def hold_s(self, left_s: float, now: float) -> float:
         """How long to hold back a refusal whose caller's deadline has so many seconds left."""
         due = max(self._due, now - 1.0) + 1 / _REFUSALS_PER_S
         self._due = min(due, now + _LONGEST_HOLD_S)
-        return max(0.0, min(due - now, _LONGEST_HOLD_S, _SHARE_OF_LEFT * left_s))
+        self._turn = (self._turn + _GOLDEN_RATIO) % 1.0
+        most_s = min(_LONGEST_HOLD_S, _SHARE_OF_LEFT * left_s) * (1 - _SPREAD * self._turn)
+        return max(0.0, min(due - now, most_s))
