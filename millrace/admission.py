@@ -154,7 +154,7 @@ class Admission:
             # What they held is not free at once: more end where it still grows.
             self._unfinished_limit = unfinished + _GROWTH_BYTES
             self._settles_at = loop.time() + _SETTLE_S
-            self.budget.trim_soon(_LOOK_S)
+            self.budget.trim_after(_LOOK_S)
         elif loop.time() >= self._settles_at:
             self._evicted, self._unfinished_limit = 0, self._max_unfinished
         self._look = loop.call_later(_LOOK_S, self._look_at_memory)

@@ -19,7 +19,7 @@ DEFAULT_BYTES = 768 * 1024 * 1024
 RETRY_AFTER_MS = 1000
 _WAIT_S = 30.0
 _TRIM_BYTES = 16 * 1024 * 1024
-_TRIM_DELAY_S = 0.5
+_TRIM_DELAY_S = 3.0  # After the last large request: the next one would have to get its pages from the machine anew.
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone keeps them.
 
 
@@ -33,6 +33,7 @@ class ByteBudget:
         self._waiting_bytes = 0
         self._untrimmed = 0
         self._trim: asyncio.TimerHandle | None = None
+        self._trim_at = 0.0
 
     @property
     def in_use(self) -> int:
@@ -78,12 +79,17 @@ class ByteBudget:
         self._next_turns()
         self._untrimmed += size
         if self._untrimmed >= _TRIM_BYTES:
-            self.trim_soon()
+            self._trim_at = asyncio.get_running_loop().time() + _TRIM_DELAY_S
+            if self._trim is None:
+                self.trim_after(_TRIM_DELAY_S)
 
-    def trim_soon(self, delay_s: float = _TRIM_DELAY_S) -> None:
-        """Has the allocator give free pages back in a moment, when what was released is free."""
-        if self._trim is None:
-            self._trim = asyncio.get_running_loop().call_later(delay_s, self._start_trim)
+    def trim_after(self, delay_s: float) -> None:
+        """Has the allocator give free pages back so much later; what was to do so before or after that does not."""
+        loop = asyncio.get_running_loop()
+        if self._trim is not None:
+            self._trim.cancel()
+        self._trim_at = loop.time() + delay_s
+        self._trim = loop.call_at(self._trim_at, self._start_trim)
 
     def _check(self, size: int) -> None:
         if size > self._limit:
@@ -101,8 +107,12 @@ class ByteBudget:
                 turn.set_result(None)
 
     def _start_trim(self) -> None:
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._trim_at:  # Large requests have ended since.
+            self._trim = loop.call_at(self._trim_at, self._start_trim)
+            return
         self._trim, self._untrimmed = None, 0
-        asyncio.get_running_loop().run_in_executor(None, give_memory_back)
+        loop.run_in_executor(None, give_memory_back)
 
 
 def give_memory_back() -> None:

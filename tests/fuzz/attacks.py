@@ -292,7 +292,7 @@ async def packed_numbers(target: Target) -> None:
 
 async def _send_large(target: Target, requests: list[tuple[str, bytes, str]]) -> None:
     turn = iter(range(sys.maxsize))
-    plain, predictor = channel(target.gateway), channel(target.gateway, "predictor")
+    plain, predictor = (channel(target.gateway, name, max_bytes=64 * MEGABYTE) for name in (None, "predictor"))
 
     async def call() -> str:
         path, message, authority = requests[next(turn) % len(requests)]
@@ -478,6 +478,7 @@ async def unreadable_models(target: Target) -> None:
         return await target.post(f"/v2/repository/models/{model}/{verb}", b"{}")
 
     await target.repeat(1, call)  # A load of what is loaded is a change that readiness shows.
+    await target.post(f"/v2/repository/models/{UNREADABLE}/unload", b"{}")  # Loaded, it has memory of its own.
 
 
 @attack

@@ -42,6 +42,7 @@ _PACE_MS = 10
 _P99_FACTOR, _P99_MORE_MS = 2.0, 100.0
 _COMES_BACK_S, _COMES_BACK_TO = 60.0, 1.2
 _ENDS_WITHIN_S = 60.0
+_WARM_UP_S = 60.0
 _EVERY_S = 0.1
 
 
@@ -220,7 +221,7 @@ async def _run(names: Sequence[str], seconds: float) -> list[Outcome]:
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="neighbours-") as folder:
         async with attacked_stack(Path(folder)) as stack, Honest(stack.gateway) as honest:
-            await _phase(honest, seconds)  # Not counted: what is loaded at first use is loaded.
+            await _phase(honest, _WARM_UP_S)  # Not counted: what is loaded at first use is loaded, caches are full.
             for name in names:
                 outcome = await beside(stack, honest, name, seconds)
                 outcome.failures += slow(outcome)

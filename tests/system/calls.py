@@ -17,8 +17,12 @@ from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from millrace.tensors import Tensor, add_input, bytes_tensor, decode_outputs
 
 
-def channel(gateway: str, authority: str | None = None) -> grpc.aio.Channel:
-    options = [("grpc.use_local_subchannel_pool", 1)]
+def channel(gateway: str, authority: str | None = None, max_bytes: int = 4 << 20) -> grpc.aio.Channel:
+    """A connection of its own; `max_bytes` is how large an answer may be, gRPC's default."""
+    options: list[tuple[str, Any]] = [
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.max_receive_message_length", max_bytes),
+    ]
     if authority is not None:
         options.append(("grpc.default_authority", authority))
     return grpc.aio.insecure_channel(gateway, options=options)
