@@ -22,7 +22,13 @@ MODELS = "storyteller=models/storyteller"
 
 def shortened(config):
     """Cuts every limit of idleness, those between the gateway and the services too, which are Envoy's own default."""
-    seconds = {"3600s": f"{CONNECTION_S}s", "600s": f"{STREAM_S}s", "3900s": "60s", "60s": f"{STREAM_S}s"}
+    seconds = {
+        "3600s": f"{CONNECTION_S}s",
+        "600s": f"{STREAM_S}s",
+        "3900s": "60s",
+        "60s": f"{STREAM_S}s",
+        "30s": f"{CONNECTION_S}s",
+    }
 
     def walk(part):
         if isinstance(part, list):
