@@ -15,7 +15,8 @@ from runner.settings import LOOPBACK, StackSettings, environment
 
 Environment = dict[str, str]
 
-# Large tensors must not be mapped and unmapped for every request: three times the throughput.
+# Large tensors must not be mapped and unmapped for every request: three times the throughput. Of one arena malloc_trim
+# gives back all that is free, of more it leaves the top of each.
 _ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": "268435456",
     "MALLOC_TRIM_THRESHOLD_": "1073741824",

@@ -91,6 +91,15 @@ async def test_work_is_done_elsewhere_and_its_bytes_come_back_as_they_are(proces
     assert (again == first, other != first) == (True, True)
 
 
+async def test_the_processes_stay_behind_and_give_memory_back(processes, monkeypatch):
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1073741824")
+    await processes.run(process_id, (), b"x")
+    await processes.run(process_id, (), bytes(LARGE_BYTES + 1))
+    behind = [child.nice() - psutil.Process().nice() for child in children()]
+    assert sorted(behind) == [5, 10]
+    assert not any("MALLOC_TRIM_THRESHOLD_" in child.environ() for child in children())
+
+
 @pytest.mark.parametrize(
     ("kind", "error", "text"),
     [

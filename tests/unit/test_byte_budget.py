@@ -4,8 +4,10 @@ import asyncio
 
 import pytest
 
+from millrace import byte_budget
 from millrace.byte_budget import ByteBudget
 from millrace.errors import OverloadedError, TooLargeError
+from tests.waiting import until
 
 
 async def test_what_can_never_fit_is_too_large_and_what_does_not_fit_now_may_come_again():
@@ -57,3 +59,20 @@ async def test_one_that_gives_up_waiting_leaves_its_turn_and_its_bytes_to_others
     await asyncio.gather(*waits, return_exceptions=True)
     await behind
     assert budget.in_use == 85
+
+
+async def test_memory_goes_back_once_large_requests_have_stopped(monkeypatch):
+    given_back = []
+    monkeypatch.setattr(byte_budget, "give_memory_back", lambda: given_back.append(True))
+    monkeypatch.setattr(byte_budget, "_TRIM_DELAY_S", 0.5)
+    budget, size = ByteBudget(1 << 30), 16 << 20
+    for _ in range(70):
+        budget.reserve(size)
+        budget.release(size)
+        await asyncio.sleep(0.01)
+    assert not given_back
+    await until(lambda: given_back)
+    await asyncio.sleep(0.3)
+    assert len(given_back) == 1
+    budget.trim_after(0.0)
+    await until(lambda: len(given_back) == 2)
