@@ -45,14 +45,14 @@ class UnfinishedMessages:
         """Nothing is unfinished now."""
         with suppress(OSError):
             self._received = self._received_now()
-            self._least = self._resident = _resident_bytes()
+            self._least = self._resident = resident_bytes()
         self._read = self._unfinished = 0
         self._looked_at = time.monotonic()
 
     def estimate(self) -> int:
         """Bytes that are unfinished now."""
         try:
-            resident, now = _resident_bytes(), time.monotonic()
+            resident, now = resident_bytes(), time.monotonic()
             if resident < self._resident + _GROWTH_BYTES and now < self._looked_at + _LOOK_S:
                 self._least = min(self._least, resident)
                 self._resident = min(self._resident, resident)
@@ -105,6 +105,7 @@ class UnfinishedMessages:
             return port
 
 
-def _resident_bytes() -> int:
+def resident_bytes() -> int:
+    """What this process holds; raises OSError where that is not known."""
     with open("/proc/self/statm", "rb") as statm:
         return int(statm.read().split()[1]) * _PAGE_BYTES

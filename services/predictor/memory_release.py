@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 
 import torch
+
+from millrace.byte_budget import give_memory_back
 
 
 def release_memory() -> None:
@@ -14,6 +15,4 @@ def release_memory() -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     # glibc keeps what is freed, all the more with the allocator settings that make big tensors fast.
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    give_memory_back()

@@ -43,7 +43,7 @@ def _main(connection: socket.socket, max_time_s: float) -> None:
             status, answer, contents = ERROR, _as_pickle(error), b""
         work = arguments = result = None
         signal.setitimer(signal.ITIMER_PROF, 0)
-        status |= LAST * (_resident_bytes() > _LEFT_LARGE)
+        status |= LAST * _is_large()
         connection.sendall(RESPONSE.pack(status, len(answer), len(contents)) + answer)
         connection.sendall(contents)
         data = contents = b""
@@ -72,12 +72,12 @@ def stay_behind(niceness: int) -> None:
         group.write(str(niceness))
 
 
-def _resident_bytes() -> int:
-    try:
-        with open("/proc/self/statm") as statm:
-            return int(statm.read().split()[1]) * resource.getpagesize()
-    except OSError:
-        return 0
+def _is_large() -> bool:
+    from millrace.unfinished_messages import resident_bytes
+
+    with suppress(OSError):
+        return resident_bytes() > _LEFT_LARGE
+    return False
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from millrace.errors import ContextLengthError, DeadlineError, InvalidRequestErr
 from services.transformer.body_processes import BodyProcesses
 from services.transformer.tokenizer import TextTokenizer, embedding_tokenizer
 from tests.random_encoders import save_pooling, save_random_encoder, save_words_tokenizer
+from tests.unit.loop_lag import loop_lag
 
 MODELS = Path(__file__).parents[2] / "models"
 
@@ -181,21 +182,11 @@ def moody_like(tokenizer, template):
 
 
 async def test_a_chat_template_that_does_not_end_holds_the_event_loop_for_a_moment_at_most(looping, bodies):
-    longest_s = 0.0
-
-    async def watch():
-        nonlocal longest_s
-        while True:
-            before = time.process_time()
-            await asyncio.sleep(0.001)
-            longest_s = max(longest_s, time.process_time() - before)
-
-    watching = asyncio.create_task(watch())
-    for _ in range(3):
-        with pytest.raises(DeadlineError):
-            await looping.render([("user", "loop")], 1024, None, bodies, 1.0)
-    watching.cancel()
-    assert longest_s < 1
+    async with loop_lag() as lag:
+        for _ in range(3):
+            with pytest.raises(DeadlineError):
+                await looping.render([("user", "loop")], 1024, None, bodies, 1.0)
+    assert lag.longest_s < 1
     # It is known now: the loop does not try again, and others are served once the process has been replaced.
     begun = time.process_time()
     assert await looping.render([("user", "hello")], 1024, None, bodies, 60) == looping.render_chat(

@@ -1,8 +1,5 @@
 """The event loop serves everybody: no body that anybody can send holds it, whichever way it comes in."""
 
-import asyncio
-import time
-
 import grpc
 import pytest
 from google.api.httpbody_pb2 import HttpBody
@@ -11,6 +8,7 @@ from millrace.protos import inference_pb2 as pb
 from millrace.protos.rest_pb2 import ModelBody
 from millrace.protos.rest_pb2_grpc import OpenAIStub, OpenInferenceStub
 from tests.unit.foreign_server import ForeignServer, foreign_server
+from tests.unit.loop_lag import loop_lag
 from tests.unit.transformers import transformer
 
 # What held it before held it for seconds; what is left is the copying of the message.
@@ -70,27 +68,14 @@ async def served():
 
 
 async def lag_of(call):
-    """The longest time that the event loop did not turn while a call was answered, and the call's status.
-
-    It is the processor's time of this process, so that a busy machine does not count.
-    """
-    longest_s = 0.0
-
-    async def watch():
-        nonlocal longest_s
-        while True:
-            before = time.process_time()
-            await asyncio.sleep(0.001)
-            longest_s = max(longest_s, time.process_time() - before)
-
-    watching = asyncio.create_task(watch())
-    try:
-        await call
-    except grpc.aio.AioRpcError as error:
-        return longest_s, error.code()
-    finally:
-        watching.cancel()
-    return longest_s, grpc.StatusCode.OK
+    """The longest time that the event loop did not turn while a call was answered, and the call's status."""
+    code = grpc.StatusCode.OK
+    async with loop_lag() as lag:
+        try:
+            await call
+        except grpc.aio.AioRpcError as error:
+            code = error.code()
+    return lag.longest_s, code
 
 
 async def assert_turns(make, status):
