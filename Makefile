@@ -73,7 +73,7 @@ check: $(DEV_DEPENDENCIES) ## format, lint, types, stub drift, Envoy's configura
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 	@drift=$$(mktemp -d) && trap 'rm -rf $$drift' EXIT && protos/generate.sh $$drift \
-	  && diff -r --exclude=__init__.py --exclude=__pycache__ $$drift/millrace/protos millrace/protos \
+	  && diff -r --exclude=__init__.py --exclude=__pycache__ $$drift/millrace_protos millrace_protos \
 	  && cmp $$drift/envoy/descriptors.pb envoy/descriptors.pb && echo "stubs: as generated"
 	@$(VENV)/bin/envoy --mode validate --log-level error --config-yaml "$$(sed "s#/etc/envoy/#envoy/#" envoy/envoy.yaml)"
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from millrace.service import run_service
+from millrace.rpc.service import run_service
 from services.predictor.__main__ import serve
 from services.predictor.engine import build
-from services.predictor.engine.paged_runner import PagedRunner
+from services.predictor.engine.runners.paged import PagedRunner
 from services.predictor.settings import PredictorSettings
 
 _TOKEN_ID = 100

@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from millrace.service import run_service
+from millrace.rpc.service import run_service
 from services.predictor.__main__ import serve
 from services.predictor.engine import build
-from services.predictor.engine.paged_runner import PagedRunner
+from services.predictor.engine.runners.paged import PagedRunner
 from services.predictor.settings import PredictorSettings
 
 _SHORTEST_S, _LONGEST_S = 0.005, 0.06

@@ -24,7 +24,7 @@ import grpc
 
 from bench.statistics import quantile
 from bench.streams import PROMPT
-from millrace.protos import millrace_pb2, millrace_pb2_grpc
+from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from runner.free_ports import start_stack
 from runner.stack import Stack
 

@@ -30,16 +30,16 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.statistics import quantile
-from millrace.payload_tap import PayloadTap
-from millrace.protos import millrace_pb2_grpc
-from millrace.protos.millrace_pb2 import (
+from millrace.payload.ids import as_uuid7, next_id
+from millrace.payload.tap import PayloadTap
+from millrace_protos import millrace_pb2_grpc
+from millrace_protos.millrace_pb2 import (
     AppendRequest,
     AppendResponse,
     PayloadChunk,
     PayloadRecord,
     QueryPayloadsRequest,
 )
-from millrace.uuid7 import as_uuid7, next_id
 from runner.free_ports import free_settings
 
 _ROOT = Path(__file__).resolve().parent.parent

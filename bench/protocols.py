@@ -27,9 +27,9 @@ import numpy as np
 import orjson
 
 from bench.statistics import quantile
-from millrace.protos import inference_pb2 as pb
-from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from millrace.tensors import Tensor, add_input
+from millrace.oip.tensors import Tensor, add_input
+from millrace_protos import inference_pb2 as pb
+from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from runner.free_ports import start_stack
 
 _RESULTS = Path(__file__).resolve().parent / "results" / "protocols.json"

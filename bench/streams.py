@@ -16,11 +16,11 @@ from typing import Any
 
 import grpc
 
-from millrace.protos import inference_pb2 as pb
-from millrace.protos import millrace_pb2, millrace_pb2_grpc
-from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace.oip.tensors import add_input, bytes_tensor, decode_outputs
 from millrace.sampling import set_parameters
-from millrace.tensors import add_input, bytes_tensor, decode_outputs
+from millrace_protos import inference_pb2 as pb
+from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 
 PROMPT = "Tell me a story about a fox."
 HAS_CURL = shutil.which("curl") is not None

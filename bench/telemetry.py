@@ -41,9 +41,9 @@ from bench.machine import machine
 from bench.otlp_receiver import ReceiverProcess, receiver_process
 from bench.statistics import estimate, paired_ratios
 from bench.streams import PROMPT
-from millrace.protos import inference_pb2 as pb
-from millrace.protos import millrace_pb2
-from millrace.tensors import Tensor, add_input
+from millrace.oip.tensors import Tensor, add_input
+from millrace_protos import inference_pb2 as pb
+from millrace_protos import millrace_pb2
 from runner.free_ports import start_stack
 from runner.stack import Stack
 

@@ -26,7 +26,7 @@ from bench.prometheus import Prometheus
 from bench.spans import Event, Span
 from bench.streams import PROMPT
 from bench.telemetry_figures import FIGURES, STEP_S
-from millrace.protos import millrace_pb2, millrace_pb2_grpc
+from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from runner.free_ports import start_stack
 from runner.stack import Stack
 

@@ -21,7 +21,7 @@ local INTERNAL = {
   "grpc-accept-encoding",
   "x-http-status",
 }
-local MAX_HEADERS_BYTES = 16384 -- Of names and values together; the services take four times as much (millrace/server.py).
+local MAX_HEADERS_BYTES = 16384 -- Of names and values together; the services take four times as much (millrace/rpc/server.py).
 local GRPC_STATUSES = { ["400"] = "3", ["431"] = "8", ["501"] = "12" }
 local GRPC_ENCODINGS = { identity = true, gzip = true, deflate = true }
 local TIMEOUTS = { "x-timeout-ms", "x-first-token-timeout-ms" }

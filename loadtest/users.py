@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import grpc
 from locust import User, between, task
 
-from millrace.protos import inference_pb2, inference_pb2_grpc, millrace_pb2, millrace_pb2_grpc
+from millrace_protos import inference_pb2, inference_pb2_grpc, millrace_pb2, millrace_pb2_grpc
 
 PROMPTS = (
     "Once upon a time",

@@ -28,7 +28,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from millrace.tensors import Array
+from millrace.oip.tensors import Array
 
 Tensors = Mapping[str, Any]  # numpy arrays by name.
 Declared = Mapping[str, tuple[str, Sequence[int]]]

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from millrace.errors import InvalidRequestError
-from millrace.protos import inference_pb2 as pb
+from millrace.oip.tensors import BYTES, RawTensor, Tensor
 from millrace.sampling import set_parameters
-from millrace.tensors import BYTES, RawTensor, Tensor
+from millrace_protos import inference_pb2 as pb
 
 _DATATYPES = {
     np.dtype(code): datatype

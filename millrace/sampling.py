@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from millrace.errors import ContextLengthError, InvalidRequestError
-from millrace.protos import inference_pb2
+from millrace_protos import inference_pb2
 
 DEFAULT_MAX_TOKENS = 256
 GREEDY_BELOW = 1e-5  # A temperature that divides logits beyond what a float holds.

@@ -15,8 +15,8 @@ from pydantic import BeforeValidator, ByteSize, Field, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from millrace.errors import StartupError
-from millrace.hand_over import Listen
-from millrace.model_sources import DEFAULT_MODELS, ModelSource, parse_models
+from millrace.models.sources import DEFAULT_MODELS, ModelSource, parse_models
+from millrace.rpc.hand_over import Listen
 from millrace.service_links import drop_service_links
 from millrace.telemetry.logs import LogFormat
 

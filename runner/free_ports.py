@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.errors import StartupError
-from millrace.model_sources import DEFAULT_MODELS
+from millrace.models.sources import DEFAULT_MODELS
 from runner.settings import StackSettings
 from runner.stack import Stack, check_ports
 

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from millrace.server import READY
+from millrace.rpc.server import READY
 from runner.settings import LOOPBACK, StackSettings
 
 _TIMEOUT_S = 1.0

@@ -1,4 +1,4 @@
-"""A service as a supervised process that can be replaced without losing a call: see millrace/hand_over.py.
+"""A service as a supervised process that can be replaced without losing a call: see millrace/rpc/hand_over.py.
 
 `replace` starts a successor, which loads while the running one serves, and listens on the same port once it can serve.
 Then the running one retires: it takes no new call and ends when those that it has have ended. One predecessor at a time
@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from millrace.errors import StartupError
-from millrace.hand_over import NOTIFY_SOCKET, READY_MESSAGE, RETIRE
+from millrace.rpc.hand_over import NOTIFY_SOCKET, READY_MESSAGE, RETIRE
 from runner.process import Process, ProcessSpec, signal_to
 
 _LOAD_TIMEOUT_S = 1800.0  # As long as compose.yaml gives a download.

@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from millrace.errors import StartupError
-from millrace.model_sources import DEFAULT_MODELS
+from millrace.models.sources import DEFAULT_MODELS
 from millrace.service_links import drop_service_links
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -18,10 +18,10 @@ import uvloop
 from bench.statistics import quantile
 from bench.workers.protocol import Command, Contender, Generation
 from millrace.errors import MillraceError
-from millrace.model_sources import ModelSource
+from millrace.models.sources import ModelSource
 from millrace.sampling import SamplingParameters
 from services.predictor.engine.interface import Engine, GenerationRequest, OutputSlot
-from services.predictor.loading import load
+from services.predictor.repository.loading import load
 from services.predictor.settings import PredictorSettings
 
 _SETTLED_TOKENS = 16  # Of each stream, before gaps are looked at.

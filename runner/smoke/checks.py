@@ -10,8 +10,8 @@ from typing import Any
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from millrace.protos import inference_pb2 as pb
-from millrace.protos import millrace_pb2
+from millrace_protos import inference_pb2 as pb
+from millrace_protos import millrace_pb2
 from runner.smoke.facts import Kind, ModelFacts
 from runner.smoke.gateway import TIMEOUT_S, Gateway, expect, refused_call
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from millrace.protos import inference_pb2 as pb
+from millrace_protos import inference_pb2 as pb
 from runner.smoke.gateway import TIMEOUT_S, Failed, Gateway
 
 

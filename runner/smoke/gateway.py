@@ -14,8 +14,8 @@ import grpc
 import httpx2
 from grpc_health.v1 import health_pb2_grpc
 
-from millrace.protos import millrace_pb2_grpc
-from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace_protos import millrace_pb2_grpc
+from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 
 TIMEOUT_S = 60.0
 

@@ -14,9 +14,9 @@ from typing import Any
 import grpc
 import numpy as np
 
-from millrace.protos import inference_pb2 as pb
-from millrace.protos import millrace_pb2
-from millrace.tensors import BYTES, RawTensor, Tensor, add_input, decode_outputs, dtype_of, raw_inputs
+from millrace.oip.tensors import BYTES, RawTensor, Tensor, add_input, decode_outputs, dtype_of, raw_inputs
+from millrace_protos import inference_pb2 as pb
+from millrace_protos import millrace_pb2
 from runner.smoke.checks import Check, Run
 from runner.smoke.facts import Kind, ModelFacts, TensorFacts
 from runner.smoke.gateway import TIMEOUT_S, Failed, Gateway, collected, expect, refused_call

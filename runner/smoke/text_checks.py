@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from millrace.protos import inference_pb2 as pb
-from millrace.protos import millrace_pb2
+from millrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
 from millrace.sampling import set_parameters
-from millrace.tensors import Tensor, add_input, bytes_tensor, decode_outputs
+from millrace_protos import inference_pb2 as pb
+from millrace_protos import millrace_pb2
 from runner.smoke.checks import Check
 from runner.smoke.facts import ModelFacts
 from runner.smoke.gateway import TIMEOUT_S, Failed, Gateway, collected, expect, refused_call

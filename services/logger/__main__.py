@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from millrace.admission import Admission
 from millrace.errors import NotReadyError
-from millrace.protos import millrace_pb2_grpc
-from millrace.server import Server
-from millrace.service import run_service
+from millrace.rpc.admission import Admission
+from millrace.rpc.server import Server
+from millrace.rpc.service import run_service
+from millrace_protos import millrace_pb2_grpc
 from services.logger.gateway_calls import GatewayCalls
-from services.logger.retention import Retention
 from services.logger.servicer import PAYLOAD_LOG, PayloadIngestServicer, PayloadLogServicer
 from services.logger.settings import LoggerSettings
 from services.logger.sinks import start_sinks
-from services.logger.store import SqliteStore, Store
+from services.logger.store.retention import Retention
+from services.logger.store.store import SqliteStore, Store
 from services.logger.tails import Tails
 from services.logger.telemetry import observe_sinks
 
@@ -75,7 +75,7 @@ async def _end_tails(server: Server, tails: Tails) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["export"]:
-        from services.logger.export import main
+        from services.logger.export.export import main
 
         sys.exit(main(sys.argv[2:]))
     run_service("logger", LoggerSettings, serve)

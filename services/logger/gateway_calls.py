@@ -26,10 +26,10 @@ from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.logs.v1 import logs_pb2
 from opentelemetry.proto.resource.v1 import resource_pb2
 
-from millrace.interceptors import Context
-from millrace.protos.millrace_pb2 import GatewayCall, PayloadRecord
-from millrace.uuid7 import as_uuid7, next_id
-from services.logger.store import Store
+from millrace.payload.ids import as_uuid7, next_id
+from millrace.rpc.handlers import Context
+from millrace_protos.millrace_pb2 import GatewayCall, PayloadRecord
+from services.logger.store.store import Store
 from services.logger.tails import Tails
 
 logger = logging.getLogger(__name__)

@@ -14,9 +14,10 @@ from typing import TypeAlias
 import grpc
 
 from millrace.errors import InvalidRequestError, NotFoundError
-from millrace.interceptors import Context, Handler
-from millrace.protos import millrace_pb2, millrace_pb2_grpc
-from millrace.protos.millrace_pb2 import (
+from millrace.rpc.handlers import Context, Handler
+from millrace.rpc.rest_streams import errors_in_band
+from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from millrace_protos.millrace_pb2 import (
     AppendRequest,
     AppendResponse,
     DeletePayloadsRequest,
@@ -26,10 +27,9 @@ from millrace.protos.millrace_pb2 import (
     QueryPayloadsRequest,
     TailPayloadsRequest,
 )
-from millrace.rest_streams import errors_in_band
-from services.logger.filters import Filters
-from services.logger.readers import Readers, caller_of
-from services.logger.store import Store
+from services.logger.store.filters import Filters
+from services.logger.store.readers import Readers, caller_of
+from services.logger.store.store import Store
 from services.logger.tails import OpenTail, Tails
 
 PAYLOAD_LOG = millrace_pb2.DESCRIPTOR.services_by_name["PayloadLog"].full_name

@@ -22,9 +22,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from millrace.errors import MillraceError, NotReadyError, OverloadedError
-from millrace.protos.millrace_pb2 import PayloadRecord
-from services.logger.filters import Filters, columns_of
-from services.logger.readers import COME_BACK_MS
+from millrace_protos.millrace_pb2 import PayloadRecord
+from services.logger.store.filters import Filters, columns_of
+from services.logger.store.readers import COME_BACK_MS
 
 MAX_TAILS, MAX_TAILS_OF_ONE = 64, 48
 MAX_KEPT = 1000

@@ -20,8 +20,8 @@ from opentelemetry.context import Context
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
 from opentelemetry.trace import NoOpTracer, SpanContext, SpanKind, Status, StatusCode, Tracer
 
-from millrace.protos.millrace_pb2 import AppendRequest, PayloadRecord
 from millrace.telemetry.setup import exports
+from millrace_protos.millrace_pb2 import AppendRequest, PayloadRecord
 
 RECORDS = "millrace.records"
 SINK = "millrace.sink"

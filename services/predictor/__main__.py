@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from millrace.admission import Admission
-from millrace.payload_tap import PayloadTap
-from millrace.protos.inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
-from millrace.server import READY, Server
-from millrace.service import run_service
-from millrace.telemetry.payload_metrics import observe_tap
+from millrace.payload.metrics import observe_tap
+from millrace.payload.tap import PayloadTap
+from millrace.rpc.admission import Admission
+from millrace.rpc.server import READY, Server
+from millrace.rpc.service import run_service
+from millrace_protos.inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from services.predictor.restarts import Restarts
 from services.predictor.settings import PredictorSettings
 
@@ -20,8 +20,8 @@ _TAP_DRAIN_S = 3.0
 async def serve(settings: PredictorSettings) -> None:
     # Torch takes seconds to import: a wrong setting is told before.
     from services.predictor import development
-    from services.predictor.engine_metrics import observe_engines
-    from services.predictor.repository import ModelRepository
+    from services.predictor.generation.metrics import observe_engines
+    from services.predictor.repository.repository import ModelRepository
     from services.predictor.servicer import InferenceServicer
 
     server = Server(

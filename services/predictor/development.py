@@ -12,12 +12,12 @@ import signal
 
 import grpc
 
-from millrace.development import check_requested
 from millrace.errors import NotFoundError
-from millrace.interceptors import Context
-from millrace.protos import millrace_pb2 as pb
-from millrace.protos import millrace_pb2_grpc
-from services.predictor.repository import ModelRepository
+from millrace.rpc.development import check_requested
+from millrace.rpc.handlers import Context
+from millrace_protos import millrace_pb2 as pb
+from millrace_protos import millrace_pb2_grpc
+from services.predictor.repository.repository import ModelRepository
 
 _ANSWER_S = 0.02  # For the answer to leave.
 

@@ -7,16 +7,16 @@ from contextlib import AbstractContextManager, aclosing, nullcontext
 
 from millrace import __version__
 from millrace.errors import InvalidRequestError, NotFoundError, NotImplementedMethodError
-from millrace.interceptors import Context
-from millrace.open_inference import OpenInferenceBase
-from millrace.payload_tap import PayloadTap, Recording
-from millrace.protos import inference_pb2 as pb
-from millrace.recorded_call import is_recorded, origin_of, recorded
-from millrace.recorded_tensors import answer_tensors, request_tensors, streamed_tensors
-from millrace.resumable import HEARTBEAT, call_options_of
-from millrace.stream_infer import errors_as_status, multiplex
-from services.predictor.repository import ModelRepository, State
-from services.predictor.served_model import VERSION, config_of, metadata_of
+from millrace.oip.resumable import HEARTBEAT, call_options_of
+from millrace.oip.settings_servicer import OpenInferenceBase
+from millrace.oip.stream_infer import errors_as_status, multiplex
+from millrace.payload.call import is_recorded, origin_of, recorded
+from millrace.payload.tap import PayloadTap, Recording
+from millrace.payload.tensors import answer_tensors, request_tensors, streamed_tensors
+from millrace.rpc.handlers import Context
+from millrace_protos import inference_pb2 as pb
+from services.predictor.models.served_model import VERSION, config_of, metadata_of
+from services.predictor.repository.repository import ModelRepository, State
 
 _SERVICE = "inference.GRPCInferenceService"
 _EXTENSIONS = (

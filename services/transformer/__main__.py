@@ -8,19 +8,19 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from millrace.admission import Admission
-from millrace.channel import open_channel
-from millrace.health import watch_serving
-from millrace.payload_tap import PayloadTap
-from millrace.protos import rest_pb2_grpc
-from millrace.protos.millrace_pb2_grpc import add_TextGenerationServicer_to_server
-from millrace.server import READY, Server
-from millrace.service import run_service
-from millrace.telemetry.payload_metrics import observe_tap
-from millrace.threads import run_in_daemon_thread
-from services.transformer import development
+from millrace.payload.metrics import observe_tap
+from millrace.payload.tap import PayloadTap
+from millrace.rpc.admission import Admission
+from millrace.rpc.channel import open_channel
+from millrace.rpc.health import watch_serving
+from millrace.rpc.server import READY, Server
+from millrace.rpc.service import run_service
+from millrace.rpc.threads import run_in_daemon_thread
+from millrace_protos import rest_pb2_grpc
+from millrace_protos.millrace_pb2_grpc import add_TextGenerationServicer_to_server
+from services.transformer.frontends.grpc import development
+from services.transformer.processes.supervisor import supervise, tell_page
 from services.transformer.settings import TransformerSettings
-from services.transformer.workers import supervise, tell_page
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ async def serve(settings: TransformerSettings) -> None:
 
 
 async def serve_worker(settings: TransformerSettings, page: int) -> None:
-    """Runs one of several transformers; `page` is a descriptor, see workers.py."""
+    """Runs one of several transformers; `page` is a descriptor, see processes/supervisor.py."""
     tell_page(page)
     await _serve(settings, metrics_port=0, is_worker=True)
 
@@ -49,21 +49,24 @@ async def serve_worker(settings: TransformerSettings, page: int) -> None:
 async def _serve(settings: TransformerSettings, metrics_port: int, is_worker: bool = False) -> None:
     # transformers takes seconds to import: a wrong setting is told before.
     _leave_out_torch()
-    from services.transformer.body_processes import BodyProcesses
-    from services.transformer.catalogue import Catalogue
-    from services.transformer.inference import Inference
-    from services.transformer.inference_servicer import InferenceServicer
-    from services.transformer.open_inference_servicer import OpenInferenceServicer
-    from services.transformer.openai.embeddings import Embedder
-    from services.transformer.openai_servicer import OpenAIServicer
-    from services.transformer.pipeline import Pipeline
-    from services.transformer.predictor_client import PredictorClient
-    from services.transformer.processors import RunningProcessor
-    from services.transformer.relay import Relay
-    from services.transformer.replicas import Replicas
-    from services.transformer.resuming import ResumingGenerator
-    from services.transformer.text_generation_servicer import RestTextGenerationServicer, TextGenerationServicer
-    from services.transformer.work_pool import WorkPool
+    from services.transformer.frontends.grpc.inference_servicer import InferenceServicer
+    from services.transformer.frontends.grpc.text_generation_servicer import (
+        RestTextGenerationServicer,
+        TextGenerationServicer,
+    )
+    from services.transformer.frontends.openai.embeddings import Embedder
+    from services.transformer.frontends.openai.servicer import OpenAIServicer
+    from services.transformer.frontends.v2_rest.servicer import OpenInferenceServicer
+    from services.transformer.generation.pipeline import Pipeline
+    from services.transformer.inference.infer import Inference
+    from services.transformer.models.catalogue import Catalogue
+    from services.transformer.models.processors import RunningProcessor
+    from services.transformer.models.work_pool import WorkPool
+    from services.transformer.predictors.client import PredictorClient
+    from services.transformer.predictors.relay import Relay
+    from services.transformer.predictors.replicas import Replicas
+    from services.transformer.predictors.resuming import ResumingGenerator
+    from services.transformer.processes.body_processes import BodyProcesses
 
     predictor = PredictorClient(
         settings.predictor, settings.silence_limit, settings.predictor_wait, settings.predictor_start_wait

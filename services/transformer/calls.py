@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from millrace.errors import InvalidRequestError
-from millrace.interceptors import Context
-from millrace.recorded_call import MAX_REQUEST_ID
+from millrace.payload.call import MAX_REQUEST_ID
+from millrace.rpc.handlers import Context
 
 TTFT_MS = "x-ttft-ms"
 _TIMEOUT_MS = "x-timeout-ms"

@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, ByteSize, Field, InstanceOf
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from millrace.payload_redaction import Redaction, parse_redactions
-from millrace.payload_rules import Modes, PayloadRules, parse_metadata, parse_modes
+from millrace.payload.redaction import Redaction, parse_redactions
+from millrace.payload.rules import Modes, PayloadRules, parse_metadata, parse_modes
 from millrace.settings import Models, Port, ServiceSettings, models_field
-from services.transformer.processor_sources import ProcessorSource, parse_processors
+from services.transformer.models.processor_sources import ProcessorSource, parse_processors
 
 Processors = Annotated[
     tuple[ProcessorSource, ...],
@@ -125,7 +125,7 @@ class TransformerSettings(ServiceSettings):
         (),
         description="What records leave out: a JSON list of rules, or a file that holds one:"
         ' {"path": "$.parameters.user"}, {"pattern": "[0-9]{16}", "replace": "[card]"}, or both in one; see'
-        " millrace/payload_redaction.py.",
+        " millrace/payload/redaction.py.",
     )
     payload_metadata: LoggedMetadata = Field(
         frozenset(),

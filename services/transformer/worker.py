@@ -1,14 +1,17 @@
-"""Starts one of several transformers on a port: `python -m services.transformer.worker PARENT PAGE`; see workers.py."""
+"""Starts one of several transformers on a port: `python -m services.transformer.worker PARENT PAGE`.
+
+The parent is processes/supervisor.py.
+"""
 
 from __future__ import annotations
 
 import sys
 from functools import partial
 
-from millrace.service import run_service
+from millrace.rpc.service import run_service
 from services.transformer.__main__ import serve_worker
+from services.transformer.processes.supervisor import end_with_parent
 from services.transformer.settings import TransformerSettings
-from services.transformer.workers import end_with_parent
 
 if __name__ == "__main__":
     page = int(sys.argv.pop())

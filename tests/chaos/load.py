@@ -20,11 +20,11 @@ import grpc
 import httpx2
 import numpy as np
 
-from millrace.protos import inference_pb2 as pb
-from millrace.protos import millrace_pb2, millrace_pb2_grpc
-from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
 from millrace.sampling import set_parameters
-from millrace.tensors import Tensor, add_input, bytes_tensor, decode_outputs
+from millrace_protos import inference_pb2 as pb
+from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.chaos.asks import DATE_MODEL, TENSOR_MODEL, TEXT_MODEL, VECTOR_MODEL, Ask, Story
 
 OK, BROKEN, HUNG = "OK", "broken", "hung"  # Beside these a status is gRPC's name or HTTP's number.

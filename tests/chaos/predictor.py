@@ -19,7 +19,7 @@ from typing import Any
 
 from services.predictor.__main__ import serve
 from services.predictor.engine import build
-from services.predictor.engine.paged_runner import PagedRunner
+from services.predictor.engine.runners.paged import PagedRunner
 from services.predictor.engine.scheduler import Scheduler
 
 FAILS = 13
@@ -31,7 +31,7 @@ class InjectedError(Exception):
 
 
 def main() -> None:
-    from millrace.service import run_service
+    from millrace.rpc.service import run_service
     from services.predictor.settings import PredictorSettings
 
     folder, port = Path(os.environ["FAULTS"]), os.environ["PREDICTOR_PORT"]

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from millrace.protos.millrace_pb2 import PayloadRecord
+from millrace_protos.millrace_pb2 import PayloadRecord
 from tests.chaos.asks import TEXT_WAYS
 from tests.chaos.load import OK, Told
 from tests.chaos.oracle import EXCUSED, Oracle, Span

@@ -12,9 +12,9 @@ import grpc
 import numpy as np
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from millrace.protos import millrace_pb2, millrace_pb2_grpc
-from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from millrace.tensors import Tensor
+from millrace.oip.tensors import Tensor
+from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.system.calls import ids_request, text_request
 
 DEADLINE_S = 60.0

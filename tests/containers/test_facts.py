@@ -32,7 +32,7 @@ def test_a_container_may_do_no_more_than_it_must(stack, service):
 @pytest.mark.parametrize("service", ["transformer", "predictor", "logger"])
 def test_health_is_asked_by_grpc(stack, service):
     config = stack.container(service).facts["Config"]
-    assert config["Healthcheck"]["Test"][:4] == ["CMD", "python", "-m", "millrace.health_check"]
+    assert config["Healthcheck"]["Test"][:4] == ["CMD", "python", "-m", "millrace.rpc.health_check"]
     # In exec form: no shell stands between SIGTERM and the service.
     assert config["Entrypoint"] == ["python", "-m", f"services.{service}"]
 

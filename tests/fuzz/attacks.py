@@ -23,10 +23,10 @@ from typing import Any
 import grpc
 import numpy as np
 
-from millrace.protos import inference_pb2 as pb
-from millrace.protos import millrace_pb2, millrace_pb2_grpc
-from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from services.transformer.body_worker import stay_behind
+from millrace_protos import inference_pb2 as pb
+from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from services.transformer.processes.body_worker import stay_behind
 from tests.system.calls import channel, text_request
 
 MEGABYTE = 1 << 20

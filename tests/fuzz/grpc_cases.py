@@ -9,8 +9,8 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from millrace.protos import inference_pb2 as pb
-from millrace.protos import millrace_pb2
+from millrace_protos import inference_pb2 as pb
+from millrace_protos import millrace_pb2
 from tests.fuzz.case import Case, GrpcCall, HttpCall
 from tests.fuzz.infer_cases import model_infer
 from tests.fuzz.json_values import bad_transport

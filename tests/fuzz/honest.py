@@ -21,10 +21,10 @@ import grpc
 import httpx2
 
 from bench.statistics import quantile
-from millrace.protos import inference_pb2 as pb
-from millrace.protos import millrace_pb2, millrace_pb2_grpc
-from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from millrace.tensors import decode_outputs
+from millrace.oip.tensors import decode_outputs
+from millrace_protos import inference_pb2 as pb
+from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.system.calls import channel, each, text_request
 from tests.waiting import until
 

@@ -12,9 +12,9 @@ from random import Random
 
 from google.protobuf.message import DecodeError, Message
 
-from millrace.protos import inference_pb2 as pb
-from millrace.protos import millrace_pb2
-from millrace.tensors import bytes_tensor, encode_raw
+from millrace.oip.tensors import bytes_tensor, encode_raw
+from millrace_protos import inference_pb2 as pb
+from millrace_protos import millrace_pb2
 from tests.fuzz.case import Case, GrpcCall
 
 INFERENCE = "/inference.GRPCInferenceService"

@@ -31,7 +31,7 @@ from pydantic import ByteSize, TypeAdapter
 
 from runner.free_ports import start_stack
 from runner.stack import Stack
-from services.transformer.body_processes import LARGE_BYTES, SMALL_BYTES
+from services.transformer.processes.body_processes import LARGE_BYTES, SMALL_BYTES
 from tests.fuzz.attacks import ATTACKS, UNREADABLE
 from tests.fuzz.honest import Figures, Honest
 from tests.waiting import until

@@ -13,7 +13,7 @@ import grpc
 import httpx2
 import orjson
 
-from millrace.protos import inference_pb2
+from millrace_protos import inference_pb2
 from tests.fuzz.case import Case, GrpcCall, HttpCall, Outcome
 from tests.system.calls import channel
 

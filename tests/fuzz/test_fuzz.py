@@ -15,8 +15,8 @@ from random import Random
 import pytest
 import pytest_asyncio
 
-from millrace.protos import millrace_pb2, millrace_pb2_grpc
-from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from runner.free_ports import start_stack
 from tests.fuzz import grpc_cases, infer_cases, tensor_cases, text_cases
 from tests.fuzz.case import Case, GrpcCall, HttpCall, verdict

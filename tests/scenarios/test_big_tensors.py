@@ -16,9 +16,9 @@ import orjson
 import pytest
 import pytest_asyncio
 
-from millrace.protos import inference_pb2 as pb
-from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from millrace.tensors import Tensor, add_input, decode_outputs
+from millrace.oip.tensors import Tensor, add_input, decode_outputs
+from millrace_protos import inference_pb2 as pb
+from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from runner.free_ports import start_stack
 from tests.chaos.memory import peaks
 

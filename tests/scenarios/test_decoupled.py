@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from millrace.protos import millrace_pb2_grpc
+from millrace_protos import millrace_pb2_grpc
 from tests.chaos.asks import Story
 from tests.chaos.load import Client, text_request
 from tests.conformance.conftest import CHUNKS

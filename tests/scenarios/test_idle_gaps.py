@@ -11,8 +11,8 @@ import sys
 import grpc
 import pytest
 
-from millrace.protos import inference_pb2, millrace_pb2, millrace_pb2_grpc
-from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace_protos import inference_pb2, millrace_pb2, millrace_pb2_grpc
+from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.system.calls import channel, rest, text_request
 
 CONNECTION_S, STREAM_S = 1, 4  # Instead of 3600 and 600.

@@ -10,7 +10,7 @@ from collections import Counter
 import grpc
 import pytest
 
-from millrace.protos import millrace_pb2, millrace_pb2_grpc
+from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from tests.system.payload_log import query
 from tests.waiting import until
 

@@ -15,7 +15,7 @@ import grpc
 import psutil
 import pytest
 
-from millrace.protos import millrace_pb2, millrace_pb2_grpc
+from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from tests.system.calls import channel, generate, rest
 from tests.unit.logger_process import free_port
 from tests.waiting import until

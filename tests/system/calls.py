@@ -12,9 +12,9 @@ from typing import Any
 
 import grpc
 
-from millrace.protos import inference_pb2, millrace_pb2, millrace_pb2_grpc
-from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from millrace.tensors import Tensor, add_input, bytes_tensor, decode_outputs
+from millrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
+from millrace_protos import inference_pb2, millrace_pb2, millrace_pb2_grpc
+from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 
 
 def channel(gateway: str, authority: str | None = None, max_bytes: int = 4 << 20) -> grpc.aio.Channel:

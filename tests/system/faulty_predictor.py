@@ -21,7 +21,7 @@ from pathlib import Path
 
 from services.predictor.__main__ import serve
 from services.predictor.engine import build
-from services.predictor.engine.paged_runner import PagedRunner
+from services.predictor.engine.runners.paged import PagedRunner
 from services.predictor.engine.scheduler import Scheduler
 
 FAILS, FAILS_LATER, HOLDS_LATER = 13, 14, 15
@@ -54,7 +54,7 @@ async def execute(request):
 
 
 def main() -> None:
-    from millrace.service import run_service
+    from millrace.rpc.service import run_service
     from services.predictor.settings import PredictorSettings
 
     folder = Path(os.environ["FAULTS"])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from services.predictor.__main__ import serve
 from services.predictor.engine import build
-from services.predictor.engine.paged_runner import PagedRunner
+from services.predictor.engine.runners.paged import PagedRunner
 
 UNGATED = ("warm-up", "")  # The latter is the engine's own probe.
 
@@ -37,7 +37,7 @@ class Gate:
 
 
 def main() -> None:
-    from millrace.service import run_service
+    from millrace.rpc.service import run_service
     from services.predictor.settings import PredictorSettings
 
     gate = Gate(os.environ["GATE_SOCKET"])

@@ -11,11 +11,11 @@ import grpc
 import numpy as np
 from google.protobuf.message import Message
 
-from millrace.protos import inference_pb2 as pb
-from millrace.protos import millrace_pb2, millrace_pb2_grpc
-from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace.oip.tensors import Tensor, add_input, bytes_tensor
 from millrace.sampling import set_parameters
-from millrace.tensors import Tensor, add_input, bytes_tensor
+from millrace_protos import inference_pb2 as pb
+from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.system.ask import ON_STREAM, STREAM_LOST, Ask, Outcome, WayIn, in_thread, tensor_model
 from tests.system.calls import Answer, http_request
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from services.predictor.__main__ import serve
 from services.predictor.engine import build
-from services.predictor.engine.paged_runner import PagedRunner
-from services.predictor.engine.t5_runner import T5Runner
+from services.predictor.engine.runners.paged import PagedRunner
+from services.predictor.engine.runners.t5 import T5Runner
 
 
 def main() -> None:
-    from millrace.service import run_service
+    from millrace.rpc.service import run_service
     from services.predictor.settings import PredictorSettings
 
     pause_s = float(os.environ["SLOW_MS"]) / 1000

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from millrace.protos import millrace_pb2, millrace_pb2_grpc
+from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from tests.system.calls import channel, generate, leave_http, statistics
 from tests.waiting import until
 

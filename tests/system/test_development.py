@@ -4,7 +4,7 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from millrace.protos import millrace_pb2, millrace_pb2_grpc
+from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from tests.system.calls import channel, each, rest
 from tests.waiting import until
 

@@ -12,11 +12,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace.errors import DRAINING
-from millrace.protos import millrace_pb2, millrace_pb2_grpc
-from millrace.protos.inference_pb2 import ModelReadyRequest, ServerReadyRequest
-from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from millrace.resumable import HEARTBEAT, LEAVING, CallOptions
-from millrace.tensors import Tensor, decode_outputs
+from millrace.oip.resumable import HEARTBEAT, LEAVING, CallOptions
+from millrace.oip.tensors import Tensor, decode_outputs
+from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from millrace_protos.inference_pb2 import ModelReadyRequest, ServerReadyRequest
+from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.system.calls import channel, each, generate, http_request, ids_request
 from tests.system.gated_stack import gated_stack
 from tests.system.predictor_process import predictor_process

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import grpc
 
-from millrace.protos import millrace_pb2, millrace_pb2_grpc
+from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from tests.system.calls import channel, generate
 from tests.waiting import until
 

@@ -14,8 +14,8 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from millrace.protos import inference_pb2 as pb
-from millrace.protos import millrace_pb2
+from millrace_protos import inference_pb2 as pb
+from millrace_protos import millrace_pb2
 from runner.free_ports import start_stack
 from tests.system.ask import ON_STREAM, Ask
 from tests.system.calls import channel, http_request

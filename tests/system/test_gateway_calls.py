@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from millrace.protos import millrace_pb2, millrace_pb2_grpc
-from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from millrace.tensors import Tensor
+from millrace.oip.tensors import Tensor
+from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from runner.free_ports import start_stack
 from tests.system.calls import channel, generate, ids_request, rest
 from tests.system.payload_log import query

@@ -10,9 +10,9 @@ import grpc
 import psutil
 import pytest
 
-from millrace.protos import inference_pb2 as pb
-from millrace.protos import millrace_pb2
-from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace_protos import inference_pb2 as pb
+from millrace_protos import millrace_pb2
+from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.system.calls import channel, text_request
 from tests.waiting import until
 

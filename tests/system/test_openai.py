@@ -14,7 +14,7 @@ import pytest_asyncio
 import torch
 
 from runner.free_ports import start_stack
-from services.transformer.openai.choices import choice_seed
+from services.transformer.frontends.openai.choices import choice_seed
 from tests.random_encoders import save_random_encoder, save_words_tokenizer
 from tests.system.calls import rest, statistics
 from tests.system.payload_log import records

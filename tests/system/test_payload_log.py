@@ -6,7 +6,7 @@ import stat
 import grpc
 import pytest
 
-from millrace.protos import millrace_pb2, millrace_pb2_grpc
+from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from tests.system.calls import channel, generate, rest, text_of
 from tests.system.payload_log import query, records
 from tests.waiting import until

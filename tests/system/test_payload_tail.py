@@ -8,7 +8,7 @@ import signal
 import grpc
 import pytest
 
-from millrace.protos import millrace_pb2, millrace_pb2_grpc
+from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from tests.system.calls import channel, generate, rest
 from tests.waiting import until
 

@@ -17,7 +17,7 @@ import pytest_asyncio
 import yaml
 
 from bench.prometheus import CONFIG, Prometheus
-from millrace.protos import millrace_pb2, millrace_pb2_grpc
+from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from runner.free_ports import start_stack
 from runner.stack import Stack
 from tests.dashboards import filled, metrics_of, queries

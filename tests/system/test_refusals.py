@@ -9,7 +9,7 @@ import grpc
 import numpy as np
 import pytest
 
-from millrace.tensors import Tensor, add_input, bytes_tensor
+from millrace.oip.tensors import Tensor, add_input, bytes_tensor
 from tests.system.calls import channel, generate, ids_request, infer, rest, text_of, text_request
 
 INVALID, NOT_FOUND = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from millrace.protos import inference_pb2 as pb
-from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace_protos import inference_pb2 as pb
+from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.system.calls import channel, generate, rest, statistics
 from tests.waiting import until
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from millrace.protos import inference_pb2 as pb
-from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from millrace.tensors import Tensor, decode_outputs
+from millrace.oip.tensors import Tensor, decode_outputs
+from millrace_protos import inference_pb2 as pb
+from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from runner.free_ports import start_stack
 from tests.hub import serve_hub
 from tests.random_models import save_random_model

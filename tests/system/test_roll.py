@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from millrace.protos import millrace_pb2, millrace_pb2_grpc
-from millrace.tensors import Tensor
+from millrace.oip.tensors import Tensor
+from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from tests.system.calls import channel, ids_request, infer, rest, text_of, text_request
 from tests.waiting import until
 

@@ -72,10 +72,10 @@ async def execute(request):
 
 # Says that it can chat, and cannot.
 NO_CHAT = """
-from millrace.service import run_service
+from millrace.rpc.service import run_service
 from services.transformer.__main__ import serve
 from services.transformer.settings import TransformerSettings
-from services.transformer.tokenizer import TextTokenizer
+from services.transformer.text.tokenizer import TextTokenizer
 
 def fail(*_):
     raise RuntimeError("no chat today")
@@ -87,9 +87,9 @@ run_service("transformer", TransformerSettings, serve)
 
 # A model that gives special tokens alone, which have no text.
 NO_TEXT = """
-from millrace.service import run_service
+from millrace.rpc.service import run_service
 from services.transformer.__main__ import serve
-from services.transformer.detokenizer import Detokenizer
+from services.transformer.text.detokenizer import Detokenizer
 from services.transformer.settings import TransformerSettings
 
 Detokenizer.push = lambda self, token_id: ""

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from millrace.protos import inference_pb2 as pb
-from millrace.tensors import Tensor, add_input, decode_outputs
+from millrace.oip.tensors import Tensor, add_input, decode_outputs
+from millrace_protos import inference_pb2 as pb
 from tests.system.calls import each, text_request
 from tests.unit.transformers import transformer
 from tests.waiting import until

@@ -11,9 +11,9 @@ import pytest
 import pytest_asyncio
 from PIL import Image
 
-from millrace.protos import inference_pb2 as pb
-from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from millrace.tensors import Tensor, add_input, bytes_tensor, decode_outputs
+from millrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
+from millrace_protos import inference_pb2 as pb
+from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from runner.free_ports import start_stack
 from runner.settings import ROOT
 from tests.system.calls import channel, each, generate, statistics, text_of, text_request

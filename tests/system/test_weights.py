@@ -9,9 +9,9 @@ from collections import Counter
 import pytest_asyncio
 from safetensors.torch import load_file, save_file
 
-from millrace.protos import inference_pb2 as pb
-from millrace.protos import millrace_pb2, millrace_pb2_grpc
-from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace_protos import inference_pb2 as pb
+from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from runner.free_ports import start_stack
 from tests.system.calls import channel, rest
 from tests.waiting import until

@@ -11,10 +11,10 @@ from typing import Any
 
 import grpc
 
-from millrace.protos import millrace_pb2
-from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from millrace.protos.millrace_pb2_grpc import TextGenerationStub
 from millrace.sampling import set_parameters
+from millrace_protos import millrace_pb2
+from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace_protos.millrace_pb2_grpc import TextGenerationStub
 from tests.system.ask import in_thread
 from tests.system.calls import channel, each, http_request, text_request
 

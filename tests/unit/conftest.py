@@ -3,11 +3,11 @@
 import grpc
 import pytest
 
-from millrace.channel import open_channel
-from millrace.interceptors import ErrorServerInterceptor
-from millrace.protos import millrace_pb2_grpc
+from millrace.rpc.channel import open_channel
+from millrace.rpc.handlers import ErrorServerInterceptor
+from millrace_protos import millrace_pb2_grpc
 from services.logger.servicer import PayloadLogServicer
-from services.logger.store import SqliteStore
+from services.logger.store.store import SqliteStore
 from services.logger.tails import Tails
 from tests.unit.payload_ingest import Taps, listening
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from millrace.sampling import SamplingParameters
-from services.predictor.engine.blocks import BlockManager
 from services.predictor.engine.engine import ContinuousBatchingEngine
 from services.predictor.engine.interface import Chunk, EngineLimits, GenerationRequest, OutputSlot
-from services.predictor.engine.sampler import SamplingRow, sample
+from services.predictor.engine.sampling.sampler import SamplingRow, sample
 from services.predictor.engine.scheduler import Scheduler
-from services.predictor.engine.sequence import Row
 from services.predictor.engine.solo import SoloPlace
+from services.predictor.engine.state.blocks import BlockManager
+from services.predictor.engine.state.sequence import Row
 
 VOCABULARY = 64
 END = 2

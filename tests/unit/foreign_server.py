@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 import grpc
 import numpy as np
 
-from millrace.protos import inference_pb2 as pb
-from millrace.protos import inference_pb2_grpc
-from millrace.tensors import Tensor, add_output, decode_inputs
+from millrace.oip.tensors import Tensor, add_output, decode_inputs
+from millrace_protos import inference_pb2 as pb
+from millrace_protos import inference_pb2_grpc
 
 MODELS = ("echo", "ids")
 Metadata = pb.ModelMetadataResponse.TensorMetadata

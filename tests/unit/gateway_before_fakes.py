@@ -21,9 +21,9 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 
 import envoy
 from millrace.errors import DrainingError, HopBrokenError
-from millrace.protos import inference_pb2, inference_pb2_grpc, rest_pb2_grpc
-from millrace.server import SERVER_OPTIONS
+from millrace.rpc.server import SERVER_OPTIONS
 from millrace.telemetry.identity import REQUEST_ID
+from millrace_protos import inference_pb2, inference_pb2_grpc, rest_pb2_grpc
 from runner import envoy_config
 from runner.free_ports import free_settings
 from runner.process import Process, ProcessSpec

@@ -6,12 +6,12 @@ Prints its port. ModelInfer answers with its request's id as soon as it is let g
 import asyncio
 import sys
 
-from millrace.admission import Admission
-from millrace.byte_budget import ByteBudget
-from millrace.protos import inference_pb2 as pb
-from millrace.protos import inference_pb2_grpc
-from millrace.server import Server
-from millrace.stream_infer import multiplex
+from millrace.oip.stream_infer import multiplex
+from millrace.rpc.admission import Admission
+from millrace.rpc.byte_budget import ByteBudget
+from millrace.rpc.server import Server
+from millrace_protos import inference_pb2 as pb
+from millrace_protos import inference_pb2_grpc
 
 
 class Inference(inference_pb2_grpc.GRPCInferenceServiceServicer):

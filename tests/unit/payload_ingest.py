@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from millrace.payload_tap import PayloadTap
-from millrace.protos import millrace_pb2_grpc
-from millrace.protos.millrace_pb2 import AppendResponse
+from millrace.payload.tap import PayloadTap
+from millrace_protos import millrace_pb2_grpc
+from millrace_protos.millrace_pb2 import AppendResponse
 from tests.unit.logger_process import free_port
 
 OPTIONS = (("grpc.max_receive_message_length", -1),)

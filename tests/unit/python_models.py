@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from millrace.protos.inference_pb2 import ModelInferRequest
-from millrace.tensors import Tensor, add_input, decode_outputs
+from millrace.oip.tensors import Tensor, add_input, decode_outputs
+from millrace_protos.inference_pb2 import ModelInferRequest
 from services.predictor.tensor_models.python_model import PythonModel
 
 

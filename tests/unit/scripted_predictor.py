@@ -16,12 +16,12 @@ import grpc
 import numpy as np
 
 from millrace.errors import DrainingError, MillraceError, NotFoundError
-from millrace.interceptors import ErrorServerInterceptor
-from millrace.prompt_logprobs import PROMPT_LOGPROBS, PromptLogprobs
-from millrace.protos import inference_pb2 as pb
-from millrace.protos import inference_pb2_grpc, model_config_pb2
-from millrace.resumable import FINGERPRINT, HEARTBEAT, LEAVING, RUNS_ALONE, CallOptions, call_options_of
-from millrace.tensors import Tensor, add_output, decode_inputs
+from millrace.oip.prompt_logprobs import PROMPT_LOGPROBS, PromptLogprobs
+from millrace.oip.resumable import FINGERPRINT, HEARTBEAT, LEAVING, RUNS_ALONE, CallOptions, call_options_of
+from millrace.oip.tensors import Tensor, add_output, decode_inputs
+from millrace.rpc.handlers import ErrorServerInterceptor
+from millrace_protos import inference_pb2 as pb
+from millrace_protos import inference_pb2_grpc, model_config_pb2
 from tests.waiting import until
 
 MODEL = "teller"

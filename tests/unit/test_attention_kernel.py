@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from services.predictor.engine import kernel
-from services.predictor.engine.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
+from services.predictor.engine.cpu import kernel
+from services.predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
 
 SIZE = 16
 BLOCKS = 12

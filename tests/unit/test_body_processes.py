@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from millrace.errors import DeadlineError, InvalidRequestError, OverloadedError, RequestFailedError, TooLargeError
-from services.transformer.body_processes import LARGE_BYTES, TEMPLATES, BodyProcesses
-from services.transformer.openai.errors import UnsupportedFieldError
+from services.transformer.frontends.openai.errors import UnsupportedFieldError
+from services.transformer.processes.body_processes import LARGE_BYTES, TEMPLATES, BodyProcesses
 from tests.waiting import until
 
 
@@ -217,6 +217,6 @@ async def test_the_processes_end_with_what_they_work_for(tmp_path):
 
 def test_what_reads_bodies_imports_no_tokenizer():
     modules = ("generation_requests", "text_requests")
-    script = "; ".join(f"import services.transformer.openai.{name}" for name in modules)
+    script = "; ".join(f"import services.transformer.frontends.openai.{name}" for name in modules)
     script += "; import sys; sys.exit('transformers' in sys.modules or 'tokenizers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0

@@ -4,7 +4,7 @@ from itertools import islice
 
 import pytest
 
-from millrace.protos.millrace_pb2 import PayloadChunk, PayloadRecord
+from millrace_protos.millrace_pb2 import PayloadChunk, PayloadRecord
 from tests.chaos.asks import Ask, ask_of, greedy
 from tests.chaos.faults import OTHERS, PREDICTORS, faults
 from tests.chaos.load import BROKEN, HUNG, Piece, Told

@@ -1,6 +1,6 @@
 """Recorded passes are few, and each fits what it is made for."""
 
-from services.predictor.engine.decode_graphs import block_bucket, row_bucket
+from services.predictor.engine.runners.decode_graphs import block_bucket, row_bucket
 
 
 def test_buckets_hold_what_they_are_for_and_are_few():

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from services.transformer.detokenizer import Decoder, Detokenizer, StopFinder
+from services.transformer.text.detokenizer import Decoder, Detokenizer, StopFinder
 
 CORPUS = ["Once upon a time there was a dog.", "Zoë ate naïve crêpes 🥞 in 東京 😀😃 and sang ¡olé!"] * 20
 

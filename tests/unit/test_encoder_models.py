@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.errors import InvalidRequestError, StartupError
-from millrace.model_kinds import ModelKind, kind_of
-from millrace.model_sources import ModelSource
-from millrace.protos.inference_pb2 import ModelInferRequest
-from millrace.stream_infer import FINAL
-from millrace.tensors import Tensor, add_input, decode_outputs
-from services.predictor.loading import load
-from services.predictor.served_model import config_of, metadata_of
+from millrace.models.kinds import ModelKind, kind_of
+from millrace.models.sources import ModelSource
+from millrace.oip.stream_infer import FINAL
+from millrace.oip.tensors import Tensor, add_input, decode_outputs
+from millrace_protos.inference_pb2 import ModelInferRequest
+from services.predictor.models.served_model import config_of, metadata_of
+from services.predictor.repository.loading import load
 from services.predictor.settings import PredictorSettings
 from services.predictor.tensor_models.rows import ATTENTION_MASK, INPUT_IDS, pad
 from tests.random_encoders import ENCODERS, VOCABULARY, save_pooling, save_random_encoder

@@ -8,11 +8,14 @@ import pytest
 import torch
 
 from millrace.sampling import SamplingParameters
-from services.predictor.engine import attention, build, kernel, paged_runner
+from services.predictor.engine import build
 from services.predictor.engine.build import build_engine
+from services.predictor.engine.cpu import kernel
 from services.predictor.engine.interface import GenerationRequest
-from services.predictor.engine.memory import cache_shape
-from services.predictor.engine.paged_runner import PagedRunner, self_test
+from services.predictor.engine.runners import attention
+from services.predictor.engine.runners import paged as paged_runner
+from services.predictor.engine.runners.memory import cache_shape
+from services.predictor.engine.runners.paged import PagedRunner, self_test
 from services.predictor.settings import PredictorSettings
 from tests.random_models import ARCHITECTURES, ONE_ROW, PAGED, RAGGED, VOCABULARY, greedy, random_model
 from tests.unit.bfloat16 import needs_bfloat16_processor

@@ -62,7 +62,7 @@ async def test_a_step_that_hangs_is_the_engines_end_even_without_standard_error(
 async def test_rows_that_are_run_again_each_have_a_steps_time(engine_of, monkeypatch):
     now = [1000.0]
     clock = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
-    monkeypatch.setattr("millrace.watchdog.time", clock)
+    monkeypatch.setattr("millrace.rpc.watchdog.time", clock)
 
     def before(row):
         # By the watchdog's clock all nine take less than a step may, but not nine after four. The watchdog
@@ -174,7 +174,7 @@ async def test_a_full_queue_says_how_long_requests_take_to_end(engine_of, monkey
     now = [1000.0]
     clock = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
     monkeypatch.setattr("services.predictor.engine.engine.time", clock)
-    monkeypatch.setattr("services.predictor.engine.sequence.time", clock)
+    monkeypatch.setattr("services.predictor.engine.state.sequence.time", clock)
     gate = Gate()
 
     def before(row):

@@ -17,9 +17,9 @@ import pytest_asyncio
 from grpc_health.v1 import health_pb2
 
 from millrace.errors import NotReadyError, from_rpc_error
-from millrace.protos import inference_pb2, inference_pb2_grpc
-from millrace.resumable import ALONE, HEARTBEAT_MS, RESUMES
+from millrace.oip.resumable import ALONE, HEARTBEAT_MS, RESUMES
 from millrace.telemetry.rpc import LINK
+from millrace_protos import inference_pb2, inference_pb2_grpc
 from runner import envoy_config
 from runner.free_ports import free_settings
 from tests.unit.gateway_before_fakes import (

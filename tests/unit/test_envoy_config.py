@@ -15,8 +15,8 @@ import yaml
 from pydantic import ValidationError
 
 import envoy
-from millrace.recorded_call import RECORDED
-from millrace.resumable import ALONE, EXPECTED_FINGERPRINT, HEARTBEAT_MS, RESUMES
+from millrace.oip.resumable import ALONE, EXPECTED_FINGERPRINT, HEARTBEAT_MS, RESUMES
+from millrace.payload.call import RECORDED
 from millrace.telemetry.identity import REQUEST_ID
 from millrace.telemetry.rpc import LINK
 from runner import envoy_config

@@ -8,7 +8,6 @@ import pytest
 from grpc import StatusCode
 
 from millrace import errors
-from millrace.channel import open_channel
 from millrace.errors import (
     DeadlineError,
     DrainingError,
@@ -22,7 +21,8 @@ from millrace.errors import (
     TooLargeError,
     from_rpc_error,
 )
-from millrace.interceptors import ErrorServerInterceptor
+from millrace.rpc.channel import open_channel
+from millrace.rpc.handlers import ErrorServerInterceptor
 
 CLASSES = sorted(MillraceError.__subclasses__(), key=lambda cls: cls.__name__)
 KINDS = ("unary", "stream", "bidi")

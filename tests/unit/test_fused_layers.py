@@ -6,10 +6,10 @@ import pytest
 import torch
 import transformers as hf
 
-from services.predictor.engine.fused_layers import GatedLayer, OPTLayer, fuse_layers
-from services.predictor.engine.memory import cache_shape
-from services.predictor.engine.paged_runner import PagedRunner, detached_sequence
-from services.predictor.engine.sequence import Row
+from services.predictor.engine.runners.fused_layers import GatedLayer, OPTLayer, fuse_layers
+from services.predictor.engine.runners.memory import cache_shape
+from services.predictor.engine.runners.paged import PagedRunner, detached_sequence
+from services.predictor.engine.state.sequence import Row
 from tests.random_models import ARCHITECTURES, VOCABULARY, random_model
 from tests.unit.bfloat16 import PACKED_DTYPES
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from millrace.protos import inference_pb2, inference_pb2_grpc
+from millrace_protos import inference_pb2, inference_pb2_grpc
 from runner import envoy_config
 from tests.unit.gateway_before_fakes import METADATA, OPENAI, ORIGIN, Gateway, running_gateway
 

@@ -13,7 +13,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from millrace.protos import inference_pb2, inference_pb2_grpc, rest_pb2_grpc
+from millrace_protos import inference_pb2, inference_pb2_grpc, rest_pb2_grpc
 from tests.unit.gateway_before_fakes import OPENAI, Gateway, HttpBody, running_gateway
 from tests.waiting import until
 

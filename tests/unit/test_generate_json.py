@@ -5,8 +5,8 @@ import json
 import pytest
 
 from millrace.errors import ContextLengthError, InvalidRequestError
-from millrace.protos.millrace_pb2 import GenerateRequest
-from services.transformer.generate_json import read_generate_request
+from millrace_protos.millrace_pb2 import GenerateRequest
+from services.transformer.frontends.grpc.generate_json import read_generate_request
 
 
 def read(**fields):

@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from millrace.errors import DrainingError, InvalidRequestError, OtherWeightsError
-from millrace.prompt_logprobs import OUTPUTS as PROMPT_OUTPUTS
-from millrace.protos.inference_pb2 import ModelInferRequest
-from millrace.resumable import HEARTBEAT, RUNS_ALONE, CallOptions
+from millrace.oip.prompt_logprobs import OUTPUTS as PROMPT_OUTPUTS
+from millrace.oip.resumable import HEARTBEAT, RUNS_ALONE, CallOptions
+from millrace.oip.stream_infer import FINAL
+from millrace.oip.tensors import Tensor, add_input, decode_outputs
 from millrace.sampling import SamplingParameters, set_parameters
-from millrace.stream_infer import FINAL
-from millrace.tensors import Tensor, add_input, decode_outputs
-from services.predictor.generation import read_request
-from services.predictor.generation_loading import LoadedModel
-from services.predictor.generation_model import GenerationModel
-from services.predictor.served_model import NO_OPTIONS
-from services.predictor.serving import Serving
+from millrace_protos.inference_pb2 import ModelInferRequest
+from services.predictor.generation.loading import LoadedModel
+from services.predictor.generation.model import GenerationModel
+from services.predictor.generation.requests import read_request
+from services.predictor.models.served_model import NO_OPTIONS
+from services.predictor.repository.lease import Serving
 from tests.unit.fakes import END, FakeRunner, Gate, engines, expected, logits_after
 from tests.waiting import until
 

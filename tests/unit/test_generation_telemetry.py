@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from millrace.errors import HopBrokenError, InvalidRequestError, OverloadedError
-from millrace.recorded_call import Origin
-from services.transformer.generation_telemetry import GenerationTelemetry
+from millrace.payload.call import Origin
+from services.transformer.generation.telemetry import GenerationTelemetry
 from tests.unit.measured import Measured
 
 GAPS = {"gen_ai.request.model": "storyteller", "millrace.protocol": "grpc"}

@@ -6,15 +6,15 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from millrace.admission import Admission
-from millrace.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from millrace.protos.inference_pb2_grpc import (
+from millrace.oip.stream_infer import multiplex
+from millrace.rpc.admission import Admission
+from millrace.rpc.server import Server
+from millrace_protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from millrace_protos.inference_pb2_grpc import (
     GRPCInferenceServiceServicer,
     GRPCInferenceServiceStub,
     add_GRPCInferenceServiceServicer_to_server,
 )
-from millrace.server import Server
-from millrace.stream_infer import multiplex
 
 MAX_CALLS, MAX_IDLE = 2, 8
 

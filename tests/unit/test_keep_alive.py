@@ -8,10 +8,10 @@ import pytest
 from google.api.httpbody_pb2 import HttpBody
 
 from millrace.errors import FAILED_HOP, OverloadedError
-from millrace.interceptors import ErrorServerInterceptor
-from millrace.protos import rest_pb2_grpc
-from services.transformer.openai.errors import openai_error
-from services.transformer.rest import EVENTS, KeepAlive, event, rest_errors
+from millrace.rpc.handlers import ErrorServerInterceptor
+from millrace_protos import rest_pb2_grpc
+from services.transformer.frontends.http import EVENTS, KeepAlive, event, rest_errors
+from services.transformer.frontends.openai.errors import openai_error
 
 AFTER_S = 0.05
 COMMENT = b": keep-alive\n\n"

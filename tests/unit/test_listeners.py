@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from millrace.errors import StartupError
-from millrace.listeners import Listeners
+from millrace.rpc.listeners import Listeners
 
 CALLS, PER_CONNECTION = 64, 4
 TURN_S = 0.005

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from services.transformer.load_estimate import LoadEstimate, RefusalPace
+from services.transformer.generation.load_estimate import LoadEstimate, RefusalPace
 
 NOW = 1000.0
 

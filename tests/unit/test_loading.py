@@ -8,10 +8,10 @@ import torch
 from huggingface_hub import constants
 
 from millrace.errors import StartupError
-from millrace.model_sources import ModelSource
-from services.predictor.loading import load
+from millrace.models.sources import ModelSource
+from services.predictor.models.weights import choose_device
+from services.predictor.repository.loading import load
 from services.predictor.settings import PredictorSettings
-from services.predictor.weights import choose_device
 from tests.hub import GATED, serve_hub
 
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"

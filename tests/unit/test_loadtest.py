@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from millrace.protos import inference_pb2, millrace_pb2, millrace_pb2_grpc
+from millrace_protos import inference_pb2, millrace_pb2, millrace_pb2_grpc
 
 # Not importorskip: importing locust patches the process for gevent.
 pytestmark = pytest.mark.skipif(

@@ -12,8 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
-from millrace.protos import millrace_pb2_grpc
-from millrace.protos.millrace_pb2 import AppendRequest, PayloadRecord, QueryPayloadsRequest
+from millrace_protos import millrace_pb2_grpc
+from millrace_protos.millrace_pb2 import AppendRequest, PayloadRecord, QueryPayloadsRequest
 from tests.unit.logger_process import LoggerProcess
 
 SOURCE = str(uuid.uuid4())

@@ -22,11 +22,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from millrace.protos.millrace_pb2 import AppendRequest, GatewayCall, PayloadRecord
-from services.logger import export, snapshot
-from services.logger.export import instant
-from services.logger.store import SqliteStore
-from services.logger.values import row
+from millrace_protos.millrace_pb2 import AppendRequest, GatewayCall, PayloadRecord
+from services.logger.export import export
+from services.logger.export.export import instant
+from services.logger.store import snapshot
+from services.logger.store.store import SqliteStore
+from services.logger.store.values import row
 
 ROOT = Path(__file__).parents[2]
 SOURCE = str(uuid.uuid4())
@@ -187,7 +188,7 @@ async def test_every_record_comes_once_and_oldest_first_however_many_pages_there
 
 
 async def test_several_row_groups_are_one_file(store, run, tmp_path, monkeypatch):
-    from services.logger import parquet
+    from services.logger.export import parquet
 
     monkeypatch.setattr(parquet, "_ROW_GROUP_BYTES", 1)
     monkeypatch.setattr(export, "_BATCH_ROWS", 10)

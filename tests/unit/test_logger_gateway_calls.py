@@ -9,11 +9,12 @@ import pytest
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2_grpc import LogsServiceStub
 
-from millrace.interceptors import ErrorServerInterceptor
-from millrace.protos.millrace_pb2 import QueryPayloadsRequest, TailPayloadsRequest
-from services.logger import gateway_calls, reading
-from services.logger.filters import Filters
+from millrace.rpc.handlers import ErrorServerInterceptor
+from millrace_protos.millrace_pb2 import QueryPayloadsRequest, TailPayloadsRequest
+from services.logger import gateway_calls
 from services.logger.gateway_calls import GatewayCalls
+from services.logger.store import reading
+from services.logger.store.filters import Filters
 from services.logger.tails import Tails
 from tests.unit.test_logger_store import append_request, record_id, stored
 

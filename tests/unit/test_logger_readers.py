@@ -7,12 +7,12 @@ import grpc
 import pytest
 
 from millrace.errors import OverloadedError
-from millrace.interceptors import ErrorServerInterceptor
-from millrace.protos import millrace_pb2_grpc
-from millrace.protos.millrace_pb2 import GetPayloadRequest, QueryPayloadsRequest
-from services.logger.filters import Filters
-from services.logger.readers import FREE_BYTES, Readers
+from millrace.rpc.handlers import ErrorServerInterceptor
+from millrace_protos import millrace_pb2_grpc
+from millrace_protos.millrace_pb2 import GetPayloadRequest, QueryPayloadsRequest
 from services.logger.servicer import PayloadLogServicer
+from services.logger.store.filters import Filters
+from services.logger.store.readers import FREE_BYTES, Readers
 from services.logger.tails import Tails
 from tests.unit.test_logger_store import append_request, record_id
 from tests.waiting import until

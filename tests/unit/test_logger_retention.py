@@ -6,9 +6,9 @@ import sqlite3
 import pytest
 
 from millrace.errors import InvalidRequestError
-from millrace.protos.millrace_pb2 import DeletePayloadsRequest, PayloadRecord
-from services.logger.retention import Retention
-from services.logger.store import SqliteStore
+from millrace_protos.millrace_pb2 import DeletePayloadsRequest, PayloadRecord
+from services.logger.store.retention import Retention
+from services.logger.store.store import SqliteStore
 from tests.unit.test_logger_store import append_request, numbers, record_id
 
 DAY_US = 24 * 3600 * 1_000_000
@@ -152,7 +152,7 @@ async def test_the_log_says_how_many_a_sink_had_not_had(store, caplog):
     await store.move_cursor("slow", 4)
     await store.move_cursor("quick", 9)
     await store.move_cursor("no longer configured", 1)
-    with caplog.at_level(logging.INFO, logger="services.logger.retention"):
+    with caplog.at_level(logging.INFO, logger="services.logger.store.retention"):
         await Retention(store, 7, UNBOUNDED, sinks=("slow", "quick", "new"), now_us=at_now).apply()
     assert "10 records were deleted" in caplog.text
     assert "6 of them a sink had not had yet" in caplog.text

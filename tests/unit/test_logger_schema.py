@@ -8,11 +8,11 @@ import pytest
 import sqlalchemy as sql
 from sqlalchemy.dialects import sqlite
 
-from millrace.protos.millrace_pb2 import AppendRequest, PayloadRecord, QueryPayloadsRequest
-from services.logger import reading
-from services.logger.filters import Filters
-from services.logger.schema import SCHEMA_VERSION
-from services.logger.store import SqliteStore
+from millrace_protos.millrace_pb2 import AppendRequest, PayloadRecord, QueryPayloadsRequest
+from services.logger.store import reading
+from services.logger.store.filters import Filters
+from services.logger.store.schema import SCHEMA_VERSION
+from services.logger.store.store import SqliteStore
 from tests.unit.test_logger_store import append_request, numbers, record_id, stored, timestamp
 
 # As version 1 made it.

@@ -8,7 +8,7 @@ import pytest
 from cloudevents.core.bindings.http import HTTPMessage, from_http_event
 from cloudevents.v1.http import from_http as from_http_1
 
-from millrace.protos.millrace_pb2 import PayloadRecord
+from millrace_protos.millrace_pb2 import PayloadRecord
 from services.logger.sinks.cloud_events import REQUEST_TYPE, RESPONSE_TYPE, CloudEventsSink
 
 ID = "01980000-0000-7000-8000-000000000001"

@@ -9,8 +9,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from millrace.protos import millrace_pb2_grpc
-from millrace.protos.millrace_pb2 import AppendRequest, PayloadRecord
+from millrace_protos import millrace_pb2_grpc
+from millrace_protos.millrace_pb2 import AppendRequest, PayloadRecord
 from tests.unit.logger_process import LoggerProcess
 from tests.unit.sink_server import SinkServer
 from tests.waiting import until

@@ -10,11 +10,11 @@ import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from millrace.errors import DeadlineError, InvalidRequestError, NotFoundError, NotReadyError, StartupError
-from millrace.protos.millrace_pb2 import AppendRequest, GetPayloadRequest, PayloadRecord, QueryPayloadsRequest
-from services.logger import schema
-from services.logger.filters import Filters
-from services.logger.schema import SCHEMA_VERSION
-from services.logger.store import SqliteStore
+from millrace_protos.millrace_pb2 import AppendRequest, GetPayloadRequest, PayloadRecord, QueryPayloadsRequest
+from services.logger.store import schema
+from services.logger.store.filters import Filters
+from services.logger.store.schema import SCHEMA_VERSION
+from services.logger.store.store import SqliteStore
 
 SOURCE = str(uuid.uuid4())
 

@@ -8,14 +8,14 @@ from contextlib import ExitStack
 import grpc
 import pytest
 
-from millrace.channel import open_channel
 from millrace.errors import NotReadyError, OverloadedError
-from millrace.interceptors import ErrorServerInterceptor
-from millrace.protos import millrace_pb2_grpc
-from millrace.protos.millrace_pb2 import AppendRequest, PayloadRecord, QueryPayloadsRequest, TailPayloadsRequest
-from services.logger.filters import Filters
+from millrace.rpc.channel import open_channel
+from millrace.rpc.handlers import ErrorServerInterceptor
+from millrace_protos import millrace_pb2_grpc
+from millrace_protos.millrace_pb2 import AppendRequest, PayloadRecord, QueryPayloadsRequest, TailPayloadsRequest
 from services.logger.servicer import PayloadIngestServicer, PayloadLogServicer
-from services.logger.store import SqliteStore
+from services.logger.store.filters import Filters
+from services.logger.store.store import SqliteStore
 from services.logger.tails import MAX_KEPT, MAX_TAILS, MAX_TAILS_OF_ONE, Tails
 from tests.unit.test_logger_store import RECORDS, append_request, record_id, stored
 from tests.waiting import until

@@ -16,12 +16,12 @@ from opentelemetry.trace import SpanKind, StatusCode
 from sqlalchemy.exc import OperationalError
 
 from millrace.errors import NotReadyError
-from millrace.protos.millrace_pb2 import AppendRequest, PayloadRecord
-from services.logger import writing
+from millrace_protos.millrace_pb2 import AppendRequest, PayloadRecord
 from services.logger.sinks import runner as runner_module
 from services.logger.sinks.cloud_events import CloudEventsSink
 from services.logger.sinks.runner import SinkRunner
-from services.logger.store import SqliteStore
+from services.logger.store import writing
+from services.logger.store.store import SqliteStore
 from services.logger.telemetry import MAX_LINKS, RECORDS, SINK, Commits, observe_sinks
 from tests.unit.measured import Measured
 from tests.unit.sink_server import SinkServer

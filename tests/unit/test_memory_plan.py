@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from millrace.errors import StartupError
-from services.predictor.engine import memory
-from services.predictor.engine.memory import cache_memory, cache_shape, container_memory_left, plan_memory
+from services.predictor.engine.runners import memory
+from services.predictor.engine.runners.memory import cache_memory, cache_shape, container_memory_left, plan_memory
 from services.predictor.settings import PredictorSettings
 from tests.random_models import random_model
 

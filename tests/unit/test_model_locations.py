@@ -3,8 +3,8 @@
 import pytest
 
 from millrace.errors import ForbiddenError, InvalidRequestError, NotFoundError, StartupError
-from millrace.model_sources import ModelSource
-from services.predictor.model_locations import ModelLocations
+from millrace.models.sources import ModelSource
+from services.predictor.repository.locations import ModelLocations
 from services.predictor.settings import PredictorSettings
 
 

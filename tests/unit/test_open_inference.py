@@ -5,10 +5,10 @@ import logging
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
-from millrace import open_inference
 from millrace.errors import InvalidRequestError, NotFoundError, NotImplementedMethodError
-from millrace.open_inference import OpenInferenceBase
-from millrace.protos import inference_pb2 as pb
+from millrace.oip import settings_servicer as open_inference
+from millrace.oip.settings_servicer import OpenInferenceBase
+from millrace_protos import inference_pb2 as pb
 
 
 class Servicer(OpenInferenceBase):

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from millrace.protos.millrace_pb2 import Usage
-from services.transformer.openai.answers import ChatFormat, CompletionFormat, Echoes, usage_of
-from services.transformer.pipeline import TextChunk
-from services.transformer.token_bytes import TokenBytes
-from services.transformer.tokenizer import TextTokenizer
+from millrace_protos.millrace_pb2 import Usage
+from services.transformer.frontends.openai.answers import ChatFormat, CompletionFormat, Echoes, usage_of
+from services.transformer.generation.pipeline import TextChunk
+from services.transformer.text.token_bytes import TokenBytes
+from services.transformer.text.tokenizer import TextTokenizer
 
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 INF = float("inf")

@@ -6,9 +6,9 @@ from contextlib import aclosing
 import pytest
 
 from millrace.errors import InvalidRequestError
-from millrace.recorded_call import Origin
-from services.transformer.openai.choices import choice_seed, choices_of, generate_all
-from services.transformer.pipeline import TextChunk, TextRequest
+from millrace.payload.call import Origin
+from services.transformer.frontends.openai.choices import choice_seed, choices_of, generate_all
+from services.transformer.generation.pipeline import TextChunk, TextRequest
 from tests.waiting import until
 
 

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from millrace.errors import ContextLengthError, InvalidRequestError, NotFoundError, OverloadedError, RequestFailedError
-from services.transformer.openai.errors import UnsupportedFieldError, openai_error
-from services.transformer.openai.generation_requests import ChatCompletionRequest, CompletionRequest
-from services.transformer.openai.requests import parse
-from services.transformer.openai.text_requests import EmbeddingsRequest, TokenizeRequest
+from services.transformer.frontends.openai.errors import UnsupportedFieldError, openai_error
+from services.transformer.frontends.openai.generation_requests import ChatCompletionRequest, CompletionRequest
+from services.transformer.frontends.openai.requests import parse
+from services.transformer.frontends.openai.text_requests import EmbeddingsRequest, TokenizeRequest
 
 
 def completion(**fields):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.predictor.engine.pace import PrefillPace
+from services.predictor.engine.load.pace import PrefillPace
 
 FIXED, PER_TOKEN = 0.005, 0.0002
 

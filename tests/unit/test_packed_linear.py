@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from services.predictor.engine.packed_linear import PackedLinear, pack_linears
+from services.predictor.engine.cpu.packed_linear import PackedLinear, pack_linears
 from tests.random_models import random_model
 from tests.unit.bfloat16 import PACKED_DTYPES, needs_bfloat16_processor
 

@@ -5,9 +5,9 @@ import uuid
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.payload_merge import Merger, fit
-from millrace.protos.millrace_pb2 import PayloadChunk, PayloadRecord, PayloadTensor
-from millrace.protos.spool_pb2 import Frame
+from millrace.payload.outbox.merge import Merger, fit
+from millrace_protos.millrace_pb2 import PayloadChunk, PayloadRecord, PayloadTensor
+from millrace_protos.spool_pb2 import Frame
 
 HUGE = 1 << 40
 

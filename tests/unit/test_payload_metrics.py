@@ -5,10 +5,10 @@ import threading
 
 import pytest
 
-from millrace import payload_shipper
-from millrace.payload_drops import REASONS
-from millrace.payload_tap import FULL, MEMORY
-from millrace.telemetry.payload_metrics import REASON, observe_tap
+from millrace.payload import shipper as payload_shipper
+from millrace.payload.drops import REASONS
+from millrace.payload.metrics import REASON, observe_tap
+from millrace.payload.tap import FULL, MEMORY
 from tests.unit.measured import Measured
 from tests.unit.payload_ingest import away, begin, listening
 from tests.waiting import until

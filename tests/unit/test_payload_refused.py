@@ -5,11 +5,11 @@ import asyncio
 import pytest
 
 from millrace.errors import InvalidRequestError
-from millrace.payload_merge import KEPT_CHARACTERS
-from millrace.payload_parts import BEGIN_CHARACTERS
-from millrace.payload_redaction import Redaction
-from millrace.payload_rules import PayloadRules
-from millrace.payload_tap import RecordedTensor
+from millrace.payload.outbox.merge import KEPT_CHARACTERS
+from millrace.payload.parts import BEGIN_CHARACTERS
+from millrace.payload.redaction import Redaction
+from millrace.payload.rules import PayloadRules
+from millrace.payload.tap import RecordedTensor
 from tests.unit.payload_ingest import begin, segments
 
 LONG = "once upon a time " * 20_000

@@ -6,9 +6,9 @@ import sys
 import pytest
 
 from millrace.errors import StartupError
-from millrace.payload_rules import Mode
-from millrace.protos.millrace_pb2 import PayloadRecord
+from millrace.payload.rules import Mode
 from millrace.settings import load
+from millrace_protos.millrace_pb2 import PayloadRecord
 from services.transformer.settings import TransformerSettings
 
 

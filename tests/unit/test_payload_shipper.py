@@ -13,11 +13,12 @@ import grpc
 import psutil
 import pytest
 
-from millrace import payload_shipper, payload_writer
-from millrace.payload_drops import REFUSED
-from millrace.payload_tap import DISK, FAILED, FULL
-from millrace.protos import millrace_pb2_grpc
-from millrace.protos.millrace_pb2 import QueryPayloadsRequest
+from millrace.payload import shipper as payload_shipper
+from millrace.payload.drops import REFUSED
+from millrace.payload.outbox import writer as payload_writer
+from millrace.payload.tap import DISK, FAILED, FULL
+from millrace_protos import millrace_pb2_grpc
+from millrace_protos.millrace_pb2 import QueryPayloadsRequest
 from tests.unit.logger_process import LoggerProcess
 from tests.unit.payload_ingest import Taps, away, begin, folders, listening, segments
 from tests.waiting import until
@@ -251,7 +252,7 @@ async def test_what_follows_a_dropped_begin_leaves_memory_without_another_push(t
 VICTIM = """
 import asyncio, sys
 from pathlib import Path
-from millrace.payload_tap import PayloadTap
+from millrace.payload.tap import PayloadTap
 
 async def main():
     tap = PayloadTap(sys.argv[1], spool=Path(sys.argv[2]))

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from millrace import payload_spool
 from millrace.errors import StartupError
-from millrace.payload_segments import PAYLOAD_START, SpoolReader, header
-from millrace.payload_spool import open_spools
+from millrace.payload.outbox import spool as payload_spool
+from millrace.payload.outbox.segments import PAYLOAD_START, SpoolReader, header
+from millrace.payload.outbox.spool import open_spools
 from tests.unit.payload_ingest import folders, segments
 
 MAX_BYTES = 8 * 200  # So that a segment takes 200 bytes.

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace import payload_spool
 from millrace.errors import OverloadedError, StartupError
-from millrace.payload_rules import Mode, PayloadRules
-from millrace.payload_tap import DISK, FAILED, MEMORY, TOO_LARGE, DeferredTensors, PayloadTap, RecordedTensor
-from millrace.protos.millrace_pb2 import Usage
-from millrace.uuid7 import as_uuid7, next_id
+from millrace.payload.ids import as_uuid7, next_id
+from millrace.payload.outbox import spool as payload_spool
+from millrace.payload.rules import Mode, PayloadRules
+from millrace.payload.tap import DISK, FAILED, MEMORY, TOO_LARGE, DeferredTensors, PayloadTap, RecordedTensor
+from millrace_protos.millrace_pb2 import Usage
 from tests.unit.payload_ingest import away, begin, segments
 from tests.waiting import until
 

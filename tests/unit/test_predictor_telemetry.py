@@ -12,17 +12,17 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from millrace.errors import DeadlineError, DrainingError, OverloadedError
-from millrace.protos.inference_pb2 import ModelInferRequest
-from millrace.resumable import HEARTBEAT, SPAN, CallOptions
+from millrace.oip.resumable import HEARTBEAT, SPAN, CallOptions
+from millrace.oip.tensors import Tensor, add_input
 from millrace.sampling import SamplingParameters, set_parameters
 from millrace.telemetry.identity import MODEL
-from millrace.tensors import Tensor, add_input
-from services.predictor.engine_metrics import observe_engines
-from services.predictor.generation_loading import LoadedModel
-from services.predictor.generation_model import GenerationModel
-from services.predictor.repository import ModelRepository
-from services.predictor.served_engines import ServedEngines
-from services.predictor.served_model import NO_OPTIONS
+from millrace_protos.inference_pb2 import ModelInferRequest
+from services.predictor.generation.loading import LoadedModel
+from services.predictor.generation.metrics import observe_engines
+from services.predictor.generation.model import GenerationModel
+from services.predictor.generation.served_engines import ServedEngines
+from services.predictor.models.served_model import NO_OPTIONS
+from services.predictor.repository.repository import ModelRepository
 from services.predictor.settings import PredictorSettings
 from tests.random_models import save_random_model
 from tests.unit.fakes import FakeRunner, Gate, engines

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from millrace.errors import HopBrokenError, NotReadyError
-from services.predictor.engine.progress import ProgressWatch
+from services.predictor.engine.load.progress import ProgressWatch
 from tests.unit.crowd import dead, outcome
 from tests.unit.fakes import FakeRunner, engines, request
 from tests.unit.test_scheduler import added, scheduler_of, sequence, step

@@ -9,11 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from millrace.errors import InvalidRequestError
-from millrace.prompt_logprobs import MAX_NUMBERS, PROMPT_LOGPROBS, PromptLogprobs, check_size
+from millrace.oip.prompt_logprobs import MAX_NUMBERS, PROMPT_LOGPROBS, PromptLogprobs, check_size
 from millrace.sampling import SamplingParameters
 from services.predictor.engine.interface import GenerationRequest
-from services.predictor.engine.paged_runner import PagedRunner
-from services.transformer.predictor_answers import BrokenAnswerError
+from services.predictor.engine.runners.paged import PagedRunner
+from services.transformer.predictors.answers import BrokenAnswerError
 from tests.random_models import VOCABULARY, random_model
 from tests.unit.scripted_predictor import ANSWER, breaks
 from tests.unit.test_engine_exactness import LENGTHS, PROMPTS, crowd, engine_of, expected_of, read_all, request

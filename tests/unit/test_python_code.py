@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from millrace.errors import InvalidRequestError, NotReadyError, StartupError
-from millrace.protos.inference_pb2 import ModelInferRequest
-from millrace.tensors import Tensor, bytes_tensor
-from services.predictor.served_model import config_of, metadata_of
+from millrace.oip.tensors import Tensor, bytes_tensor
+from millrace_protos.inference_pb2 import ModelInferRequest
+from services.predictor.models.served_model import config_of, metadata_of
 from tests.unit.python_models import infer, python_models, request
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from millrace.errors import HopBrokenError, InvalidRequestError, NotReadyError, OverloadedError, RequestFailedError
-from millrace.stream_infer import FINAL
-from millrace.tensors import Tensor, decode_outputs
+from millrace.oip.stream_infer import FINAL
+from millrace.oip.tensors import Tensor, decode_outputs
 from services.predictor.engine.interface import EngineDeadError
-from services.predictor.served_model import config_of
-from services.predictor.serving import Serving
+from services.predictor.models.served_model import config_of
+from services.predictor.repository.lease import Serving
 from tests.unit.python_models import globals_of, infer, python_models, request
 from tests.waiting import until
 

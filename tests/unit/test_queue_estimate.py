@@ -3,9 +3,9 @@
 import pytest
 
 from services.predictor.engine.interface import GenerationRequest
-from services.predictor.engine.queue_estimate import QueueEstimate
-from services.predictor.engine.sequence import Sequence
-from services.predictor.engine.slot import MergingSlot
+from services.predictor.engine.load.queue_estimate import QueueEstimate
+from services.predictor.engine.state.sequence import Sequence
+from services.predictor.engine.state.slot import MergingSlot
 from tests.unit.fakes import request
 
 

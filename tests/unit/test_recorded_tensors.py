@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.protos import inference_pb2 as pb
-from millrace.recorded_tensors import MAX_FIELDS, answer_tensors, request_tensors, streamed_tensors
-from millrace.tensors import Tensor, add_input, add_output, bytes_tensor
+from millrace.oip.tensors import Tensor, add_input, add_output, bytes_tensor
+from millrace.payload.tensors import MAX_FIELDS, answer_tensors, request_tensors, streamed_tensors
+from millrace_protos import inference_pb2 as pb
 
 TYPED = {
     "BOOL": ("bool_contents", "?", [True, False]),

@@ -17,13 +17,13 @@ from millrace.errors import (
     RequestFailedError,
     StartupError,
 )
-from millrace.protos.inference_pb2 import ModelInferRequest
-from millrace.resumable import LEAVING, CallOptions
+from millrace.oip.resumable import LEAVING, CallOptions
+from millrace.oip.tensors import Tensor, add_input, decode_outputs
 from millrace.sampling import set_parameters
-from millrace.tensors import Tensor, add_input, decode_outputs
-from services.predictor import operations
+from millrace_protos.inference_pb2 import ModelInferRequest
 from services.predictor.engine.interface import EngineDeadError
-from services.predictor.repository import ModelRepository, State
+from services.predictor.repository import operations
+from services.predictor.repository.repository import ModelRepository, State
 from services.predictor.settings import PredictorSettings
 from tests.random_models import save_random_model
 from tests.waiting import until

@@ -7,8 +7,8 @@ import grpc
 import psutil
 import pytest
 
-from millrace.protos import inference_pb2 as pb
-from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace_protos import inference_pb2 as pb
+from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.unit.unfinished_calls import UnfinishedCalls
 
 MIB = 1 << 20

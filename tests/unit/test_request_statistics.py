@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from millrace.errors import InvalidRequestError, NotReadyError
-from millrace.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from millrace.resumable import HEARTBEAT, CallOptions
-from millrace.stream_infer import EMPTY_FINAL, FINAL
-from millrace.tensors import Tensor, add_input, add_output
+from millrace.oip.resumable import HEARTBEAT, CallOptions
+from millrace.oip.stream_infer import EMPTY_FINAL, FINAL
+from millrace.oip.tensors import Tensor, add_input, add_output
+from millrace_protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from services.predictor.counts import RequestCounts
-from services.predictor.served_model import ModelDescription
-from services.predictor.serving import Serving
+from services.predictor.models.served_model import ModelDescription
+from services.predictor.repository.lease import Serving
 from tests.waiting import until
 
 

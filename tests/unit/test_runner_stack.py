@@ -32,7 +32,7 @@ FAKE_SERVICE = """
 import asyncio, os, signal, sys
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from millrace.hand_over import RETIRE, report_listening
+from millrace.rpc.hand_over import RETIRE, report_listening
 
 async def main():
     if os.environ.get(sys.argv[1] + "_LOG_LEVEL") == "LOUD":

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from millrace.sampling import SamplingParameters
-from services.predictor.engine.sampler import NO_TOKEN, SamplingRow, sample, uniform
+from services.predictor.engine.sampling.sampler import NO_TOKEN, SamplingRow, sample, uniform
 from tests.random_models import ARCHITECTURES
 
 

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from millrace.errors import InvalidRequestError
-from millrace.protos import inference_pb2
 from millrace.sampling import SamplingParameters, defaults_of, parameters_of, set_parameters
+from millrace_protos import inference_pb2
 
 
 @pytest.mark.parametrize(

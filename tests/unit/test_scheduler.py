@@ -4,11 +4,11 @@ import pytest
 
 from millrace.errors import InvalidRequestError, OverloadedError
 from millrace.sampling import SamplingParameters
-from services.predictor.engine.blocks import BlockManager
 from services.predictor.engine.interface import GenerationRequest
 from services.predictor.engine.scheduler import Scheduler
-from services.predictor.engine.sequence import Sequence
-from services.predictor.engine.slot import MergingSlot
+from services.predictor.engine.state.blocks import BlockManager
+from services.predictor.engine.state.sequence import Sequence
+from services.predictor.engine.state.slot import MergingSlot
 
 SIZE = 4
 

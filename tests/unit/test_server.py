@@ -14,11 +14,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from millrace.admission import MAX_MESSAGE_BYTES
 from millrace.errors import StartupError
-from millrace.hand_over import RETIRE
-from millrace.protos import millrace_pb2, reflection_v1_pb2, reflection_v1_pb2_grpc
-from millrace.server import Server
+from millrace.rpc.admission import MAX_MESSAGE_BYTES
+from millrace.rpc.hand_over import RETIRE
+from millrace.rpc.server import Server
+from millrace_protos import millrace_pb2, reflection_v1_pb2, reflection_v1_pb2_grpc
 from tests.unit.logger_process import free_port
 from tests.waiting import until
 
@@ -31,8 +31,8 @@ SERVICE = """
 import asyncio
 import time
 import grpc
-from millrace.server import READY, Server
-from millrace.service import run_service
+from millrace.rpc.server import READY, Server
+from millrace.rpc.service import run_service
 from millrace.settings import ServiceSettings
 from pydantic_settings import SettingsConfigDict
 

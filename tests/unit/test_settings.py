@@ -6,7 +6,7 @@ import pytest
 from pydantic_settings import SettingsConfigDict
 
 from millrace.errors import StartupError
-from millrace.model_sources import ModelSource, parse_models
+from millrace.models.sources import ModelSource, parse_models
 from millrace.settings import Models, ServiceSettings, load, models_field
 
 

@@ -2,10 +2,10 @@
 
 import torch
 
-from services.predictor.engine.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
-from services.predictor.engine.paged_runner import detached_sequence
-from services.predictor.engine.sequence import Row
-from services.predictor.engine.step_plan import StepPlanner
+from services.predictor.engine.runners.paged import detached_sequence
+from services.predictor.engine.runners.step_plan import StepPlanner
+from services.predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
+from services.predictor.engine.state.sequence import Row
 
 
 def planner(blocks=20):

@@ -6,8 +6,8 @@ from contextlib import aclosing
 import pytest
 
 from millrace.errors import InvalidRequestError
-from millrace.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from millrace.stream_infer import EMPTY_FINAL, FINAL, multiplex
+from millrace.oip.stream_infer import EMPTY_FINAL, FINAL, multiplex
+from millrace_protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from tests.waiting import until
 
 

@@ -7,16 +7,16 @@ import torch
 import transformers as hf
 
 from millrace.sampling import SamplingParameters
-from services.predictor.engine import kernel
-from services.predictor.engine.blocks import BlockManager
-from services.predictor.engine.cache import BLOCK_TOKENS
+from services.predictor.engine.cpu import kernel
+from services.predictor.engine.cpu.packed_linear import pack_linears
 from services.predictor.engine.interface import GenerationRequest
-from services.predictor.engine.memory import cache_shape
-from services.predictor.engine.packed_linear import pack_linears
+from services.predictor.engine.runners.memory import cache_shape
+from services.predictor.engine.runners.t5 import T5Runner
 from services.predictor.engine.scheduler import Scheduler
-from services.predictor.engine.sequence import Row, Sequence
-from services.predictor.engine.slot import MergingSlot
-from services.predictor.engine.t5_runner import T5Runner
+from services.predictor.engine.state.blocks import BlockManager
+from services.predictor.engine.state.cache import BLOCK_TOKENS
+from services.predictor.engine.state.sequence import Row, Sequence
+from services.predictor.engine.state.slot import MergingSlot
 from tests import random_models
 from tests.random_models import VOCABULARY, greedy, random_model
 

@@ -13,14 +13,14 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, get_current_span
 from opentelemetry.trace import StatusCode as SpanStatus
 
-from millrace.channel import open_channel
 from millrace.errors import DeadlineError, InvalidRequestError, RequestFailedError
-from millrace.interceptors import ErrorServerInterceptor
-from millrace.protos import inference_pb2, millrace_pb2
-from millrace.telemetry.client_interceptors import CallSpan, telemetry_client_interceptors
+from millrace.rpc.channel import open_channel
+from millrace.rpc.client_interceptors import CallSpan, telemetry_client_interceptors
+from millrace.rpc.handlers import ErrorServerInterceptor
+from millrace.rpc.telemetry_interceptor import TelemetryServerInterceptor
 from millrace.telemetry.identity import current_request_id, current_trace_id, set_request_id
-from millrace.telemetry.server_interceptor import TelemetryServerInterceptor
 from millrace.telemetry.untraced import leave_untraced
+from millrace_protos import inference_pb2, millrace_pb2
 from tests.unit.measured import Measured
 
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
@@ -125,7 +125,7 @@ async def bench(monkeypatch):
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracer, measured = provider.get_tracer("test"), Measured()
     client = telemetry_client_interceptors(tracer, measured.meter)
-    monkeypatch.setattr("millrace.channel.telemetry_client_interceptors", lambda: client)
+    monkeypatch.setattr("millrace.rpc.channel.telemetry_client_interceptors", lambda: client)
     methods = Methods()
     async with served(methods, tracer, measured.meter) as (_, target), open_channel(target, "predictor") as channel:
         yield Bench(methods, exporter, measured, channel, target)

@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from millrace import tensors
 from millrace.errors import InvalidRequestError
-from millrace.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from millrace.tensors import (
+from millrace.oip import tensors
+from millrace.oip.tensors import (
     MAX_BYTES_ELEMENTS,
     RawTensor,
     Tensor,
@@ -25,6 +24,7 @@ from millrace.tensors import (
     elements_by_one,
     raw_inputs,
 )
+from millrace_protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 
 NUMPY = {
     "BOOL": "?", "INT8": "i1", "INT16": "<i2", "INT32": "<i4", "INT64": "<i8", "UINT8": "u1", "UINT16": "<u2",

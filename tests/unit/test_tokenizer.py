@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from millrace.errors import ContextLengthError, DeadlineError, InvalidRequestError, StartupError
-from services.transformer.body_processes import BodyProcesses
-from services.transformer.tokenizer import TextTokenizer, embedding_tokenizer
+from services.transformer.processes.body_processes import BodyProcesses
+from services.transformer.text.tokenizer import TextTokenizer, embedding_tokenizer
 from tests.random_encoders import save_pooling, save_random_encoder, save_words_tokenizer
 from tests.unit.loop_lag import loop_lag
 

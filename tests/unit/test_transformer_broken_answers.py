@@ -6,9 +6,9 @@ import grpc
 import numpy as np
 import pytest
 
-from millrace.protos import inference_pb2 as pb
-from millrace.tensors import Tensor, add_input, bytes_tensor
-from services.transformer.predictor_answers import BrokenAnswerError, outputs_of
+from millrace.oip.tensors import Tensor, add_input, bytes_tensor
+from millrace_protos import inference_pb2 as pb
+from services.transformer.predictors.answers import BrokenAnswerError, outputs_of
 from tests.system.calls import each, text_request
 from tests.unit.foreign_server import ForeignServer, foreign_server
 from tests.unit.transformers import transformer

@@ -7,9 +7,9 @@ import orjson
 import pytest
 from google.api.httpbody_pb2 import HttpBody
 
-from millrace.protos.rest_pb2_grpc import OpenAIStub
-from services.transformer import recorded_prompt
-from services.transformer.tokenizer import TextTokenizer
+from millrace_protos.rest_pb2_grpc import OpenAIStub
+from services.transformer.generation import recorded_prompt
+from services.transformer.text.tokenizer import TextTokenizer
 from tests.unit.foreign_server import ForeignServer, foreign_server
 from tests.unit.transformers import transformer
 

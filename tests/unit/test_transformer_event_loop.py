@@ -4,9 +4,9 @@ import grpc
 import pytest
 from google.api.httpbody_pb2 import HttpBody
 
-from millrace.protos import inference_pb2 as pb
-from millrace.protos.rest_pb2 import ModelBody
-from millrace.protos.rest_pb2_grpc import OpenAIStub, OpenInferenceStub
+from millrace_protos import inference_pb2 as pb
+from millrace_protos.rest_pb2 import ModelBody
+from millrace_protos.rest_pb2_grpc import OpenAIStub, OpenInferenceStub
 from tests.unit.foreign_server import ForeignServer, foreign_server
 from tests.unit.loop_lag import loop_lag
 from tests.unit.transformers import transformer

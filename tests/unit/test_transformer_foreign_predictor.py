@@ -4,8 +4,8 @@ import grpc
 import numpy as np
 import pytest
 
-from millrace.protos import inference_pb2 as pb
-from millrace.tensors import Tensor, add_input, decode_outputs
+from millrace.oip.tensors import Tensor, add_input, decode_outputs
+from millrace_protos import inference_pb2 as pb
 from tests.system.calls import each, text_request
 from tests.unit.foreign_server import ForeignServer, foreign_server
 from tests.unit.transformers import transformer

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.errors import InvalidRequestError
-from millrace.protos import inference_pb2 as pb
-from millrace.wire_fields import fields
-from services.transformer.infer_request import InferRequest
+from millrace.oip.wire_fields import fields
+from millrace_protos import inference_pb2 as pb
+from services.transformer.inference.request import InferRequest
 
 NAMES = st.text(max_size=20)
 REQUESTS = st.builds(

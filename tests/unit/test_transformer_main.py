@@ -7,7 +7,7 @@ STARTS = """
 import sys
 from services.transformer import __main__ as transformer
 transformer._leave_out_torch()
-import services.transformer.catalogue, services.transformer.tokenizer
+import services.transformer.models.catalogue, services.transformer.text.tokenizer
 assert "torch" not in sys.modules
 import torch
 """

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from millrace.errors import OverloadedError, StartupError
-from millrace.protos import inference_pb2 as pb
-from millrace.tensors import Tensor, add_input, bytes_tensor, decode_outputs
-from services.transformer.processor_sources import ProcessorSource, parse_processors
-from services.transformer.processors import RunningProcessor
-from services.transformer.work_pool import WorkPool
+from millrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
+from millrace_protos import inference_pb2 as pb
+from services.transformer.models.processor_sources import ProcessorSource, parse_processors
+from services.transformer.models.processors import RunningProcessor
+from services.transformer.models.work_pool import WorkPool
 from tests.system.calls import each
 from tests.unit.foreign_server import ForeignServer, foreign_server
 from tests.unit.transformers import transformer

@@ -7,11 +7,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from millrace.errors import HopBrokenError
-from millrace.protos import inference_pb2 as pb
-from services.transformer import replicas as module
-from services.transformer.predictor_client import PredictorClient
-from services.transformer.replicas import ModelState, Replicas, merged
-from services.transformer.statistics import summed
+from millrace_protos import inference_pb2 as pb
+from services.transformer.predictors import replicas as module
+from services.transformer.predictors.client import PredictorClient
+from services.transformer.predictors.replicas import ModelState, Replicas, merged
+from services.transformer.predictors.statistics import summed
 from tests.unit.scripted_predictor import MODEL, ScriptedPredictor, serving
 from tests.waiting import until
 

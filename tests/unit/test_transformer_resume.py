@@ -16,12 +16,12 @@ from millrace.errors import (
     OverloadedError,
     RequestFailedError,
 )
-from millrace.recorded_call import Origin
+from millrace.payload.call import Origin
 from millrace.sampling import SamplingParameters
-from services.transformer.first_token import FirstToken
-from services.transformer.predictor_client import Generation, PredictorClient
-from services.transformer.predictor_models import Dialect
-from services.transformer.resuming import ResumingGenerator
+from services.transformer.predictors.client import Generation, PredictorClient
+from services.transformer.predictors.descriptions import Dialect
+from services.transformer.predictors.first_token import FirstToken
+from services.transformer.predictors.resuming import ResumingGenerator
 from tests.unit.scripted_predictor import (
     ANSWER,
     MODEL,

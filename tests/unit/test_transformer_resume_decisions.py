@@ -7,9 +7,9 @@ import pytest
 
 from millrace.errors import DeadlineError, DrainingError, NotReadyError
 from millrace.sampling import SamplingParameters
-from services.transformer.deaths import Deaths, NextCall
-from services.transformer.patience import Patience
-from services.transformer.poison import Poison, fingerprint
+from services.transformer.predictors.deaths import Deaths, NextCall
+from services.transformer.predictors.poison import Poison, fingerprint
+from services.transformer.predictors.retries import Patience
 
 SHARED, ALONE, NONE = NextCall.SHARED, NextCall.ALONE, NextCall.NONE
 AWAY = NotReadyError("no predictor is ready")

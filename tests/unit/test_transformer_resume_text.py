@@ -11,8 +11,8 @@ from google.api.httpbody_pb2 import HttpBody
 from tokenizers import Tokenizer
 
 from millrace.errors import InvalidRequestError, NotReadyError
-from millrace.protos import inference_pb2 as pb
-from millrace.tensors import Tensor, add_input, decode_outputs
+from millrace.oip.tensors import Tensor, add_input, decode_outputs
+from millrace_protos import inference_pb2 as pb
 from tests.system.calls import each, text_request
 from tests.unit.scripted_predictor import MODEL, ScriptedPredictor, breaks, falls_silent, raises, serving
 from tests.unit.transformers import transformer

@@ -9,10 +9,10 @@ import grpc
 import pytest
 
 from millrace.errors import StartupError
-from millrace.model_sources import ModelSource, parse_location
-from millrace.protos import inference_pb2 as pb
-from millrace.protos import model_config_pb2
-from services.transformer.model_text import read_text
+from millrace.models.sources import ModelSource, parse_location
+from millrace_protos import inference_pb2 as pb
+from millrace_protos import model_config_pb2
+from services.transformer.text.model_text import read_text
 from tests.unit.foreign_server import ForeignServer, foreign_server
 from tests.unit.transformers import transformer
 

@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from millrace.errors import StartupError
-from millrace.hand_over import RETIRE
-from millrace.health_check import serving as health
-from millrace.listeners import reserved
+from millrace.rpc.hand_over import RETIRE
+from millrace.rpc.health_check import serving as health
+from millrace.rpc.listeners import reserved
 from tests.waiting import until
 
 

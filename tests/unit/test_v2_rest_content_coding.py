@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.errors import InvalidRequestError, TooLargeError
-from services.transformer.v2_rest import content_coding
-from services.transformer.v2_rest.content_coding import inflated, is_small
+from services.transformer.frontends.v2_rest import content_coding
+from services.transformer.frontends.v2_rest.content_coding import inflated, is_small
 
 
 @given(st.binary(max_size=4000))

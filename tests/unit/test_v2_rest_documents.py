@@ -5,9 +5,9 @@ import json
 import pytest
 
 from millrace.errors import InvalidRequestError, TooLargeError
-from millrace.protos import inference_pb2 as pb
-from millrace.protos import model_config_pb2
-from services.transformer.v2_rest import documents
+from millrace_protos import inference_pb2 as pb
+from millrace_protos import model_config_pb2
+from services.transformer.frontends.v2_rest import documents
 
 
 def posted(value):

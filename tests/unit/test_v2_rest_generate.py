@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from millrace.errors import InvalidRequestError
-from millrace.protos import inference_pb2 as pb
-from millrace.tensors import BYTES, Tensor, add_output, bytes_tensor, decode_inputs
-from services.transformer.v2_rest.generate_body import read_generate, write_answer
+from millrace.oip.tensors import BYTES, Tensor, add_output, bytes_tensor, decode_inputs
+from millrace_protos import inference_pb2 as pb
+from services.transformer.frontends.v2_rest.generate_body import read_generate, write_answer
 
 
 def metadata(**inputs):

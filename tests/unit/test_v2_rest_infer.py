@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from millrace.errors import HopBrokenError, InvalidRequestError, TooLargeError
-from millrace.protos import inference_pb2 as pb
-from millrace.tensors import BYTES, Tensor, add_output, bytes_tensor, decode_inputs, encode_raw
-from services.transformer.v2_rest import infer_body, json_tensors, json_text
-from services.transformer.v2_rest.infer_body import InferCall, read_body, read_raw_body, write_body
+from millrace.oip.tensors import BYTES, Tensor, add_output, bytes_tensor, decode_inputs, encode_raw
+from millrace_protos import inference_pb2 as pb
+from services.transformer.frontends.v2_rest import infer_body, json_tensors, json_text
+from services.transformer.frontends.v2_rest.infer_body import InferCall, read_body, read_raw_body, write_body
 
 NUMPY = {
     "BOOL": "?", "INT8": "i1", "INT16": "<i2", "INT32": "<i4", "INT64": "<i8", "UINT8": "u1", "UINT16": "<u2",

@@ -6,8 +6,8 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from millrace.errors import InvalidRequestError
-from millrace.protos import inference_pb2, millrace_pb2
-from millrace.wire_limits import MAX_FIELDS, MAX_PACKED_BYTES, Walk, schema_of
+from millrace.rpc.wire_limits import MAX_FIELDS, MAX_PACKED_BYTES, Walk, schema_of
+from millrace_protos import inference_pb2, millrace_pb2
 
 INFER = schema_of(inference_pb2.ModelInferRequest.DESCRIPTOR)
 GENERATE = schema_of(millrace_pb2.GenerateRequest.DESCRIPTOR)

@@ -10,26 +10,26 @@ from pathlib import Path
 
 import grpc
 
-from millrace.interceptors import ErrorServerInterceptor
-from millrace.model_sources import parse_models
-from millrace.payload_tap import PayloadTap
-from millrace.protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from millrace.protos.rest_pb2_grpc import add_OpenAIServicer_to_server, add_OpenInferenceServicer_to_server
-from services.transformer.body_processes import BodyProcesses
-from services.transformer.catalogue import Catalogue
-from services.transformer.inference import Inference
-from services.transformer.inference_servicer import InferenceServicer
-from services.transformer.open_inference_servicer import OpenInferenceServicer
-from services.transformer.openai.embeddings import Embedder
-from services.transformer.openai_servicer import OpenAIServicer
-from services.transformer.pipeline import Pipeline
-from services.transformer.predictor_client import PredictorClient
-from services.transformer.processor_sources import parse_processors
-from services.transformer.processors import RunningProcessor
-from services.transformer.relay import Relay
-from services.transformer.replicas import Replicas
-from services.transformer.resuming import ResumingGenerator
-from services.transformer.work_pool import WorkPool
+from millrace.models.sources import parse_models
+from millrace.payload.tap import PayloadTap
+from millrace.rpc.handlers import ErrorServerInterceptor
+from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace_protos.rest_pb2_grpc import add_OpenAIServicer_to_server, add_OpenInferenceServicer_to_server
+from services.transformer.frontends.grpc.inference_servicer import InferenceServicer
+from services.transformer.frontends.openai.embeddings import Embedder
+from services.transformer.frontends.openai.servicer import OpenAIServicer
+from services.transformer.frontends.v2_rest.servicer import OpenInferenceServicer
+from services.transformer.generation.pipeline import Pipeline
+from services.transformer.inference.infer import Inference
+from services.transformer.models.catalogue import Catalogue
+from services.transformer.models.processor_sources import parse_processors
+from services.transformer.models.processors import RunningProcessor
+from services.transformer.models.work_pool import WorkPool
+from services.transformer.predictors.client import PredictorClient
+from services.transformer.predictors.relay import Relay
+from services.transformer.predictors.replicas import Replicas
+from services.transformer.predictors.resuming import ResumingGenerator
+from services.transformer.processes.body_processes import BodyProcesses
 from tests.waiting import until
 
 NOWHERE = "127.0.0.1:9"

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from millrace.errors import StartupError
-from millrace.server import Server
+from millrace.rpc.server import Server
 from services.logger.settings import LoggerSettings
-from services.logger.store import Store
+from services.logger.store.store import Store
 from services.logger.telemetry import Sending
 
 

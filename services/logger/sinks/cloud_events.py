@@ -23,9 +23,9 @@ from urllib.parse import quote, urlsplit
 import httpx2
 import orjson
 
-from millrace.protos.millrace_pb2 import PayloadRecord
+from millrace_protos.millrace_pb2 import PayloadRecord
 from services.logger.sinks.sink import Event, RefusedError, TryAgainError
-from services.logger.values import row, to_json
+from services.logger.store.values import row, to_json
 
 REQUEST_TYPE = "org.kubeflow.serving.inference.request"
 RESPONSE_TYPE = "org.kubeflow.serving.inference.response"

@@ -34,10 +34,10 @@ from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
 from millrace.errors import NotReadyError
-from millrace.payload_times import ended_at
-from millrace.protos.millrace_pb2 import PayloadRecord
+from millrace.payload.times import ended_at
+from millrace_protos.millrace_pb2 import PayloadRecord
 from services.logger.sinks.sink import Event, RefusedError, Sink, TryAgainError
-from services.logger.store import Store
+from services.logger.store.store import Store
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from millrace.protos.millrace_pb2 import PayloadRecord
+from millrace_protos.millrace_pb2 import PayloadRecord
 
 
 class TryAgainError(Exception):

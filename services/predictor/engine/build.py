@@ -13,20 +13,20 @@ from typing import Any
 
 import torch
 
-from services.predictor.engine.blocks import BlockManager
-from services.predictor.engine.cache import BLOCK_TOKENS, CacheShape
-from services.predictor.engine.decode_graphs import record_cuda_graph
+from services.predictor.engine.cpu.packed_linear import pack_linears
 from services.predictor.engine.engine import ContinuousBatchingEngine
-from services.predictor.engine.fused_layers import fuse_layers
 from services.predictor.engine.interface import Engine, EngineLimits
-from services.predictor.engine.memory import cache_shape, plan_memory
-from services.predictor.engine.packed_linear import pack_linears
-from services.predictor.engine.paged_runner import PagedRunner, self_test
-from services.predictor.engine.row_runner import CachelessRunner, CausalRunner, EncoderDecoderRunner
-from services.predictor.engine.runner import ModelRunner
+from services.predictor.engine.runners.decode_graphs import record_cuda_graph
+from services.predictor.engine.runners.fused_layers import fuse_layers
+from services.predictor.engine.runners.interface import ModelRunner
+from services.predictor.engine.runners.memory import cache_shape, plan_memory
+from services.predictor.engine.runners.paged import PagedRunner, self_test
+from services.predictor.engine.runners.row import CachelessRunner, CausalRunner, EncoderDecoderRunner
+from services.predictor.engine.runners.t5 import T5Runner
 from services.predictor.engine.scheduler import Scheduler
 from services.predictor.engine.solo import SoloPlace
-from services.predictor.engine.t5_runner import T5Runner
+from services.predictor.engine.state.blocks import BlockManager
+from services.predictor.engine.state.cache import BLOCK_TOKENS, CacheShape
 from services.predictor.settings import PredictorSettings
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from itertools import count
 import torch
 
 from millrace.errors import HopBrokenError, MillraceError, NotReadyError, OverloadedError, RequestFailedError
-from millrace.watchdog import Watchdog, dump_tracebacks
+from millrace.rpc.watchdog import Watchdog, dump_tracebacks
 from services.predictor.counts import Outcome
 from services.predictor.engine.interface import (
     EngineDeadError,
@@ -34,15 +34,15 @@ from services.predictor.engine.interface import (
     GenerationRequest,
     Logprobs,
 )
-from services.predictor.engine.load_meter import LoadMeter
-from services.predictor.engine.pace import PrefillPace
-from services.predictor.engine.progress import ProgressWatch
-from services.predictor.engine.queue_estimate import QueueEstimate
-from services.predictor.engine.runner import ModelRunner
+from services.predictor.engine.load.load_meter import LoadMeter
+from services.predictor.engine.load.pace import PrefillPace
+from services.predictor.engine.load.progress import ProgressWatch
+from services.predictor.engine.load.queue_estimate import QueueEstimate
+from services.predictor.engine.runners.interface import ModelRunner
 from services.predictor.engine.scheduler import Scheduler
-from services.predictor.engine.sequence import Row, Sequence
-from services.predictor.engine.slot import MergingSlot, Reader, wake
 from services.predictor.engine.solo import SoloPlace
+from services.predictor.engine.state.sequence import Row, Sequence
+from services.predictor.engine.state.slot import MergingSlot, Reader, wake
 from services.predictor.engine.step import Result, StepRunner
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from millrace.errors import MillraceError
-from millrace.prompt_logprobs import PromptLogprobs
+from millrace.oip.prompt_logprobs import PromptLogprobs
 from millrace.sampling import ContextLimits, SamplingParameters
 from services.predictor.counts import RequestCounts
 

@@ -17,8 +17,8 @@ from bisect import insort
 from itertools import count as counter
 
 from millrace.errors import InvalidRequestError, OverloadedError
-from services.predictor.engine.blocks import BlockManager
-from services.predictor.engine.sequence import Row, Sequence
+from services.predictor.engine.state.blocks import BlockManager
+from services.predictor.engine.state.sequence import Row, Sequence
 
 _LEAST_STEP_TOKENS = 16
 _STEPS_TO_REGAIN = 64

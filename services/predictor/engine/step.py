@@ -17,13 +17,13 @@ from typing import NamedTuple
 import numpy as np
 
 from millrace.errors import MillraceError, RequestFailedError
-from millrace.prompt_logprobs import PromptLogprobs
+from millrace.oip.prompt_logprobs import PromptLogprobs
 from services.predictor.engine.faults import is_device_error, is_out_of_memory
 from services.predictor.engine.interface import EngineDeadError, EngineStatistics, Logprobs
-from services.predictor.engine.runner import ModelRunner
-from services.predictor.engine.sampler import NO_TOKEN, sample
-from services.predictor.engine.scoring import score
-from services.predictor.engine.sequence import Row, Sequence
+from services.predictor.engine.runners.interface import ModelRunner
+from services.predictor.engine.sampling.sampler import NO_TOKEN, sample
+from services.predictor.engine.sampling.scoring import score
+from services.predictor.engine.state.sequence import Row, Sequence
 
 logger = logging.getLogger(__name__)
 

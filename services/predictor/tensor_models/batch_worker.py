@@ -19,7 +19,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from millrace.errors import DeadlineError, HopBrokenError, MillraceError, NotReadyError, RequestFailedError
-from millrace.watchdog import Watchdog, dump_tracebacks
+from millrace.rpc.watchdog import Watchdog, dump_tracebacks
 from services.predictor.counts import Outcome, RequestCounts
 from services.predictor.engine.interface import EngineDeadError
 from services.predictor.tensor_models.batching import BatchQueue, Waiting

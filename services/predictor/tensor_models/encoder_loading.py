@@ -16,16 +16,16 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING
 
 from millrace.errors import StartupError
-from millrace.model_kinds import ModelKind
-from millrace.resumable import FINGERPRINT
-from services.predictor.fingerprint import fingerprint_of
-from services.predictor.served_model import ModelDescription, TensorSpec
+from millrace.models.kinds import ModelKind
+from millrace.oip.resumable import FINGERPRINT
+from services.predictor.models.fingerprint import fingerprint_of
+from services.predictor.models.served_model import ModelDescription, TensorSpec
+from services.predictor.models.weights import dtype_name, load_weights
 from services.predictor.settings import PredictorSettings
 from services.predictor.tensor_models.encoder_model import BatchSettings, EncoderModel
 from services.predictor.tensor_models.pooling import read_pooling
 from services.predictor.tensor_models.row_network import RowNetwork
 from services.predictor.tensor_models.rows import ATTENTION_MASK, INPUT_IDS, TOKEN_TYPE_IDS, RowLimits
-from services.predictor.weights import dtype_name, load_weights
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from millrace.errors import MillraceError, StartupError
-from millrace.protos import inference_pb2 as pb
-from millrace.resumable import CallOptions
-from millrace.stream_infer import FINAL
-from millrace.tensors import Tensor, add_output
+from millrace.oip.resumable import CallOptions
+from millrace.oip.stream_infer import FINAL
+from millrace.oip.tensors import Tensor, add_output
+from millrace_protos import inference_pb2 as pb
 from services.predictor.counts import RequestCounts
-from services.predictor.served_model import NO_OPTIONS, VERSION, ModelDescription
+from services.predictor.models.served_model import NO_OPTIONS, VERSION, ModelDescription
 from services.predictor.tensor_models.batch_worker import BatchWorker
 from services.predictor.tensor_models.row_network import RowNetwork, Vectors
 from services.predictor.tensor_models.rows import ATTENTION_MASK, INPUT_IDS, RowLimits, Rows, read_rows

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import uvloop
 
 from millrace.errors import NotReadyError
-from millrace.watchdog import LoopWatchdog, dump_tracebacks
+from millrace.rpc.watchdog import LoopWatchdog, dump_tracebacks
 
 logger = logging.getLogger(__name__)
 

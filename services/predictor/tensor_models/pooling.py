@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from millrace.errors import StartupError
-from millrace.model_kinds import MODULES_FILE
-from millrace.model_sources import read_config
+from millrace.models.kinds import MODULES_FILE
+from millrace.models.sources import read_config
 
 _EPSILON = 1e-12
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from millrace.declared_tensors import declared
 from millrace.errors import StartupError
-from millrace.model_kinds import PYTHON_FILE
-from services.predictor.served_model import TensorSpec
+from millrace.models.kinds import PYTHON_FILE
+from millrace.oip.declared_tensors import declared
+from services.predictor.models.served_model import TensorSpec
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ The file defines one function, of one of two forms:
 The first gives one response to a request. The second gives one for each `yield`, sent at once; that
 model is decoupled, as Triton calls it, and `ModelInfer` takes it only where it yields once (more is
 refused, nothing at all is an empty response). `request` is a `Request`. A result maps names to numpy
-arrays, or to `RawTensor`s of millrace.tensors: those of `request.raw` as they came, or BF16, which
+arrays, or to `RawTensor`s of millrace.oip.tensors: those of `request.raw` as they came, or BF16, which
 numpy lacks. `Response(outputs, parameters)` of millrace.python_tensors adds parameters to them. The
 file may also have
 
@@ -44,15 +44,15 @@ from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 
-from millrace.declared_tensors import check_inputs
 from millrace.errors import HopBrokenError, InvalidRequestError, MillraceError, NotReadyError, RequestFailedError
-from millrace.protos import inference_pb2 as pb
+from millrace.oip.declared_tensors import check_inputs
+from millrace.oip.resumable import CallOptions
+from millrace.oip.stream_infer import FINAL
 from millrace.python_tensors import BadResultError
-from millrace.resumable import CallOptions
-from millrace.stream_infer import FINAL
+from millrace_protos import inference_pb2 as pb
 from services.predictor.counts import Outcome, RequestCounts
 from services.predictor.engine.interface import EngineDeadError
-from services.predictor.served_model import NO_OPTIONS, VERSION, ModelDescription
+from services.predictor.models.served_model import NO_OPTIONS, VERSION, ModelDescription
 from services.predictor.tensor_models.admission import Admission
 from services.predictor.tensor_models.channel import Channel, ReaderLeftError
 from services.predictor.tensor_models.loop_thread import LoopThread

@@ -7,10 +7,10 @@ from functools import cached_property
 from typing import Any
 
 from millrace.errors import InvalidRequestError
-from millrace.protos import inference_pb2 as pb
+from millrace.oip.tensors import Array, RawTensor, add_output, add_raw_output, decode_raw, raw_inputs
 from millrace.python_tensors import Response, as_mapping, as_tensor, parameters_of, write_response_parameters
-from millrace.tensors import Array, RawTensor, add_output, add_raw_output, decode_raw, raw_inputs
-from services.predictor.served_model import VERSION
+from millrace_protos import inference_pb2 as pb
+from services.predictor.models.served_model import VERSION
 
 
 class Request:

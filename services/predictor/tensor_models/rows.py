@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import InvalidRequestError
-from millrace.protos import inference_pb2 as pb
-from millrace.tensors import Tensor, checked_shape, decode_inputs
+from millrace.oip.tensors import Tensor, checked_shape, decode_inputs
+from millrace_protos import inference_pb2 as pb
 
 INPUT_IDS = "input_ids"
 ATTENTION_MASK = "attention_mask"

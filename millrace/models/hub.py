@@ -1,0 +1,85 @@
+"""Brings a model's files to the local disk: a folder as it is, a hub id by download into the hub's cache."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+from tqdm.asyncio import tqdm_asyncio
+
+from millrace.errors import StartupError
+from millrace.models.sources import ModelSource
+
+logger = logging.getLogger(__name__)
+
+_PROGRESS_INTERVAL_S = 2.0
+_MODEL_FILES = ("config.json", "model.py", "modules.json")  # Any of these makes a folder a model.
+
+Report = Callable[[str], None]
+
+
+def fetch(source: ModelSource, patterns: Sequence[str], report: Report = lambda _: None) -> Path:
+    """The folder that holds the source's files; only files that match `patterns` are downloaded.
+
+    Logs and reports how far a download is. Raises StartupError that says what to do. Blocks, for
+    minutes where much is downloaded.
+    """
+    if source.is_local:
+        folder = Path(source.location)
+        if not any((folder / name).is_file() for name in _MODEL_FILES):
+            raise StartupError(
+                f"model {source.name}: {folder} has no config.json, as save_pretrained writes it, and no model.py"
+            )
+        return folder
+    where = f"model {source.name}: {source.location}"
+
+    told = ""
+
+    def tell(text: str) -> None:
+        nonlocal told
+        if text != told:
+            told = text
+            logger.info("%s: %s", where, text)
+            report(text)
+
+    tell("fetching from the hub")
+    try:
+        return Path(
+            snapshot_download(
+                source.location,
+                revision=source.revision,
+                allow_patterns=list(patterns),
+                tqdm_class=_progress_told_to(tell),
+            )
+        )
+    except GatedRepoError:
+        raise StartupError(f"{where} is gated: accept its licence on the hub and set HF_TOKEN") from None
+    except RevisionNotFoundError:
+        raise StartupError(f"{where} has no revision {source.revision!r}") from None
+    except RepositoryNotFoundError:
+        raise StartupError(f"{where} is neither a folder nor on the hub; a private one needs HF_TOKEN") from None
+    except HFValidationError:
+        raise StartupError(f"{where} is neither a folder nor a hub id") from None
+    except OSError:
+        raise StartupError(f"{where}: the hub cannot be reached; check the network or name a local folder") from None
+
+
+def _progress_told_to(tell: Report) -> type[tqdm_asyncio[Any]]:
+    """The hub's progress bars as lines of text, since nobody looks at a service's terminal."""
+
+    class Progress(tqdm_asyncio):  # type: ignore[type-arg]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            options |= {"mininterval": _PROGRESS_INTERVAL_S, "file": io.StringIO()}
+            super().__init__(*arguments, **options)
+
+        def display(self, msg: str | None = None, pos: int | None = None) -> None:
+            # There is a bar of files, too; bytes say more.
+            if self.unit == "B" and self.n:
+                tell(f"fetched {self.n / 1e6:.1f} of {(self.total or self.n) / 1e6:.1f} MB")
+
+    return Progress

@@ -1,0 +1,58 @@
+"""What kind of model a folder holds: how the predictor runs it, and whether the transformer has text to process.
+
+Decided from the folder's files alone, so that both services decide the same. The rules, in order:
+
+1. `model.py`, in a local folder: a Python model (code of the hub is never run);
+2. `modules.json` (a model of sentence-transformers): embeddings;
+3. `config.json` names a class `…ForSequenceClassification`: classification;
+4. it names an encoder (`BertModel`, `T5EncoderModel`, …): embeddings;
+5. anything else generates text, or the predictor says that it does not.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+from millrace.models.sources import ModelSource, read_config
+
+PYTHON_FILE = "model.py"
+MODULES_FILE = "modules.json"
+
+_GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+
+
+class ModelKind(StrEnum):
+    PYTHON = "python"
+    GENERATION = "generation"
+    CLASSIFICATION = "classification"
+    EMBEDDING = "embedding"
+
+
+def kind_of(source: ModelSource, folder: Path) -> ModelKind:
+    """The kind of the model whose files lie in `folder`; ValueError where config.json names nothing that is served."""
+    if source.is_local and (folder / PYTHON_FILE).is_file():
+        return ModelKind.PYTHON
+    if (folder / MODULES_FILE).is_file():
+        return ModelKind.EMBEDDING
+    config = read_config(folder, "config.json")
+    architecture = str((config.get("architectures") or [""])[0])
+    if architecture.endswith("ForSequenceClassification"):
+        return ModelKind.CLASSIFICATION
+    if architecture.endswith("EncoderModel"):
+        return ModelKind.EMBEDDING
+    if not _is_encoder(config) or architecture.endswith(_GENERATES):
+        return ModelKind.GENERATION
+    if architecture.endswith("Model"):
+        return ModelKind.EMBEDDING
+    raise ValueError(
+        f"{architecture or 'a model of no architecture'} is not served; it must generate text, classify or embed"
+    )
+
+
+def _is_encoder(config: dict[str, Any]) -> bool:
+    """Whether the model reads in both directions; of some such types transformers has a decoder's class as well."""
+    return config.get("model_type") in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not config.get("is_encoder_decoder")

@@ -1,0 +1,79 @@
+"""Log probabilities of a prompt's own tokens, between predictor and transformer.
+
+The parameter `prompt_logprobs` of a generation asks for them, and says how many of the likeliest tokens come with
+each. The first response that has tokens carries them as outputs: `prompt_logprobs` FP32 [N - 1], of each token of the
+prompt but the first, and of the n likeliest there, the best first, `prompt_top_logprob_ids` INT32 [N - 1, n] and
+`prompt_top_logprobs` FP32 [N - 1, n]. A model that gives them lists these outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.errors import InvalidRequestError
+from millrace.oip.tensors import Tensor
+
+PROMPT_LOGPROBS = "prompt_logprobs"
+PROMPT_TOP_LOGPROB_IDS = "prompt_top_logprob_ids"
+PROMPT_TOP_LOGPROBS = "prompt_top_logprobs"
+OUTPUTS = (PROMPT_LOGPROBS, PROMPT_TOP_LOGPROB_IDS, PROMPT_TOP_LOGPROBS)
+MAX_NUMBERS = 64 * 1024  # In one request's answer: what is written as JSON at once.
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """In nats, by the model's raw logits; the shapes are those of the outputs."""
+
+    chosen: NDArray[np.float32]
+    top_ids: NDArray[np.int32]
+    top: NDArray[np.float32]
+
+    @classmethod
+    def joined(cls, parts: Sequence[PromptLogprobs], top: int) -> PromptLogprobs:
+        """The parts of one prompt, of `top` likeliest tokens each, in order; without any, those of one token."""
+        return cls(
+            np.concatenate([np.empty(0, np.float32), *(part.chosen for part in parts)]),
+            np.concatenate([np.empty((0, top), np.int32), *(part.top_ids for part in parts)]),
+            np.concatenate([np.empty((0, top), np.float32), *(part.top for part in parts)]),
+        )
+
+    @classmethod
+    def read(cls, outputs: Mapping[str, Tensor], prompt_tokens: int, top: int) -> PromptLogprobs:
+        """What a response carries of a prompt; raises InvalidRequestError where it is not what was asked for."""
+        places = prompt_tokens - 1
+        return cls(
+            _array(outputs, PROMPT_LOGPROBS, "FP32", (places,)),
+            _array(outputs, PROMPT_TOP_LOGPROB_IDS, "INT32", (places, top)),
+            _array(outputs, PROMPT_TOP_LOGPROBS, "FP32", (places, top)),
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """The outputs that carry them."""
+        return [
+            Tensor(PROMPT_LOGPROBS, "FP32", self.chosen),
+            Tensor(PROMPT_TOP_LOGPROB_IDS, "INT32", self.top_ids),
+            Tensor(PROMPT_TOP_LOGPROBS, "FP32", self.top),
+        ]
+
+
+def check_size(prompt_tokens: int, top: int, prompts: int = 1) -> None:
+    """Refuses what would be more than `MAX_NUMBERS`, if all of `prompts` were as long as this one."""
+    most = MAX_NUMBERS // (1 + top) // prompts
+    if prompt_tokens > most:
+        others = "" if prompts == 1 else f" and {prompts} choices"
+        raise InvalidRequestError(
+            f"the prompt has {prompt_tokens} tokens; with {top} likeliest{others}, log probabilities are given for "
+            f"at most {most}"
+        )
+
+
+def _array(outputs: Mapping[str, Tensor], name: str, datatype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    tensor = outputs.get(name)
+    if tensor is None or tensor.datatype != datatype or tensor.array.shape != shape:
+        raise InvalidRequestError(f"{name} must be {datatype} {list(shape)}")
+    return tensor.array

@@ -1,0 +1,342 @@
+"""Tensors of the Open Inference Protocol to numpy arrays and back.
+
+Datatypes: BOOL, (U)INT8 to 64, FP16, FP32, FP64, BF16, BYTES. Raw contents are little-endian, row by
+row; a BYTES element is a 4-byte length and its bytes. Typed contents exist for all but FP16 and
+BF16. Fixed-size raw tensors are decoded without a copy, as read-only views of the message's bytes;
+BF16 has no numpy type and is kept as its bits in uint16; BYTES becomes an object array of `bytes`.
+
+Every mismatch of name, datatype, shape and size raises `InvalidRequestError`, and so do BYTES tensors of more than
+MAX_BYTES_ELEMENTS. `elements_by_one` says how long decoding takes.
+Source: the protocol's "Tensor Data" section and Triton's binary tensor data extension.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.errors import InvalidRequestError
+from millrace.oip.wire_fields import fields
+from millrace_protos import inference_pb2
+
+Array = NDArray[Any]
+
+BYTES = "BYTES"
+BF16 = "BF16"
+
+_NUMPY: Mapping[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    "INT8": np.dtype(np.int8),
+    "INT16": np.dtype("<i2"),
+    "INT32": np.dtype("<i4"),
+    "INT64": np.dtype("<i8"),
+    "UINT8": np.dtype(np.uint8),
+    "UINT16": np.dtype("<u2"),
+    "UINT32": np.dtype("<u4"),
+    "UINT64": np.dtype("<u8"),
+    "FP16": np.dtype("<f2"),
+    "FP32": np.dtype("<f4"),
+    "FP64": np.dtype("<f8"),
+    BF16: np.dtype("<u2"),
+    BYTES: np.dtype(object),
+}
+_CONTENTS_FIELD: Mapping[str, str] = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    BYTES: "bytes_contents",
+}
+_FIXED = ("fp32_contents", "fp64_contents")
+DATATYPES = frozenset(_NUMPY)
+MAX_BYTES_ELEMENTS = 65_536  # Of all BYTES tensors together: each becomes an object, and is looked at by itself.
+_PIECE = 8192  # Numbers that are converted by one call, in less than a millisecond: others go on between two calls.
+_LENGTH = struct.Struct("<I")
+_MAX_ELEMENTS = 2**59  # Bytes of any datatype stay within 63 bits.
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A named array with its protocol datatype; the datatype tells BF16 from UINT16."""
+
+    name: str
+    datatype: str
+    array: Array
+
+
+@dataclass(frozen=True)
+class RawTensor:
+    """A tensor's raw contents with its protocol datatype: what need not be looked at, and what numpy cannot hold."""
+
+    datatype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+def decode_inputs(request: inference_pb2.ModelInferRequest) -> dict[str, Tensor]:
+    """The request's inputs by name."""
+    return _decode(request.inputs, request.raw_input_contents, "input")
+
+
+def decode_outputs(response: inference_pb2.ModelInferResponse) -> dict[str, Tensor]:
+    """The response's outputs by name."""
+    return _decode(response.outputs, response.raw_output_contents, "output")
+
+
+def raw_inputs(request: inference_pb2.ModelInferRequest) -> dict[str, RawTensor]:
+    """The request's inputs by name, checked as `decode_inputs` checks them but not decoded."""
+    tensors = _raw_tensors(request.inputs, request.raw_input_contents, "input")
+    if request.raw_input_contents:  # Typed contents were checked as they became raw ones.
+        for name, tensor in tensors.items():
+            _check_raw(name, tensor)
+    return tensors
+
+
+def raw_outputs(response: inference_pb2.ModelInferResponse) -> dict[str, RawTensor]:
+    """The response's outputs by name, whose raw contents are not looked at."""
+    return _raw_tensors(response.outputs, response.raw_output_contents, "output")
+
+
+def elements_by_one(described: Iterable[Any]) -> int:
+    """How many elements of inputs or outputs are decoded one by one, at some 0.5 µs each; the others cost nothing."""
+    count = 0
+    for description in described:
+        if description.datatype == BYTES:
+            size = math.prod(map(abs, description.shape[:32]))
+            count += size if size <= MAX_BYTES_ELEMENTS else 0  # More are refused unseen.
+        elif description.HasField("contents"):
+            count += sum(len(values) for field, values in description.contents.ListFields() if field.name not in _FIXED)
+    return count
+
+
+def dtype_of(name: str, datatype: str) -> np.dtype[Any]:
+    """The numpy type that holds a datatype; `name` is the tensor's, for the error."""
+    try:
+        return _NUMPY[datatype]
+    except KeyError:
+        raise InvalidRequestError(f"tensor {name!r}: unknown datatype {datatype!r}") from None
+
+
+def checked_shape(name: str, dimensions: Sequence[int]) -> tuple[int, ...]:
+    """The dimensions, where they are a shape that numpy can hold."""
+    shape = tuple(dimensions)
+    if any(size < 0 for size in shape):
+        raise InvalidRequestError(f"tensor {name!r}: negative size in shape {list(shape)}")
+    if len(shape) > 32:
+        raise InvalidRequestError(f"tensor {name!r}: {len(shape)} dimensions, at most 32 are allowed")
+    # numpy checks this of empty tensors too, whose other sizes nothing else bounds.
+    if math.prod(size for size in shape if size) > _MAX_ELEMENTS:
+        raise InvalidRequestError(f"tensor {name!r}: shape {list(shape)} is too large")
+    return shape
+
+
+def decode_raw(name: str, tensor: RawTensor) -> Array:
+    """The tensor's array."""
+    return _from_raw(name, tensor.datatype, dtype_of(name, tensor.datatype), tensor.shape, tensor.data)
+
+
+def add_raw_output(response: inference_pb2.ModelInferResponse, name: str, tensor: RawTensor) -> None:
+    """Appends raw contents to a response, as they are."""
+    response.outputs.add(name=name, datatype=tensor.datatype, shape=tensor.shape)
+    response.raw_output_contents.append(tensor.data)
+
+
+def add_input(request: inference_pb2.ModelInferRequest, tensor: Tensor) -> None:
+    """Appends a tensor to a request, raw."""
+    request.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.array.shape)
+    request.raw_input_contents.append(encode_raw(tensor))
+
+
+def add_output(response: inference_pb2.ModelInferResponse, tensor: Tensor) -> None:
+    """Appends a tensor to a response, raw."""
+    response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.array.shape)
+    response.raw_output_contents.append(encode_raw(tensor))
+
+
+def encode_raw(tensor: Tensor) -> bytes:
+    """The tensor's raw contents."""
+    if tensor.datatype == BYTES:
+        return b"".join(_LENGTH.pack(len(item)) + item for item in map(_as_bytes, tensor.array.ravel()))
+    expected = dtype_of(tensor.name, tensor.datatype)
+    if tensor.array.dtype != expected:
+        raise InvalidRequestError(f"tensor {tensor.name!r}: {tensor.array.dtype} is not {tensor.datatype}")
+    return tensor.array.tobytes()
+
+
+def bytes_tensor(name: str, values: Iterable[bytes]) -> Tensor:
+    """A BYTES tensor of one dimension."""
+    items = list(values)
+    array = np.empty(len(items), dtype=object)
+    array[:] = items
+    return Tensor(name, BYTES, array)
+
+
+def _decode(described: Sequence[Any], raw_contents: Sequence[bytes], kind: str) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name, description, raw in _described(described, raw_contents, kind):
+        dtype, shape = dtype_of(name, description.datatype), checked_shape(name, description.shape)
+        if raw is None:
+            array = _from_typed(name, description.datatype, dtype, shape, description.contents)
+        else:
+            array = _from_raw(name, description.datatype, dtype, shape, raw)
+        tensors[name] = Tensor(name, description.datatype, array)
+    return tensors
+
+
+def _raw_tensors(described: Sequence[Any], raw_contents: Sequence[bytes], kind: str) -> dict[str, RawTensor]:
+    tensors: dict[str, RawTensor] = {}
+    for name, description, raw in _described(described, raw_contents, kind):
+        dtype, shape = dtype_of(name, description.datatype), checked_shape(name, description.shape)
+        if raw is None:
+            array = _from_typed(name, description.datatype, dtype, shape, description.contents)
+            raw = encode_raw(Tensor(name, description.datatype, array))
+        tensors[name] = RawTensor(description.datatype, shape, raw)
+    return tensors
+
+
+def _check_raw(name: str, tensor: RawTensor) -> None:
+    if tensor.datatype == BYTES:
+        count = _bytes_count(name, tensor.shape)
+        elements = sum(1 for _ in _bytes_spans(name, tensor.data, count))
+        _check_count(name, tensor.shape, count, elements)
+    else:
+        decode_raw(name, tensor)
+
+
+def _described(
+    described: Sequence[Any], raw_contents: Sequence[bytes], kind: str
+) -> Iterator[tuple[str, Any, bytes | None]]:
+    """Each tensor's name, its description and its raw contents, which are None where they are typed."""
+    if raw_contents and len(raw_contents) != len(described):
+        raise InvalidRequestError(
+            f"{len(described)} {kind}s but {len(raw_contents)} raw contents: raw must hold every {kind}"
+        )
+    names: set[str] = set()
+    texts = 0
+    for index, description in enumerate(described):
+        name = description.name
+        if not name:
+            raise InvalidRequestError(f"{kind} {index} has no name")
+        if name in names:
+            raise InvalidRequestError(f"{kind} {name!r} is given twice")
+        names.add(name)
+        if description.datatype == BYTES:
+            texts += _bytes_count(name, checked_shape(name, description.shape))
+            if texts > MAX_BYTES_ELEMENTS:
+                raise InvalidRequestError(f"the {kind}s have more than {MAX_BYTES_ELEMENTS} BYTES elements together")
+        if raw_contents and description.HasField("contents"):
+            raise InvalidRequestError(f"{kind} {name!r} has both raw and typed contents")
+        yield name, description, raw_contents[index] if raw_contents else None
+
+
+def _from_raw(name: str, datatype: str, dtype: np.dtype[Any], shape: tuple[int, ...], raw: bytes) -> Array:
+    if datatype == BYTES:
+        count = _bytes_count(name, shape)
+        items = [raw[start:end] for start, end in _bytes_spans(name, raw, count)]
+        if len(items) > count:
+            raise InvalidRequestError(f"tensor {name!r}: shape {list(shape)} holds {count} elements, got more")
+        _check_count(name, shape, count, len(items))
+        return _object_array(items, shape)
+    count = math.prod(shape)
+    if len(raw) != count * dtype.itemsize:
+        raise InvalidRequestError(
+            f"tensor {name!r}: {datatype} of shape {list(shape)} is {count * dtype.itemsize} bytes, got {len(raw)}"
+        )
+    if datatype == "BOOL":
+        bits = np.frombuffer(raw, dtype=np.uint8)
+        if bits.size and bits.max() > 1:
+            raise InvalidRequestError(f"tensor {name!r}: BOOL bytes must be 0 or 1")
+    return np.frombuffer(raw, dtype=dtype).reshape(shape)
+
+
+def _bytes_count(name: str, shape: tuple[int, ...]) -> int:
+    count = math.prod(shape)
+    if count > MAX_BYTES_ELEMENTS:
+        raise InvalidRequestError(f"tensor {name!r}: {count} BYTES elements, at most {MAX_BYTES_ELEMENTS} are allowed")
+    return count
+
+
+def _bytes_spans(name: str, raw: bytes, expected: int) -> Iterator[tuple[int, int]]:
+    """Where each element of a BYTES tensor begins and ends, up to one more than expected."""
+    at = count = 0
+    while at < len(raw) and count <= expected:
+        count += 1
+        start = at + _LENGTH.size
+        if start > len(raw):
+            raise InvalidRequestError(f"tensor {name!r}: BYTES contents end inside a length")
+        (length,) = _LENGTH.unpack_from(raw, at)
+        at = start + length
+        if at > len(raw):
+            raise InvalidRequestError(f"tensor {name!r}: BYTES element of {length} bytes ends beyond the contents")
+        yield start, at
+
+
+def _from_typed(
+    name: str,
+    datatype: str,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    contents: inference_pb2.InferTensorContents,
+) -> Array:
+    field = _CONTENTS_FIELD.get(datatype)
+    if field is None:
+        raise InvalidRequestError(f"tensor {name!r}: {datatype} can only be sent in raw contents")
+    for other, _ in contents.ListFields():
+        if other.name != field:
+            raise InvalidRequestError(f"tensor {name!r}: {datatype} belongs in {field}, not in {other.name}")
+    values = getattr(contents, field)
+    _check_count(name, shape, math.prod(shape), len(values))
+    if datatype == BYTES:
+        _bytes_count(name, shape)
+        return _object_array(values, shape)
+    if dtype.kind == "f":
+        return _packed(contents, field, dtype).reshape(shape)
+    array = np.empty(len(values), dtype=dtype)
+    limits = None if dtype.kind == "b" else np.iinfo(dtype)
+    for first in range(0, len(values), _PIECE):
+        piece = values[first : first + _PIECE]
+        if limits is not None and (min(piece) < limits.min or max(piece) > limits.max):
+            raise InvalidRequestError(f"tensor {name!r}: a value does not fit {datatype}")
+        array[first : first + _PIECE] = piece
+    return array.reshape(shape)
+
+
+def _packed(contents: inference_pb2.InferTensorContents, field: str, dtype: np.dtype[Any]) -> Array:
+    """Numbers of fixed size as protobuf writes them, which is how numpy has them too."""
+    data, number = contents.SerializeToString(), contents.DESCRIPTOR.fields_by_name[field].number
+    for found, _, start, end in fields(data):
+        if found == number:
+            return np.frombuffer(data, dtype, (end - start) // dtype.itemsize, start)
+    return np.empty(0, dtype)
+
+
+def _check_count(name: str, shape: tuple[int, ...], expected: int, actual: int) -> None:
+    if expected != actual:
+        raise InvalidRequestError(f"tensor {name!r}: shape {list(shape)} holds {expected} elements, got {actual}")
+
+
+def _object_array(items: Sequence[bytes], shape: tuple[int, ...]) -> Array:
+    array = np.empty(len(items), dtype=object)
+    array[:] = items
+    return array.reshape(shape)
+
+
+def _as_bytes(item: object) -> bytes:
+    if isinstance(item, str):
+        return item.encode()
+    if isinstance(item, bytes):
+        return item
+    raise InvalidRequestError(f"an element of a BYTES tensor is {type(item).__name__}, not bytes or text")

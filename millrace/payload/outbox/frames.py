@@ -1,0 +1,202 @@
+"""Parts of records as frames of the spool (protos/spool.proto), as the rules say.
+
+On the writer thread. A part that cannot be encoded, or not redacted, raises whatever it was: nothing of it
+may reach the disk. Where rules touch answers, which they must see whole, a chunk's frame has its offset alone and
+the END has all chunks once more.
+
+The BEGIN of a long request has the first characters of its prompt and parameters. All of them follow when an answer
+begins, or with the END; never where the request is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import MutableSequence
+
+from millrace.payload.outbox.merge import is_callers_own
+from millrace.payload.parts import (
+    BEGIN_CHARACTERS,
+    BeginPart,
+    ChunkPart,
+    DeferredTensors,
+    EndPart,
+    Fields,
+    InputsPart,
+    Tensors,
+    is_long,
+)
+from millrace.payload.rules import PayloadRules
+from millrace_protos.millrace_pb2 import PayloadChunk, PayloadRecord, PayloadTensor
+from millrace_protos.spool_pb2 import Frame
+
+# Behind any frame, which it becomes a part of: protobuf reads two messages in a row as one, merged.
+INCOMPLETE = Frame(part=PayloadRecord(incomplete=True)).SerializeToString()
+
+_STRINGS = ("request_id", "model", "prompt", "parameters", "trace_id", "span_id", "client", "call_id", "fingerprint")
+
+
+class OpenRecord:
+    """What the writer knows of a record between its begin and its end."""
+
+    def __init__(self, fields: Fields) -> None:
+        self.fields = fields  # As the begin has them, but for what is short.
+        self.is_short = False  # Whether what is written lacks the rest of a long prompt or of long parameters.
+        self.is_answered = False
+        self.incomplete = False
+        self.dropped = False
+        self.has_ttft = False
+        self.held: list[PayloadChunk] = []  # What the rules have yet to see.
+        self.held_bytes = 0
+
+
+class FrameEncoder:
+    """Makes frames of parts; `held_max` is how many bytes of chunks may wait for the rules."""
+
+    def __init__(self, rules: PayloadRules, held_max: int) -> None:
+        self._rules = rules
+        self._holds = rules.redacts_answers
+        self._held_max = held_max
+        self._held_bytes = 0
+
+    def begin(self, part: BeginPart, opened: OpenRecord) -> bytes:
+        """The first frame of a record."""
+        frame = Frame(record_id=part.record_id, kind=Frame.BEGIN)
+        record = frame.part
+        record.record_id = str(uuid.UUID(bytes=part.record_id))
+        record.time.FromMicroseconds(part.time_us)
+        record.protocol = storable(part.protocol)
+        fields = part.fields
+        if is_long(fields):
+            opened.is_short = True
+            if not self._rules.redactions:
+                fields = fields._replace(prompt=_cut(fields.prompt), parameters=_cut(fields.parameters))
+        _set_fields(record, fields)
+        self._rules.redact(record)
+        if opened.is_short:
+            # Cut after the rules: what they take out may lie across the cut.
+            record.prompt, record.parameters = _cut(record.prompt), _cut(record.parameters)
+        return frame.SerializeToString()
+
+    def request(self, record_id: bytes, opened: OpenRecord) -> bytes:
+        """The frame with all of a request of which the begin has the first characters."""
+        frame = Frame(record_id=record_id, kind=Frame.CHUNK)
+        self._add_rest(frame.part, opened.fields, opened)
+        self._rules.redact(frame.part)
+        return frame.SerializeToString()
+
+    def inputs(self, part: InputsPart) -> bytes:
+        """The frame with the tensors that the request brought."""
+        frame = Frame(record_id=part.record_id, kind=Frame.CHUNK)
+        self._add_tensors(part.tensors, frame.part.inputs)
+        self._rules.redact(frame.part)
+        return frame.SerializeToString()
+
+    def chunk(self, part: ChunkPart, record: OpenRecord) -> bytes:
+        """The frame of a chunk; marks the record where the rules' memory has no room for its contents."""
+        frame = Frame(record_id=part.record_id, kind=Frame.CHUNK)
+        record.is_answered = True
+        if len(part.token_ids) and not record.has_ttft:
+            record.has_ttft = True
+            frame.part.ttft_ms = part.offset_ms
+        chunk = frame.part.chunks.add(offset_ms=part.offset_ms)
+        if not self._holds:
+            self._fill(chunk, part)
+            self._rules.redact(frame.part)
+        elif self._held_bytes + part.cost > self._held_max:
+            record.incomplete = True
+            record.held.append(PayloadChunk(offset_ms=part.offset_ms))
+        else:
+            held = PayloadChunk(offset_ms=part.offset_ms)
+            self._fill(held, part)
+            record.held.append(held)
+            record.held_bytes += part.cost
+            self._held_bytes += part.cost
+        return frame.SerializeToString()
+
+    def end(self, part: EndPart, record: OpenRecord) -> bytes:
+        """The last frame of a record: what the end says and what has changed since the begin."""
+        frame = Frame(record_id=part.record_id, kind=Frame.END)
+        ended = frame.part
+        _set_fields(ended, part.fields, record.fields)
+        if record.is_short and (_is_answered(part, record) or not is_callers_own(part.status)):
+            self._add_rest(ended, part.fields, record)
+        ended.status = part.status
+        ended.message = storable(part.message)
+        ended.failed_hop = storable(part.failed_hop)
+        ended.finish_reason = storable(part.finish_reason)
+        ended.duration_ms = part.duration_ms
+        ended.incomplete = part.incomplete
+        if part.usage is not None:
+            ended.usage.CopyFrom(part.usage)
+        if part.ttft_ms is not None:
+            ended.ttft_ms = part.ttft_ms
+        if part.text is not None:
+            ended.text = storable(part.text)
+        self._add_tensors(part.inputs, ended.inputs)
+        self._add_tensors(part.outputs, ended.outputs)
+        if record.held:
+            ended.chunks.extend(record.held)
+            frame.replaces_chunks = True
+        self._rules.redact(ended)
+        return frame.SerializeToString()
+
+    def end_without_contents(self, part: EndPart) -> bytes:
+        """The last frame of a record whose end could not be encoded."""
+        ended = PayloadRecord(status="UNKNOWN", duration_ms=part.duration_ms, incomplete=True)
+        return Frame(record_id=part.record_id, kind=Frame.END, part=ended).SerializeToString()
+
+    def forget(self, record: OpenRecord) -> None:
+        """Lets go of what a record held, at its end."""
+        self._held_bytes -= record.held_bytes
+        record.held.clear()
+        record.held_bytes = 0
+
+    def _add_rest(self, record: PayloadRecord, fields: Fields, opened: OpenRecord) -> None:
+        record.prompt, record.parameters = storable(fields.prompt), storable(fields.parameters)
+        opened.is_short = False
+
+    def _fill(self, chunk: PayloadChunk, part: ChunkPart) -> None:
+        chunk.text = storable(part.text)
+        chunk.token_ids.extend(part.token_ids)
+        chunk.logprobs.extend(part.logprobs)
+        self._add_tensors(part.outputs, chunk.outputs)
+
+    def _add_tensors(self, tensors: Tensors, to: MutableSequence[PayloadTensor]) -> None:
+        for tensor in tensors.read() if isinstance(tensors, DeferredTensors) else tensors:
+            added = PayloadTensor(name=storable(tensor.name), datatype=storable(tensor.datatype), shape=tensor.shape)
+            if tensor.data is not None:
+                added.digest = f"sha256:{hashlib.sha256(tensor.data).hexdigest()}"
+                if len(tensor.data) <= self._rules.tensor_bytes:
+                    added.data = bytes(tensor.data)
+            to.append(added)
+
+
+def storable(text: str) -> str:
+    """The text as protobuf takes it: JSON can smuggle in halves of surrogate pairs, which UTF-8 has no bytes for."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode(errors="replace").decode()
+    return text
+
+
+def _cut(text: str) -> str:
+    return text[:BEGIN_CHARACTERS]
+
+
+def _is_answered(end: EndPart, record: OpenRecord) -> bool:
+    return record.is_answered or bool(end.text or end.outputs) or end.ttft_ms is not None
+
+
+def _set_fields(record: PayloadRecord, fields: Fields, before: Fields | None = None) -> None:
+    """Sets the fields, or those alone that are others than before."""
+    for name in _STRINGS:
+        value = getattr(fields, name)
+        if before is None or value != getattr(before, name):
+            setattr(record, name, storable(value))
+    if before is None or fields.metadata != before.metadata:
+        for key, value in fields.metadata.items():
+            record.metadata[storable(key)] = storable(value)
+    if fields.resumes:
+        record.resumes = fields.resumes

@@ -1,0 +1,200 @@
+"""Frames of a spool, in their order, merged to records; see protos/spool.proto. Pure: no I/O, no clock.
+
+An open record is kept as the serialized parts one behind the other, which is how protobuf merges messages. It grows
+no further than a message may: beyond that its chunks are left out.
+
+Of a request that was refused, or that its caller left, before any of its answer, a record keeps the first
+`KEPT_CHARACTERS` of each text: whoever sends what is refused must not fill the log with it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from google.protobuf.message import DecodeError
+
+from millrace_protos.millrace_pb2 import PayloadRecord
+from millrace_protos.spool_pb2 import Frame
+
+KEPT_CHARACTERS = 2048
+_KEPT_TENSORS = 16
+_KEPT_NAME = 256  # Characters of names: of the model, of tensors.
+# Of what fails for another reason everything is kept: it is what somebody will look into.
+_CALLERS_OWN = frozenset(
+    {
+        "ALREADY_EXISTS",
+        "CANCELLED",
+        "DEADLINE_EXCEEDED",
+        "FAILED_PRECONDITION",
+        "INVALID_ARGUMENT",
+        "NOT_FOUND",
+        "OUT_OF_RANGE",
+        "PERMISSION_DENIED",
+        "RESOURCE_EXHAUSTED",
+        "UNAUTHENTICATED",
+        "UNAVAILABLE",
+        "UNIMPLEMENTED",
+    }
+)
+
+# Records that nobody ended have no END whose number they could have; above all numbers, the same at each reading.
+_ABORTED = 1 << 62
+
+
+class EndedRecord(NamedTuple):
+    """A whole record; `began` is the number of its BEGIN frame."""
+
+    sequence: int
+    began: int
+    record: PayloadRecord
+
+
+class _OpenRecord:
+    def __init__(self, began: int, parts: bytes) -> None:
+        self.began = began
+        self.parts = bytearray(parts)
+        self.incomplete = False
+
+
+class Merger:
+    """Takes one source's frames; `max_bytes` is what a record may grow to."""
+
+    def __init__(self, max_bytes: int, hop: str) -> None:
+        self.open_bytes = 0
+        self._max_bytes = max_bytes
+        self._hop = hop
+        self._open: dict[bytes, _OpenRecord] = {}  # In the order of their begins.
+        self._next = 1  # The number of the frame that follows.
+
+    @property
+    def first_began(self) -> int | None:
+        """The number of the first BEGIN whose record is open."""
+        return next((record.began for record in self._open.values()), None)
+
+    def take(self, number: int, payload: bytes) -> EndedRecord | None:
+        """The record that the frame ends; where frames before it are missing, all that are open may lack some."""
+        if number != self._next:
+            for record in self._open.values():
+                record.incomplete = True
+        self._next = number + 1
+        try:
+            frame = Frame.FromString(payload)
+        except DecodeError:
+            return None  # Of a later release, perhaps.
+        if frame.kind == Frame.BEGIN:
+            self._forget(frame.record_id)
+            self._open[frame.record_id] = begun = _OpenRecord(number, frame.part.SerializeToString())
+            self.open_bytes += len(begun.parts)
+        elif (opened := self._open.get(frame.record_id)) is None:
+            return None  # Its begin was shipped and deleted, or damaged.
+        elif frame.kind == Frame.CHUNK:
+            self._extend(opened, frame.part.SerializeToString())
+        elif frame.kind == Frame.END:
+            self._forget(frame.record_id)
+            return EndedRecord(number, opened.began, _ended(opened, frame))
+        return None
+
+    def abort(self) -> EndedRecord | None:
+        """Ends the first of the open records, whose process is gone; None where there is none."""
+        for record_id, opened in self._open.items():
+            self._forget(record_id)
+            end = Frame(record_id=record_id)
+            end.part.status = "ABORTED"
+            end.part.message = "the service ended before the answer did"
+            end.part.failed_hop = self._hop
+            record = _ended(opened, end)
+            if record.chunks:
+                record.duration_ms = record.chunks[-1].offset_ms
+            return EndedRecord(_ABORTED + opened.began, opened.began, record)
+        return None
+
+    def snapshots(self, before: int) -> list[bytes]:
+        """BEGIN frames with all that is known of the open records that began before a frame."""
+        frames = []
+        for record_id, opened in self._open.items():
+            if opened.began >= before:
+                break
+            frame = Frame(record_id=record_id, kind=Frame.BEGIN, part=PayloadRecord.FromString(bytes(opened.parts)))
+            frame.part.incomplete |= opened.incomplete
+            frames.append(frame.SerializeToString())
+        return frames
+
+    def _extend(self, opened: _OpenRecord, part: bytes) -> None:
+        if len(opened.parts) + len(part) > self._max_bytes:
+            opened.incomplete = True
+        else:
+            opened.parts += part
+            self.open_bytes += len(part)
+
+    def _forget(self, record_id: bytes) -> None:
+        opened = self._open.pop(record_id, None)
+        if opened is not None:
+            self.open_bytes -= len(opened.parts)
+
+
+def is_callers_own(status: str) -> bool:
+    """Whether a request with this status, and without an answer, is kept in short."""
+    return status in _CALLERS_OWN
+
+
+def fit(record: PayloadRecord, max_bytes: int) -> bool:
+    """Makes a record as small as a message may be, by leaving out what matters least; whether it is."""
+    for leave_out in (_leave_out_tokens, _leave_out_chunks, _leave_out_tensors):
+        if record.ByteSize() <= max_bytes:
+            break
+        leave_out(record)
+        record.incomplete = True
+    return record.ByteSize() <= max_bytes
+
+
+def _ended(opened: _OpenRecord, end: Frame) -> PayloadRecord:
+    record = PayloadRecord.FromString(bytes(opened.parts))
+    if end.replaces_chunks:
+        record.ClearField("chunks")
+    record.MergeFrom(end.part)
+    record.incomplete |= opened.incomplete
+    if not record.text:
+        record.text = "".join(chunk.text for chunk in record.chunks)
+    if was_refused(record):
+        _keep_little(record)
+    return record
+
+
+def was_refused(record: PayloadRecord) -> bool:
+    """Whether the record ended for its caller's own doing, or for want of room, before any of an answer."""
+    has_answer = record.chunks or record.text or record.outputs or record.HasField("ttft_ms")
+    return is_callers_own(record.status) and not has_answer
+
+
+def _keep_little(record: PayloadRecord) -> None:
+    for name, kept in (("prompt", KEPT_CHARACTERS), ("parameters", KEPT_CHARACTERS), ("model", _KEPT_NAME)):
+        text = getattr(record, name)
+        if len(text) > kept:
+            setattr(record, name, text[:kept])
+            record.incomplete = True
+    if len(record.message) > KEPT_CHARACTERS:
+        record.message = record.message[:KEPT_CHARACTERS]
+    if len(record.inputs) > _KEPT_TENSORS:
+        del record.inputs[_KEPT_TENSORS:]
+        record.incomplete = True
+    for tensor in record.inputs:
+        tensor.ClearField("data")
+        if tensor.ByteSize() > 2 * _KEPT_NAME:
+            tensor.name, tensor.datatype = tensor.name[:_KEPT_NAME], tensor.datatype[:_KEPT_NAME]
+            del tensor.shape[_KEPT_TENSORS:]
+            record.incomplete = True
+
+
+def _leave_out_tokens(record: PayloadRecord) -> None:
+    for chunk in record.chunks:
+        chunk.ClearField("token_ids")
+        chunk.ClearField("logprobs")
+
+
+def _leave_out_chunks(record: PayloadRecord) -> None:
+    record.ClearField("chunks")
+
+
+def _leave_out_tensors(record: PayloadRecord) -> None:
+    for tensor in (*record.inputs, *record.outputs):
+        tensor.ClearField("data")

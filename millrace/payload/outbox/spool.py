@@ -1,0 +1,274 @@
+"""The spool: what is recorded, on disk until the logger has it.
+
+    ROOT/lock                     held while somebody looks through ROOT
+    ROOT/UUID/lock                held (flock) by the process that owns the folder; the UUID is the source
+    ROOT/UUID/NUMBER.segment      frames (outbox/segments.py); NUMBER, of 20 digits, is that of the first
+    ROOT/UUID/reserve             zeros: room on a disk that others may fill
+
+Frames are numbered from 1 without gaps.
+
+A process appends to a folder of its own, which is new, and takes over those that nobody holds to read them to
+their end. So no frame is ever written behind what a crash left, and no number is given twice.
+
+A spool has one thread that appends and one that reads and deletes; each may use any method. Errors are OSError;
+an append that failed leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from millrace.errors import StartupError
+from millrace.payload.outbox.segments import Segment, header
+
+logger = logging.getLogger(__name__)
+
+_SEGMENT_NAME = re.compile(r"\d{20}\.segment")
+_MAX_SEGMENT_BYTES = 8 << 20
+_SEGMENTS = 8  # Of a full spool, at least: it is given back by the segment.
+_ROOT_WAIT_S = 5.0
+_UNKNOWN = 1 << 62
+_RESERVE = "reserve"
+_RESERVE_BYTES = 64 << 10
+
+
+class Spool:
+    """One source's folder, held by this process until `close` or `remove`."""
+
+    def __init__(self, folder: Path, lock: int, segments: Sequence[Segment], segment_bytes: int, fsync: bool) -> None:
+        self.source = folder.name
+        self.size = sum(segment.size for segment in segments)
+        self.segment_bytes = segment_bytes
+        self._folder = folder
+        self._held = lock
+        self._segments = list(segments)
+        self._fsync = fsync
+        # The number of the next frame that is appended; how many the last segment of another's spool has is unknown.
+        self._next = 1 if not segments else _UNKNOWN
+        self._file: int | None = None  # Of the newest segment, while frames may be appended to it.
+        self._reserved = False
+        self._lock = threading.Lock()
+
+    @property
+    def next_number(self) -> int:
+        """The number that the next frame gets."""
+        return self._next
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The segments, oldest first."""
+        with self._lock:
+            return list(self._segments)
+
+    def path(self, segment: Segment) -> Path:
+        """Where a segment lies."""
+        return self._folder / f"{segment.first:020d}.segment"
+
+    def append(self, payloads: Sequence[bytes]) -> None:
+        """Appends frames, all or none."""
+        with self._lock:
+            self._append(payloads)
+
+    def append_at(self, number: int, payloads: Sequence[bytes]) -> bool:
+        """Appends frames if the first gets that number; whether it did."""
+        with self._lock:
+            if self._next != number:
+                return False
+            self._append(payloads)
+            return True
+
+    def reserve(self) -> bool:
+        """Keeps room on the disk for `release_reserve` to give; whether it is kept."""
+        if not self._reserved:
+            path = self._folder / _RESERVE
+            try:
+                path.write_bytes(bytes(min(_RESERVE_BYTES, self.segment_bytes)))
+            except OSError:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                return False
+            self._reserved = True
+        return True
+
+    def release_reserve(self) -> bool:
+        """Gives back the room that was kept; whether there was some."""
+        was_reserved, self._reserved = self._reserved, False
+        if was_reserved:
+            (self._folder / _RESERVE).unlink(missing_ok=True)
+        return was_reserved
+
+    def delete_before(self, number: int) -> None:
+        """Deletes the segments whose frames all have smaller numbers, but the one that is written."""
+        while (segment := self._drop_oldest(number)) is not None:
+            self.path(segment).unlink(missing_ok=True)
+
+    def end_segment(self) -> None:
+        """Lets the next frame begin a segment, so that the newest can be deleted too."""
+        with self._lock:
+            self._close_file()
+
+    def close(self) -> None:
+        """Lets go of the folder; the next process may take it over."""
+        self.end_segment()
+        os.close(self._held)
+
+    def remove(self) -> None:
+        """Deletes the folder with all there is in it."""
+        self.end_segment()
+        with _locked(self._folder.parent):
+            for segment in self.segments:
+                self.path(segment).unlink(missing_ok=True)
+            _remove_empty(self._folder, self._held)
+        with self._lock:
+            self._segments.clear()
+            self.size = 0
+
+    def _append(self, payloads: Sequence[bytes]) -> None:
+        data = b"".join(part for payload in payloads for part in (header(payload), payload))
+        file = self._file_to_append_to()
+        try:
+            _write(file, data)
+            if self._fsync:
+                os.fsync(file)
+        except OSError:
+            self._cut_back(file)
+            raise
+        self._segments[-1] = Segment(self._segments[-1].first, self._segments[-1].size + len(data))
+        self.size += len(data)
+        self._next += len(payloads)
+
+    def _file_to_append_to(self) -> int:
+        if self._file is not None and self._segments[-1].size >= self.segment_bytes:
+            self._close_file()
+        if self._file is None:
+            segment = Segment(self._next, 0)
+            self._file = os.open(self.path(segment), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+            self._segments.append(segment)
+        return self._file
+
+    def _cut_back(self, file: int) -> None:
+        """Takes away what a failed append left, and ends the segment: once shipped it makes room."""
+        segment = self._segments[-1]
+        with contextlib.suppress(OSError):  # Then what is torn stays at its end, where readers stop.
+            os.ftruncate(file, segment.size)
+        self._close_file()
+        if segment.size == 0:
+            self._segments.pop()
+            with contextlib.suppress(OSError):
+                self.path(segment).unlink()
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            file, self._file = self._file, None
+            os.close(file)
+
+    def _drop_oldest(self, number: int) -> Segment | None:
+        with self._lock:
+            if not self._segments or (len(self._segments) == 1 and self._file is not None):
+                return None
+            end = self._segments[1].first if len(self._segments) > 1 else self._next
+            if end > number:
+                return None
+            segment = self._segments.pop(0)
+            self.size -= segment.size
+            return segment
+
+
+def open_spools(root: Path, max_bytes: int, fsync: bool = False) -> tuple[Spool, list[Spool]]:
+    """A new spool to append to, and those that nobody holds; raises StartupError where `root` cannot be used."""
+    segment_bytes = min(_MAX_SEGMENT_BYTES, max(1, max_bytes // _SEGMENTS))
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _locked(root):
+            folders = sorted(root.iterdir())
+            own = _create(root / str(uuid.uuid4()), segment_bytes, fsync)
+            return own, [orphan for folder in folders if (orphan := _take_over(folder, segment_bytes)) is not None]
+    except OSError as error:
+        raise StartupError(f"the spool folder {root} cannot be used: {error.strerror}; name another one") from None
+
+
+def _create(folder: Path, segment_bytes: int, fsync: bool) -> Spool:
+    folder.mkdir(mode=0o700)
+    lock = _lock_file(folder)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    spool = Spool(folder, lock, (), segment_bytes, fsync)
+    spool.reserve()
+    return spool
+
+
+def _take_over(folder: Path, segment_bytes: int) -> Spool | None:
+    """The spool in a folder that nobody holds; an empty one is removed."""
+    if not _is_uuid(folder.name) or not folder.is_dir():
+        return None
+    try:
+        lock = _lock_file(folder)
+    except OSError as error:
+        logger.warning("the spool %s cannot be taken over: %s", folder, error.strerror)
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    (folder / _RESERVE).unlink(missing_ok=True)
+    paths = sorted(path for path in folder.iterdir() if _SEGMENT_NAME.fullmatch(path.name))
+    segments = [Segment(int(path.stem), path.stat().st_size) for path in paths]
+    if not any(segment.size for segment in segments):
+        for path in paths:
+            path.unlink()
+        _remove_empty(folder, lock)
+        return None
+    return Spool(folder, lock, segments, segment_bytes, fsync=False)
+
+
+@contextlib.contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    """Keeps others from looking through the root; raises TimeoutError where somebody does for long."""
+    lock = _lock_file(root)
+    deadline = time.monotonic() + _ROOT_WAIT_S
+    try:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _lock_file(folder: Path) -> int:
+    return os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+
+
+def _remove_empty(folder: Path, lock: int) -> None:
+    for name in (_RESERVE, "lock"):
+        (folder / name).unlink(missing_ok=True)
+    os.close(lock)
+    with contextlib.suppress(OSError):  # Somebody has put something else there.
+        folder.rmdir()
+
+
+def _is_uuid(name: str) -> bool:
+    try:
+        return str(uuid.UUID(name)) == name
+    except ValueError:
+        return False
+
+
+def _write(file: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]

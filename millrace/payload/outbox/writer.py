@@ -1,0 +1,253 @@
+"""The thread that writes what was recorded to the spool.
+
+It takes parts from the queue, encodes them as the rules say and appends them a batch at a time: one write. Then it
+tells the requests that wait for their begins. It looks every 30 ms while a record is open; an answer that would leave
+before its begin is written wakes it, and so does the first begin of all. Each waking costs more than what it writes: it
+takes the interpreter from the event loop. It works in slices with naps between, for the same reason.
+
+Room: spools together may hold `max_bytes`, and a little more for ends. A begin for which there is no room drops its
+record, a chunk makes its record incomplete; an end waits, and there are no more of them than requests that were open.
+After a failed write it tries again twice a second at most, and ends go to where the spool has kept room for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from millrace.payload.drops import DISK, FAILED, FULL, Drops
+from millrace.payload.outbox.frames import INCOMPLETE, FrameEncoder, OpenRecord
+from millrace.payload.outbox.spool import Spool
+from millrace.payload.parts import BeginPart, ChunkPart, EndPart, InputsPart, LaterPart, PartQueue, RequestPart
+
+_LOOK_S = 0.03
+_IDLE_S = 1.0
+_RETRY_S = 0.5
+_JOIN_S = 1.0
+_SLICE = 64  # Parts: well below a millisecond.
+_HEAVY_BYTES = 1 << 20
+_NAP_S = 0.0002
+_RESERVE_SHARE = 16  # One part in so many above the maximum is for ends.
+
+
+class _Written(NamedTuple):
+    """A frame on its way to the disk, and the part that it was made of."""
+
+    payload: bytes
+    part: BeginPart | LaterPart
+    record: OpenRecord
+
+
+class PayloadWriter:
+    """Owns the thread.
+
+    `settle` gets the parts for which requests wait, once they are on disk or dropped; `ended` is called when a record
+    ended.
+    """
+
+    def __init__(
+        self,
+        queue: PartQueue,
+        spool: Spool,
+        orphans: Sequence[Spool],
+        drops: Drops,
+        encoder: FrameEncoder,
+        *,
+        max_bytes: int,
+        settle: Callable[[Sequence[BeginPart | RequestPart]], None],
+        ended: Callable[[], None],
+    ) -> None:
+        self._queue = queue
+        self._spool = spool
+        self._orphans = orphans
+        self._drops = drops
+        self._encoder = encoder
+        self._max_bytes = max_bytes
+        self._settle = settle
+        self._ended = ended
+        # Dropped ones too, until their ends come: what still comes of them fills the queue until somebody looks.
+        self._open: dict[bytes, OpenRecord] = {}
+        self._waiting_ends: deque[_Written] = deque()
+        self._retry_at = 0.0
+        self._slice_cost = 0
+        self._spooled = 0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="payload-writer", daemon=True)
+
+    @property
+    def spooled_bytes(self) -> int:
+        """What lies on disk, of this process and of those before it."""
+        return self._spool.size + sum(orphan.size for orphan in self._orphans)
+
+    @property
+    def spooled(self) -> int:
+        """How many records have come to lie on disk from their begin to their end."""
+        return self._spooled
+
+    @property
+    def idle(self) -> bool:
+        """Whether all parts have been written or dropped."""
+        return self._queue.empty and not self._waiting_ends
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def close(self) -> bool:
+        """Writes what waits and ends the thread; whether every record that began has ended on disk."""
+        self._stopping.set()
+        self._queue.wake.set()
+        self._thread.join(_JOIN_S)
+        if self._thread.is_alive():
+            return False
+        return self.idle and all(record.dropped for record in self._open.values())
+
+    def _run(self) -> None:
+        while True:
+            stopping = self._stopping.is_set()  # What was put before is written.
+            self._slice_cost = 0
+            try:
+                self._write_slice()
+            except Exception:
+                self._drops.count(FAILED, exc_info=True)
+            self._queue.taken(self._slice_cost)
+            if self._slice_cost and (stopping or not self._queue.empty):
+                time.sleep(_NAP_S)
+            elif stopping:
+                return
+            else:
+                self._wait()
+
+    def _wait(self) -> None:
+        """Until there may be something to write."""
+        self._queue.polled = bool(self._open or self._waiting_ends)
+        if self._queue.empty or self._queue.polled:  # Else a begin came that still relied on being found.
+            self._queue.wake.wait(_LOOK_S if self._queue.polled else _IDLE_S)
+        self._queue.wake.clear()
+
+    def _write_slice(self) -> None:
+        """Writes some of what waits."""
+        frames: list[_Written] = []
+        self._take_begins(frames)
+        for _ in range(_SLICE):
+            if not self._queue.parts or self._slice_cost >= _HEAVY_BYTES:
+                break
+            part = self._queue.parts.popleft()
+            self._slice_cost += part.cost
+            if part.record_id not in self._open:
+                self._take_begins(frames)  # Its own came after the look above.
+            self._take(part, frames)
+        self._write(frames)
+
+    def _take_begins(self, frames: list[_Written]) -> None:
+        while self._queue.begins:
+            part = self._queue.begins.popleft()
+            self._slice_cost += part.cost
+            record = self._open[part.record_id] = OpenRecord(part.fields)
+            try:
+                frames.append(_Written(self._encoder.begin(part, record), part, record))
+            except Exception:
+                self._drops.count(FAILED, exc_info=True)
+                record.dropped = True
+                self._settle([part])
+
+    def _take(self, part: LaterPart, frames: list[_Written]) -> None:
+        record = self._open[part.record_id]
+        if not record.dropped:
+            try:
+                frames.append(_Written(self._encode(part, record), part, record))
+            except Exception:
+                self._drops.count(FAILED, exc_info=True)
+                record.incomplete = True
+                if isinstance(part, EndPart):
+                    frames.append(_Written(self._encoder.end_without_contents(part), part, record))
+        if isinstance(part, RequestPart) and (not frames or frames[-1].part is not part):
+            self._settle([part])
+        if isinstance(part, EndPart):
+            del self._open[part.record_id]
+            self._encoder.forget(record)
+
+    def _encode(self, part: LaterPart, record: OpenRecord) -> bytes:
+        match part:
+            case RequestPart():
+                return self._encoder.request(part.record_id, record)
+            case InputsPart():
+                return self._encoder.inputs(part)
+            case ChunkPart():
+                return self._encoder.chunk(part, record)
+            case EndPart():
+                return self._encoder.end(part, record)
+
+    def _write(self, frames: Sequence[_Written]) -> None:
+        failing = time.monotonic() < self._retry_at
+        if not frames and (failing or not self._waiting_ends):
+            return
+        ends, self._waiting_ends = self._waiting_ends, deque()
+        # While the disk has no room to keep for ends, it has none for anything else.
+        only_ends = failing or not self._spool.reserve()
+        batch: list[_Written] = []
+        room = self._max_bytes - self.spooled_bytes
+        for frame in (*ends, *frames):
+            is_end = isinstance(frame.part, EndPart)
+            if frame.record.dropped:
+                continue
+            if failing or (only_ends and not is_end):
+                self._give_up(frame, DISK)
+            elif len(frame.payload) > room + is_end * (self._max_bytes // _RESERVE_SHARE):
+                self._give_up(frame, FULL)
+            else:
+                batch.append(frame)
+                room -= len(frame.payload)
+        if batch:
+            self._append(batch)
+        if only_ends and not failing:
+            self._retry_at = time.monotonic() + _RETRY_S
+        waited_for = [frame.part for frame in frames if isinstance(frame.part, BeginPart | RequestPart)]
+        if waited_for:
+            self._settle(waited_for)
+
+    def _append(self, batch: Sequence[_Written]) -> None:
+        try:
+            self._spool.append([_payload(frame) for frame in batch])
+        except OSError as error:
+            self._retry_at = time.monotonic() + _RETRY_S
+            self._drops.warn("write", "the spool %s cannot be written: %s", self._spool.source, error.strerror)
+            for frame in batch:
+                if not frame.record.dropped:
+                    self._give_up(frame, DISK)
+            self._use_reserve()
+        else:
+            self._tell_ended(sum(isinstance(frame.part, EndPart) for frame in batch))
+
+    def _use_reserve(self) -> None:
+        """Writes the ends that wait: without them no segment could be deleted, and a full disk would stay full."""
+        if not self._waiting_ends or not self._spool.release_reserve():
+            return
+        with contextlib.suppress(OSError):  # Said before; they go on waiting.
+            self._spool.append([_payload(frame) for frame in self._waiting_ends])
+            self._tell_ended(len(self._waiting_ends))
+            self._waiting_ends.clear()
+
+    def _tell_ended(self, records: int) -> None:
+        if records:
+            self._spooled += records
+            self._ended()
+
+    def _give_up(self, frame: _Written, reason: str) -> None:
+        if isinstance(frame.part, EndPart):
+            self._waiting_ends.append(frame)
+            return
+        self._drops.count(reason)
+        frame.record.incomplete = True
+        if isinstance(frame.part, BeginPart):
+            frame.record.dropped = True
+            self._encoder.forget(frame.record)
+
+
+def _payload(frame: _Written) -> bytes:
+    """The frame as it is written: it says whether parts before it are missing. The process may not live to the end."""
+    return frame.payload + INCOMPLETE if frame.record.incomplete else frame.payload

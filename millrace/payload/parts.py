@@ -1,0 +1,192 @@
+"""Parts of payload records on their way from the event loop to the writer thread.
+
+A part holds references to what a request or an answer is made of; nothing is copied or encoded before
+the writer thread does so. What is handed in must not change afterwards.
+
+`PartQueue` hands parts over without a lock: `begin`, `put`, `offer` and `has_room` belong to the event loop's thread,
+the rest to the writer's. Each counter has one thread that changes it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from millrace_protos.millrace_pb2 import Usage
+
+# What a part takes in memory beside the contents that are counted.
+PART_BYTES = 400
+TOKEN_BYTES = 40
+_TENSOR_BYTES = 300
+# A begin has no more of the prompt and of the parameters than this; the rest follows once the request is answered, so
+# that what is refused never fills the disk.
+BEGIN_CHARACTERS = 16 << 10
+
+
+class RecordedTensor(NamedTuple):
+    """A tensor of a request or an answer; `data` are its raw contents, None where they cannot be told."""
+
+    name: str
+    datatype: str
+    shape: Sequence[int]
+    data: bytes | memoryview | None
+
+
+@dataclass(frozen=True)
+class DeferredTensors:
+    """Tensors that the writer thread reads, by `read`; `size` is how many bytes the reference keeps in memory."""
+
+    read: Callable[[], Sequence[RecordedTensor]]
+    size: int
+
+
+Tensors = Sequence[RecordedTensor] | DeferredTensors
+
+
+def size_of(tensors: Tensors) -> int:
+    """The bytes that the tensors keep in memory."""
+    if isinstance(tensors, DeferredTensors):
+        return tensors.size
+    return sum(_TENSOR_BYTES + len(tensor.data or b"") for tensor in tensors)
+
+
+class Fields(NamedTuple):
+    """What of a record may be set until its end; each is a field of PayloadRecord."""
+
+    request_id: str
+    model: str
+    prompt: str
+    parameters: str
+    trace_id: str
+    span_id: str
+    client: str
+    call_id: str
+    metadata: Mapping[str, str]
+    resumes: int
+    fingerprint: str
+
+
+def is_long(fields: Fields) -> bool:
+    """Whether a begin leaves out some of the request."""
+    return len(fields.prompt) > BEGIN_CHARACTERS or len(fields.parameters) > BEGIN_CHARACTERS
+
+
+class BeginPart(NamedTuple):
+    """A request arrived; `settled` is called on the event loop once the part lies on disk or was dropped."""
+
+    record_id: bytes
+    cost: int
+    time_us: int
+    protocol: str
+    fields: Fields
+    settled: Callable[[], None]
+
+
+class RequestPart(NamedTuple):
+    """The request is about to be answered: what of it the begin left out is written; `settled` as of a begin."""
+
+    record_id: bytes
+    cost: int
+    settled: Callable[[], None]
+
+
+class InputsPart(NamedTuple):
+    """The tensors that the request brought."""
+
+    record_id: bytes
+    cost: int
+    tensors: Tensors
+
+
+class ChunkPart(NamedTuple):
+    """What went to the client, `offset_ms` after the request arrived."""
+
+    record_id: bytes
+    cost: int
+    offset_ms: float
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    outputs: Tensors
+
+
+class EndPart(NamedTuple):
+    """What became of the request; `inputs` only where they were not known at the begin."""
+
+    record_id: bytes
+    cost: int
+    fields: Fields
+    status: str
+    message: str
+    failed_hop: str
+    finish_reason: str
+    usage: Usage | None
+    text: str | None
+    inputs: Tensors
+    outputs: Tensors
+    ttft_ms: float | None
+    duration_ms: float
+    incomplete: bool
+
+
+LaterPart = RequestPart | InputsPart | ChunkPart | EndPart
+
+
+class PartQueue:
+    """Parts in their order; begins apart, so that none waits behind another request's tensors."""
+
+    __slots__ = ("_capacity_bytes", "_put_bytes", "_taken_bytes", "begins", "parts", "polled", "wake")
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.begins: deque[BeginPart] = deque()
+        self.parts: deque[LaterPart] = deque()
+        self.wake = threading.Event()
+        self.polled = False  # Whether the writer looks by itself soon.
+        self._capacity_bytes = capacity_bytes
+        self._put_bytes = 0
+        self._taken_bytes = 0
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What the parts take that the writer has yet to write."""
+        return self._put_bytes - self._taken_bytes
+
+    @property
+    def empty(self) -> bool:
+        """Whether the writer has taken and dealt with every part."""
+        return self._put_bytes == self._taken_bytes
+
+    def has_room(self, cost: int) -> bool:
+        """Whether a part of that cost is within the capacity."""
+        return self._put_bytes - self._taken_bytes + cost <= self._capacity_bytes
+
+    def begin(self, part: BeginPart) -> None:
+        """Puts a begin; wakes the writer where it would not look soon."""
+        self._put_bytes += part.cost
+        self.begins.append(part)
+        if not self.polled:
+            self.wake.set()
+
+    def put(self, part: LaterPart) -> None:
+        """Puts what follows a begin, whatever room there is; the writer finds it by itself within milliseconds."""
+        self._put_bytes += part.cost
+        self.parts.append(part)
+
+    def offer(self, part: LaterPart) -> bool:
+        """Puts what follows a begin if there is room for it, and tells whether there was.
+
+        `has_room` and `put` in one: of what a chunk costs the event loop, calls are the most.
+        """
+        put_bytes = self._put_bytes + part.cost
+        if put_bytes - self._taken_bytes > self._capacity_bytes:
+            return False
+        self._put_bytes = put_bytes
+        self.parts.append(part)
+        return True
+
+    def taken(self, cost: int) -> None:
+        """Tells that parts of that cost have been dealt with."""
+        self._taken_bytes += cost

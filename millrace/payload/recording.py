@@ -1,0 +1,221 @@
+"""One request's record in the making; see payload/tap.py, which opens it.
+
+On the event loop's thread. Nothing but `begun` is awaited, and nothing raises, whatever it is given: what cannot be
+kept is counted and makes the record incomplete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from millrace.errors import MillraceError
+from millrace.payload.drops import FAILED, MEMORY
+from millrace.payload.ids import as_uuid7
+from millrace.payload.parts import (
+    PART_BYTES,
+    TOKEN_BYTES,
+    BeginPart,
+    ChunkPart,
+    EndPart,
+    Fields,
+    InputsPart,
+    RequestPart,
+    Tensors,
+    is_long,
+    size_of,
+)
+from millrace.payload.rules import Mode
+from millrace_protos.millrace_pb2 import Usage
+
+if TYPE_CHECKING:
+    from millrace.payload.tap import PayloadTap
+
+_BEGIN_WAIT_S = 1.0
+_new_tuple = tuple.__new__  # A chunk's part is made without a call of Python's: it is what a stream pays.
+
+
+class Recording:
+    """One request's record in the making; its public fields may be set until it ends.
+
+    As a context manager it ends with the block: an error as that error, anything else that has not
+    been ended as CANCELLED.
+    """
+
+    request_id: str
+    model: str
+    prompt: str
+    parameters: str
+    trace_id: str
+    span_id: str
+    metadata: Mapping[str, str]
+    client: str
+    call_id: str
+    inputs: Tensors
+    resumes: int = 0
+    fingerprint: str = ""
+
+    def __init__(self, tap: PayloadTap, number: int) -> None:
+        record_id = as_uuid7(number)
+        self.record_id = str(record_id)
+        self._id = record_id.bytes
+        self._tap = tap
+        self._queue = tap._queue
+        self._arrived = time.monotonic()
+        self._ttft_ms: float | None = None
+        self._open = False
+        self._incomplete = False
+        self._keeps_request = self._keeps_answer = False
+        self._inputs_at_begin: Tensors = ()
+        self._unsettled = 0  # Parts that are not known to lie on disk: the begin, and the rest of a long request.
+        self._is_short = False
+        self._waiting: asyncio.Event | None = None
+        self._has_waited = False
+
+    async def begun(self) -> bool:
+        """Waits until the begin lies on disk or was dropped; False where that has not been within a second.
+
+        To be awaited before each chunk leaves: only the first time may it wait.
+        """
+        has_waited, self._has_waited = self._has_waited, True
+        if self._is_short:
+            self._write_rest()
+        if not self._unsettled or has_waited or not self._tap._begins_answered:
+            return not self._unsettled
+        self._waiting = self._waiting or asyncio.Event()
+        self._queue.wake.set()
+        try:
+            async with asyncio.timeout(_BEGIN_WAIT_S):
+                await self._waiting.wait()
+        except TimeoutError:
+            self._tap._give_up_waiting()
+        return not self._unsettled
+
+    def chunk(
+        self, text: str, token_ids: Sequence[int] = (), logprobs: Sequence[float] = (), outputs: Tensors = ()
+    ) -> None:
+        """Adds what went to the client just now."""
+        if not self._open:
+            return
+        try:
+            offset_ms = (time.monotonic() - self._arrived) * 1000
+            count = len(token_ids)
+            if count and self._ttft_ms is None:
+                self._ttft_ms = offset_ms
+            if not self._keeps_answer:
+                return
+            cost = PART_BYTES + len(text) + TOKEN_BYTES * (count + len(logprobs))
+            if outputs:
+                cost += size_of(outputs)
+            part = _new_tuple(ChunkPart, (self._id, cost, offset_ms, text, token_ids, logprobs, outputs))
+            if not self._queue.offer(part):
+                self._miss(MEMORY)
+        except Exception:
+            self._miss(FAILED, exc_info=True)
+
+    def end(
+        self,
+        status: str,
+        message: str = "",
+        failed_hop: str = "",
+        finish_reason: str = "",
+        usage: Usage | None = None,
+        text: str | None = None,
+        outputs: Tensors = (),
+    ) -> None:
+        """Closes the record; only the first call counts.
+
+        `status` is the name of a gRPC status; `text` is the whole answer where that is not its chunks' texts.
+        """
+        if not self._open:
+            return
+        self._open = False
+        if not self._keeps_answer:
+            text, outputs = None, ()
+        inputs = self.inputs if self._keeps_request and self.inputs is not self._inputs_at_begin else ()
+        try:
+            duration_ms = (time.monotonic() - self._arrived) * 1000
+            cost = PART_BYTES + len(text or "")
+            inputs, outputs = self._within_memory(inputs), self._within_memory(outputs)
+            cost += size_of(inputs) + size_of(outputs)
+        except Exception:
+            self._miss(FAILED, exc_info=True)
+            inputs, outputs, text, cost = (), (), None, PART_BYTES
+        # Not refused for want of room: there is one for each open request, and without it the record has no end.
+        self._queue.put(
+            EndPart(
+                *(self._id, cost, self._fields(), status, message, failed_hop, finish_reason, usage, text),
+                *(inputs, outputs, self._ttft_ms, duration_ms, self._incomplete),
+            )
+        )
+
+    def end_with(self, error: MillraceError) -> None:
+        """Closes the record with an error."""
+        self.end(error.status.name, error.message, error.hop or self._tap.hop)
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, MillraceError):
+            self.end_with(error)
+        elif isinstance(error, Exception):
+            self.end("INTERNAL", "internal error", self._tap.hop)
+        else:
+            self.end("CANCELLED", "aborted")
+
+    def _begin(self, time_us: int, protocol: str) -> None:
+        try:
+            mode = self._tap.rules.mode(self.model, self.request_id)
+            if mode is Mode.OFF:
+                return
+            self._keeps_request, self._keeps_answer = mode.keeps_request, mode.keeps_response
+            fields = self._fields()
+            cost = PART_BYTES + len(fields.prompt) + len(fields.parameters)
+            if not self._queue.has_room(cost):
+                self._tap._drops.count(MEMORY)
+                return
+            self._queue.begin(BeginPart(self._id, cost, time_us, protocol, fields, self._settle))
+            self._open, self._unsettled = True, 1
+            self._is_short = is_long(fields)
+            if self._keeps_request and self.inputs:
+                self._inputs_at_begin = self.inputs
+                inputs = self._within_memory(self.inputs)
+                self._queue.put(InputsPart(self._id, PART_BYTES + size_of(inputs), inputs))
+        except Exception:
+            self._miss(FAILED, exc_info=True)
+
+    def _fields(self) -> Fields:
+        prompt, parameters = (self.prompt, self.parameters) if self._keeps_request else ("", "")
+        return Fields(
+            *(self.request_id, self.model, prompt, parameters, self.trace_id, self.span_id),
+            *(self.client, self.call_id, self.metadata, self.resumes, self.fingerprint),
+        )
+
+    def _within_memory(self, tensors: Tensors) -> Tensors:
+        """The tensors, or none where there is no room for them: the record matters more than their digests."""
+        if not tensors or self._queue.has_room(size_of(tensors)):
+            return tensors
+        self._miss(MEMORY)
+        return ()
+
+    def _miss(self, reason: str, *, exc_info: bool = False) -> None:
+        self._incomplete = True
+        self._tap._drops.count(reason, exc_info=exc_info)
+
+    def _write_rest(self) -> None:
+        """Has the rest of a long request written, which is answered now; its end has it, where that has come."""
+        self._is_short = False
+        if self._open:
+            self._unsettled += 1
+            self._queue.put(RequestPart(self._id, PART_BYTES, self._settle))
+
+    def _settle(self) -> None:
+        self._unsettled -= 1
+        if not self._unsettled and self._waiting is not None:
+            self._waiting.set()

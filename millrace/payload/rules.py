@@ -1,0 +1,143 @@
+"""What of a request is recorded: modes per model, sampling, redaction, the caller's metadata, tensors' contents.
+
+Rules never change and any thread may ask them. `mode` takes microseconds; `redact` takes as long as its
+patterns need and belongs on the writer thread, before anything is written.
+
+A mode keeps what comes in (prompt, parameters, inputs), what goes out (text, chunks, outputs), both or neither;
+status, usage, times and ids are kept by every mode but `off`. Sampling keeps or leaves out whole requests by a
+hash of their id, so that all records of one id, of whichever process, share their fate.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from millrace_protos.millrace_pb2 import PayloadRecord
+
+_HEADER = re.compile(r"[a-z0-9_.-]+")
+# What lets its bearer in is on no record.
+_SECRET = frozenset({"authorization", "cookie", "proxy-authorization", "x-api-key"})
+
+
+class Mode(StrEnum):
+    """What is kept of a request and its answer."""
+
+    ALL = "all"
+    REQUEST = "request"
+    RESPONSE = "response"
+    METADATA = "metadata"
+    OFF = "off"
+
+    @property
+    def keeps_request(self) -> bool:
+        """Whether prompt, parameters and inputs are kept."""
+        return self in (Mode.ALL, Mode.REQUEST)
+
+    @property
+    def keeps_response(self) -> bool:
+        """Whether text, chunks and outputs are kept."""
+        return self in (Mode.ALL, Mode.RESPONSE)
+
+
+@dataclass(frozen=True)
+class Modes:
+    """The mode of each model that is named, and of all others."""
+
+    default: Mode = Mode.ALL
+    models: Mapping[str, Mode] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return ",".join([self.default.value, *(f"{name}={mode.value}" for name, mode in self.models.items())])
+
+
+class Redactor(Protocol):
+    """A rule that takes something out of a record."""
+
+    @property
+    def redacts_answers(self) -> bool:
+        """Whether it looks at texts of answers, which it has to see whole."""
+
+    def redact(self, record: PayloadRecord) -> None:
+        """Changes a part of a record in place."""
+
+
+@dataclass(frozen=True)
+class PayloadRules:
+    """See the module. `metadata` names what is kept of the caller's; `tensor_bytes` is the most of a tensor's contents.
+
+    A tensor of more bytes is kept by its digest alone.
+    """
+
+    default: Mode = Mode.ALL
+    models: Mapping[str, Mode] = field(default_factory=dict)
+    sample: float = 1.0
+    redactions: Sequence[Redactor] = ()
+    metadata: frozenset[str] = frozenset()
+    tensor_bytes: int = 0
+
+    def mode(self, model: str, request_id: str) -> Mode:
+        """What is kept of a request; OFF where it is sampled out."""
+        if self.sample < 1.0 and _fraction(request_id) >= self.sample:
+            return Mode.OFF
+        return self.models.get(model, self.default)
+
+    @property
+    def redacts_answers(self) -> bool:
+        """Whether text of answers may only be written once it is whole."""
+        return any(redaction.redacts_answers for redaction in self.redactions)
+
+    def redact(self, record: PayloadRecord) -> None:
+        """Takes out of a part of a record what the rules say."""
+        for redaction in self.redactions:
+            redaction.redact(record)
+
+
+def parse_modes(text: str) -> Modes:
+    """A comma list of one mode for all models and `model=mode` for single ones; raises ValueError."""
+    default: Mode | None = None
+    models: dict[str, Mode] = {}
+    for item in filter(None, map(str.strip, text.split(","))):
+        name, equals, word = (part.strip() for part in item.rpartition("="))
+        mode = _mode(word)
+        if not equals:
+            if default is not None:
+                raise ValueError(f"two modes for all models, {default.value} and {word}; write model={word} for one")
+            default = mode
+        elif not name:
+            raise ValueError(f"{item!r} names no model")
+        elif name in models:
+            raise ValueError(f"two modes for the model {name!r}")
+        else:
+            models[name] = mode
+    return Modes(default or Mode.ALL, models)
+
+
+def parse_metadata(text: str) -> frozenset[str]:
+    """A comma list of names of headers, in small letters; raises ValueError."""
+    names = frozenset(item.strip().lower() for item in text.split(",") if item.strip())
+    for name in sorted(names):
+        if not _HEADER.fullmatch(name):
+            raise ValueError(f"{name!r} is no name of a header")
+        if name in _SECRET:
+            raise ValueError(f"{name} is a secret of the caller's and is never recorded")
+        if name.endswith("-bin"):
+            raise ValueError(f"{name} is binary metadata, which is not recorded")
+    return names
+
+
+def _mode(word: str) -> Mode:
+    try:
+        return Mode(word)
+    except ValueError:
+        raise ValueError(f"{word!r} is no mode; there are {', '.join(Mode)}") from None
+
+
+def _fraction(request_id: str) -> float:
+    """A number of [0, 1) that is the same for an id wherever it is asked."""
+    digest = hashlib.blake2b(request_id.encode(errors="replace"), digest_size=6).digest()
+    return int.from_bytes(digest, "big") / 2**48

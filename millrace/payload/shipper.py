@@ -1,0 +1,319 @@
+"""Sends what lies in a spool to the payload logger, over `PayloadIngest/Append`.
+
+One source a call, and each record when its END is in the spool, its sequence that frame's number. What the logger
+has yet to acknowledge is kept, within a bound, to be sent again after a reconnect; beyond the bound nothing is read
+on, so a logger that is away costs no memory. A segment is deleted when no record that began in it is open or
+unacknowledged. One that open records alone keep is freed by writing those once more, as far as they have come, where
+they are a small part of the spool.
+
+Where the logger refuses what it is sent, records go one at a time until those are through that were under way. One that
+is refused alone, again and again, is given up, counted and named in the log: it keeps no other from the logger.
+
+A `SourceShipper` belongs to the thread that runs it; its properties, `wake` and the stop are for any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import deque
+from queue import SimpleQueue
+from typing import NamedTuple, TypeAlias
+
+import grpc
+
+from millrace.payload.drops import DAMAGED, REFUSED, TOO_LARGE, Drops
+from millrace.payload.outbox.merge import EndedRecord, Merger, fit
+from millrace.payload.outbox.segments import SpoolReader
+from millrace.payload.outbox.spool import Spool
+from millrace.payload.times import ended_at
+from millrace.rpc.admission import MAX_MESSAGE_BYTES
+from millrace_protos.millrace_pb2 import AppendRequest, AppendResponse
+
+logger = logging.getLogger(__name__)
+
+Append: TypeAlias = "grpc.StreamStreamMultiCallable[bytes, AppendResponse]"
+
+_MAX_UNACKNOWLEDGED = 1024
+_MAX_UNACKNOWLEDGED_BYTES = 16 << 20
+_MAX_RECORD_BYTES = MAX_MESSAGE_BYTES - 1024  # Room for what an AppendRequest adds.
+_MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 2.0
+_LOOK_S = 1.0
+# Records that are sent and committed together cost a fraction of those that go one by one: where many come, they wait
+# for each other longer.
+_GATHER_S, _BUSY_GATHER_S, _BUSY_PER_S = 0.1, 0.5, 20
+_JOIN_S = 0.5
+_SLICE, _NAP_S = 64, 0.0002  # Frames: while they are read, the event loop does not run.
+# How often a record is refused, alone, before it is given up.
+_MAX_REFUSALS = {
+    grpc.StatusCode.INVALID_ARGUMENT: 3,
+    grpc.StatusCode.OUT_OF_RANGE: 3,
+    grpc.StatusCode.INTERNAL: 20,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 20,
+    grpc.StatusCode.UNKNOWN: 20,
+}
+_COPY_SEGMENTS, _COPY_SHARE = 4, 3  # Open records are copied in a spool of so many segments, so many times theirs.
+
+
+class _Sent(NamedTuple):
+    sequence: int
+    began: int  # The number of its BEGIN frame.
+    request: bytes  # A serialized AppendRequest.
+    ended_at: float  # When the record did, of the wall clock: it may have been another process's.
+
+
+class SourceShipper:
+    """Ships one spool.
+
+    With `ends` nobody appends to it any more: what is open is aborted, and `run` ends when the logger has it all.
+    `append` takes requests as they go over the wire.
+    """
+
+    def __init__(
+        self, append: Append, target: str, spool: Spool, drops: Drops, hop: str, stopping: threading.Event, ends: bool
+    ) -> None:
+        self.spool = spool
+        self._append = append
+        self._target = target
+        self._drops = drops
+        self._stopping = stopping
+        self._ends = ends
+        self._reader = SpoolReader(spool, lambda: drops.count(DAMAGED))
+        self._merger = Merger(_MAX_RECORD_BYTES, hop)
+        self._frames: deque[tuple[int, bytes]] = deque()  # Read and not merged.
+        self._unacknowledged: deque[_Sent] = deque()
+        self._unacknowledged_bytes = 0
+        self._sent = 0  # How many of them, from the first, have been sent over this call.
+        self._alone_until = 0  # The last sequence of those that go one at a time.
+        self._refusals = 0  # Of the first one, when it was alone.
+        self._acknowledged = 0  # The newest sequence that the logger has committed.
+        self._caught_up_at = 1  # All frames before this number have been dealt with.
+        self._changed = threading.Event()
+        self._hurry = threading.Event()
+        self._gather_s = _GATHER_S
+        self._gathered = 0
+
+    @property
+    def unacknowledged(self) -> int:
+        """How many records were sent that the logger has yet to commit."""
+        return len(self._unacknowledged)
+
+    @property
+    def oldest_s(self) -> float:
+        """How long ago the oldest record ended that was sent and is not acknowledged; 0 where there is none."""
+        try:
+            return max(0.0, time.time() - self._unacknowledged[0].ended_at)
+        except IndexError:
+            return 0.0
+
+    @property
+    def idle(self) -> bool:
+        """Whether the logger has every record that has ended; of a spool that nobody appends to, every record."""
+        return self._caught_up_at == self.spool.next_number and not self._unacknowledged
+
+    def wake(self) -> None:
+        """Tells that there is something new in the spool, or that the stop has come."""
+        self._changed.set()
+
+    def hurry(self) -> None:
+        """From now on nothing waits for what may come after it."""
+        self._hurry.set()
+        self._changed.set()
+
+    def run(self) -> None:
+        """Sends over calls one after the other, until the stop or the end of the spool."""
+        backoff_s = _MIN_BACKOFF_S
+        while not self._done():
+            acknowledged = self._acknowledged
+            try:
+                reason = self._ship_over_one_call()
+            except Exception:
+                reason = "an error here"
+                self._drops.warn("shipper", "shipping %s failed", self.spool.source, exc_info=True)
+            if self._done():
+                return
+            self._drops.warn("away", "the payload logger at %s is away (%s)", self._target, reason)
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S) if acknowledged == self._acknowledged else _MIN_BACKOFF_S
+            # Spread, so that several transformers do not come back in the same instant.
+            self._stopping.wait(backoff_s * random.uniform(0.5, 1.0))  # noqa: S311
+
+    def _done(self) -> bool:
+        return self._stopping.is_set() or (self._ends and self.idle)
+
+    def _ship_over_one_call(self) -> str:
+        """Why the call is over."""
+        call = _Call(self._append, self._changed)
+        try:
+            self._sent = 0
+            while True:
+                self._changed.clear()
+                ended = call.ended  # What was acknowledged before the end counts.
+                self._forget_acknowledged(call.acknowledged)
+                self._send_unsent(call)
+                more = self._send_some(call)
+                if ended is not None or self._done():
+                    self._count_refusal(call)
+                    return ended or "it is not needed any more"
+                if more:
+                    time.sleep(_NAP_S)
+                else:
+                    self._changed.wait(_LOOK_S)
+                    if not self._is_full:
+                        self._gather()
+        finally:
+            call.close()
+
+    def _gather(self) -> None:
+        """Waits for more records to go with those that have come."""
+        busy = self._gathered >= _BUSY_PER_S * self._gather_s
+        self._gather_s, self._gathered = _BUSY_GATHER_S if busy else _GATHER_S, 0
+        self._hurry.wait(self._gather_s)
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether the logger must acknowledge something before more can be sent."""
+        return (
+            len(self._unacknowledged) >= _MAX_UNACKNOWLEDGED
+            or self._unacknowledged_bytes >= _MAX_UNACKNOWLEDGED_BYTES
+            or self._goes_alone
+        )
+
+    @property
+    def _goes_alone(self) -> bool:
+        """Whether the first of what is unacknowledged is sent before anything else is."""
+        return bool(self._unacknowledged) and self._unacknowledged[0].sequence <= self._alone_until
+
+    def _send_unsent(self, call: _Call) -> None:
+        """Sends what is unacknowledged and was not sent over this call."""
+        count = 1 if self._goes_alone else len(self._unacknowledged)
+        while self._sent < count:
+            call.send(self._unacknowledged[self._sent].request)
+            self._sent += 1
+
+    def _count_refusal(self, call: _Call) -> None:
+        """Where the call is over because the logger refused a record: finds out which, or gives it up."""
+        if call.code not in _MAX_REFUSALS or not self._unacknowledged:
+            return
+        if not self._goes_alone:
+            self._alone_until, self._refusals = self._unacknowledged[-1].sequence, 0
+            return
+        self._refusals += 1
+        if self._refusals >= _MAX_REFUSALS[call.code]:
+            refused = AppendRequest.FromString(self._unacknowledged[0].request)
+            logger.error(
+                "the payload logger refuses the record %s of the request %r, %d bytes, which is given up: %s",
+                *(refused.record.record_id, refused.record.request_id, refused.ByteSize(), call.ended),
+            )
+            self._drops.count(REFUSED)
+            self._forget_first()
+
+    def _send_some(self, call: _Call) -> bool:
+        """Sends records of the frames that come next; whether there may be more that can be sent now."""
+        for _ in range(_SLICE):
+            if self._is_full:
+                return False
+            if not self._frames:
+                self._frames.extend(self._reader.read())
+            if self._frames:
+                ended = self._merger.take(*self._frames.popleft())
+            elif self._ends and (ended := self._merger.abort()) is not None:
+                pass
+            else:
+                return self._catch_up()
+            if ended is not None:
+                self._send(call, ended)
+        return True
+
+    def _catch_up(self) -> bool:
+        """Tells that all is read; whether there is more to be read after all."""
+        self._caught_up_at = self.spool.next_number if self._ends else self._reader.number
+        self._delete()
+        return not self._ends and self._copy_open_records()
+
+    def _send(self, call: _Call, ended: EndedRecord) -> None:
+        if not fit(ended.record, _MAX_RECORD_BYTES):
+            self._drops.count(TOO_LARGE)
+            return
+        request = AppendRequest(source=self.spool.source, sequence=ended.sequence, record=ended.record)
+        sent = _Sent(ended.sequence, ended.began, request.SerializeToString(), ended_at(ended.record))
+        self._unacknowledged.append(sent)
+        self._unacknowledged_bytes += len(sent.request)
+        self._gathered += 1
+        self._send_unsent(call)
+
+    def _forget_acknowledged(self, sequence: int) -> None:
+        if sequence <= self._acknowledged:
+            return
+        self._acknowledged = sequence
+        while self._unacknowledged and self._unacknowledged[0].sequence <= sequence:
+            self._forget_first()
+        self._delete()
+
+    def _forget_first(self) -> None:
+        self._unacknowledged_bytes -= len(self._unacknowledged.popleft().request)
+        self._sent = max(0, self._sent - 1)
+        self._refusals = 0
+
+    def _delete(self) -> None:
+        """Deletes the segments that nothing needs any more."""
+        needed = [sent.began for sent in self._unacknowledged]
+        needed.append(self._frames[0][0] if self._frames else self._reader.number)
+        if self._merger.first_began is not None:
+            needed.append(self._merger.first_began)
+        try:
+            self.spool.delete_before(min(needed))
+        except OSError as error:
+            self._drops.warn("delete", "a segment of the spool cannot be deleted: %s", error.strerror)
+
+    def _copy_open_records(self) -> bool:
+        """Copies the open records that alone keep the oldest segment to the spool's end, where that is worth it."""
+        segments = self.spool.segments
+        worth_it = max(_COPY_SEGMENTS * self.spool.segment_bytes, _COPY_SHARE * self._merger.open_bytes)
+        if len(segments) < 2 or self.spool.size < worth_it:
+            return False
+        before = segments[1].first
+        frames = self._merger.snapshots(before)
+        if not frames or any(sent.began < before for sent in self._unacknowledged):
+            return False
+        try:
+            # Not if anything has been written meanwhile: the copies would lack it.
+            return self.spool.append_at(self._reader.number, frames)
+        except OSError:
+            return False  # The writer meets it too, and says so.
+
+
+class _Call:
+    """One call of Append, and the thread that reads its acknowledgements."""
+
+    def __init__(self, append: Append, changed: threading.Event) -> None:
+        self.acknowledged = 0
+        self.ended: str | None = None  # Why it is over, and with which status; it is set last.
+        self.code: grpc.StatusCode | None = None
+        self._changed = changed
+        self._requests: SimpleQueue[bytes | None] = SimpleQueue()  # At most what may be unacknowledged.
+        self._call = append(iter(self._requests.get, None))
+        self._thread = threading.Thread(target=self._read, name="payload-acks", daemon=True)
+        self._thread.start()
+
+    def send(self, request: bytes) -> None:
+        """Hands a request to gRPC's own thread."""
+        self._requests.put(request)
+
+    def close(self) -> None:
+        """Ends the call and both threads."""
+        self._requests.put(None)
+        self._call.cancel()
+        self._thread.join(_JOIN_S)
+
+    def _read(self) -> None:
+        try:
+            for response in self._call:
+                self.acknowledged = response.sequence
+                self._changed.set()
+            self.ended = "it ended the call"
+        except grpc.RpcError as error:
+            self.code = error.code()
+            self.ended = f"{self.code.name}: {error.details()}"
+        self._changed.set()

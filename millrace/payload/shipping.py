@@ -1,0 +1,114 @@
+"""The threads that ship this process's spool and, one after the other, those of processes that are gone.
+
+A spool that was taken over is removed once the logger has it all. `start` and `close` belong to the owner's thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+import grpc
+
+from millrace.payload.drops import Drops
+from millrace.payload.outbox.spool import Spool
+from millrace.payload.shipper import Append, SourceShipper
+from millrace.rpc.server import MESSAGE_OPTIONS
+from millrace_protos.millrace_pb2 import AppendResponse
+
+_APPEND = "/millrace.v1.PayloadIngest/Append"
+_JOIN_S = 1.0
+_CHANNEL_OPTIONS = (
+    *MESSAGE_OPTIONS,
+    # A logger that is stopped but not dead keeps its connection: only a ping tells.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.enable_retries", 0),
+)
+
+
+class PayloadShipping:
+    """Owns the threads and the channel to the logger at `target`, and holds the spools until `close`."""
+
+    def __init__(self, target: str, own: Spool, orphans: Sequence[Spool], drops: Drops, hop: str) -> None:
+        self._drops = drops
+        self._stopping = threading.Event()
+        # Neither traced nor recorded: this belongs to no request.
+        self._channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        append: Append = self._channel.stream_stream(_APPEND, response_deserializer=AppendResponse.FromString)
+        self._own = SourceShipper(append, target, own, drops, hop, self._stopping, ends=False)
+        self._orphans = deque(
+            SourceShipper(append, target, orphan, drops, hop, self._stopping, ends=True) for orphan in orphans
+        )
+        self._threads = [
+            threading.Thread(target=self._own.run, name="payload-shipper", daemon=True),
+            threading.Thread(target=self._take_over, name="payload-takeover", daemon=True),
+        ]
+
+    @property
+    def unacknowledged(self) -> int:
+        """How many records were sent that the logger has yet to commit."""
+        return sum(source.unacknowledged for source in (self._own, *self._orphans))
+
+    @property
+    def oldest_s(self) -> float:
+        """How long ago the oldest record ended that the logger has yet to commit; 0 where there is none.
+
+        Of spools that wait for another to be shipped nothing is known yet.
+        """
+        return max(source.oldest_s for source in (self._own, *self._orphans))
+
+    @property
+    def idle(self) -> bool:
+        """Whether the logger has every record that has ended."""
+        return self._own.idle and not self._orphans
+
+    def wake(self) -> None:
+        """Tells that a record has ended in the spool."""
+        self._own.wake()
+
+    def hurry(self) -> None:
+        """Tells that this process is about to end: what there is goes out at once."""
+        self._own.hurry()
+
+    def start(self) -> None:
+        """Starts the threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def close(self, *, remove: bool) -> None:
+        """Ends the threads and lets go of the spools; with `remove`, this process's own goes if all is shipped."""
+        self._stopping.set()
+        for source in (self._own, *self._orphans):
+            source.hurry()
+        for thread in self._threads:
+            thread.join(_JOIN_S)
+        self._channel.close()
+        if any(thread.is_alive() for thread in self._threads):
+            return  # The disk hangs: the kernel lets go of the folders when the process ends.
+        for orphan in self._orphans:
+            orphan.spool.close()
+        if remove and self._own.idle:
+            self._remove(self._own.spool)
+        else:
+            self._own.spool.close()
+
+    def _take_over(self) -> None:
+        while self._orphans and not self._stopping.is_set():
+            self._orphans[0].run()
+            if not self._stopping.is_set() or self._orphans[0].idle:
+                self._remove(self._orphans[0].spool)
+                self._orphans.popleft()
+
+    def _remove(self, spool: Spool) -> None:
+        try:
+            spool.remove()
+        except OSError as error:
+            # The next start ships it once more, which changes nothing, and tries again.
+            self._drops.warn("remove", "the spool %s cannot be removed: %s", spool.source, error.strerror)
+            with contextlib.suppress(OSError):
+                spool.close()

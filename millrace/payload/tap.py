@@ -1,0 +1,202 @@
+"""Records of requests and answers, taken beside the stream and sent to the payload logger by way of a spool on disk.
+
+`tap.begin(...)` opens a `Recording`; its methods take references, cost microseconds, never block and never raise:
+whatever happens here, the stream goes on. `begun` alone is awaited, and waits a second at most.
+
+    event loop: Recording → PartQueue → thread payload-writer: Spool → thread payload-shipper: the logger
+
+What waits in memory for the writer is bounded by `memory` bytes, what waits on disk for the logger by `spool_max`.
+Beyond that parts are dropped and counted in `dropped` by reason: with its begin the whole record, with a chunk the
+record is `incomplete`; the end of a record that began is never given up. What lies in the spool outlives this
+process and is sent by the next one with the same spool, its open records closed as ABORTED.
+
+`start`, `begin`, `drain` and `Recording` belong to one event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from millrace.payload.drops import DISK, FAILED, FULL, MEMORY, TOO_LARGE, Drops
+from millrace.payload.ids import next_id
+from millrace.payload.outbox.frames import FrameEncoder
+from millrace.payload.outbox.spool import open_spools
+from millrace.payload.outbox.writer import PayloadWriter
+from millrace.payload.parts import BeginPart, DeferredTensors, PartQueue, RecordedTensor, RequestPart, Tensors
+from millrace.payload.recording import Recording
+from millrace.payload.rules import PayloadRules
+from millrace.payload.shipping import PayloadShipping
+
+__all__ = [
+    "DISK",
+    "FAILED",
+    "FULL",
+    "MEMORY",
+    "TOO_LARGE",
+    "DeferredTensors",
+    "PayloadTap",
+    "RecordedTensor",
+    "Recording",
+    "Tensors",
+]
+
+_LOOK_S = 0.01  # How often a drain looks whether it is done.
+
+
+class PayloadTap:
+    """Opens recordings and ships them to the logger at `target` (host:port) through a folder of its own in `spool`.
+
+    `hop` signs the recorded errors that name no other hop.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        rules: PayloadRules | None = None,
+        *,
+        spool: Path,
+        spool_max: int = 1 << 30,
+        memory: int = 64 << 20,
+        fsync: bool = False,
+        hop: str = "transformer",
+    ) -> None:
+        self.hop = hop
+        self.rules = rules or PayloadRules()
+        self._target = target
+        self._root = spool
+        self._spool_max = spool_max
+        self._memory = memory
+        self._fsync = fsync
+        self._drops = Drops()
+        self._queue = PartQueue(memory)
+        self._last_id = 0
+        self._writer: PayloadWriter | None = None
+        self._shipper: PayloadShipping | None = None
+        self._begins_answered = False  # Whether it is worth waiting for a begin.
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """How many parts were given up, by reason."""
+        return self._drops.counts
+
+    @property
+    def queued_bytes(self) -> int:
+        """What waits in memory for the disk."""
+        return self._queue.waiting_bytes
+
+    @property
+    def spooled_bytes(self) -> int:
+        """What lies on disk."""
+        return self._writer.spooled_bytes if self._writer else 0
+
+    @property
+    def spooled(self) -> int:
+        """How many records this process has written to disk whole."""
+        return self._writer.spooled if self._writer else 0
+
+    @property
+    def dropped_so_far(self) -> dict[str, int]:
+        """A copy of `dropped`, with every reason; for any thread."""
+        return self._drops.so_far()
+
+    @property
+    def oldest_s(self) -> float:
+        """How long ago the oldest record ended that the logger has not acknowledged; 0 for none, for any thread."""
+        return self._shipper.oldest_s if self._shipper else 0.0
+
+    @property
+    def unacknowledged(self) -> int:
+        """How many records were sent that the logger has yet to commit."""
+        return self._shipper.unacknowledged if self._shipper else 0
+
+    def start(self) -> None:
+        """Opens the spool and starts the threads; raises StartupError where the folder cannot be used."""
+        loop = asyncio.get_running_loop()
+
+        def settle(parts: Sequence[BeginPart | RequestPart]) -> None:
+            with contextlib.suppress(RuntimeError):  # The loop has been closed: nobody waits any more.
+                loop.call_soon_threadsafe(self._settle, parts)
+
+        own, orphans = open_spools(self._root, self._spool_max, self._fsync)
+        self._shipper = PayloadShipping(self._target, own, orphans, self._drops, self.hop)
+        self._writer = PayloadWriter(
+            *(self._queue, own, orphans, self._drops, FrameEncoder(self.rules, self._memory)),
+            max_bytes=self._spool_max,
+            settle=settle,
+            ended=self._shipper.wake,
+        )
+        self._begins_answered = True
+        self._writer.start()
+        self._shipper.start()
+
+    def begin(
+        self,
+        *,
+        request_id: str,
+        model: str,
+        protocol: str,
+        prompt: str = "",
+        parameters: str = "",
+        trace_id: str = "",
+        span_id: str = "",
+        metadata: Mapping[str, str] | None = None,
+        client: str = "",
+        call_id: str = "",
+        inputs: Tensors = (),
+    ) -> Recording:
+        """Opens the recording of a request that arrived now; `parameters` is JSON."""
+        now_ns = time.time_ns()
+        self._last_id = next_id(now_ns // 1_000_000, self._last_id)
+        recording = Recording(self, self._last_id)
+        recording.request_id = request_id
+        recording.model = model
+        recording.prompt = prompt
+        recording.parameters = parameters
+        recording.trace_id = trace_id
+        recording.span_id = span_id
+        recording.metadata = metadata or {}
+        recording.client = client
+        recording.call_id = call_id
+        recording.inputs = inputs
+        recording._begin(now_ns // 1_000, protocol)
+        return recording
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Ships what has ended until the logger has it all or the time is up; what it has not stays on disk."""
+        if self._writer is None or self._shipper is None:
+            return self._queue.empty
+        deadline = time.monotonic() + timeout_s
+        while not (done := self._writer.idle and self._shipper.idle) and time.monotonic() < deadline:
+            self._queue.wake.set()
+            self._shipper.hurry()
+            await asyncio.sleep(_LOOK_S)
+        if not done:
+            self._drops.warn("drain", "payload records are left in %s: the next start sends them", self._root)
+        return done
+
+    async def stop(self, timeout_s: float) -> None:
+        """Drains, and ends the threads."""
+        await self.drain(timeout_s)
+        await asyncio.to_thread(self.close)
+
+    def close(self) -> None:
+        """Writes what waits and ends the threads, each within a second; not for the event loop's thread."""
+        self._begins_answered = False
+        if self._writer is not None and self._shipper is not None:
+            written = self._writer.close()
+            self._shipper.close(remove=written)
+
+    def _settle(self, parts: Sequence[BeginPart | RequestPart]) -> None:
+        self._begins_answered = True
+        for part in parts:
+            part.settled()
+
+    def _give_up_waiting(self) -> None:
+        """Until the disk answers again, no request waits for it."""
+        self._begins_answered = False
+        self._drops.warn("stalled", "the disk of %s does not answer: requests go on without it", self._root)

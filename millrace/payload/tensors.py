@@ -1,0 +1,159 @@
+"""The tensors of a message for its record: names, datatypes and shapes, and raw contents by reference.
+
+`DeferredTensors` are made on the event loop and cost nothing there: they keep the message, parsed or
+serialized. They are read on the writer thread, heads alone: raw contents are views of the message's bytes, for a
+parser would copy 60 MB while the event loop waits for the interpreter. Typed contents become raw ones piece by
+piece, so that a digest is the same either way.
+
+A tensor that is sent in another form than the protocol's common ones (unpacked numbers, more than MAX_FIELDS
+texts) has no contents here, and a message that cannot be read has no tensors: no record fails for them.
+
+Source of the format: protobuf's wire encoding; field numbers are those of inference.proto.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from millrace.oip.tensors import BYTES
+from millrace.oip.wire_fields import fields
+from millrace.payload.parts import DeferredTensors, RecordedTensor
+from millrace_protos import inference_pb2 as pb
+
+MAX_FIELDS = 1024  # Of one message that are looked at.
+
+_TENSORS = 5  # inputs of ModelInferRequest, outputs of ModelInferResponse.
+_RAW_INPUTS, _RAW_OUTPUTS = 7, 6
+_STREAMED = 2  # infer_response of ModelStreamInferResponse.
+_HEAD, _CONTENTS = frozenset({1, 2, 3}), 5  # Of InferInputTensor, and of InferOutputTensor, which is the same.
+# Fields of InferTensorContents that lie in a message as raw contents do, and those that are varints there.
+_PLAIN = {"BOOL": 1, "FP32": 6, "FP64": 7}
+_VARINTS = {
+    "INT8": (2, "<i1"),
+    "INT16": (2, "<i2"),
+    "INT32": (2, "<i4"),
+    "INT64": (3, "<i8"),
+    "UINT8": (4, "<u1"),
+    "UINT16": (4, "<u2"),
+    "UINT32": (4, "<u4"),
+    "UINT64": (5, "<u8"),
+}
+_BYTES_CONTENTS = 8
+_MAX_VARINT_BYTES = 10
+_PIECE_BYTES = 64 * 1024
+
+
+def request_tensors(request: bytes | pb.ModelInferRequest) -> DeferredTensors:
+    """The inputs of a request; bytes are a serialized ModelInferRequest."""
+    return _source(request, _RAW_INPUTS)
+
+
+def answer_tensors(answer: bytes | pb.ModelInferResponse) -> DeferredTensors:
+    """The outputs of an answer; bytes are a serialized ModelInferResponse."""
+    return _source(answer, _RAW_OUTPUTS)
+
+
+def streamed_tensors(answer: bytes | pb.ModelInferResponse) -> DeferredTensors:
+    """The outputs of one of many answers; bytes are a serialized ModelStreamInferResponse."""
+    if isinstance(answer, bytes):
+        return DeferredTensors(partial(_streamed, answer), len(answer))
+    return answer_tensors(answer)
+
+
+def _source(message: bytes | pb.ModelInferRequest | pb.ModelInferResponse, raw_field: int) -> DeferredTensors:
+    if isinstance(message, bytes):
+        return DeferredTensors(partial(_tensors, memoryview(message), raw_field), len(message))
+    return DeferredTensors(lambda: _tensors(memoryview(message.SerializeToString()), raw_field), message.ByteSize())
+
+
+def _streamed(answer: bytes) -> list[RecordedTensor]:
+    try:
+        found = _contents_of(memoryview(answer), {_STREAMED})
+    except DecodeError:
+        return []
+    return [tensor for response in found.get(_STREAMED, []) for tensor in _tensors(response, _RAW_OUTPUTS)]
+
+
+def _tensors(message: memoryview, raw_field: int) -> list[RecordedTensor]:
+    try:
+        found = _contents_of(message, {_TENSORS, raw_field})
+    except DecodeError:
+        return []
+    raw = found.get(raw_field, [])
+    described = found.get(_TENSORS, [])
+    if raw and len(raw) != len(described):
+        raw = []  # A request that is refused: whose contents they are cannot be told.
+    return [_tensor(each, raw[number] if raw else None) for number, each in enumerate(described)]
+
+
+def _tensor(described: memoryview, raw: memoryview | None) -> RecordedTensor:
+    """One tensor, with its raw contents or those in its description."""
+    head: list[memoryview] = []
+    typed: memoryview = memoryview(b"")
+    try:
+        for field, start, contents, end in islice(fields(described, only=True), MAX_FIELDS):
+            if field in _HEAD:
+                head.append(described[start:end])
+            elif field == _CONTENTS:
+                typed = described[contents:end]
+        told = pb.ModelInferRequest.InferInputTensor.FromString(b"".join(head))
+    except DecodeError:
+        return RecordedTensor("", "", (), None)
+    data: bytes | memoryview | None = raw
+    if raw is None:
+        try:
+            data = _as_raw(told.datatype, typed)
+        except DecodeError:
+            data = None
+    return RecordedTensor(told.name, told.datatype, tuple(told.shape), data)
+
+
+def _as_raw(datatype: str, typed: memoryview) -> bytes | memoryview | None:
+    """Typed contents as raw ones; None where they are in a form that is not looked at."""
+    if datatype in _PLAIN:
+        return b"".join(_contents_of(typed, {_PLAIN[datatype]}, only=True).get(_PLAIN[datatype], []))
+    if datatype == BYTES:
+        items = _contents_of(typed, {_BYTES_CONTENTS}, only=True).get(_BYTES_CONTENTS, [])
+        return b"".join(piece for item in items for piece in (len(item).to_bytes(4, "little"), item))
+    if datatype not in _VARINTS:
+        return None
+    field, dtype = _VARINTS[datatype]
+    return _integers(_contents_of(typed, {field}, only=True).get(field, []), np.dtype(dtype))
+
+
+def _integers(packed: list[memoryview], dtype: np.dtype[Any]) -> bytes | None:
+    """Varints as numbers of a fixed size, a piece at a time: nobody waits long for the interpreter."""
+    pieces: list[bytes] = []
+    for part in packed:
+        data, at = np.frombuffer(part, np.uint8), 0
+        while at < len(data):
+            piece = data[at : at + _PIECE_BYTES]
+            ends = np.flatnonzero(piece < 0x80)
+            lengths = np.diff(ends, prepend=-1)
+            if not len(ends) or lengths.max() > _MAX_VARINT_BYTES:
+                return None
+            starts, used = ends - lengths + 1, int(ends[-1]) + 1
+            shifts = (7 * (np.arange(used) - np.repeat(starts, lengths))).astype(np.uint64)
+            bits = (piece[:used] & 0x7F).astype(np.uint64) << shifts
+            pieces.append(np.bitwise_or.reduceat(bits, starts).astype(dtype).tobytes())
+            at += used
+    return b"".join(pieces)
+
+
+def _contents_of(message: memoryview, wanted: set[int], *, only: bool = False) -> dict[int, list[memoryview]]:
+    """The contents of the wanted fields, by field and in order; raises DecodeError, of too many fields as well.
+
+    With `only`, a field that is not length-delimited is another form of what is wanted.
+    """
+    found: dict[int, list[memoryview]] = {}
+    for count, (field, _, start, end) in enumerate(fields(message, only=only)):
+        if count >= MAX_FIELDS:
+            raise DecodeError("too many fields")
+        if field in wanted:
+            found.setdefault(field, []).append(message[start:end])
+    return found

@@ -1,0 +1,1 @@
+"""gRPC servers and channels: start and drain, admission, errors, interceptors, health."""

@@ -1,0 +1,239 @@
+"""The gRPC server that every service runs: start, health, reflection, orderly stop.
+
+Life of a service: `Server(...)`, register servicers, `await run()`. `run` returns after SIGTERM or
+SIGINT, when health has said NOT_SERVING, what drains has drained, calls in flight have ended or used up
+the drain time, and every background task has been cancelled and awaited. After RETIRE (hand_over.py) it has no new
+calls, and returns when those in flight have ended, however long they take. An event loop that does not answer for
+`loop_timeout_s` meanwhile is the process's end, with every thread's traceback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection as reflection_v1alpha
+from grpc_reflection.v1alpha import reflection_pb2 as reflection_v1alpha_pb2
+from grpc_reflection.v1alpha import reflection_pb2_grpc as reflection_v1alpha_grpc
+
+from millrace.rpc.admission import MAX_MESSAGE_BYTES, Admission
+from millrace.rpc.hand_over import RETIRE, report_listening
+from millrace.rpc.handlers import ErrorServerInterceptor
+from millrace.rpc.health import HealthServicer
+from millrace.rpc.listeners import Listeners
+from millrace.rpc.telemetry_interceptor import TelemetryServerInterceptor
+from millrace.rpc.watchdog import LoopWatchdog
+from millrace.telemetry.loop_lag import watch_loop_lag
+from millrace.telemetry.page import MetricsPage
+from millrace_protos import reflection_v1_pb2
+
+logger = logging.getLogger(__name__)
+
+READY = "ready"  # Health name: a generation would work now. "" says only that the process serves.
+MAX_METADATA_BYTES = 64 * 1024  # Of one call's headers.
+_LEAST_S = 0.5  # What was ended at the end of the drain must still be sent.
+_CALLS_SHARE = 0.9  # Of that time.
+_NEVER_S = 10.0**6  # Who retires a process bounds that.
+
+_LISTENERS = 8  # See listeners.py.
+_STREAM_WINDOW_BYTES = 256 * 1024  # What gRPC takes of a message that nobody reads; as Envoy's.
+MESSAGE_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+)
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *MESSAGE_OPTIONS,
+    ("grpc.http2.lookahead_bytes", _STREAM_WINDOW_BYTES),
+    # Envoy's pings on idle connections must not be taken for abuse.
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Calls of strangers come by one connection, and gRPC keeps a header that it could not parse in the table that they
+    # share: every later call with a header of that name would fail. So there is no table.
+    ("grpc.http2.hpack_table_size.decoder", 0),
+    # Above what the gateway lets pass, which is 16 KiB and what it adds. One limit, for between a soft and a hard one
+    # gRPC refuses by chance.
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+)
+
+
+class Server:
+    """gRPC on one port with health, reflection, error mapping and telemetry.
+
+    `hop` signs the errors; `public_services` are what reflection lists beside health and itself. A port
+    that is taken is an error, unless `shares_port`: then it is one of several processes for which
+    somebody else has reserved the port. `admission` bounds what is taken at once; by default calls in
+    flight are not counted. `metrics_port` is that of the Prometheus page, 0 for none.
+    """
+
+    def __init__(
+        self,
+        hop: str,
+        host: str,
+        port: int,
+        drain_s: float,
+        public_services: Iterable[str] = (),
+        shares_port: bool = False,
+        admission: Admission | None = None,
+        loop_timeout_s: float = 60.0,
+        metrics_port: int = 0,
+    ) -> None:
+        self._host = host
+        self._address = f"{host}:{port}"
+        self._metrics_port = metrics_port
+        self._drain_s = drain_s
+        self._loop_timeout_s = loop_timeout_s
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+        self._stop = asyncio.Event()
+        self._ends_soon = asyncio.Event()  # Not set by RETIRE.
+        self._retiring: asyncio.Task[None] | None = None
+        self._page: MetricsPage | None = None
+        self.is_retired = False  # A successor has taken over.
+        self._shares_port = shares_port
+        self._at_drain: list[Callable[[float], Awaitable[None]]] = []
+        self._at_stop: list[Callable[[], Awaitable[None]]] = []
+        self._admission = admission or Admission()
+        interceptors = (TelemetryServerInterceptor(), ErrorServerInterceptor(hop, self._admission))
+        self.grpc = Listeners(_LISTENERS, interceptors, SERVER_OPTIONS, shares_port)
+        self.health = HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
+        _add_reflection(self.grpc, public_services)
+
+    @property
+    def stopping(self) -> asyncio.Event:
+        """Set when the stop begins; a call that has no end of its own ends on it, or it would use up the drain."""
+        return self._stop
+
+    async def set_serving(self, name: str, serving: bool) -> None:
+        """What the health service says of `name`; ignored once the stop has begun."""
+        status = health_pb2.HealthCheckResponse
+        await self.health.set(name, status.SERVING if serving else status.NOT_SERVING)
+
+    def own(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        """Runs a background task until the stop; if it fails, the process ends non-zero."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+
+    def at_drain(self, drain: Callable[[float], Awaitable[None]]) -> None:
+        """Registers what is run after health has said NOT_SERVING and before the server stops: it has so many seconds,
+        in which calls are still taken."""
+        self._at_drain.append(drain)
+
+    def at_stop(self, close: Callable[[], Awaitable[None]]) -> None:
+        """Registers what is closed after the last call, in reverse order."""
+        self._at_stop.append(close)
+
+    async def run(self) -> None:
+        """Serves until SIGTERM, SIGINT or RETIRE; raises what ended a background task."""
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._end_soon)
+        loop.add_signal_handler(RETIRE, self._stop.set)
+        port = self.grpc.add_insecure_port(self._address)
+        # What was imported stays: a collection that looks at all of it holds up every stream for a tenth of a second.
+        gc.collect()
+        gc.freeze()
+        if self._metrics_port:
+            self._page = MetricsPage(self._host, self._metrics_port, shares_port=self._shares_port)
+        watchdog = LoopWatchdog(loop, self._loop_timeout_s)
+        self.own("loop-lag", watch_loop_lag())
+        try:
+            await self.grpc.start()
+            logger.info("listening on %s", self._address.rsplit(":", 1)[0] + f":{port}")
+            report_listening()
+            await self._stop.wait()
+            if not self._ends_soon.is_set():
+                self.is_retired = True
+                await self._close_page()  # The successor's is the one to read.
+                await self._retire()
+            await self._shut_down()
+        finally:
+            watchdog.close()
+            await self._close_page()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _close_page(self) -> None:
+        page, self._page = self._page, None
+        if page is not None:
+            await asyncio.to_thread(page.close)
+
+    def _end_soon(self) -> None:
+        self._ends_soon.set()
+        self._stop.set()
+
+    async def _retire(self) -> None:
+        """Takes no new call; returns when those in flight have ended or SIGTERM asks for the ordinary stop.
+
+        Health stays as it is: who asks on an old connection asks about the port, which the successor serves.
+        """
+        logger.info("a successor has taken over: calls in flight may end")
+        # Where it has not ended by then, the drain's own stop shortens it.
+        stopped = self._retiring = asyncio.create_task(self.grpc.stop(_NEVER_S), name="calls in flight")
+        shortened = asyncio.create_task(self._ends_soon.wait(), name="a stop")
+        await asyncio.wait((stopped, shortened), return_when=asyncio.FIRST_COMPLETED)
+        shortened.cancel()
+
+    async def _shut_down(self) -> None:
+        logger.info("stopping: calls in flight have %.0f s", self._drain_s)
+        await self.health.enter_graceful_shutdown()
+        ends_at = time.monotonic() + self._drain_s
+        for drain in self._at_drain:
+            await self._drain(drain)
+        left_s = max(_LEAST_S, ends_at - time.monotonic())
+        stopped = asyncio.create_task(self.grpc.stop(left_s))
+        # What is left is told why it ends, and has the rest of the time to be told.
+        await asyncio.wait((stopped,), timeout=_CALLS_SHARE * left_s)
+        self._admission.cut_off()
+        await stopped
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for close in reversed(self._at_stop):
+            await close()
+        logger.info("stopped")
+
+    async def _drain(self, drain: Callable[[float], Awaitable[None]]) -> None:
+        try:
+            await drain(self._drain_s)
+        except Exception:
+            # The stop goes on, whatever happens.
+            logger.exception("draining failed")
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() and task.cancelling():
+            return  # Somebody wanted it.
+        # A call that is cancelled from elsewhere ends the task that awaits it as cancelled too, without a word.
+        error = RuntimeError(f"task {task.get_name()} was cancelled") if task.cancelled() else task.exception()
+        if error is not None:
+            logger.critical("task %s failed", task.get_name(), exc_info=error)
+            self._failure = error
+            self._end_soon()
+
+
+def _add_reflection(server: Listeners, public_services: Iterable[str]) -> None:
+    """Serves reflection v1alpha and v1, whose messages are the same under two package names."""
+    v1 = reflection_v1_pb2.DESCRIPTOR.services_by_name["ServerReflection"].full_name
+    names = (*public_services, health.SERVICE_NAME, reflection_v1alpha.SERVICE_NAME, v1)
+    servicer = reflection_v1alpha.aio.ReflectionServicer(names)
+    reflection_v1alpha_grpc.add_ServerReflectionServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    method = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_v1alpha_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_v1alpha_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(v1, {"ServerReflectionInfo": method}),))

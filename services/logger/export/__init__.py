@@ -1,0 +1,1 @@
+"""The payload log as a file: Parquet or JSON lines."""

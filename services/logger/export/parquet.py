@@ -1,0 +1,108 @@
+"""Rows of `services.logger.store.values` as a Parquet file.
+
+The types are said once, in `SCHEMA`: times in UTC to the microsecond, lists of structs for chunks and tensors, a map
+for the caller's metadata, numbers that may be null. Rows become Arrow batches as they come, and a row group whenever
+32 MiB have come together: memory stays bounded however long the export is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import IO, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+_TENSOR = pa.struct(
+    {
+        "name": pa.string(),
+        "datatype": pa.string(),
+        "shape": pa.list_(pa.int64()),
+        "digest": pa.string(),
+        "data": pa.binary(),
+    }
+)
+_CHUNK = pa.struct(
+    {
+        "offset_ms": pa.float64(),
+        "text": pa.string(),
+        "token_ids": pa.list_(pa.int32()),
+        "logprobs": pa.list_(pa.float32()),
+        "outputs": pa.list_(_TENSOR),
+    }
+)
+_GATEWAY = pa.struct(
+    {
+        "path": pa.string(),
+        "http_status": pa.int64(),
+        "response_flags": pa.string(),
+        "details": pa.string(),
+        "duration_ms": pa.float64(),
+        "request_bytes": pa.uint64(),
+        "response_bytes": pa.uint64(),
+        "upstream": pa.string(),
+        "peer": pa.string(),
+    }
+)
+SCHEMA = pa.schema(
+    {
+        "record_id": pa.string(),
+        "time": pa.timestamp("us", tz="UTC"),
+        "request_id": pa.string(),
+        "model": pa.string(),
+        "protocol": pa.string(),
+        "prompt": pa.string(),
+        "text": pa.string(),
+        "finish_reason": pa.string(),
+        "status": pa.string(),
+        "message": pa.string(),
+        "failed_hop": pa.string(),
+        "parameters": pa.string(),
+        "chunks": pa.list_(_CHUNK),
+        "prompt_tokens": pa.int64(),
+        "cached_tokens": pa.int64(),
+        "completion_tokens": pa.int64(),
+        "ttft_ms": pa.float64(),
+        "duration_ms": pa.float64(),
+        "trace_id": pa.string(),
+        "span_id": pa.string(),
+        "metadata": pa.map_(pa.string(), pa.string()),
+        "inputs": pa.list_(_TENSOR),
+        "outputs": pa.list_(_TENSOR),
+        "resumes": pa.int64(),
+        "client": pa.string(),
+        "incomplete": pa.bool_(),
+        "call_id": pa.string(),
+        "fingerprint": pa.string(),
+        "gateway": _GATEWAY,
+    }
+)
+
+_ROW_GROUP_BYTES = 32 * 1024 * 1024
+
+
+class ParquetWriter:
+    """Writes rows to an open file; `close` makes the file whole."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._writer = pq.ParquetWriter(file, SCHEMA, compression="zstd")
+        self._batches: list[pa.RecordBatch] = []
+        self._bytes = 0
+
+    def write(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Adds rows."""
+        batch = pa.RecordBatch.from_pylist(list(rows), schema=SCHEMA)
+        self._batches.append(batch)
+        self._bytes += batch.nbytes
+        if self._bytes >= _ROW_GROUP_BYTES:
+            self._write_row_group()
+
+    def close(self) -> None:
+        """Writes what is left, and the footer."""
+        self._write_row_group()
+        self._writer.close()
+
+    def _write_row_group(self) -> None:
+        if self._batches:
+            self._writer.write_table(pa.Table.from_batches(self._batches, schema=SCHEMA))
+        self._batches, self._bytes = [], 0

@@ -1,0 +1,59 @@
+"""What was asked to be deleted, for the records that are still on their way: they are dropped when they come.
+
+A record lies in a spool until the logger has it, and a request that is answered now has its record at its end. So a
+deletion covers, beside what is in the store, every record of its key whose request arrived before it. It is
+remembered for as long as sequences are (`removing.forget_some`), and a bounded number of them.
+
+On the writer's thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import sqlalchemy as sql
+
+from millrace_protos.millrace_pb2 import PayloadRecord
+from services.logger.store.filters import columns_of
+
+MAX_DELETIONS = 100_000
+_MAX_KEPT = 63  # Characters: fewer than a digest has.
+_KEYS = ("record_id", "request_id", "client")
+
+
+class Deletions:
+    """The table `deletions`, and the same in memory, where every record that comes is looked for."""
+
+    def __init__(self) -> None:
+        self._times: dict[tuple[str, str], int] = {}  # When each was asked for, oldest first.
+
+    def load(self, connection: sql.Connection) -> None:
+        """Takes what the table has."""
+        rows = connection.exec_driver_sql("SELECT key, value, time_us FROM deletions ORDER BY time_us").all()
+        self._times = {(row.key, row.value): row.time_us for row in rows}
+
+    def add(self, connection: sql.Connection, key: str, value: str, now_us: int) -> None:
+        """Remembers a deletion; of too many the oldest is forgotten."""
+        value = _kept(value)
+        self._times.pop((key, value), None)
+        self._times[key, value] = now_us
+        connection.exec_driver_sql(
+            "INSERT OR REPLACE INTO deletions (key, value, time_us) VALUES (?, ?, ?)", (key, value, now_us)
+        )
+        if len(self._times) > MAX_DELETIONS:
+            oldest = next(iter(self._times))
+            del self._times[oldest]
+            connection.exec_driver_sql("DELETE FROM deletions WHERE key = ? AND value = ?", oldest)
+
+    def cover(self, record: PayloadRecord) -> bool:
+        """Whether a record that comes now was deleted before it came."""
+        if not self._times:
+            return False
+        times = [self._times.get((key, _kept(getattr(record, key)))) for key in _KEYS]
+        known = [time_us for time_us in times if time_us is not None]
+        return bool(known) and (times[0] is not None or columns_of(record)["time_us"] <= max(known))
+
+
+def _kept(value: str) -> str:
+    """A key as it is remembered: of a long one its digest, for who deletes chooses the length."""
+    return value if len(value) <= _MAX_KEPT else hashlib.sha256(value.encode()).hexdigest()

@@ -1,0 +1,119 @@
+"""What Query and Tail filter by, said once: as SQL for records that lie in a table, and as a test of one that comes in.
+
+`columns_of` gives the columns that the filters look at. Times are whole microseconds since 1970; a bound between two
+of them counts from the next one. A record without a time to first token passes no `min_ttft_ms`. Durations have a class
+beside them, four to a doubling: an index of classes grows at a few places, one of durations all over.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import sqlalchemy as sql
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from millrace_protos.millrace_pb2 import PayloadRecord, QueryPayloadsRequest, TailPayloadsRequest
+
+Comparison = Callable[[Any, Any], Any]
+
+# A filter's field → the column it looks at, and how the two must compare. `text_contains` looks into the texts.
+_COMPARISONS: Mapping[str, tuple[str, Comparison]] = {
+    "model": ("model", operator.eq),
+    "since": ("time_us", operator.ge),
+    "until": ("time_us", operator.lt),
+    "status": ("status", operator.eq),
+    "finish_reason": ("finish_reason", operator.eq),
+    "request_id": ("request_id", operator.eq),
+    "trace_id": ("trace_id", operator.eq),
+    "client": ("client", operator.eq),
+    "min_duration_ms": ("duration_ms", operator.ge),
+    "min_ttft_ms": ("ttft_ms", operator.ge),
+}
+# Durations → their classes.
+_CLASSES = {"duration_ms": "duration_class", "ttft_ms": "ttft_class"}
+_SHORTEST_MS, _LONGEST_MS = 2.0**-10, 2.0**40
+
+
+class Texts(Protocol):
+    """What of a record is searched."""
+
+    @property
+    def prompt(self) -> str: ...
+
+    @property
+    def text(self) -> str: ...
+
+
+class Filters:
+    """The filters that a request sets; all of them must be passed."""
+
+    def __init__(self, request: QueryPayloadsRequest | TailPayloadsRequest) -> None:
+        self.text = request.text_contains
+        self._comparisons = [
+            (*_COMPARISONS[field.name], _ceil_us(value) if isinstance(value, Timestamp) else value)
+            for field, value in request.ListFields()
+            if field.name in _COMPARISONS
+        ]
+
+    def clauses(self, table: sql.Table) -> list[sql.ColumnElement[bool]]:
+        """All but the text, as conditions of a query."""
+        return [compare(table.c[column], value) for column, compare, value in self._comparisons]
+
+    def lookups(self, table: sql.Table) -> list[sql.ColumnElement[bool]]:
+        """For each of the clauses, but those of time, one of an index that whatever passes it passes too."""
+        return [
+            table.c[_CLASSES[column]] >= class_of(value) if column in _CLASSES else compare(table.c[column], value)
+            for column, compare, value in self._comparisons
+            if column != "time_us"
+        ]
+
+    def has_text(self, record: Texts) -> bool:
+        """Whether the text that is looked for is in the prompt or in the answer."""
+        return self.text in record.prompt or self.text in record.text
+
+    def passes(self, record: PayloadRecord, columns: Mapping[str, Any]) -> bool:
+        """Whether a record, of which `columns_of` gives the columns, passes all of them."""
+        return (
+            all(
+                columns[column] is not None and compare(columns[column], value)
+                for column, compare, value in self._comparisons
+            )
+        ) and self.has_text(record)
+
+
+def columns_of(record: PayloadRecord) -> dict[str, Any]:
+    """What of a record lies in columns of its own, by their names; always in the same order."""
+    ttft_ms = record.ttft_ms if record.HasField("ttft_ms") else None
+    return {
+        "record_id": record.record_id,
+        "time_us": _microseconds(record.time, record.time.nanos // 1_000),
+        "model": record.model,
+        "request_id": record.request_id,
+        "trace_id": record.trace_id,
+        "client": record.client,
+        "status": record.status,
+        "finish_reason": record.finish_reason,
+        "duration_ms": record.duration_ms,
+        "duration_class": class_of(record.duration_ms),
+        "ttft_ms": ttft_ms,
+        "ttft_class": None if ttft_ms is None else class_of(ttft_ms),
+        "call_id": record.call_id or None,
+    }
+
+
+def class_of(ms: float) -> int:
+    """The class of a duration; a longer one has the same or a higher."""
+    return math.floor(4 * math.log2(min(max(_SHORTEST_MS, ms), _LONGEST_MS)))
+
+
+def _ceil_us(time: Timestamp) -> int:
+    """Records lie at whole microseconds: the first of them that is at or after `time`."""
+    return _microseconds(time, -(-time.nanos // 1_000))
+
+
+def _microseconds(time: Timestamp, fraction_us: int) -> int:
+    """Microseconds since 1970, kept within the 64 bits of an SQLite integer."""
+    return max(-(2**63), min(time.seconds * 1_000_000 + fraction_us, 2**63 - 1))

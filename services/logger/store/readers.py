@@ -1,0 +1,154 @@
+"""Who reads records, and how many bytes of them are on their way out.
+
+A record that is being written to a caller stays in memory until the caller has read it, and gRPC gives no means to take
+it back. So a record of more than `FREE_BYTES` is read from the store only under a loan: all loans together are bounded,
+and those of one caller to half of that. Smaller records are bounded by the number of calls, which is bounded for each
+caller too. A caller that gets no loan within a time limit gets OverloadedError.
+
+    with readers.reader(caller_of(context)) as reader:
+        async with reader.loan(size): ...   # read the records, write them
+
+All on the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from millrace.errors import OverloadedError
+from millrace.payload.call import CLIENT
+from millrace.rpc.handlers import Context
+
+FREE_BYTES = 64 * 1024
+MAX_BYTES = 64 * 1024 * 1024
+MAX_READERS, MAX_READERS_OF_ONE = 128, 48
+COME_BACK_MS = 1000
+_WAIT_S = 10.0
+_FORWARDED_FOR = "x-forwarded-for"
+
+
+class Lender(Protocol):
+    """Where who reads records gets the memory for them."""
+
+    def loan(self, size: int) -> AbstractAsyncContextManager[None]:
+        """Memory for so many bytes of records, for as long as the block lasts."""
+        ...
+
+
+@dataclass(eq=False)
+class _Waiting:
+    caller: str
+    size: int
+    granted: asyncio.Future[None]
+
+
+class Readers:
+    """Every open call that reads, and the bytes lent to them; `wait_s` is how long a loan is waited for."""
+
+    def __init__(
+        self,
+        max_bytes: int = MAX_BYTES,
+        max_readers: int = MAX_READERS,
+        max_of_one: int = MAX_READERS_OF_ONE,
+        wait_s: float = _WAIT_S,
+    ) -> None:
+        self._max_bytes = max_bytes
+        self._max_readers = max_readers
+        self._max_of_one = max_of_one
+        self._wait_s = wait_s
+        self._readers: Counter[str] = Counter()  # By caller, as what follows.
+        self._lent: Counter[str] = Counter()
+        self._waiting: list[_Waiting] = []
+
+    @property
+    def lent_bytes(self) -> int:
+        """What is lent now."""
+        return self._lent.total()
+
+    @contextmanager
+    def reader(self, caller: str) -> Iterator[Lender]:
+        """A call of a caller that begins to read."""
+        count, total = self._readers[caller], self._readers.total()
+        if count >= self._max_of_one or total >= self._max_readers:
+            message = f"{total} calls read records, {count} of them this caller's, which is all there may be"
+            raise OverloadedError(message, retry_after_ms=COME_BACK_MS)
+        self._readers[caller] += 1
+        try:
+            yield Reader(self, caller)
+        finally:
+            _subtract(self._readers, caller, 1)
+
+    @asynccontextmanager
+    async def lend(self, caller: str, size: int) -> AsyncIterator[None]:
+        """A loan for a caller; a single one may always be had, however large."""
+        if size <= FREE_BYTES:
+            yield
+            return
+        await self._borrow(caller, size)
+        try:
+            yield
+        finally:
+            self._give_back(caller, size)
+
+    async def _borrow(self, caller: str, size: int) -> None:
+        if self._has_room(caller, size):
+            self._lent[caller] += size
+            return
+        waiting = _Waiting(caller, size, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await waiting.granted
+        except BaseException as error:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+            else:
+                self._give_back(caller, size)  # It was granted at the last moment.
+            if isinstance(error, TimeoutError):
+                message = f"{self.lent_bytes} bytes of records wait for callers that do not read them"
+                raise OverloadedError(message, retry_after_ms=COME_BACK_MS) from None
+            raise
+
+    def _give_back(self, caller: str, size: int) -> None:
+        _subtract(self._lent, caller, size)
+        for waiting in tuple(self._waiting):
+            # One that has been cancelled takes itself off the list at its next turn.
+            if not waiting.granted.done() and self._has_room(waiting.caller, waiting.size):
+                self._waiting.remove(waiting)
+                self._lent[waiting.caller] += waiting.size
+                waiting.granted.set_result(None)
+
+    def _has_room(self, caller: str, size: int) -> bool:
+        lent, own = self.lent_bytes, self._lent[caller]
+        return (own == 0 or own + size <= self._max_bytes // 2) and (lent == 0 or lent + size <= self._max_bytes)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """One caller's `Lender`."""
+
+    _readers: Readers
+    _caller: str
+
+    def loan(self, size: int) -> AbstractAsyncContextManager[None]:
+        return self._readers.lend(self._caller, size)
+
+
+def caller_of(context: Context) -> str:
+    """Who calls: the client that the gateway names, else the address that it saw, else that of the connection."""
+    metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+    if client := metadata.get(CLIENT):
+        return client
+    # The gateway adds the address that it saw at the end; what stands before it a caller may have sent.
+    return metadata.get(_FORWARDED_FOR, "").rpartition(",")[2].strip() or context.peer().rpartition(":")[0]
+
+
+def _subtract(counter: Counter[str], key: str, count: int) -> None:
+    counter[key] -= count
+    if not counter[key]:
+        del counter[key]

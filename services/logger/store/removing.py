@@ -1,0 +1,155 @@
+"""How records leave the tables of schema.py: deleted, expired, forgotten; and how the file gives back their space.
+
+Each function does a bounded part of its work, so that others can write between two of them, and tells whether there was
+something to do. The first three work within the transaction of the connection they are given.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import sqlalchemy as sql
+
+from services.logger.store.schema import BUSY_MS, EACH, column, now_us, records
+
+_RECORDS = 200
+_SEQUENCES = 10_000
+_PAGES = 1_000
+# What stands in the way of emptying the log, a reader, is given so long.
+_LOG_BUSY_MS = 100
+
+# What is refused may take this share of the log before it goes first, however new it is.
+_REFUSED_SHARE = 1 / 8
+
+_Rows = Sequence[Any]
+
+_OLDEST = (
+    sql.select(
+        *(records.c.position, records.c.call_id, records.c.of_call), sql.func.length(records.c.body).label("bytes")
+    )
+    .order_by(records.c.time_us, records.c.position)
+    .limit(_RECORDS)
+)
+_LARGEST = "SELECT client FROM shares GROUP BY client ORDER BY sum(bytes) DESC LIMIT 1"
+_LARGEST_REFUSED = "SELECT client FROM shares WHERE refused ORDER BY bytes DESC LIMIT 1"
+
+
+def delete_some(connection: sql.Connection, chosen: sql.ColumnElement[bool]) -> int:
+    """Deletes some of the chosen records; what the gateway has yet to say of their calls will not be taken."""
+    rows = connection.execute(sql.select(records.c.position, records.c.call_id).where(chosen).limit(_RECORDS)).all()
+    take_no_more_of_calls(connection, _delete(connection, rows))
+    return len(rows)
+
+
+def take_no_more_of_calls(connection: sql.Connection, call_ids: Iterable[str]) -> None:
+    """Has what the gateway has yet to say of calls not taken."""
+    if tombstones := [(call_id, now_us()) for call_id in call_ids]:
+        connection.exec_driver_sql("INSERT OR REPLACE INTO calls (call_id, time_us) VALUES (?, ?)", tombstones)
+
+
+def expire_some(connection: sql.Connection, before_us: int | None, max_bytes: int | None) -> list[int]:
+    """Deletes some of the oldest records, those before a time or above a size; returns their positions.
+
+    Above the size the client whose records take most loses its oldest; first of all, where refused requests take more
+    than their share, the client with most of those loses them. So nobody's records displace another's who has fewer.
+    Records of the gateway's log alone count as position 0.
+    """
+    rows: _Rows = ()
+    if before_us is not None:
+        rows = connection.execute(_OLDEST.where(records.c.time_us < before_us)).all()
+    if not rows and max_bytes is not None and (excess := _bytes_used(connection) - max_bytes) > 0:
+        chosen = _first_to_go(connection, max_bytes)
+        rows = _first(connection.execute(_OLDEST.where(*chosen)).all(), excess)
+        rows = rows or _first(connection.execute(_OLDEST).all(), excess)
+    _delete(connection, rows)
+    return [0 if row.of_call else row.position for row in rows]
+
+
+def forget_some(connection: sql.Connection, before_us: int) -> int:
+    """Forgets some of the sequences that came, and of the calls that were deleted, before a time.
+
+    A source's sequences rise with time, so those to be forgotten are its first.
+    """
+    forgotten = 0
+    for source_id in column(connection, "SELECT source_id FROM sources"):
+        first = "SELECT sequence, time_us FROM appended WHERE source_id = ? ORDER BY sequence LIMIT ?"
+        sequences = column(
+            connection,
+            f"SELECT sequence FROM ({first}) WHERE time_us < ?",  # noqa: S608
+            *(source_id, _SEQUENCES, before_us),
+        )
+        if sequences:
+            forgotten += len(sequences)
+            connection.exec_driver_sql(
+                f"DELETE FROM appended WHERE source_id = ? AND sequence IN {EACH}",  # noqa: S608
+                (source_id, json.dumps(sequences)),
+            )
+    connection.exec_driver_sql("DELETE FROM sources WHERE source_id NOT IN (SELECT source_id FROM appended)")
+    deleted = "SELECT call_id FROM calls WHERE gateway IS NULL AND time_us < ? LIMIT ?"
+    call_ids = column(connection, deleted, before_us, _SEQUENCES)
+    connection.exec_driver_sql(f"DELETE FROM calls WHERE call_id IN {EACH}", (json.dumps(call_ids),))  # noqa: S608
+    connection.exec_driver_sql("DELETE FROM shares WHERE bytes <= 0")
+    connection.exec_driver_sql("DELETE FROM deletions WHERE time_us < ?", (before_us,))
+    return forgotten + len(call_ids)
+
+
+def give_back_some(engine: sql.Engine) -> bool:
+    """Gives some free pages of the file back to the file system."""
+    with engine.connect() as connection:
+        before = _pragma(connection, "freelist_count")
+        # A statement that has no columns the driver executes for its first row alone, which is one page; not a script.
+        connection.connection.executescript(f"PRAGMA incremental_vacuum({_PAGES})")
+        return 0 < _pragma(connection, "freelist_count") < before
+
+
+def empty_log(engine: sql.Engine) -> None:
+    """Moves the log's contents to the file and cuts it; a reader that takes its time keeps it from being cut."""
+    with engine.connect() as connection:
+        connection.exec_driver_sql(f"PRAGMA busy_timeout = {_LOG_BUSY_MS}")
+        connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").all()
+        connection.exec_driver_sql(f"PRAGMA busy_timeout = {BUSY_MS}")
+
+
+def _delete(connection: sql.Connection, rows: _Rows) -> list[str]:
+    """Deletes records and what the gateway said of calls that none names any more; returns the ids of these."""
+    positions = json.dumps([row.position for row in rows])
+    connection.exec_driver_sql(f"DELETE FROM records WHERE position IN {EACH}", (positions,))  # noqa: S608
+    call_ids = json.dumps([row.call_id for row in rows if row.call_id is not None])
+    unnamed: list[str] = column(
+        connection,
+        "SELECT DISTINCT value FROM json_each(?)"
+        " WHERE NOT EXISTS (SELECT 1 FROM records WHERE call_id = value AND call_id IS NOT NULL)",
+        call_ids,
+    )
+    connection.exec_driver_sql(f"DELETE FROM calls WHERE call_id IN {EACH}", (json.dumps(unnamed),))  # noqa: S608
+    return unnamed
+
+
+def _first_to_go(connection: sql.Connection, max_bytes: int) -> Sequence[sql.ColumnElement[bool]]:
+    """The conditions that the next records to be deleted for space fulfil."""
+    (refused_bytes,) = column(connection, "SELECT coalesce(sum(bytes), 0) FROM shares WHERE refused")
+    if refused_bytes > max_bytes * _REFUSED_SHARE:
+        (client,) = column(connection, _LARGEST_REFUSED)
+        # The condition as the index has it.
+        return records.c.client == client, sql.text("refused")  # type: ignore[return-value]
+    return [records.c.client == client for client in column(connection, _LARGEST)]
+
+
+def _first(rows: _Rows, excess: int) -> _Rows:
+    """As many of the rows as hold `excess` bytes."""
+    for count, row in enumerate(rows):
+        if excess <= 0:
+            return rows[:count]
+        excess -= row.bytes
+    return rows
+
+
+def _bytes_used(connection: sql.Connection) -> int:
+    pages = _pragma(connection, "page_count") - _pragma(connection, "freelist_count")
+    return pages * _pragma(connection, "page_size")
+
+
+def _pragma(connection: sql.Connection, name: str) -> int:
+    return int(connection.exec_driver_sql(f"PRAGMA {name}").scalar_one())

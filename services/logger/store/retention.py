@@ -1,0 +1,66 @@
+"""What becomes of old records: those above an age or a size are deleted, oldest first.
+
+For space, the client whose records take most loses its own first, and refused requests go before all others once they
+take more than an eighth: see `removing.expire_some`.
+
+A record that a sink has not had yet is not spared: the log says how many there were. Which sequences a source has sent,
+and which calls were deleted, is remembered for as long as a spool might repeat them.
+
+One task, owned by who runs `run`; `now_us` is its clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from millrace.errors import NotReadyError
+from services.logger.store.schema import now_us
+from services.logger.store.store import Store
+
+logger = logging.getLogger(__name__)
+
+_ROUND_S = 10.0
+_DAY_US = 24 * 3600 * 1_000_000
+_REMEMBERED_US = 30 * _DAY_US
+
+
+class Retention:
+    """Keeps a store within an age in days (0: for ever) and a size in bytes; `sinks` are the names of their cursors."""
+
+    def __init__(
+        self, store: Store, days: float, max_bytes: int, sinks: Sequence[str] = (), now_us: Callable[[], int] = now_us
+    ) -> None:
+        self._store = store
+        self._age_us = int(days * _DAY_US)
+        self._max_bytes = max_bytes
+        self._sinks = sinks
+        self._now_us = now_us
+
+    async def run(self) -> None:
+        """Applies the limits every few seconds, until cancelled."""
+        while True:
+            try:
+                await self.apply()
+            except NotReadyError:
+                logger.warning("old records could not be deleted; trying again")
+            await asyncio.sleep(_ROUND_S)
+
+    async def apply(self) -> int:
+        """Deletes what is above the limits; returns how many records that were."""
+        now = self._now_us()
+        before_us = now - self._age_us if self._age_us else None
+        cursors = await self._store.cursors()
+        sent = min((cursors[name] for name in self._sinks if name in cursors), default=None)
+        expired = unsent = 0
+        while positions := await self._store.expire(before_us, self._max_bytes):
+            expired += len(positions)
+            unsent += sum(position > sent for position in positions) if sent is not None else 0
+        if expired:
+            logger.info("%d records were deleted for their age or for space", expired)
+        if unsent:
+            logger.warning("%d of them a sink had not had yet", unsent)
+        await self._store.forget(now - max(self._age_us, _REMEMBERED_US))
+        await self._store.give_back()
+        return expired

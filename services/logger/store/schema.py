@@ -1,0 +1,300 @@
+"""The SQLite file of the payload log: its tables, how an older file becomes one of today, and engines on it.
+
+`records` holds each record as its serialized protobuf beside the columns that queries filter by. `position` is the
+order of commit, never given twice. Every index ends in `time_us` and, as all of SQLite's do, in `position`: the
+matches lie in the order in which they are asked for. A record that was made of the gateway's access log alone says so
+in `of_call`, and whether a service's record of the same call may yet come to take its place. `calls` holds what the
+gateway said of a call, under the id that the gateway gave it; without contents where the call's records were deleted.
+`appended` remembers which sequences of a source have come, apart from the records: what was deleted does not come back.
+`deletions` remembers what was asked to be deleted, for records that come later.
+`cursors` says how far the readers of all records are. `shares` has what each client's records take, those that were
+refused apart; triggers keep it.
+
+Times are whole microseconds since 1970. The file is its owner's alone (mode 0600), in WAL mode, so that `sqlite3` may
+read it live, and gives back the space of what is deleted, which is overwritten with zeros.
+
+Errors: StartupError where the file cannot be used.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sql
+from sqlalchemy.exc import DatabaseError
+
+from millrace.errors import StartupError
+from services.logger.store.filters import class_of
+
+logger = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 3
+
+BUSY_MS = 5000
+_CACHE_KIB = 16 * 1024  # Four times as much brings no more records a second.
+_LOG_BYTES = 64 * 1024 * 1024
+_LOG_PAGES = 8192
+_INCREMENTAL = 2  # What `PRAGMA auto_vacuum` calls it.
+
+# What `of_call` says: a service's record; a call's, for good; a call's, until a service's record of it comes.
+NOT_OF_CALL, OF_CALL, OF_CALL_FOR_NOW = 0, 1, 2
+
+_metadata = sql.MetaData()
+records = sql.Table(
+    "records",
+    _metadata,
+    sql.Column("position", sql.Integer, primary_key=True),
+    sql.Column("record_id", sql.String, nullable=False, unique=True),
+    sql.Column("time_us", sql.BigInteger, nullable=False),
+    sql.Column("model", sql.String, nullable=False),
+    sql.Column("request_id", sql.String, nullable=False),
+    sql.Column("trace_id", sql.String, nullable=False),
+    sql.Column("client", sql.String, nullable=False),
+    sql.Column("status", sql.String, nullable=False),
+    sql.Column("finish_reason", sql.String, nullable=False),
+    sql.Column("duration_ms", sql.Double),
+    sql.Column("duration_class", sql.Integer),
+    sql.Column("ttft_ms", sql.Double),
+    sql.Column("ttft_class", sql.Integer),
+    sql.Column("call_id", sql.String),
+    sql.Column("of_call", sql.Integer, nullable=False),
+    # Whether it was refused, or left by its caller, before any of an answer.
+    sql.Column("refused", sql.Integer, nullable=False, server_default="0"),
+    sql.Column("body", sql.LargeBinary, nullable=False),
+    *(
+        sql.Index(f"records_by_{name}", name, "time_us")
+        for name in ("model", "request_id", "trace_id", "client", "status", "finish_reason")
+    ),
+    # The newest are scanned in it, which this lets SQLite do without reading the rows themselves.
+    sql.Index("records_by_time", "time_us", "position", "duration_ms", "ttft_ms"),
+    sql.Index("records_by_duration", "duration_class"),
+    sql.Index("records_by_ttft", "ttft_class"),
+    sql.Index("records_by_call", "call_id", sqlite_where=sql.text("call_id IS NOT NULL")),
+    sql.Index("records_refused", "client", "time_us", sqlite_where=sql.text("refused")),
+    sqlite_autoincrement=True,
+)
+calls = sql.Table(
+    "calls",
+    _metadata,
+    sql.Column("call_id", sql.String, primary_key=True),
+    sql.Column("time_us", sql.BigInteger, nullable=False),
+    sql.Column("gateway", sql.LargeBinary),
+    sql.Index("calls_deleted", "time_us", sqlite_where=sql.text("gateway IS NULL")),
+    sqlite_with_rowid=False,
+)
+sources = sql.Table(
+    "sources",
+    _metadata,
+    sql.Column("source_id", sql.Integer, primary_key=True),
+    sql.Column("source", sql.String, nullable=False, unique=True),
+)
+appended = sql.Table(
+    "appended",
+    _metadata,
+    sql.Column("source_id", sql.Integer, primary_key=True),
+    sql.Column("sequence", sql.BigInteger, primary_key=True),
+    sql.Column("time_us", sql.BigInteger, nullable=False),
+    sqlite_with_rowid=False,
+)
+deletions = sql.Table(
+    "deletions",
+    _metadata,
+    sql.Column("key", sql.String, primary_key=True),
+    sql.Column("value", sql.String, primary_key=True),
+    sql.Column("time_us", sql.BigInteger, nullable=False),
+    sqlite_with_rowid=False,
+)
+cursors = sql.Table(
+    "cursors",
+    _metadata,
+    sql.Column("name", sql.String, primary_key=True),
+    sql.Column("position", sql.Integer, nullable=False),
+    sqlite_with_rowid=False,
+)
+shares = sql.Table(
+    "shares",
+    _metadata,
+    sql.Column("client", sql.String, primary_key=True),
+    sql.Column("refused", sql.Integer, primary_key=True),
+    sql.Column("bytes", sql.BigInteger, nullable=False),
+    sqlite_with_rowid=False,
+)
+# 600 is what a record takes beside its body: columns, and entries of the indexes.
+_TRIGGERS = (
+    "CREATE TRIGGER IF NOT EXISTS share_more AFTER INSERT ON records BEGIN"
+    " INSERT INTO shares (client, refused, bytes) VALUES (new.client, new.refused, length(new.body) + 600)"
+    " ON CONFLICT DO UPDATE SET bytes = bytes + excluded.bytes; END",
+    "CREATE TRIGGER IF NOT EXISTS share_less AFTER DELETE ON records BEGIN"
+    " UPDATE shares SET bytes = bytes - length(old.body) - 600"
+    " WHERE client = old.client AND refused = old.refused; END",
+)
+
+
+# Any number of keys as one parameter, a JSON list.
+EACH = "(SELECT value FROM json_each(?))"
+
+
+def column(connection: sql.Connection, statement: str, *parameters: Any) -> list[Any]:
+    """The first column of what a statement finds."""
+    return list(connection.exec_driver_sql(statement, parameters).scalars())
+
+
+def now_us() -> int:
+    """Microseconds since 1970."""
+    return time.time_ns() // 1_000
+
+
+def prepare(path: Path) -> None:
+    """Makes the file, or what an earlier logger left, one of today's schema."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # SQLite gives its -wal and -shm files the mode of the database.
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        path.chmod(0o600)
+        engine = open_for_writing(path, fsync=True)
+        try:
+            _bring_up_to_date(engine, path)
+        finally:
+            engine.dispose()
+    except OSError as error:
+        raise StartupError(f"LOGGER_DATABASE={path}: {error.strerror}") from None
+    except DatabaseError as error:
+        raise StartupError(f"LOGGER_DATABASE={path}: {error.orig}") from None
+
+
+def open_for_writing(path: Path, fsync: bool) -> sql.Engine:
+    """An engine of one connection, so that every transaction finds what the last left in its cache."""
+    engine = sql.create_engine(sql.URL.create("sqlite", database=str(path)), pool_size=1, max_overflow=0)
+    _configure(
+        engine,
+        # Takes effect in a file without tables; of no other can it be changed but by VACUUM.
+        "auto_vacuum = INCREMENTAL",
+        # Readers never wait for the writer.
+        "journal_mode = WAL",
+        # Pages that many commits change are moved from the log to the file once.
+        f"wal_autocheckpoint = {_LOG_PAGES}",
+        f"journal_size_limit = {_LOG_BYTES}",
+        f"synchronous = {'FULL' if fsync else 'NORMAL'}",
+        "secure_delete = ON",
+        f"cache_size = -{_CACHE_KIB}",
+        f"busy_timeout = {BUSY_MS}",
+    )
+    return engine
+
+
+def open_for_reading(path: Path, connections: int) -> sql.Engine:
+    """An engine that changes nothing, on a file that exists."""
+    database = path.absolute().as_uri()
+    url = sql.URL.create("sqlite", database=database, query={"mode": "ro", "uri": "true"})
+    engine = sql.create_engine(url, pool_size=connections, max_overflow=0)
+    _configure(engine, f"busy_timeout = {BUSY_MS}")
+    return engine
+
+
+def files_of(path: Path) -> tuple[int, ...]:
+    """What tells the files of a database that is open from others of their names; empty where one is gone."""
+    try:
+        return tuple(os.stat(f"{path}{suffix}").st_ino for suffix in ("", "-wal"))
+    except FileNotFoundError:
+        return ()
+
+
+def last_position(connection: sql.Connection) -> int:
+    """The position of the newest record that ever was; 0 where there was none."""
+    return next(iter(column(connection, "SELECT seq FROM sqlite_sequence WHERE name = 'records'")), 0)
+
+
+def go_on_after(connection: sql.Connection, position: int) -> None:
+    """Gives the first record of a new database the position after that."""
+    connection.exec_driver_sql("INSERT INTO sqlite_sequence (name, seq) VALUES ('records', ?)", (position,))
+
+
+def check_version(path: Path, version: int) -> None:
+    """StartupError where a newer logger made the file."""
+    if version > SCHEMA_VERSION:
+        raise StartupError(
+            f"{path} has schema version {version}, this logger knows {SCHEMA_VERSION}: "
+            "start a newer logger or name another file in LOGGER_DATABASE"
+        )
+
+
+def _configure(engine: sql.Engine, *settings: str) -> None:
+    def on_connect(connection: Any, _: object) -> None:
+        for setting in settings:
+            connection.execute(f"PRAGMA {setting}")
+
+    sql.event.listen(engine, "connect", on_connect)
+
+
+def _bring_up_to_date(engine: sql.Engine, path: Path) -> None:
+    with engine.begin() as connection:
+        version = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
+        check_version(path, version)
+        # The driver begins no transaction by itself before a table is made.
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+        if version in _MIGRATIONS:
+            logger.info("%s: from schema version %d to %d, once", path, version, SCHEMA_VERSION)
+            _MIGRATIONS[version](connection)
+        _metadata.create_all(connection)
+        if version in _MIGRATIONS:
+            _fill_shares(connection)
+        for trigger in _TRIGGERS:
+            connection.exec_driver_sql(trigger)
+        connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    with engine.connect() as connection:
+        if connection.exec_driver_sql("PRAGMA auto_vacuum").scalar_one() != _INCREMENTAL:
+            # The connection has asked for it when it was opened; this is what does it, with as much space again.
+            try:
+                connection.exec_driver_sql("VACUUM")
+            except DatabaseError as error:
+                logger.warning(
+                    "%s keeps its size, whatever is deleted, until a start succeeds in VACUUM: %s", path, error.orig
+                )
+
+
+def _from_1(connection: sql.Connection) -> None:
+    """Version 1 had the record_id for its order, and (source, sequence) beside each record."""
+    connection.exec_driver_sql("ALTER TABLE records RENAME TO records_1")
+    for name in ("model", "request_id", "trace_id", "status", "finish_reason", "range"):
+        connection.exec_driver_sql(f"DROP INDEX IF EXISTS records_by_{name}")
+    _metadata.create_all(connection)
+    connection.connection.create_function("class_of", 1, lambda ms: None if ms is None else class_of(ms))
+    kept = "record_id, time_us, model, request_id, trace_id, status, finish_reason, duration_ms, ttft_ms, body"
+    connection.exec_driver_sql(
+        f"INSERT INTO records ({kept}, duration_class, ttft_class, client, of_call)"  # noqa: S608  # of names alone
+        f" SELECT {kept}, class_of(duration_ms), class_of(ttft_ms), '', 0 FROM records_1 ORDER BY record_id"
+    )
+    connection.exec_driver_sql("INSERT INTO sources (source) SELECT DISTINCT source FROM records_1")
+    connection.exec_driver_sql(
+        "INSERT INTO appended (source_id, sequence, time_us)"
+        " SELECT source_id, sequence, ? FROM records_1 JOIN sources USING (source)",
+        (now_us(),),
+    )
+    connection.exec_driver_sql("DROP TABLE records_1")
+
+
+def _add_columns(connection: sql.Connection) -> None:
+    """Adds the columns of `records` that are new since an earlier version; each has a default."""
+    known = {row.name for row in connection.exec_driver_sql("PRAGMA table_info(records)")}
+    for added in (one for one in records.columns if one.name not in known):
+        ddl = sql.schema.CreateColumn(added).compile(dialect=connection.dialect)
+        connection.exec_driver_sql(f"ALTER TABLE records ADD COLUMN {ddl}")
+    for index in records.indexes:
+        index.create(connection, checkfirst=True)
+
+
+def _fill_shares(connection: sql.Connection) -> None:
+    connection.exec_driver_sql("DELETE FROM shares")
+    connection.exec_driver_sql(
+        "INSERT INTO shares (client, refused, bytes)"
+        " SELECT client, refused, sum(length(body) + 600) FROM records GROUP BY client, refused"
+    )
+
+
+# Version of a file → what makes one of today out of it.
+_MIGRATIONS: dict[int, Callable[[sql.Connection], None]] = {1: _from_1, 2: _add_columns}

@@ -1,0 +1,91 @@
+"""A payload record as plain values: what leaves the store as JSON or as Parquet has the same names and types.
+
+Times are datetimes in UTC, whole microseconds; what is not known is None; a tensor's contents are bytes; floats may be
+NaN or infinite. `to_json` writes such values as JSON: a time as RFC 3339, contents in base64, NaN and the infinities
+as null.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+import orjson
+
+from millrace_protos.millrace_pb2 import GatewayCall, PayloadChunk, PayloadRecord, PayloadTensor
+
+_TEXTS = ("request_id", "model", "protocol", "prompt", "text", "finish_reason", "status", "message", "failed_hop")
+_GATEWAY = tuple(field.name for field in GatewayCall.DESCRIPTOR.fields)
+
+
+def row(record: PayloadRecord) -> dict[str, Any]:
+    """Every field of the record, one value each; the usage is spread over columns of its own."""
+    usage = record.usage if record.HasField("usage") else None
+    gateway = record.gateway if record.HasField("gateway") else None
+    return {
+        "record_id": record.record_id,
+        "time": time_of(record),
+        **{name: getattr(record, name) for name in _TEXTS},
+        "parameters": record.parameters,
+        "chunks": [_chunk(chunk) for chunk in record.chunks],
+        "prompt_tokens": usage and usage.prompt_tokens,
+        "cached_tokens": usage and usage.cached_tokens,
+        "completion_tokens": usage and usage.completion_tokens,
+        "ttft_ms": record.ttft_ms if record.HasField("ttft_ms") else None,
+        "duration_ms": record.duration_ms,
+        "trace_id": record.trace_id,
+        "span_id": record.span_id,
+        "metadata": dict(record.metadata),
+        "inputs": _tensors(record.inputs),
+        "outputs": _tensors(record.outputs),
+        "resumes": record.resumes,
+        "client": record.client,
+        "incomplete": record.incomplete,
+        "call_id": record.call_id,
+        "fingerprint": record.fingerprint,
+        "gateway": gateway and {name: getattr(gateway, name) for name in _GATEWAY},
+    }
+
+
+def time_of(record: PayloadRecord) -> datetime | None:
+    """When the request arrived; None where no calendar has that time."""
+    try:
+        return record.time.ToDatetime(tzinfo=UTC)
+    except (OverflowError, ValueError):
+        return None
+
+
+def to_json(values: Any) -> bytes:
+    """The values as one line of JSON, without the line's end."""
+    return orjson.dumps(values, default=_base64, option=orjson.OPT_UTC_Z)
+
+
+def _chunk(chunk: PayloadChunk) -> dict[str, Any]:
+    return {
+        "offset_ms": chunk.offset_ms,
+        "text": chunk.text,
+        "token_ids": list(chunk.token_ids),
+        "logprobs": list(chunk.logprobs),
+        "outputs": _tensors(chunk.outputs),
+    }
+
+
+def _tensors(tensors: Iterable[PayloadTensor]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": tensor.name,
+            "datatype": tensor.datatype,
+            "shape": list(tensor.shape),
+            "digest": tensor.digest,
+            "data": tensor.data if tensor.HasField("data") else None,
+        }
+        for tensor in tensors
+    ]
+
+
+def _base64(value: object) -> str:
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    raise TypeError(f"{type(value).__name__} has no JSON")

@@ -1,0 +1,135 @@
+"""What is done to the tables of schema.py; each function within the transaction of the connection it is given.
+
+Rows come by the thousand a second: they go to the driver as they are, many in one statement, and any number of keys is
+one parameter, a JSON list.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import sqlalchemy as sql
+
+from millrace.payload.outbox.merge import was_refused
+from millrace_protos.millrace_pb2 import AppendRequest, PayloadRecord
+from services.logger.store.deletions import Deletions
+from services.logger.store.filters import columns_of
+from services.logger.store.removing import take_no_more_of_calls
+from services.logger.store.schema import EACH, NOT_OF_CALL, OF_CALL, OF_CALL_FOR_NOW, column
+
+_COLUMNS = (*columns_of(PayloadRecord()), "of_call", "refused", "body")
+_RECORDS = f"records ({', '.join(_COLUMNS)})"
+_SIZES = (256, 64, 16, 4, 1)
+
+_Row = tuple[Any, ...]
+
+
+def append(
+    connection: sql.Connection, requests: Sequence[AppendRequest], now_us: int, deletions: Deletions
+) -> list[AppendRequest]:
+    """Adds the services' records that have not come before and that no deletion covers; returns their requests."""
+    new: list[AppendRequest] = []
+    for source in dict.fromkeys(request.source for request in requests):
+        new += _append_of_source(
+            connection, source, [one for one in requests if one.source == source], now_us, deletions
+        )
+    return new
+
+
+def _append_of_source(
+    connection: sql.Connection, source: str, requests: Iterable[AppendRequest], now_us: int, deletions: Deletions
+) -> Iterable[AppendRequest]:
+    by_sequence: dict[int, AppendRequest] = {}
+    for request in requests:
+        by_sequence.setdefault(request.sequence, request)
+    connection.exec_driver_sql("INSERT OR IGNORE INTO sources (source) VALUES (?)", (source,))
+    (source_id,) = column(connection, "SELECT source_id FROM sources WHERE source = ?", source)
+    known = f"SELECT sequence FROM appended WHERE source_id = ? AND sequence IN {EACH}"  # noqa: S608
+    for sequence in column(connection, known, source_id, json.dumps(list(by_sequence))):
+        del by_sequence[sequence]
+    _insert(
+        connection,
+        "appended (source_id, sequence, time_us)",
+        [(source_id, sequence, now_us) for sequence in by_sequence],
+    )
+
+    by_id: dict[str, AppendRequest] = {}
+    for request in by_sequence.values():
+        by_id.setdefault(request.record.record_id, request)
+    known = f"SELECT record_id FROM records WHERE record_id IN {EACH}"  # noqa: S608
+    for record_id in column(connection, known, json.dumps(list(by_id))):
+        del by_id[record_id]
+    deleted = [request.record for request in by_id.values() if deletions.cover(request.record)]
+    for record in deleted:
+        del by_id[record.record_id]
+    records = [request.record for request in by_id.values()]
+    _replace_calls(connection, [*records, *deleted])
+    _take_no_more_of(connection, deleted)
+    _insert(connection, _RECORDS, [_row(record, NOT_OF_CALL) for record in records])
+    return by_id.values()
+
+
+def _replace_calls(connection: sql.Connection, new: Iterable[PayloadRecord]) -> None:
+    """Removes the records that stood for calls of which a service's record has come."""
+    call_ids = {record.call_id for record in new if record.call_id}
+    if call_ids:
+        connection.exec_driver_sql(
+            f"DELETE FROM records WHERE of_call AND call_id IN {EACH}",  # noqa: S608
+            (json.dumps(list(call_ids)),),
+        )
+
+
+def _take_no_more_of(connection: sql.Connection, deleted: Iterable[PayloadRecord]) -> None:
+    """As where records are deleted: of their calls nothing is taken any more, but of those that other records name."""
+    call_ids = {record.call_id for record in deleted if record.call_id}
+    if call_ids:
+        named = f"SELECT call_id FROM records WHERE call_id IN {EACH}"  # noqa: S608
+        take_no_more_of_calls(connection, call_ids - set(column(connection, named, json.dumps(list(call_ids)))))
+
+
+def add_calls(
+    connection: sql.Connection, observed: Sequence[PayloadRecord], reached: Collection[str], now_us: int
+) -> list[PayloadRecord]:
+    """Adds the calls that have not come before; returns those that are records of their own."""
+    by_id = {record.call_id: record for record in reversed(observed) if record.call_id}
+    call_ids = json.dumps(list(by_id))
+    for call_id in column(connection, f"SELECT call_id FROM calls WHERE call_id IN {EACH}", call_ids):  # noqa: S608
+        del by_id[call_id]
+    _insert(
+        connection,
+        "calls (call_id, time_us, gateway)",
+        [(call_id, now_us, record.gateway.SerializeToString()) for call_id, record in by_id.items()],
+    )
+    named = set(column(connection, f"SELECT call_id FROM records WHERE call_id IN {EACH}", call_ids))  # noqa: S608
+    alone = [
+        record
+        for record in observed
+        if not record.call_id or (by_id.get(record.call_id) is record and record.call_id not in named)
+    ]
+    kinds = (OF_CALL_FOR_NOW if record.record_id in reached else OF_CALL for record in alone)
+    _insert(connection, _RECORDS, [_row(record, kind) for record, kind in zip(alone, kinds, strict=True)])
+    return alone
+
+
+def _insert(connection: sql.Connection, into: str, rows: list[_Row]) -> None:
+    """`into` names a table and its columns.
+
+    Many rows are one statement: the driver takes the interpreter's lock anew after each, for which it may wait long
+    while the event loop is busy. Statements of few sizes, so that they stay prepared.
+    """
+    begin = 0
+    for size in _SIZES:
+        while len(rows) - begin >= size:
+            some = rows[begin : begin + size]
+            begin += size
+            row = f"({', '.join('?' * len(some[0]))})"
+            values = ", ".join([row] * size)
+            statement = f"INSERT INTO {into} VALUES {values}"  # noqa: S608  # of names and question marks alone
+            connection.exec_driver_sql(statement, tuple(chain.from_iterable(some)))
+
+
+def _row(record: PayloadRecord, of_call: int) -> _Row:
+    return (*columns_of(record).values(), of_call, int(was_refused(record)), record.SerializeToString())

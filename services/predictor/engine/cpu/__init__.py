@@ -1,0 +1,1 @@
+"""CPU kernels: compiled by numba, or private operators of torch. Check them at every torch upgrade."""

@@ -1,0 +1,1 @@
+"""Estimates of load: the pace of prefills, queue times, progress."""

@@ -1,0 +1,61 @@
+"""What an engine has to do, for those who watch it from other threads.
+
+The engine's thread tells of each step; `read` may be called by any thread, and holds up neither the engine nor who
+submits for longer than it takes to copy the two lists of sequences.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence as Rows
+
+from services.predictor.engine.interface import EngineLoad, EngineStatistics, EngineTotals
+from services.predictor.engine.scheduler import Scheduler
+from services.predictor.engine.state.sequence import Row
+
+
+class LoadMeter:
+    """See the module; `guard` is held by whoever changes the scheduler."""
+
+    def __init__(self, scheduler: Scheduler, statistics: EngineStatistics, guard: threading.Condition) -> None:
+        self._scheduler = scheduler
+        self._statistics = statistics
+        self._guard = guard
+        self._batch = 0
+
+    def begin(self, rows: Rows[Row], now: float) -> None:
+        """Notes the rows of a step that begins, and which sequences are computed for the first time."""
+        self._batch = len(rows)
+        for row in rows:
+            sequence = row.sequence
+            if sequence.timeline.started is None:
+                sequence.timeline.started = now
+                sequence.slot.cached_tokens = sequence.cached_tokens
+                self._statistics.prompt_tokens += len(sequence.request.input_ids)
+                self._statistics.cached_tokens += sequence.cached_tokens
+
+    def idle(self) -> None:
+        """Notes that there is nothing to do."""
+        self._batch = 0
+
+    def read(self) -> EngineLoad:
+        """What there is to do now."""
+        with self._guard:
+            running, waiting = list(self._scheduler.running), list(self._scheduler.waiting)
+        oldest = min((sequence.timeline.submitted for sequence in running + waiting), default=None)
+        counted = self._statistics
+        return EngineLoad(
+            running=len(running),
+            waiting=len(waiting),
+            batch=self._batch,
+            blocks_in_use=self._scheduler.blocks.in_use,
+            oldest_age_s=0.0 if oldest is None else max(0.0, time.monotonic() - oldest),
+            totals=EngineTotals(
+                prompt_tokens=counted.prompt_tokens,
+                cached_tokens=counted.cached_tokens,
+                tokens=counted.tokens,
+                tokens_after_cancel=counted.tokens_after_cancel,
+                preempted=self._scheduler.preempted,
+            ),
+        )

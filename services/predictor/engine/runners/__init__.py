@@ -1,0 +1,1 @@
+"""How a model runs one step: paged, ragged decoder (T5), one row at a time."""

@@ -1,0 +1,106 @@
+"""How much memory the KV cache may take, and what context fits it.
+
+A container's limit counts, not the machine's memory. On CUDA the cache takes what `gpu_memory_share`
+leaves beside the weights: with N predictors on one GPU each is given its share, whatever order they
+start in.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from millrace.errors import StartupError
+from services.predictor.engine.state.blocks import RESERVED
+from services.predictor.engine.state.cache import BLOCK_TOKENS, CacheShape
+from services.predictor.settings import PredictorSettings
+
+logger = logging.getLogger(__name__)
+
+_CPU_DEFAULT = 1 << 30
+_CGROUP = Path("/sys/fs/cgroup")
+_CONTAINER_SHARE = 0.5  # Of what a container has left: weights' copies and activations need the rest.
+_UNSTATED_CONTEXT = 512  # For models with no position table, such as T5's, that name no length.
+_LEAST_CONTEXT = 256
+
+
+def cache_shape(model: Any) -> CacheShape:
+    """What a model keeps of each token, by its configuration."""
+    config = model.config.get_text_config(decoder=True)
+
+    def first(*names: str) -> int | None:
+        return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+    heads = first("num_attention_heads", "num_heads") or 1
+    return CacheShape(
+        first("num_decoder_layers", "decoder_layers", "num_hidden_layers") or 1,
+        first("num_key_value_heads") or heads,
+        first("head_dim", "d_kv") or (first("hidden_size", "d_model") or heads) // heads,
+        model.dtype,
+    )
+
+
+def plan_memory(name: str, model: Any, shape: CacheShape, settings: PredictorSettings) -> tuple[int, int]:
+    """The context length served, and the cache's blocks with the reserved one; raises StartupError."""
+    memory = cache_memory(name, model.device, settings)
+    tokens = max(0, memory // (shape.bytes_per_token * BLOCK_TOKENS) - RESERVED) * BLOCK_TOKENS
+    # An encoder-decoder model holds its prompt beside its output, and the token that starts it.
+    copies = 2 if model.config.is_encoder_decoder else 1
+    fits = max(0, tokens // copies - (copies - 1))
+    config = model.config.get_text_config(decoder=True)
+    stated = next((n for k in ("max_position_embeddings", "n_positions") if (n := getattr(config, k, None))), None)
+    if stated is not None and settings.max_context > stated:
+        raise StartupError(f"model {name}: PREDICTOR_MAX_CONTEXT={settings.max_context}, but its context is {stated}")
+    own = stated or _UNSTATED_CONTEXT
+    needed = settings.max_context or min(own, _LEAST_CONTEXT)
+    if fits < needed:
+        bytes_needed = (needed + BLOCK_TOKENS) * copies * shape.bytes_per_token
+        raise StartupError(
+            f"model {name}: context {needed} needs {bytes_needed / 1e9:.2g} GB, "
+            f"have {memory / 1e9:.2g}; raise PREDICTOR_KV_CACHE_MEMORY or lower PREDICTOR_MAX_CONTEXT"
+        )
+    context = settings.max_context or min(own, fits)
+    if context < own:
+        logger.warning("model %s: context %d of its %d; PREDICTOR_KV_CACHE_MEMORY sets more", name, context, own)
+    # No more blocks than so many whole contexts could fill.
+    useful = settings.max_running * 2 * copies * (context + BLOCK_TOKENS) // BLOCK_TOKENS
+    return context, min(tokens // BLOCK_TOKENS, useful) + RESERVED
+
+
+def cache_memory(name: str, device: torch.device, settings: PredictorSettings) -> int:
+    """Bytes for keys and values; raises StartupError where a setting asks for more than there is."""
+    wanted = settings.kv_cache_memory
+    most: int | None
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        share = int(total * settings.gpu_memory_share) - torch.cuda.memory_reserved(device)
+        most = min(share, free)
+        if wanted is None:
+            return max(0, most)
+    else:
+        most = container_memory_left()
+        if wanted is None:
+            return _CPU_DEFAULT if most is None else min(_CPU_DEFAULT, int(most * _CONTAINER_SHARE))
+    if most is not None and wanted > most:
+        raise StartupError(
+            f"model {name}: PREDICTOR_KV_CACHE_MEMORY is {wanted / 1e9:.2g} GB, "
+            f"but only {max(0, most) / 1e9:.2g} are left"
+        )
+    return int(wanted)
+
+
+def container_memory_left(cgroup: Path = _CGROUP) -> int | None:
+    """Bytes until the limit of this process's container; None where it has none."""
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        used = int((cgroup / "memory.current").read_text())
+        statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    if limit == "max":
+        return None
+    # Pages of files, such as the weights', are given up when memory is short.
+    return int(limit) - used + int(statistics.get("inactive_file", 0))

@@ -1,0 +1,149 @@
+"""Runs any decoder of transformers that takes an attention function: one forward pass for all rows of a step.
+
+Tokens of all rows are packed into one row of ids with explicit positions; only `attention.py` knows
+where one sequence ends and the next begins. Whether a model really goes through it is tested at load
+(`self_test`), since models that do not ignore it silently.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Rows
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from millrace.sampling import SamplingParameters
+from services.predictor.engine.faults import check_numbers
+from services.predictor.engine.interface import GenerationRequest
+from services.predictor.engine.runners.attention import NAME
+from services.predictor.engine.runners.decode_graphs import DecodeGraphs, Record
+from services.predictor.engine.runners.step_plan import StepPlan, StepPlanner
+from services.predictor.engine.state.blocks import RESERVED
+from services.predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
+from services.predictor.engine.state.sequence import Row, Sequence
+from services.predictor.engine.state.slot import MergingSlot
+
+logger = logging.getLogger(__name__)
+
+_TEST_LENGTH = 40
+# Logits of rounding alone, relative to the largest; a wrong attention is off by tens of percent.
+_TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
+
+
+class PagedRunner:
+    """See the module. `blocks` are those of the cache, the reserved one included."""
+
+    description = "paged"
+    start_ids: tuple[int, ...] = ()
+    reuses_prefixes = True
+    scores_prompts = True
+
+    def __init__(self, model: Any, shape: CacheShape, blocks: int, record: Record | None = None) -> None:
+        """With `record`, steps that only decode are recorded and replayed."""
+        self._model = model
+        self._cache = KeyValueCache(shape, blocks, model.device)
+        self._planner = StepPlanner(self._cache)
+        self._graphs = DecodeGraphs(self._forward, self._cache, record) if record else None
+        model.set_attn_implementation(NAME)
+
+    def run(self, rows: Rows[Row]) -> Tensor:
+        # The planner wants those of one id first; the caller gets logits in its own order.
+        order = sorted(range(len(rows)), key=lambda i: rows[i].count > 1)
+        packed = [rows[i] for i in order]
+        ids: list[int] = []
+        positions: list[int] = []
+        last: list[int] = []
+        scored: dict[int, list[int]] = {}
+        for i, row in zip(order, packed, strict=True):
+            end = row.start + row.count
+            if scores := row.scores:
+                scored[i] = [len(ids) + position - row.start for position in scores]
+            ids += row.sequence.ids[row.start : end]
+            positions += range(row.start, end)
+            if row.samples:
+                last.append(len(ids) - 1)
+        sampled = [i for i in order if rows[i].samples]
+        if sampled != sorted(sampled):
+            last = [place for _, place in sorted(zip(sampled, last, strict=True))]
+        plan = self._planner.plan(packed)
+        tensors = self._tensor([ids]), self._tensor([positions])
+        if scored or len(last) < len(ids):
+            wanted = [*last, *(place for i in sorted(scored) for place in scored[i])]
+            return self._forward(*tensors, plan, self._tensor(wanted))
+        if self._graphs:
+            return self._graphs.run(*tensors, plan)
+        return self._forward(*tensors, plan)
+
+    def _forward(self, ids: Tensor, positions: Tensor, plan: StepPlan, wanted: Tensor | None = None) -> Tensor:
+        """Logits of the tokens at `wanted`, by default of all."""
+        logits: Tensor = self._model(
+            input_ids=ids,
+            position_ids=positions,
+            step_plan=plan,
+            use_cache=False,
+            logits_to_keep=0 if wanted is None else wanted,  # 0 is all of them.
+        ).logits[0]
+        return logits
+
+    def _tensor(self, values: list[Any]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self._cache.device)
+
+    def clear(self, blocks: Rows[int]) -> None:
+        self._cache.clear(blocks)
+
+    def probe(self) -> None:
+        sequence = detached_sequence([0])
+        sequence.blocks = [0]
+        check_numbers(self.run([Row(sequence, 0, 1)]))
+
+
+def detached_sequence(ids: list[int]) -> Sequence:
+    """A sequence that nobody asked for and nobody reads."""
+    sampling = SamplingParameters()
+    return Sequence(GenerationRequest("", ids, sampling), MergingSlot(sampling), frozenset())
+
+
+def self_test(model: Any, shape: CacheShape, vocabulary_size: int) -> str | None:
+    """Why the model cannot be run by `PagedRunner`; None if it gives what a plain forward pass gives.
+
+    Two sequences, one in uneven chunks while the other decodes. Leaves the model with paged attention
+    if it can be run so, and as it was if not.
+    """
+    if not getattr(model, "_supports_attention_backend", False):
+        return "it does not take an attention function"
+    own_attention = model.config._attn_implementation
+    longest = min(_TEST_LENGTH, getattr(model.config.get_text_config(), "max_position_embeddings", _TEST_LENGTH))
+    ids = [(7 * i * i + 3 * i) % vocabulary_size for i in range(longest)]
+    expected = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0]
+    try:
+        difference = _largest_difference(PagedRunner(model, shape, 2 * _TEST_LENGTH), ids, expected)
+    except Exception as error:
+        logger.debug("paged attention failed in the self-test", exc_info=True)
+        reason = f"its attention is of another kind ({type(error).__name__}: {error})"
+    else:
+        if difference <= _TOLERANCES.get(shape.dtype, 3e-2):
+            return None
+        reason = f"its logits differ by {difference:.2g} of their size"
+    model.set_attn_implementation(own_attention)
+    return reason
+
+
+def _largest_difference(runner: PagedRunner, ids: list[int], expected: Tensor) -> float:
+    """Between logits of chunked and decoded rows and the expected ones, relative to the largest of these."""
+    chunked, decoded = detached_sequence([]), detached_sequence([])
+    blocks = len(ids) // BLOCK_TOKENS + 1
+    chunked.blocks = list(range(RESERVED, RESERVED + blocks))
+    decoded.blocks = list(range(RESERVED + blocks, RESERVED + 2 * blocks))
+    worst = 0.0
+    start = 0
+    for step, end in enumerate([len(ids) // 3, len(ids) // 2, len(ids) - 1, len(ids)]):
+        chunked.ids, decoded.ids = ids[:end], ids[: step + 1]
+        rows = [Row(chunked, start, end - start), Row(decoded, step, 1)]
+        logits = runner.run(rows)
+        for got, position in zip(logits, (end - 1, step), strict=True):
+            wanted = expected[position].float()
+            worst = max(worst, float((got.float() - wanted).abs().max() / wanted.abs().max()))
+        start = end
+    return worst

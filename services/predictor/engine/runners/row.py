@@ -1,0 +1,116 @@
+"""Runs a model of transformers one row at a time, with transformers' own caches.
+
+It serves what the batching runners cannot: every architecture that `generate` can serve, at the price
+of a forward pass a row. `CausalRunner` and `EncoderDecoderRunner` keep a cache a sequence in its
+`state`; `CachelessRunner` computes every id at each step, for models whose memory is of another kind.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence as Rows
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, EncoderDecoderCache
+
+from services.predictor.engine.faults import check_numbers
+from services.predictor.engine.state.sequence import Row
+
+
+class _RowRunner:
+    """What is common to them: rows one after another."""
+
+    description = "one row"
+    start_ids: tuple[int, ...] = ()
+    reuses_prefixes = False
+    scores_prompts = False
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        # A long prompt's other logits would take far more memory than its keys and values.
+        self._takes = inspect.signature(model.forward).parameters
+        self._only_last = {"logits_to_keep": 1} if "logits_to_keep" in self._takes else {}
+
+    def run(self, rows: Rows[Row]) -> Tensor:
+        logits = [self._last_logits(row) for row in rows]
+        return torch.stack([one for one, row in zip(logits, rows, strict=True) if row.samples] or [logits[0]])
+
+    def clear(self, blocks: Rows[int]) -> None:
+        """Nothing of a sequence outlives its state."""
+
+    def probe(self) -> None:
+        check_numbers(self._model(input_ids=self._tensor([0]), use_cache=False).logits)
+
+    def _last_logits(self, row: Row) -> Tensor:
+        raise NotImplementedError
+
+    def _tensor(self, ids: list[int]) -> Tensor:
+        return torch.tensor([ids], device=self._model.device)
+
+
+class CausalRunner(_RowRunner):
+    """Decoder-only models: the prompt and the output share one cache."""
+
+    def _last_logits(self, row: Row) -> Tensor:
+        sequence = row.sequence
+        # The cache is put back only after the pass succeeded: a failed pass may leave it half written.
+        cache, sequence.state = sequence.state, None
+        if cache is None or cache.get_seq_length() > row.start:  # The latter when the step is run again.
+            cache = DynamicCache(config=self._model.config)
+        done, end = cache.get_seq_length(), row.start + row.count
+        positions = {"position_ids": self._tensor([*range(done, end)])} if "position_ids" in self._takes else {}
+        output = self._model(
+            input_ids=self._tensor(sequence.ids[done:end]),
+            **positions,
+            past_key_values=cache,
+            use_cache=True,
+            **self._only_last,
+        )
+        sequence.state = cache
+        logits: Tensor = output.logits[0, -1]
+        return logits
+
+
+class EncoderDecoderRunner(_RowRunner):
+    """Encoder-decoder models: the encoder runs once, the output has a cache of its own."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        start = model.generation_config.decoder_start_token_id
+        self.start_ids = (model.config.decoder_start_token_id if start is None else start,)
+
+    def probe(self) -> None:
+        ids = self._tensor([0])
+        check_numbers(self._model(input_ids=ids, decoder_input_ids=ids, use_cache=False).logits)
+
+    def _last_logits(self, row: Row) -> Tensor:
+        sequence = row.sequence
+        state, sequence.state = sequence.state, None
+        prompt = sequence.request.input_ids
+        if state is None or len(prompt) + state[1].get_seq_length() > row.start:
+            encoded = self._model.get_encoder()(input_ids=self._tensor(prompt), return_dict=True)
+            config = self._model.config
+            state = encoded, EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+        encoded, cache = state
+        output = self._model(
+            encoder_outputs=encoded,
+            decoder_input_ids=self._tensor(sequence.ids[len(prompt) + cache.get_seq_length() : row.start + row.count]),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        sequence.state = state
+        logits: Tensor = output.logits[0, -1]
+        return logits
+
+
+class CachelessRunner(_RowRunner):
+    """Models without keys and values, such as those of state spaces: every step reads all ids."""
+
+    description = "one row, no cache"
+
+    def _last_logits(self, row: Row) -> Tensor:
+        ids = row.sequence.ids[: row.start + row.count]
+        logits: Tensor = self._model(input_ids=self._tensor(ids), use_cache=False, **self._only_last).logits[0, -1]
+        return logits

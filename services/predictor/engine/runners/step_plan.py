@@ -1,0 +1,117 @@
+"""What a step's attention needs to know: which tokens are whose, and in which blocks their keys and values lie.
+
+The tokens of a step are packed into one row [1, T]: first those of `decodes` sequences that compute
+one id each, then chunks of prompts. All is tensors of fixed meaning, so that a recorded pass over
+decodes can be fed with other contents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.predictor.engine.state.cache import BLOCK_TOKENS, KeyValueCache
+from services.predictor.engine.state.sequence import Row
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens `at` to `at + count` of the packed row, positions from `start` on of the table's row `owner`."""
+
+    owner: int
+    at: int
+    count: int
+    start: int
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Handed to every layer's attention; what several layers derive from it is derived once."""
+
+    cache: KeyValueCache
+    decodes: int
+    chunks: list[Chunk]
+    table: Tensor  # int32 [sequences, blocks of the longest], filled up with block 0.
+    owners: Tensor  # int32 [T], each token's row of the table.
+    ends: Tensor  # int32 [T], each token's position + 1: what it looks at ends there.
+    _derived: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
+
+    def firsts(self, window: int) -> Tensor:
+        """The first position [T] that each token looks at; `window` is how many at most, 0 for all."""
+        if not window:
+            return self._once(("firsts",), lambda: torch.zeros_like(self.ends))
+        return self._once(("firsts", window), lambda: (self.ends - window).clamp(min=0))
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """The block and the offset in it [T] of each token's own keys and values."""
+        position = self._once(("position",), lambda: self.ends.long() - 1)
+        block = self._once(("block",), lambda: self.table[self.owners.long(), position // BLOCK_TOKENS].long())
+        return block, self._once(("offset",), lambda: position % BLOCK_TOKENS)
+
+    def decode_mask(self, window: int) -> Tensor:
+        """Which tokens of its blocks each decoding row looks at: [decodes, 1, 1, tokens]."""
+        return self._once(("decodes", window), lambda: self._mask(slice(0, self.decodes), self.table.shape[1], window))
+
+    def chunk_mask(self, chunk: Chunk, window: int) -> Tensor:
+        """Which tokens of its blocks each token of a chunk looks at: [1, 1, chunk, tokens]."""
+        tokens = slice(chunk.at, chunk.at + chunk.count)
+        blocks = -(-(chunk.start + chunk.count) // BLOCK_TOKENS)
+        return self._once((chunk, window), lambda: self._mask(tokens, blocks, window).permute(1, 2, 0, 3))
+
+    def _mask(self, tokens: slice, blocks: int, window: int) -> Tensor:
+        positions = torch.arange(blocks * BLOCK_TOKENS, device=self.ends.device)[None]
+        mask = (positions < self.ends[tokens, None]) & (positions >= self.firsts(window)[tokens, None])
+        return mask[:, None, None]
+
+    def _once(self, key: tuple[object, ...], derive: Callable[[], Tensor]) -> Tensor:
+        if key not in self._derived:
+            self._derived[key] = derive()
+        return self._derived[key]
+
+
+class StepPlanner:
+    """Makes plans; keeps the table of running sequences between steps, since it hardly changes."""
+
+    def __init__(self, cache: KeyValueCache) -> None:
+        self._cache = cache
+        self._table = np.zeros((0, 0), dtype=np.int32)
+        self._filled: list[list[int]] = []  # The blocks in each of its rows.
+
+    def plan(self, rows: Rows[Row]) -> StepPlan:
+        """The plan of rows of which those with one id come first."""
+        decodes = sum(row.count == 1 for row in rows)
+        chunks = []
+        owners = list(range(decodes))
+        ends = [row.start + 1 for row in rows[:decodes]]
+        for owner, row in enumerate(rows[decodes:], decodes):
+            chunks.append(Chunk(owner, len(ends), row.count, row.start))
+            owners += [owner] * row.count
+            ends += range(row.start + 1, row.start + row.count + 1)
+        device = self._cache.device
+        return StepPlan(
+            self._cache,
+            decodes,
+            chunks,
+            self._blocks(rows, -(-max(ends) // BLOCK_TOKENS)).to(device),
+            torch.tensor(owners, dtype=torch.int32, device=device),
+            torch.tensor(ends, dtype=torch.int32, device=device),
+        )
+
+    def _blocks(self, rows: Rows[Row], width: int) -> Tensor:
+        if self._table.shape[0] < len(rows) or self._table.shape[1] < width:
+            # Twice as large as needed, so that it grows rarely.
+            self._table = np.zeros((2 * len(rows), 2 * width), dtype=np.int32)
+            self._filled = [[]] * (2 * len(rows))
+        for i, row in enumerate(rows):
+            blocks = row.sequence.blocks[: self._table.shape[1]]
+            # After a preemption any of them may be another.
+            if self._filled[i] != blocks:
+                self._table[i] = 0
+                self._table[i, : len(blocks)] = blocks
+                self._filled[i] = blocks
+        return torch.from_numpy(np.ascontiguousarray(self._table[: len(rows), :width]))

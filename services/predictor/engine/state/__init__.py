@@ -1,0 +1,1 @@
+"""What a sequence is and what it holds: blocks, cache, output slot."""

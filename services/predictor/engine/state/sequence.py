@@ -1,0 +1,164 @@
+"""A request as the engine sees it while it lives.
+
+There is no prefill phase and no decode phase: a sequence has ids, and `computed` of them have their
+keys and values in its blocks. A step computes some of the rest; if it computes the last, it samples.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.errors import DeadlineError
+from millrace.oip.prompt_logprobs import PromptLogprobs
+from services.predictor.engine.interface import GenerationRequest, Usage
+from services.predictor.engine.sampling.sampler import SamplingRow
+from services.predictor.engine.state.blocks import block_name, first_name
+from services.predictor.engine.state.slot import MergingSlot
+
+
+class Sequence:
+    """Ids so far, the blocks that hold them, the slot they go to. Owned by the engine thread.
+
+    `start_ids` come between prompt and output: an encoder-decoder model's decoder start token.
+    """
+
+    def __init__(
+        self, request: GenerationRequest, slot: MergingSlot, end_ids: frozenset[int], start_ids: Ids[int] = ()
+    ) -> None:
+        self.request = request
+        self.slot = slot
+        self.ids = [*request.input_ids, *start_ids, *request.output_ids]
+        self.output_ids = list(request.output_ids)
+        self.end_ids = end_ids
+        # An encoder reads its whole prompt at once.
+        self.indivisible = len(request.input_ids) + len(start_ids) if start_ids else 1
+        self.blocks: list[int] = []
+        self.computed = 0
+        self.cached_tokens = 0
+        self.announced: list[bytes] = []
+        self.number = 0  # Of its arrival.
+        self.state: Any = None  # What a model runner keeps for it; gone when its blocks are.
+        self.alone = request.alone  # Until its next token is there.
+        self.timeline = slot.timeline
+        self.timeline.submitted = time.monotonic()
+        self.to_score = 0 if request.prompt_logprobs is None else len(request.input_ids) - 1
+        self.scored = 0  # Positions of the prompt; a preemption does not take them away.
+        self._scores: list[PromptLogprobs] = []
+        self._block_names: list[bytes] = []
+
+    @property
+    def row(self) -> SamplingRow:
+        return SamplingRow(self.request.sampling, self.request.input_ids, self.output_ids, self.end_ids)
+
+    @property
+    def longest(self) -> int:
+        """Tokens whose keys and values it may come to hold."""
+        produced = len(self.output_ids)
+        return len(self.ids) - produced + max(self.request.sampling.max_tokens or 0, produced + 1)
+
+    @property
+    def asked(self) -> int:
+        """Tokens that were asked for at most, beyond those produced before."""
+        return (self.request.sampling.max_tokens or 0) - len(self.request.output_ids)
+
+    @property
+    def remaining(self) -> int:
+        """Ids that are still to be computed."""
+        return len(self.ids) - self.computed
+
+    @property
+    def proven(self) -> bool:
+        """Whether it has got a token: what it left in its blocks is numbers."""
+        return len(self.output_ids) > len(self.request.output_ids)
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(len(self.request.input_ids), self.cached_tokens, len(self.output_ids))
+
+    @property
+    def complete(self) -> str | None:
+        """Why nothing follows what was produced before, if that is so."""
+        if not self.output_ids:
+            return None
+        return self.request.sampling.finish_reason(self.output_ids[-1], len(self.output_ids) - 1, self.end_ids)
+
+    @property
+    def first_token_deadline(self) -> float | None:
+        """Until when its first new token must be there, while it is not."""
+        timeout_s = self.request.first_token_timeout_s
+        return None if timeout_s is None or self.proven else self.timeline.submitted + timeout_s
+
+    def overdue(self, now: float) -> DeadlineError | None:
+        """The error of a deadline that has passed."""
+        request = self.request
+        if request.deadline is not None and now >= request.deadline:
+            return DeadlineError("the deadline passed during generation")
+        limit = self.first_token_deadline
+        if limit is not None and now >= limit:
+            return DeadlineError(f"no token within {(request.first_token_timeout_s or 0) * 1000:.0f} ms")
+        return None
+
+    def block_names(self, count: int, block_tokens: int) -> list[bytes]:
+        """The names of its first `count` blocks, all of which its ids fill."""
+        names = self._block_names
+        for index in range(len(names), count):
+            before = names[-1] if names else first_name(self.request.sampling.cache_salt)
+            names.append(block_name(before, self.ids[index * block_tokens : (index + 1) * block_tokens]))
+        return names[:count]
+
+    @property
+    def reusable(self) -> int:
+        """Ids at the beginning that need no computation where their keys and values are there."""
+        # The last id is always computed: its logits are what the sequence is after.
+        return len(self.ids) - 1 if self.scored == self.to_score else self.scored
+
+    def limited(self, count: int, scores: int) -> int:
+        """How many of the next `count` ids can be computed with at most so many positions to score."""
+        first = max(self.computed, self.scored)
+        return count if first + scores >= self.to_score else min(count, first + scores - self.computed)
+
+    def add_scores(self, scores: PromptLogprobs) -> None:
+        """Takes those of the next positions of the prompt."""
+        self._scores.append(scores)
+        self.scored += len(scores.chosen)
+
+    def take_prompt(self) -> PromptLogprobs | None:
+        """What its first chunk carries of the prompt."""
+        top, parts = self.request.prompt_logprobs, self._scores
+        self._scores = []
+        return None if top is None or self.proven else PromptLogprobs.joined(parts, top)
+
+    def preempt(self) -> None:
+        """Notes that it gave its blocks back, to be computed again later."""
+        self.timeline.preempt(time.monotonic())
+
+    def append(self, token_id: int) -> str | None:
+        """Takes the next token; the reason if the sequence ends with it."""
+        reason = self.request.sampling.finish_reason(token_id, len(self.output_ids), self.end_ids)
+        self.alone = False
+        self.ids.append(token_id)
+        self.output_ids.append(token_id)
+        return reason
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one step computes of a sequence: `count` of its ids from `start` on."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the last id is among them, so that the next token can be chosen."""
+        return self.start + self.count == len(self.sequence.ids)
+
+    @property
+    def scores(self) -> range:
+        """The positions of the prompt whose logits say how likely the next id was, and are not there yet."""
+        first = max(self.start, self.sequence.scored)
+        return range(first, max(first, min(self.start + self.count, self.sequence.to_score)))

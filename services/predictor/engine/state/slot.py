@@ -1,0 +1,188 @@
+"""The merging output slot: the engine thread writes and never waits, one reader on the event loop takes.
+
+A slow reader gets bigger chunks, not a longer queue: memory is bounded by the request's max_tokens.
+Publishing does not wake the reader by itself: the engine wakes all readers of a step at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import suppress
+
+from millrace.errors import MillraceError
+from millrace.oip.prompt_logprobs import PromptLogprobs
+from millrace.sampling import SamplingParameters
+from services.predictor.engine.interface import Chunk, Logprobs, Timeline, Usage
+
+Reader = asyncio.Future[None]
+
+
+class MergingSlot:
+    """One request's output. `publish` and `fail` may be called by any thread, `read` by one task."""
+
+    def __init__(self, sampling: SamplingParameters) -> None:
+        self._chunk_tokens = sampling.chunk_tokens
+        self._chunk_s = sampling.chunk_ms / 1000
+        self._lock = threading.Lock()
+        self._wake: Reader | None = None
+        self._wake_at = 1
+        self._ids: list[int] = []
+        self._logprobs: list[Logprobs] = []
+        self._prompt: PromptLogprobs | None = None
+        self._finish: tuple[str, Usage] | None = None
+        self._error: MillraceError | None = None
+        self._hold_until: float | None = None  # When `chunk_ms` ends for what is held back; the reader's loop's clock.
+        self.timeline = Timeline()  # The sequence's, whose engine writes it.
+        self.cached_tokens = 0  # Of the prompt; known when its first token is.
+        self.cancelled = False  # The engine looks at it before each step.
+        self.runs_alone = False
+        self._told = threading.Event()
+
+    def cancel(self) -> None:
+        """Tells the engine to stop; any thread may."""
+        self.cancelled = True
+        self._told.set()
+
+    def run_alone(self, timeout_s: float) -> bool:
+        """Has the reader tell that nothing else is computed from now on; whether somebody waits for the next token.
+
+        Returns once the reader has, or nobody reads any more, or after the timeout.
+        """
+        with self._lock:
+            self.runs_alone = True
+            reader, self._wake = self._wake, None
+        if reader is not None:
+            wake([reader])
+        self._told.wait(timeout_s)
+        return not (self.cancelled or self._ended())
+
+    def told(self) -> None:
+        self._told.set()
+
+    def publish(
+        self,
+        token_id: int,
+        logprobs: Logprobs | None,
+        finish: tuple[str, Usage] | None = None,
+        prompt: PromptLogprobs | None = None,
+    ) -> Reader | None:
+        """Adds a token, the last one with the reason to finish and the usage; the reader that has to be woken.
+
+        `prompt` comes with the first token.
+        """
+        with self._lock:
+            if self._ended():
+                return None
+            self.runs_alone = False
+            self._ids.append(token_id)
+            if logprobs is not None:
+                self._logprobs.append(logprobs)
+            self._finish = finish
+            if prompt is not None:
+                self._prompt = prompt
+            return self._satisfied()
+
+    def finish(self, reason: str, usage: Usage) -> None:
+        """Ends the output without another token."""
+        self._end(finish=(reason, usage))
+
+    def fail(self, error: MillraceError) -> None:
+        """Ends the output with an error; what was published before is still read."""
+        self._end(error=error)
+
+    async def readable(self, timeout_s: float) -> bool:
+        """Waits until `read` has a chunk at once; False where that takes longer than `timeout_s`."""
+        return await self._until_chunk(asyncio.get_running_loop().time() + timeout_s)
+
+    async def read(self) -> Chunk:
+        """Everything new, once there is as much as the request asks for."""
+        while not await self._until_chunk(None):
+            pass  # It was woken to tell that it runs alone.
+        self._hold_until = None
+        with self._lock:
+            ids, self._ids = self._ids, []
+            logprobs, self._logprobs = self._logprobs, []
+            if not ids and self._error is not None:
+                raise self._error
+            prompt, self._prompt = self._prompt, None
+            reason, usage = self._finish or (None, None)
+            return Chunk(ids, logprobs, reason, usage, prompt)
+
+    async def _until_chunk(self, limit: float | None) -> bool:
+        """Waits until there is as much as the request asks for, or the limit; whether there is. Whoever waits in
+        several goes holds nothing back for longer."""
+        if not await self._until(1, limit):
+            return False
+        if self._chunk_tokens == 1:
+            return True
+        if self._hold_until is None and self._chunk_s:
+            self._hold_until = asyncio.get_running_loop().time() + self._chunk_s
+        if self._hold_until is None or (limit is not None and limit < self._hold_until):
+            return await self._until(self._chunk_tokens, limit)
+        await self._until(self._chunk_tokens, self._hold_until)
+        return True
+
+    async def _until(self, tokens: int, limit: float | None) -> bool:
+        """Waits for so many tokens or the end, or until the limit; whether they are there."""
+        with self._lock:
+            if self._has(tokens) or (limit is not None and self._is_untold):
+                return self._has(tokens)
+            self._wake_at = tokens
+            reader = self._wake = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout_at(limit):
+                await reader
+        except TimeoutError:
+            pass
+        finally:
+            with self._lock:
+                self._wake = None
+        with self._lock:
+            return self._has(tokens)
+
+    def _end(self, *, finish: tuple[str, Usage] | None = None, error: MillraceError | None = None) -> None:
+        with self._lock:
+            if self._ended():
+                return
+            self._finish, self._error = finish, error
+            self._told.set()
+            reader = self._satisfied()
+        if reader is not None:
+            wake([reader])
+
+    def _has(self, tokens: int) -> bool:
+        return self._ended() or len(self._ids) >= tokens
+
+    @property
+    def _is_untold(self) -> bool:
+        return self.runs_alone and not self._told.is_set()
+
+    def _ended(self) -> bool:
+        return self._finish is not None or self._error is not None
+
+    def _satisfied(self) -> Reader | None:
+        """The reader, if what it waits for is there. The lock is held."""
+        if self._wake is None or not self._has(self._wake_at):
+            return None
+        reader, self._wake = self._wake, None
+        return reader
+
+
+def wake(readers: Iterable[Reader]) -> None:
+    """Wakes waiting readers, with one call for each of their event loops; any thread may."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Reader]] = defaultdict(list)
+    for reader in readers:
+        by_loop[reader.get_loop()].append(reader)
+    for loop, waiting in by_loop.items():
+        # A loop that has closed has no reader left; it may do so at any moment.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(_set, waiting)
+
+
+def _set(readers: list[Reader]) -> None:
+    for reader in readers:
+        if not reader.done():
+            reader.set_result(None)

@@ -1,0 +1,1 @@
+"""Generation models: validation of requests, loading, the served model."""

@@ -1,0 +1,82 @@
+"""Loads a model that generates and builds the engine that serves it.
+
+Blocks for seconds. Everything that can be wrong with the model and its memory is found here, not by
+the first request.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+)
+
+from millrace.errors import StartupError
+from millrace.models.sources import read_config
+from millrace.sampling import SamplingParameters, defaults_of
+from services.predictor.engine.build import build_engine
+from services.predictor.engine.interface import Engine
+from services.predictor.models.fingerprint import fingerprint_of
+from services.predictor.models.weights import dtype_name, load_weights
+from services.predictor.settings import PredictorSettings
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that generates: its engine and what is told of it."""
+
+    name: str
+    architecture: str
+    device: str
+    dtype: str
+    defaults: SamplingParameters
+    engine: Engine
+    fingerprint: str = ""
+
+
+def load_generation(
+    name: str, folder: Path, is_local: bool, settings: PredictorSettings, device: torch.device
+) -> LoadedModel:
+    """The model with its engine running; raises StartupError, or what transformers raises of damaged files.
+
+    `is_local`: the folder is the user's own, and no snapshot of the hub's.
+    """
+    model, missing = load_weights(name, folder, _auto_class(name, folder), settings.dtype, device)
+    if missing:
+        logger.warning("model %s: the folder lacks weights, which are random now: %s", name, ", ".join(missing))
+    fingerprint = fingerprint_of(folder, dtype_name(model), is_local, random_weights=bool(missing))
+    parameters = model.num_parameters()  # Packed weights are no parameters any more.
+    engine = build_engine(name, model, settings)
+    loaded = LoadedModel(
+        name,
+        type(model).__name__,
+        device.type,
+        dtype_name(model),
+        defaults_of(read_config(folder, "generation_config.json"), engine.limits.is_encoder_decoder),
+        engine,
+        fingerprint,
+    )
+    logger.info(
+        "model %s: %s, %.1fM parameters, %s on %s, context %d",
+        *(loaded.name, loaded.architecture, parameters / 1e6, loaded.dtype, loaded.device),
+        engine.limits.context_length,
+    )
+    return loaded
+
+
+def _auto_class(name: str, folder: Path) -> Any:
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and config.is_encoder_decoder:
+        return AutoModelForSeq2SeqLM
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    raise StartupError(f"model {name}: {config.model_type} is not an architecture that generates text")

@@ -1,0 +1,82 @@
+"""What the engines tell of themselves as metrics, each by the name of its model.
+
+Names and units are OpenTelemetry's; they are asked for on the threads of readers, each time one collects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from opentelemetry import metrics
+from opentelemetry.metrics import CallbackOptions, Meter, Observation
+
+from millrace.telemetry.identity import MODEL
+from services.predictor.engine.interface import EngineLoad, EngineTotals
+from services.predictor.generation.served_engines import ServedEngines
+
+_GAUGES: tuple[tuple[str, str, str, Callable[[EngineLoad], float]], ...] = (
+    (
+        "millrace.kv_cache.utilization",
+        # The conventions' unit is 1, for which Prometheus's exporter, unlike the collector's, appends no "ratio".
+        "ratio",
+        "Share of the cache's blocks that running sequences hold.",
+        lambda load: load.blocks_in_use,
+    ),
+    ("millrace.sequences.running", "{sequence}", "Sequences that are computed.", lambda load: load.running),
+    ("millrace.sequences.waiting", "{sequence}", "Sequences that wait for a place.", lambda load: load.waiting),
+    ("millrace.batch.size", "{sequence}", "Sequences in the latest step; 0 at rest.", lambda load: load.batch),
+    (
+        "millrace.sequences.oldest_age",
+        "s",
+        "How long ago the oldest sequence was submitted; 0 where there is none.",
+        lambda load: load.oldest_age_s,
+    ),
+)
+_COUNTERS: tuple[tuple[str, str, str, Callable[[EngineTotals], int]], ...] = (
+    (
+        "millrace.sequences.preempted",
+        "{sequence}",
+        "How often a sequence gave its blocks to others, to be computed again.",
+        lambda totals: totals.preempted,
+    ),
+    (
+        "millrace.tokens_after_cancel",
+        "{token}",
+        "Tokens that were made when nobody wanted them any more.",
+        lambda totals: totals.tokens_after_cancel,
+    ),
+    ("millrace.tokens", "{token}", "Tokens that were made.", lambda totals: totals.tokens),
+)
+
+
+def observe_engines(engines: ServedEngines, meter: Meter | None = None) -> None:
+    """Offers the metrics of the engines to whoever collects."""
+    meter = meter or metrics.get_meter("millrace")
+    for name, unit, description, of_load in _GAUGES:
+        meter.create_observable_gauge(name, [partial(_loads, engines, of_load)], unit, description)
+    for name, unit, description, of_totals in _COUNTERS:
+        meter.create_observable_counter(name, [partial(_totals, engines, of_totals)], unit, description)
+    meter.create_observable_gauge(
+        "millrace.prefix_cache.hit_ratio",
+        [partial(_hit_ratios, engines)],
+        "1",
+        "Share of the prompts' tokens that were found in the cache, since the start.",
+    )
+
+
+def _loads(engines: ServedEngines, value: Callable[[EngineLoad], float], _: CallbackOptions) -> Iterable[Observation]:
+    return [Observation(value(load), {MODEL: name}) for name, load in engines.loads().items()]
+
+
+def _totals(engines: ServedEngines, value: Callable[[EngineTotals], int], _: CallbackOptions) -> Iterable[Observation]:
+    return [Observation(value(totals), {MODEL: name}) for name, totals in engines.totals().items()]
+
+
+def _hit_ratios(engines: ServedEngines, _: CallbackOptions) -> Iterable[Observation]:
+    served = engines.loads()
+    return [
+        Observation(totals.cached_tokens / max(1, totals.prompt_tokens), {MODEL: name})
+        for name, totals in engines.totals().items()
+        if name in served
+    ]

@@ -1,0 +1,173 @@
+"""A model that generates, as the servicer sees it: OIP requests to the engine, its chunks to responses."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+
+from opentelemetry.metrics import Meter
+from opentelemetry.trace import get_current_span
+
+from millrace.errors import DrainingError, MillraceError, StartupError
+from millrace.oip.prompt_logprobs import PROMPT_LOGPROBS, PROMPT_TOP_LOGPROB_IDS, PROMPT_TOP_LOGPROBS
+from millrace.oip.resumable import FINGERPRINT, LEAVING, SPAN, CallOptions
+from millrace.oip.stream_infer import FINAL
+from millrace.telemetry.identity import traceparent_of
+from millrace_protos import inference_pb2 as pb
+from services.predictor.engine.interface import Engine, EngineStatistics, GenerationRequest, OutputSlot
+from services.predictor.generation.loading import LoadedModel
+from services.predictor.generation.requests import (
+    INPUT_IDS,
+    LOGPROBS,
+    OUTPUT_IDS,
+    TOP_LOGPROB_IDS,
+    TOP_LOGPROBS,
+    heartbeat,
+    merged,
+    read_request,
+    write_response,
+)
+from services.predictor.models.served_model import NO_OPTIONS, ModelDescription, TensorSpec
+from services.predictor.telemetry import GenerationTelemetry, ObservedGeneration
+
+_CACHED_TOKENS = "cached_tokens"
+_PROMPT_OUTPUTS = (
+    TensorSpec(PROMPT_LOGPROBS, "FP32", [-1]),
+    TensorSpec(PROMPT_TOP_LOGPROB_IDS, "INT32", [-1, -1]),
+    TensorSpec(PROMPT_TOP_LOGPROBS, "FP32", [-1, -1]),
+)
+
+
+class GenerationModel:
+    """A ServedModel; the engine's death is its own."""
+
+    def __init__(self, loaded: LoadedModel, meter: Meter | None = None) -> None:
+        self.name = loaded.name
+        self.description = _describe(loaded)
+        self._loaded = loaded
+        self._telemetry = GenerationTelemetry(loaded.name, meter)
+        self._resumable: set[OutputSlot] = set()  # Those whose callers go on elsewhere.
+        self._is_leaving = False
+
+    @property
+    def engine(self) -> Engine:
+        return self._loaded.engine
+
+    @property
+    def statistics(self) -> EngineStatistics:
+        return self.engine.statistics
+
+    async def infer(
+        self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions = NO_OPTIONS
+    ) -> pb.ModelInferResponse:
+        with self._generation(request, time_remaining_s, options) as (slot, observed):
+            chunks = [observed.take(await slot.read())]
+            while chunks[-1].finish_reason is None:
+                chunks.append(observed.take(await slot.read()))
+        return write_response(request, merged(chunks), options)
+
+    async def stream(
+        self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions = NO_OPTIONS
+    ) -> AsyncGenerator[pb.ModelInferResponse, None]:
+        heartbeat_s = None if options.heartbeat_ms is None else options.heartbeat_ms / 1000
+        with self._generation(request, time_remaining_s, options) as (slot, observed):
+            span = traceparent_of(get_current_span()) if options.resumes else ""
+            tells_cached = options.resumes
+            if tells_cached:
+                self._resumable.add(slot)
+            ended = False
+            while not ended:
+                while heartbeat_s is not None and not await slot.readable(heartbeat_s):
+                    runs_alone = slot.runs_alone
+                    beat = heartbeat(request, runs_alone)
+                    span = _tell_span(beat, span)
+                    self._tell_leaving(beat, options)
+                    yield beat
+                    if runs_alone:
+                        slot.told()
+                chunk = observed.take(await slot.read())
+                ended = chunk.finish_reason is not None
+                response = write_response(request, chunk, options)
+                response.parameters[FINAL].bool_param = ended
+                if tells_cached:
+                    # The last chunk, which tells the usage, may be another replica's.
+                    response.parameters[_CACHED_TOKENS].int64_param = slot.cached_tokens
+                    tells_cached = False
+                span = _tell_span(response, span)
+                self._tell_leaving(response, options)
+                yield response
+
+    def offer(self) -> None:
+        self._is_leaving = True
+
+    def hand_back(self) -> None:
+        for slot in self._resumable:
+            slot.fail(DrainingError(f"model {self.name!r} is handed back"))
+
+    async def warm_up(self) -> None:
+        """Two real tokens through the engine, so that ready means that a generation works."""
+        sampling = self._loaded.defaults.changed({"max_tokens": 2, "ignore_eos": True}).resolved(2)
+        slot = self.engine.submit(GenerationRequest("warm-up", [0], sampling))
+        try:
+            while (await slot.read()).finish_reason is None:
+                pass
+        except MillraceError as error:
+            raise StartupError(
+                f"model {self.name}: {self._loaded.architecture} is not served: {error.message}"
+            ) from None
+
+    async def died(self) -> None:
+        await self.engine.died()
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def _tell_leaving(self, response: pb.ModelInferResponse, options: CallOptions) -> None:
+        if self._is_leaving and options.resumes:
+            response.parameters[LEAVING].bool_param = True
+
+    @contextmanager
+    def _generation(
+        self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions
+    ) -> Iterator[tuple[OutputSlot, ObservedGeneration]]:
+        """The request's output, and who is told of what is read of it; the engine stops when the caller does."""
+        slot = self.engine.submit(read_request(self._loaded, request, time_remaining_s, options))
+        with self._telemetry.observed(slot.timeline) as observed:
+            try:
+                yield slot, observed
+            finally:
+                self._resumable.discard(slot)
+                slot.cancel()
+
+
+def _tell_span(response: pb.ModelInferResponse, span: str) -> str:
+    """Names the call's span in its first response; what is left to be told."""
+    if span:
+        response.parameters[SPAN].string_param = span
+    return ""
+
+
+def _describe(loaded: LoadedModel) -> ModelDescription:
+    limits = loaded.engine.limits
+    return ModelDescription(
+        platform="pytorch_transformers",
+        inputs=[TensorSpec(INPUT_IDS, "INT64", [-1]), TensorSpec(OUTPUT_IDS, "INT64", [-1], optional=True)],
+        outputs=[
+            TensorSpec(OUTPUT_IDS, "INT32", [-1]),
+            TensorSpec(LOGPROBS, "FP32", [-1]),
+            TensorSpec(TOP_LOGPROB_IDS, "INT32", [-1, -1]),
+            TensorSpec(TOP_LOGPROBS, "FP32", [-1, -1]),
+            *(_PROMPT_OUTPUTS if limits.scores_prompts else ()),
+        ],
+        decoupled=True,
+        parameters={
+            "architecture": loaded.architecture,
+            "device": loaded.device,
+            "dtype": loaded.dtype,
+            "context_length": str(limits.context_length),
+            "vocabulary_size": str(limits.vocabulary_size),
+            "is_encoder_decoder": str(limits.is_encoder_decoder).lower(),
+            **loaded.engine.description,
+            **({FINGERPRINT: loaded.fingerprint} if loaded.fingerprint else {}),
+        },
+    )

@@ -1,0 +1,195 @@
+"""OIP tensors to generation requests and back.
+
+Inputs: `input_ids` INT64 or INT32, [N] or [1, N]; optional `output_ids` of the same kinds, tokens
+that were produced before. Sampling in `parameters`. Outputs of each response: `output_ids` INT32
+[k]; where asked for, `logprobs` FP32 [k], and of the n likeliest tokens at each position, the best
+first, `top_logprob_ids` INT32 [k, n] and `top_logprobs` FP32 [k, n]. The last response's parameters
+carry `finish_reason`, `prompt_tokens`, `cached_tokens` and `completion_tokens`. What the parameter `prompt_logprobs`
+asks for: millrace/oip/prompt_logprobs.py.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.errors import InvalidRequestError
+from millrace.oip.prompt_logprobs import OUTPUTS as PROMPT_OUTPUTS
+from millrace.oip.prompt_logprobs import PROMPT_LOGPROBS, check_size
+from millrace.oip.resumable import HEARTBEAT, RUNS_ALONE, CallOptions
+from millrace.oip.tensors import Tensor, add_output, checked_shape, decode_inputs
+from millrace.sampling import MAX_TOP_LOGPROBS, parameters_of, set_parameters
+from millrace_protos import inference_pb2
+from services.predictor.engine.interface import Chunk, EngineLimits, GenerationRequest
+from services.predictor.generation.loading import LoadedModel
+from services.predictor.models.served_model import VERSION
+
+INPUT_IDS = "input_ids"
+OUTPUT_IDS = "output_ids"
+LOGPROBS = "logprobs"
+TOP_LOGPROB_IDS = "top_logprob_ids"
+TOP_LOGPROBS = "top_logprobs"
+_CACHE_SALT = "cache_salt"
+OUTPUTS = (OUTPUT_IDS, LOGPROBS, TOP_LOGPROB_IDS, TOP_LOGPROBS)
+_SCORED = frozenset(PROMPT_OUTPUTS)
+
+
+def read_request(
+    model: LoadedModel, request: inference_pb2.ModelInferRequest, time_remaining_s: float | None, options: CallOptions
+) -> GenerationRequest:
+    """Everything that can be refused is refused here, before the engine sees it."""
+    _check_lengths(request, model.engine.limits)
+    tensors = decode_inputs(request)
+    for name in tensors:
+        if name not in (INPUT_IDS, OUTPUT_IDS):
+            raise InvalidRequestError(f"unknown input {name!r}; model {model.name!r} takes input_ids and output_ids")
+    limits = model.engine.limits
+    outputs = outputs_of(limits)
+    for output in request.outputs:
+        if output.name not in outputs:
+            raise InvalidRequestError(
+                f"unknown output {output.name!r}; model {model.name!r} gives {', '.join(outputs)}"
+            )
+    if INPUT_IDS not in tensors:
+        raise InvalidRequestError("input 'input_ids' is missing")
+    input_ids = _ids(tensors[INPUT_IDS], limits)
+    if not input_ids:
+        raise InvalidRequestError("the prompt is empty")
+    if len(input_ids) > limits.context_length:
+        raise InvalidRequestError(f"the prompt has {len(input_ids)} tokens, the context is {limits.context_length}")
+    output_ids = _ids(tensors[OUTPUT_IDS], limits) if OUTPUT_IDS in tensors else []
+    given = parameters_of(request.parameters)
+    wanted = {output.name for output in request.outputs}
+    prompt_logprobs = _prompt_logprobs(given.pop(PROMPT_LOGPROBS, None), len(input_ids), limits)
+    if wanted & _SCORED and prompt_logprobs is None:
+        raise InvalidRequestError(f"outputs {', '.join(PROMPT_OUTPUTS)} need the parameter {PROMPT_LOGPROBS}")
+    if wanted - {OUTPUT_IDS} - _SCORED:
+        given["logprobs"] = True
+    sampling = model.defaults.changed(given).resolved(limits.room(len(input_ids)))
+    if wanted & {TOP_LOGPROB_IDS, TOP_LOGPROBS} and not sampling.top_logprobs:
+        raise InvalidRequestError("outputs 'top_logprob_ids' and 'top_logprobs' need the parameter top_logprobs")
+    _check_ids("stop_token_ids", np.array(sampling.stop_token_ids, dtype=np.int64), limits)
+    # As many as that, or with an end token last, are an answer of which only the end was lost.
+    if len(output_ids) > (sampling.max_tokens or 0):
+        raise InvalidRequestError(f"output_ids has {len(output_ids)} tokens, max_tokens is {sampling.max_tokens}")
+    deadline = None if time_remaining_s is None else time.monotonic() + time_remaining_s
+    timeout_ms = options.first_token_timeout_ms
+    return GenerationRequest(
+        request.id or str(uuid.uuid4()),
+        input_ids,
+        sampling,
+        output_ids,
+        deadline,
+        None if timeout_ms is None else timeout_ms / 1000,
+        options.alone,
+        # Anybody may send output_ids; that it is in the middle of an answer only the transformer can say.
+        moved=options.resumes and bool(output_ids),
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def outputs_of(limits: EngineLimits) -> tuple[str, ...]:
+    """The names of what a model's responses can carry."""
+    return OUTPUTS + PROMPT_OUTPUTS if limits.scores_prompts else OUTPUTS
+
+
+def heartbeat(request: inference_pb2.ModelInferRequest, runs_alone: bool) -> inference_pb2.ModelInferResponse:
+    """A response that says only that the request is alive, and whether it runs alone."""
+    response = inference_pb2.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
+    response.parameters[HEARTBEAT].bool_param = True
+    if runs_alone:
+        response.parameters[RUNS_ALONE].bool_param = True
+    return response
+
+
+def write_response(
+    request: inference_pb2.ModelInferRequest, chunk: Chunk, options: CallOptions
+) -> inference_pb2.ModelInferResponse:
+    """A chunk as a response to `request`.
+
+    How much of the prompt was cached is for the transformer, and for requests that share their cache with nobody else:
+    anybody else would find out which prompts of strangers were here before.
+    """
+    response = inference_pb2.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
+    wanted = {output.name for output in request.outputs} or {*OUTPUTS, *PROMPT_OUTPUTS}
+    if OUTPUT_IDS in wanted:
+        add_output(response, Tensor(OUTPUT_IDS, "INT32", np.array(chunk.output_ids, dtype=np.int32)))
+    if LOGPROBS in wanted and chunk.logprobs:
+        chosen = [position.chosen for position in chunk.logprobs]
+        add_output(response, Tensor(LOGPROBS, "FP32", np.array(chosen, dtype=np.float32)))
+    if chunk.logprobs and chunk.logprobs[0].top:
+        # Ids and log probabilities, [k, n, 2]; float64 holds both.
+        top = np.array([position.top for position in chunk.logprobs])
+        if TOP_LOGPROB_IDS in wanted:
+            add_output(response, Tensor(TOP_LOGPROB_IDS, "INT32", top[:, :, 0].astype(np.int32)))
+        if TOP_LOGPROBS in wanted:
+            add_output(response, Tensor(TOP_LOGPROBS, "FP32", top[:, :, 1].astype(np.float32)))
+    if chunk.prompt is not None:
+        for tensor in chunk.prompt.tensors():
+            if tensor.name in wanted:
+                add_output(response, tensor)
+    if chunk.finish_reason is not None:
+        set_parameters(response.parameters, {"finish_reason": chunk.finish_reason})
+    if chunk.usage is not None:
+        usage = dict(vars(chunk.usage))
+        is_salted = _CACHE_SALT in request.parameters and request.parameters[_CACHE_SALT].string_param
+        if not (options.resumes or is_salted):
+            usage["cached_tokens"] = 0
+        set_parameters(response.parameters, usage)
+    return response
+
+
+def merged(chunks: Sequence[Chunk]) -> Chunk:
+    """Chunks of one request as one."""
+    return Chunk(
+        [token for chunk in chunks for token in chunk.output_ids],
+        [logprob for chunk in chunks for logprob in chunk.logprobs],
+        chunks[-1].finish_reason,
+        chunks[-1].usage,
+        chunks[0].prompt,
+    )
+
+
+def _prompt_logprobs(value: Any, prompt_tokens: int, limits: EngineLimits) -> int | None:
+    """How many of the likeliest tokens are asked for at each of the prompt; None: nothing of the prompt."""
+    if value is None:
+        return None
+    if not limits.scores_prompts:
+        raise InvalidRequestError("the model gives no log probabilities of prompts", param=PROMPT_LOGPROBS)
+    if type(value) is not int or not 0 <= value <= MAX_TOP_LOGPROBS:
+        raise InvalidRequestError(f"{PROMPT_LOGPROBS} must be from 0 to {MAX_TOP_LOGPROBS}", param=PROMPT_LOGPROBS)
+    check_size(prompt_tokens, value)
+    return value
+
+
+def _check_lengths(request: inference_pb2.ModelInferRequest, limits: EngineLimits) -> None:
+    """What is longer than the context is refused before its ids are read, which takes long."""
+    for tensor in request.inputs:
+        length = math.prod(checked_shape(tensor.name, tensor.shape))
+        if length > limits.context_length:
+            subject = "the prompt" if tensor.name == INPUT_IDS else tensor.name
+            raise InvalidRequestError(f"{subject} has {length} tokens, the context is {limits.context_length}")
+
+
+def _ids(tensor: Tensor, limits: EngineLimits) -> list[int]:
+    if tensor.datatype not in ("INT64", "INT32"):
+        raise InvalidRequestError(f"{tensor.name} must be INT64 or INT32, not {tensor.datatype}")
+    shape = tensor.array.shape
+    if len(shape) not in (1, 2) or (len(shape) == 2 and shape[0] != 1):
+        raise InvalidRequestError(f"{tensor.name} must have shape [N] or [1, N], not {list(shape)}")
+    ids = tensor.array.ravel()
+    _check_ids(tensor.name, ids, limits)
+    result: list[int] = ids.tolist()
+    return result
+
+
+def _check_ids(name: str, ids: NDArray[Any], limits: EngineLimits) -> None:
+    outside = ids[(ids < 0) | (ids >= limits.vocabulary_size)]
+    if outside.size:
+        raise InvalidRequestError(f"{name}: token id {outside[0]} is outside of 0 to {limits.vocabulary_size - 1}")

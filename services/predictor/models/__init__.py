@@ -1,0 +1,1 @@
+"""What every served model fulfils, whatever its kind, and its weights."""

@@ -1,0 +1,72 @@
+"""The fingerprint of a model: equal where two predictors give the same answers, so that one may go on with the other's.
+
+It is a digest of the weights, of every JSON file beside them (configuration, tokenizer), of the dtype in which the
+model is computed, and of the sampler's version. Of a model of the hub the revision, a commit, stands for all files.
+
+Weights are not read twice: of each tensor up to 64 KiB all bytes are hashed, of a larger one 16 blocks of 4 KiB,
+evenly spread, with its name, dtype and shape. So two trainings, fine-tunes or quantisations differ, and so does any
+change that touches a whole tensor. Not noticed: a change of single values inside a large tensor, by hand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from services.predictor.engine.sampling.sampler import SAMPLER_VERSION
+
+_WHOLE_BYTES = 64 * 1024
+_BLOCK_BYTES = 4 * 1024
+_BLOCKS = 16
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit.
+_CHARACTERS = 32
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def fingerprint_of(folder: Path, dtype: str, is_local: bool, random_weights: bool = False) -> str:
+    """32 hexadecimal digits. `random_weights`: the folder lacks some, so that no other model is equal."""
+    digest = hashlib.sha256(f"{SAMPLER_VERSION}\n{dtype}\n".encode())
+    if random_weights:
+        digest.update(secrets.token_bytes(16))
+    elif not is_local and _COMMIT.fullmatch(folder.name):
+        digest.update(folder.name.encode())
+    else:
+        for part in _contents(folder):
+            digest.update(hashlib.sha256(part).digest())
+    return digest.hexdigest()[:_CHARACTERS]
+
+
+def _contents(folder: Path) -> Iterator[bytes]:
+    """What makes up the model, in an order that depends on names alone."""
+    for path in sorted(folder.rglob("*.json")):
+        yield path.relative_to(folder).as_posix().encode()
+        yield path.read_bytes()
+    for path in sorted(folder.rglob("*.safetensors")):
+        yield path.relative_to(folder).as_posix().encode()
+        with path.open("rb") as file:
+            yield from _tensors(file)
+
+
+def _tensors(file: IO[bytes]) -> Iterator[bytes]:
+    """Source: https://huggingface.co/docs/safetensors, "Format"."""
+    length = int.from_bytes(file.read(8), "little")
+    if length > _MAX_HEADER_BYTES:
+        raise ValueError("the header of a safetensors file is too large")
+    header: dict[str, Any] = json.loads(file.read(length))
+    for name in sorted(header.keys() - {"__metadata__"}):
+        tensor = header[name]
+        yield json.dumps([name, tensor["dtype"], tensor["shape"]]).encode()
+        begin, end = tensor["data_offsets"]
+        size = end - begin
+        if size <= _WHOLE_BYTES:
+            blocks = [(0, size)]
+        else:
+            blocks = [(i * (size - _BLOCK_BYTES) // (_BLOCKS - 1), _BLOCK_BYTES) for i in range(_BLOCKS)]
+        for offset, count in blocks:
+            file.seek(8 + length + begin + offset)
+            yield file.read(count)

@@ -1,0 +1,132 @@
+"""What ModelStatistics tells of a model's requests, counted where they come in, whatever model answers them.
+
+Every request counts once: as success; as failure, if it was refused or its deadline passed as well; or
+as cancelled. Requests of a batch count one by one in `inferences`. Each of a request's responses is counted
+by its index: the first ones each for themselves, all later ones together under LATER, so that long
+streams do not make long answers. Durations are nanoseconds: a request's from its arrival, a response's from
+the one before it, and so the first one's with the time in the queue.
+
+Belongs to the event loop. Source of the meanings: Triton's statistics extension.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from millrace.oip.stream_infer import FINAL, wants_empty_final
+from millrace_protos import inference_pb2 as pb
+
+_INDEXES = 16
+LATER = f"{_INDEXES}+"
+
+
+@dataclass
+class Tally:
+    """How often something happened, and how long it took in all."""
+
+    count: int = 0
+    ns: int = 0
+
+    def add(self, ns: int, count: int = 1) -> None:
+        self.count += count
+        self.ns += ns
+
+    def told(self) -> pb.StatisticDuration:
+        """As the protocol tells it."""
+        return pb.StatisticDuration(count=self.count, ns=self.ns)
+
+
+@dataclass
+class ResponseTally:
+    """What became of the responses at one index; one without outputs is empty."""
+
+    success: Tally = field(default_factory=Tally)
+    empty: Tally = field(default_factory=Tally)
+    fail: Tally = field(default_factory=Tally)
+    cancel: Tally = field(default_factory=Tally)
+
+    def told(self) -> pb.InferResponseStatistics:
+        """As the protocol tells it."""
+        return pb.InferResponseStatistics(
+            compute_infer=self.success.told(),
+            compute_output=pb.StatisticDuration(count=self.success.count),  # Within compute_infer.
+            success=self.success.told(),
+            empty_response=self.empty.told(),
+            fail=self.fail.told(),
+            cancel=self.cancel.told(),
+        )
+
+
+class RequestStatistics:
+    """See the module; `max_batch_size` is the model's, 0 where its tensors have no batch dimension."""
+
+    def __init__(self, max_batch_size: int = 0) -> None:
+        self.success = Tally()
+        self.fail = Tally()
+        self.inferences = 0
+        self.last_inference_ms = 0
+        self.responses: dict[str, ResponseTally] = {}
+        self._batches = max_batch_size > 0
+
+    def begin(self, request: pb.ModelInferRequest, timeout_s: float | None) -> CountedRequest:
+        """Counts the request that the block answers."""
+        shape = list(request.inputs[0].shape) if self._batches and request.inputs else []
+        return CountedRequest(self, shape[0] if len(shape) > 1 else 1, timeout_s, wants_empty_final(request))
+
+    def at(self, index: int) -> ResponseTally:
+        """The tally of the responses at an index."""
+        return self.responses.setdefault(str(index) if index < _INDEXES else LATER, ResponseTally())
+
+
+class CountedRequest:
+    """A context manager around one request; tell it of each response."""
+
+    def __init__(self, statistics: RequestStatistics, batch: int, timeout_s: float | None, empty_final: bool) -> None:
+        self._statistics = statistics
+        self._batch = batch
+        self._timeout_ns = None if timeout_s is None else timeout_s * 1e9
+        self._empty_final = empty_final  # The front end ends the stream with a response that nobody tells of.
+        self._begun = self._last = time.monotonic_ns()
+        self._responses = 0
+        self._complete = False
+
+    def response(self, response: pb.ModelInferResponse) -> None:
+        """Counts a response that was made."""
+        tally = self._tally()
+        (tally.success if response.outputs else tally.empty).add(self._lap())
+        self._responses += 1
+        self._complete = FINAL in response.parameters and response.parameters[FINAL].bool_param
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        statistics = self._statistics
+        took = time.monotonic_ns() - self._begun
+        statistics.last_inference_ms = int(time.time() * 1000)
+        # A reader may leave after the last response without asking for the end.
+        left = isinstance(error, asyncio.CancelledError | GeneratorExit) and not self._complete
+        if left and (self._timeout_ns is None or took < self._timeout_ns):
+            self._tally().cancel.add(self._lap())
+        elif left or isinstance(error, Exception):
+            self._tally().fail.add(self._lap())
+            statistics.fail.add(took)
+        else:
+            if self._empty_final:
+                self._tally().empty.add(self._lap())
+            statistics.success.add(took)
+            statistics.inferences += self._batch
+
+    def _tally(self) -> ResponseTally:
+        return self._statistics.at(self._responses)
+
+    def _lap(self) -> int:
+        now = time.monotonic_ns()
+        lap, self._last = now - self._last, now
+        return lap

@@ -1,0 +1,1 @@
+"""The model repository: load, unload, index, leases on what is served."""

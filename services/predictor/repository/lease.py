@@ -1,0 +1,153 @@
+"""A loaded model while it is served: counts its requests, and ends them when it is unloaded.
+
+Owned by the event loop. `drain` waits for the requests in flight, and hands back those that can go on
+elsewhere when its time is up; `stop` closes the model, after which whatever is left of them ends with
+NotReadyError, even where the model's own code does not give way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+
+from millrace.errors import DrainingError, NotReadyError, OtherWeightsError
+from millrace.oip.declared_tensors import check_requested_outputs
+from millrace.oip.resumable import FINGERPRINT, HEARTBEAT, CallOptions
+from millrace_protos import inference_pb2 as pb
+from services.predictor.models.request_statistics import CountedRequest, RequestStatistics
+from services.predictor.models.served_model import NO_OPTIONS, VERSION, ServedModel
+
+
+class Serving:
+    """See the module. Made when the model has proven that it works: what it has counted so far is left out."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self.model = model
+        self.requests = RequestStatistics(model.description.max_batch_size)
+        counted = model.statistics
+        self._before = (counted.steps, counted.ended, counted.queue_ns, counted.compute_ns)
+        self.request_ids: list[str] = []  # Of the requests in flight, as their callers name them.
+        self._in_flight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._stopped = False
+        self._waits: set[asyncio.Timeout] = set()
+        self._fingerprint = model.description.parameters.get(FINGERPRINT, "")
+
+    async def infer(
+        self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions = NO_OPTIONS
+    ) -> pb.ModelInferResponse:
+        """The model's `infer`."""
+        self._check_weights(options)
+        with self._counted(request, time_remaining_s) as counted:
+            check_requested_outputs(request)
+            async with self._until_stopped(NotReadyError):
+                response = await self.model.infer(request, time_remaining_s, options)
+            self._sign(response)
+            counted.response(response)
+            return response
+
+    async def stream(
+        self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions = NO_OPTIONS
+    ) -> AsyncGenerator[pb.ModelInferResponse, None]:
+        """The model's `stream`."""
+        self._check_weights(options)
+        stopped = DrainingError if options.resumes else NotReadyError
+        is_first = True
+        with self._counted(request, time_remaining_s) as counted:
+            check_requested_outputs(request)
+            async with aclosing(self.model.stream(request, time_remaining_s, options)) as responses:
+                while True:
+                    async with self._until_stopped(stopped):
+                        response = await anext(responses, None)
+                    if response is None:
+                        return
+                    if is_first:
+                        is_first = False
+                        self._sign(response)
+                    if HEARTBEAT not in response.parameters:
+                        counted.response(response)
+                    yield response
+
+    async def drain(self, timeout_s: float) -> int:
+        """Waits until no request is in flight or the time is up, then hands back; how many were left."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            self.model.hand_back()
+        return self._in_flight
+
+    async def stop(self) -> None:
+        """Closes the model, which takes seconds at most, and ends what is left in flight."""
+        await asyncio.to_thread(self.model.close)
+        self._stopped = True
+        for wait in self._waits:
+            wait.reschedule(asyncio.get_running_loop().time())
+
+    def statistics(self) -> pb.ModelStatistics:
+        """What ModelStatistics says of the model."""
+        counted = self.model.statistics
+        steps, ended, queue_ns, compute_ns = self._before
+        ended = counted.ended - ended
+        duration = pb.StatisticDuration
+        # Inputs and outputs are within compute_infer. Clients require one count of all three.
+        converted = duration(count=ended)
+        return pb.ModelStatistics(
+            name=self.model.name,
+            version=VERSION,
+            last_inference=self.requests.last_inference_ms,
+            inference_count=self.requests.inferences,
+            execution_count=counted.steps - steps,
+            inference_stats=pb.InferStatistics(
+                success=self.requests.success.told(),
+                fail=self.requests.fail.told(),
+                queue=duration(count=ended, ns=counted.queue_ns - queue_ns),
+                compute_input=converted,
+                compute_infer=duration(count=ended, ns=counted.compute_ns - compute_ns),
+                compute_output=converted,
+            ),
+            response_stats={index: tally.told() for index, tally in self.requests.responses.items()},
+        )
+
+    def _check_weights(self, options: CallOptions) -> None:
+        if options.fingerprint and options.fingerprint != self._fingerprint:
+            raise OtherWeightsError(f"model {self.model.name!r} has other weights here")
+
+    def _sign(self, response: pb.ModelInferResponse) -> None:
+        """Says which weights a call is answered with."""
+        if self._fingerprint:
+            response.parameters[FINGERPRINT].string_param = self._fingerprint
+
+    @contextmanager
+    def _counted(self, request: pb.ModelInferRequest, time_remaining_s: float | None) -> Iterator[CountedRequest]:
+        self.request_ids.append(request.id)
+        self._in_flight += 1
+        self._idle.clear()
+        try:
+            with self.requests.begin(request, time_remaining_s) as counted:
+                yield counted
+        finally:
+            self.request_ids.remove(request.id)
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._idle.set()
+
+    @asynccontextmanager
+    async def _until_stopped(self, error: type[NotReadyError]) -> AsyncIterator[None]:
+        """Ends what the block waits for when the model is stopped."""
+        unloaded = error(f"model {self.model.name!r} was unloaded")
+        if self._stopped:
+            raise unloaded
+        wait = asyncio.timeout(None)
+        self._waits.add(wait)
+        try:
+            async with wait:
+                yield
+        except TimeoutError:
+            if wait.expired():
+                raise unloaded from None
+            raise
+        finally:
+            self._waits.discard(wait)

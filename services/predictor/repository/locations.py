@@ -1,0 +1,61 @@
+"""Which models may be loaded by name, and from where.
+
+In this order: what `MODELS` names; a sub-folder of `PREDICTOR_MODEL_REPOSITORY`, by its own name; a
+hub id that `PREDICTOR_HUB_ALLOW` matches. A model of the hub is called by its id, or by any other
+name with the id, and a revision if wanted, as `source`. Nothing that a caller sends is ever taken for a path.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+from millrace.errors import ForbiddenError, InvalidRequestError, NotFoundError
+from millrace.models.sources import ModelSource, is_name, parse_hub_id
+from services.predictor.settings import PredictorSettings
+
+
+class ModelLocations:
+    """Looks at the disk, briefly; holds no state but the settings."""
+
+    def __init__(self, settings: PredictorSettings) -> None:
+        self._configured = {source.name: source for source in settings.models}
+        self._folder = settings.model_repository
+        self._patterns = settings.hub_allow
+
+    def find(self, name: str, source: str = "") -> ModelSource:
+        """Where a model is; raises InvalidRequestError, NotFoundError or ForbiddenError."""
+        local = self._local(name)
+        if local is not None:
+            if source not in ("", local.where):
+                raise InvalidRequestError(f"model {name!r} has a source of its own; load {source!r} by another name")
+            return local
+        if not source and is_name(name) and not self._allowed(name):
+            raise NotFoundError(f"no model {name!r}")
+        try:
+            if source and not is_name(name):
+                raise ValueError(f"{name!r} is no name for a model")
+            from_hub = parse_hub_id(name, source or name)
+        except ValueError as error:
+            raise InvalidRequestError(str(error)) from None
+        if not self._allowed(from_hub.location):
+            raise ForbiddenError(f"hub id {from_hub.location!r} may not be loaded; PREDICTOR_HUB_ALLOW names what may")
+        return from_hub
+
+    def names(self) -> list[str]:
+        """The models of the repository folder that could be loaded."""
+        if self._folder is None:
+            return []
+        try:
+            return sorted(path.name for path in self._folder.iterdir() if is_name(path.name) and path.is_dir())
+        except OSError:
+            return []  # It is gone for now; what is loaded is served all the same.
+
+    def _local(self, name: str) -> ModelSource | None:
+        if name in self._configured:
+            return self._configured[name]
+        if self._folder is not None and is_name(name) and (self._folder / name).is_dir():
+            return ModelSource(name, str(self._folder / name))
+        return None
+
+    def _allowed(self, hub_id: str) -> bool:
+        return any(fnmatchcase(hub_id, pattern) for pattern in self._patterns)

@@ -1,0 +1,18 @@
+"""Gives memory back to the machine after a model has gone."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from millrace.rpc.byte_budget import give_memory_back
+
+
+def release_memory() -> None:
+    """Frees what nobody refers to any more, on the device and on the heap; blocks for a fraction of a second."""
+    gc.collect()  # Modules and what hooks into them may refer to each other.
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    # glibc keeps what is freed, all the more with the allocator settings that make big tensors fast.
+    give_memory_back()

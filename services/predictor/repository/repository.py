@@ -1,0 +1,324 @@
+"""The models that are served, and the state of each; loads and unloads them while the others are served.
+
+A model is LOADING, READY, UNLOADING (requests in flight may end, new ones are refused) or
+UNAVAILABLE, with a reason. Loads run one at a time, each as a task of the repository: a caller that
+leaves does not stop one, and finds out by the index what became of it.
+
+- A load of a model that is loaded replaces it. The new one is made beside the old one, which serves until
+  then and goes on if the new one fails; but one that generates is unloaded first, once its files have been
+  found, because its cache is planned by the memory that is free.
+- An unload drains: requests in flight have `drain_s`, then end as UNAVAILABLE; those that can go on elsewhere are
+  handed back. Then its threads end and its memory is given back.
+- A load that fails is told to who asked for it, and leaves the rest as it is.
+
+`ready` says that every model is there that should be: those of `MODELS` and those loaded later, but for
+what was unloaded or could not be loaded on request. Nothing is ready any more once the repository drains or
+an engine has died: either way the process ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
+from typing import NamedTuple, NoReturn
+
+import torch
+
+from millrace.errors import (
+    DrainingError,
+    InvalidRequestError,
+    NotFoundError,
+    NotReadyError,
+    OverloadedError,
+    RequestFailedError,
+    StartupError,
+)
+from millrace.models.kinds import ModelKind
+from millrace.models.sources import ModelSource
+from millrace.rpc.threads import run_in_daemon_thread
+from services.predictor.engine.interface import EngineDeadError
+from services.predictor.generation.served_engines import ServedEngines
+from services.predictor.models.served_model import VERSION
+from services.predictor.models.weights import choose_device
+from services.predictor.repository.lease import Serving
+from services.predictor.repository.loading import bring, build
+from services.predictor.repository.locations import ModelLocations
+from services.predictor.repository.memory_release import release_memory
+from services.predictor.repository.operations import Operations
+from services.predictor.settings import PredictorSettings
+
+logger = logging.getLogger(__name__)
+
+_MAX_MODELS = 1024  # That are known; each name that was ever loaded is.
+_UNLOADED = "unloaded"
+
+
+class State(StrEnum):
+    """In Triton's words."""
+
+    LOADING = "LOADING"
+    READY = "READY"
+    UNLOADING = "UNLOADING"
+    UNAVAILABLE = "UNAVAILABLE"
+
+
+class IndexRow(NamedTuple):
+    """What RepositoryIndex says of a model."""
+
+    name: str
+    state: State
+    reason: str
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A model that is, was, or is to be loaded."""
+
+    source: ModelSource
+    state: State
+    reason: str = ""
+    wanted: bool = False
+    serving: Serving | None = None
+    watch: asyncio.Task[None] | None = None
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # Held by what changes it.
+
+    def set(self, state: State, reason: str = "") -> None:
+        self.state, self.reason = state, reason
+
+
+class ModelRepository:
+    """Owned by the event loop; `tell_ready` is told each time that `ready` changes. `engines` is for any thread."""
+
+    def __init__(self, settings: PredictorSettings, tell_ready: Callable[[bool], Awaitable[None]]) -> None:
+        self.engines = ServedEngines()
+        self._settings = settings
+        self._locations = ModelLocations(settings)
+        self._tell_ready = tell_ready
+        self._told = False
+        self._device = torch.device("cpu")
+        self._entries = {
+            source.name: _Entry(source, State.LOADING, "waiting to be loaded", wanted=True)
+            for source in settings.models
+        }
+        self._loading = asyncio.Lock()
+        self._operations = Operations()
+        self._draining = False
+        self._dead = asyncio.Event()
+        self._death: EngineDeadError | None = None
+
+    async def load_all(self) -> None:
+        """Loads the configured models and tries each once; raises StartupError."""
+        torch.set_num_threads(self._settings.threads or max(1, torch.get_num_threads() - 1))
+        self._device = choose_device(self._settings.device)
+        for entry in list(self._entries.values()):
+            if entry.serving is None:
+                await self._load(entry, entry.source)
+
+    async def load(self, name: str, source: str = "", time_remaining_s: float | None = None) -> None:
+        """Loads a model, or once more one that is loaded; `source` is a hub id where the name is not its own."""
+        if not name:
+            raise InvalidRequestError("the request names no model")
+        if self._ending:
+            raise _stopping()
+        found = await asyncio.to_thread(self._locations.find, name, source)
+        await self._operations.run(f"load of {name}", self._load_for_caller(found), time_remaining_s)
+
+    async def unload(self, name: str, time_remaining_s: float | None = None) -> None:
+        """Takes a model out; one that is not loaded stays so; raises NotFoundError for one that is not known."""
+        entry = self._entries.get(name)
+        if entry is None:
+            if name not in await asyncio.to_thread(self._locations.names):
+                raise NotFoundError(f"no model {name!r}")
+            return
+        await self._operations.run(f"unload of {name}", self._unload(entry), time_remaining_s)
+
+    async def index(self) -> list[IndexRow]:
+        """Every model that is known, and those of the repository folder that could be loaded."""
+        rows = [IndexRow(name, entry.state, entry.reason) for name, entry in self._entries.items()]
+        names = await asyncio.to_thread(self._locations.names)
+        return rows + [IndexRow(name, State.UNAVAILABLE, "not loaded") for name in names if name not in self._entries]
+
+    async def engine_death(self) -> NoReturn:
+        """Waits until one of the models can serve no more, then raises its EngineDeadError."""
+        await self._dead.wait()
+        raise self._death or EngineDeadError("an engine died")
+
+    @property
+    def ready(self) -> bool:
+        return not self._ending and all(e.state is State.READY for e in self._entries.values() if e.wanted)
+
+    @property
+    def served(self) -> Sequence[Serving]:
+        """The models that are ready."""
+        return [e.serving for e in self._entries.values() if e.serving is not None and e.state is State.READY]
+
+    def is_ready(self, name: str, version: str = "") -> bool:
+        known = self._entries.get(name)
+        return known is not None and known.state is State.READY and version in ("", VERSION) and not self._ending
+
+    def get(self, name: str, version: str = "") -> Serving:
+        """The model; raises NotFoundError, or NotReadyError while it loads or is on its way out."""
+        entry = self._entries.get(name)
+        if entry is None:
+            raise NotFoundError(f"no model {name!r}" if name else "the request names no model")
+        if version not in ("", VERSION):
+            raise NotFoundError(f"model {name!r} has no version {version!r}, only {VERSION}")
+        if entry.state in (State.LOADING, State.UNLOADING):
+            raise NotReadyError(f"model {name!r} is not ready: {entry.reason}")
+        if entry.serving is None:
+            raise NotFoundError(f"model {name!r} is not loaded")
+        if self._ending:
+            raise _stopping()
+        return entry.serving
+
+    def source(self, name: str) -> str:
+        """Where a model that `get` gives came from, as `MODELS` would name it."""
+        return self._entries[name].source.where
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses what is new; lets the rest end, or go on elsewhere; hands back what is left when the time is up."""
+        self._draining = True
+        await self._changed()
+        served = [entry.serving for entry in self._entries.values() if entry.serving is not None]
+        if self._settings.drain == "hand-back":
+            for serving in served:
+                serving.model.offer()
+        left = sum(await asyncio.gather(*(serving.drain(timeout_s) for serving in served)))
+        if left:
+            logger.warning("%d requests have not ended in time", left)
+
+    async def close(self) -> None:
+        """Stops every model; a load that is under way is left to end with the process."""
+        await self._operations.close()
+        for entry in self._entries.values():
+            await self._unwatch(entry)
+            if entry.serving is not None:
+                await entry.serving.stop()
+
+    async def _load_for_caller(self, source: ModelSource) -> None:
+        try:
+            await self._load(self._entries.get(source.name) or self._add(source), source)
+        except StartupError as error:
+            raise RequestFailedError(str(error)) from None
+
+    def _add(self, source: ModelSource) -> _Entry:
+        if len(self._entries) >= _MAX_MODELS:
+            idle = (name for name, entry in self._entries.items() if entry.state is State.UNAVAILABLE)
+            if (forgotten := next(idle, None)) is None:
+                raise OverloadedError(f"{_MAX_MODELS} models are loaded already")
+            del self._entries[forgotten]
+        entry = self._entries[source.name] = _Entry(source, State.LOADING)
+        return entry
+
+    async def _load(self, entry: _Entry, source: ModelSource) -> None:
+        async with entry.turn:
+            if entry.serving is None:
+                entry.set(State.LOADING, "waits for another load")
+            try:
+                async with self._loading:
+                    new = await self._make(entry, source)
+            except BaseException as error:
+                if entry.serving is None:
+                    entry.set(State.UNAVAILABLE, str(error) or type(error).__name__)
+                    entry.wanted = False
+                await self._changed()
+                raise
+            await self._unwatch(entry)
+            replaced, entry.serving, entry.source = entry.serving, new, source
+            self.engines.add(new.model)
+            entry.watch = asyncio.create_task(self._watch(new), name=f"watch-{source.name}")
+            entry.set(State.READY)
+            entry.wanted = True
+            await self._changed()
+            if replaced is not None:
+                await self._end(replaced)
+                del replaced
+                await asyncio.to_thread(release_memory)
+
+    async def _make(self, entry: _Entry, source: ModelSource) -> Serving:
+        """The model, tried; what its entry holds is unloaded first where both do not fit."""
+
+        def report(progress: str) -> None:
+            if entry.state is State.LOADING:
+                entry.reason = progress
+
+        thread = f"load-{source.name}"
+        brought = await run_in_daemon_thread(thread, partial(bring, source, report))
+        if brought.kind is ModelKind.GENERATION and entry.serving is not None:
+            await self._take_out(entry)
+            entry.set(State.LOADING, "loading")
+        building = partial(build, source, brought, self._settings, self._device, report)
+        try:
+            model = await run_in_daemon_thread(thread, building)
+            try:
+                await model.warm_up()
+            except BaseException:
+                await asyncio.to_thread(model.close)
+                raise
+        except StartupError:
+            await asyncio.to_thread(release_memory)
+            raise
+        return Serving(model)
+
+    async def _unload(self, entry: _Entry) -> None:
+        async with entry.turn:
+            if entry.state is State.LOADING:
+                raise NotReadyError(f"model {entry.source.name!r} waits to be loaded")
+            entry.wanted = False
+            if entry.serving is not None:
+                await self._take_out(entry)
+                await self._changed()
+
+    async def _take_out(self, entry: _Entry) -> None:
+        """Ends what is served; whoever holds the entry's turn says what comes next."""
+        serving = entry.serving
+        if serving is not None:
+            entry.set(State.UNLOADING, "ends what is in flight")
+            await self._changed()
+            await self._end(serving, entry)
+            entry.serving = None
+            # The last reference, but for this frame's.
+            del serving
+            await asyncio.to_thread(release_memory)
+        entry.set(State.UNAVAILABLE, _UNLOADED)
+
+    async def _end(self, serving: Serving, watched: _Entry | None = None) -> None:
+        left = await serving.drain(self._settings.drain_s)
+        if left:
+            logger.warning("model %s: %d requests are ended with it", serving.model.name, left)
+        if watched is not None:
+            # An engine that is closed has not died.
+            await self._unwatch(watched)
+        await serving.stop()
+        self.engines.remove(serving.model)
+
+    async def _watch(self, serving: Serving) -> None:
+        try:
+            await serving.model.died()
+        except EngineDeadError as error:
+            self._death = error
+            self._dead.set()
+            await self._changed()
+
+    async def _unwatch(self, entry: _Entry) -> None:
+        if entry.watch is not None:
+            entry.watch.cancel()
+            await asyncio.gather(entry.watch, return_exceptions=True)
+            entry.watch = None
+
+    @property
+    def _ending(self) -> bool:
+        return self._draining or self._dead.is_set()
+
+    async def _changed(self) -> None:
+        if self.ready != self._told:
+            self._told = self.ready
+            await self._tell_ready(self._told)
+
+
+def _stopping() -> DrainingError:
+    return DrainingError("the predictor is stopping")

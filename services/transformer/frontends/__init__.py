@@ -1,0 +1,1 @@
+"""Front ends: one adapter for each protocol that callers speak."""

@@ -1,0 +1,1 @@
+"""The gRPC front ends: TextGeneration and the Open Inference Protocol."""

@@ -1,0 +1,210 @@
+"""The Open Inference Protocol's `GRPCInferenceService`, as the gateway's callers see it.
+
+Thin: what a request does is `Inference`'s; which models there are is the catalogue's, which follows
+the predictor. Requests and answers of relayed models pass as bytes, see `add_to_server`. The other
+front ends of the protocol call the same object: `ModelInfer` for the one answer to a request, `answer` for all of
+them as they come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+
+import grpc
+from google.protobuf.message import Message
+
+from millrace import __version__
+from millrace.errors import RequestFailedError
+from millrace.oip.settings_servicer import OpenInferenceBase
+from millrace.oip.stream_infer import errors_as_status, multiplex
+from millrace.payload.call import Origin, origin_of
+from millrace.rpc.handlers import Context
+from millrace_protos import inference_pb2 as pb
+from millrace_protos.inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
+from services.transformer.calls import timeout_of
+from services.transformer.generation import text_tensors
+from services.transformer.inference import processed
+from services.transformer.inference.infer import Inference
+from services.transformer.inference.request import InferRequest
+from services.transformer.models.catalogue import Catalogue
+from services.transformer.models.models import ProcessedModel, TextModel
+from services.transformer.predictors.answers import predictor_answers
+from services.transformer.predictors.client import PROBE_TIMEOUT_S, PredictorClient, answered_soon
+from services.transformer.predictors.replicas import READY, Replicas
+
+SERVICE = "inference.GRPCInferenceService"
+_INFER, _STREAM = f"{SERVICE}/ModelInfer", f"{SERVICE}/ModelStreamInfer"
+_EXTENSIONS = (
+    "binary_tensor_data",
+    "generate",
+    "logging",
+    "model_configuration",
+    "model_repository",
+    "parameters",
+    "statistics",
+    "trace",
+)
+
+
+class InferenceServicer(OpenInferenceBase):
+    def __init__(
+        self, inference: Inference, catalogue: Catalogue, predictor: PredictorClient, replicas: Replicas
+    ) -> None:
+        self._inference = inference
+        self._catalogue = catalogue
+        self._predictor = predictor
+        self._replicas = replicas
+
+    def check_model(self, name: str) -> None:
+        self._catalogue.find(name)
+
+    # ------------------------------------------------------------------ inference
+
+    async def answer(
+        self, request: InferRequest, context: Context, protocol: str = _STREAM
+    ) -> AsyncGenerator[pb.ModelInferResponse, None]:
+        """All answers to one request, as they come, the last with `triton_final_response`; raises MillraceError.
+
+        `protocol` is what the record says of the method that was called. Closing it cancels the request.
+        """
+        async with aclosing(self._stream(request, context, protocol)) as answers:
+            async for answer in answers:
+                if isinstance(answer, bytes):
+                    with predictor_answers():
+                        answer = pb.ModelStreamInferResponse.FromString(answer).infer_response
+                yield answer
+
+    async def ModelStreamInfer(  # type: ignore[override]  # Its requests are those of `add_to_server`.
+        self, requests: AsyncIterator[InferRequest], context: Context
+    ) -> AsyncGenerator[pb.ModelStreamInferResponse | bytes, None]:
+        async def answer(request: InferRequest) -> AsyncGenerator[pb.ModelInferResponse | bytes, None]:
+            async with aclosing(self._stream(request, context, _STREAM)) as answers:
+                async for response in answers:
+                    yield response
+
+        async with aclosing(multiplex(requests, answer, errors_as_status(context))) as responses:
+            async for response in responses:
+                yield response
+
+    async def ModelInfer(  # type: ignore[override]  # Its requests are those of `add_to_server`.
+        self, request: InferRequest, context: Context, protocol: str = _INFER
+    ) -> pb.ModelInferResponse | bytes:
+        """The one answer to a request, as a message or as the bytes of one; raises MillraceError."""
+        origin = origin_of(context, protocol, request.id)
+        return await self._inference.infer(request, origin, timeout_of(context))
+
+    def _stream(
+        self, request: InferRequest, context: Context, protocol: str
+    ) -> AsyncGenerator[pb.ModelInferResponse | bytes, None]:
+        origin = origin_of(context, protocol, request.id)
+        return self._inference.stream(request, origin, timeout_of(context))
+
+    # ------------------------------------------------------------------ the server and its models
+
+    async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
+        return pb.ServerLiveResponse(live=True)
+
+    async def ServerReady(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
+        return pb.ServerReadyResponse(ready=self._catalogue.ready)
+
+    async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
+        ready = self._catalogue.is_ready(request.name, request.version)
+        if ready and not self._catalogue.lists(request.name):
+            ready = await self._predictor.model_ready(request.name, request.version)
+        return pb.ModelReadyResponse(ready=ready)
+
+    async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
+        return pb.ServerMetadataResponse(name="millrace", version=__version__, extensions=_EXTENSIONS)
+
+    async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
+        model = self._catalogue.find(request.name, request.version)
+        if isinstance(model, TextModel):
+            return text_tensors.metadata_of(model)
+        if isinstance(model, ProcessedModel):
+            return processed.metadata_of(model)
+        with answered_soon():
+            return await self._predictor.inference.ModelMetadata(request, timeout=PROBE_TIMEOUT_S)
+
+    async def metadata_of_called(
+        self, request: pb.ModelMetadataRequest, context: Context, origin: Origin
+    ) -> pb.ModelMetadataResponse:
+        """As ModelMetadata, for a request that calls the model: it waits for it as the call does."""
+        timeout_s = timeout_of(context)
+        await self._catalogue.wait_for(request.name, request.version, origin, timeout_s)
+        patience = self._predictor.patience(timeout_s, origin.arrived)
+        return await patience.insist(lambda: self.ModelMetadata(request, context))
+
+    async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
+        model = self._catalogue.find(request.name, request.version)
+        if isinstance(model, TextModel):
+            return pb.ModelConfigResponse(config=text_tensors.config_of(model))
+        name = model.processor.model if isinstance(model, ProcessedModel) else model.name
+        with answered_soon():
+            asked = pb.ModelConfigRequest(name=name, version=request.version)
+            answer = await self._predictor.inference.ModelConfig(asked, timeout=PROBE_TIMEOUT_S)
+        if isinstance(model, ProcessedModel):
+            return pb.ModelConfigResponse(config=processed.config_of(model, answer.config))
+        return answer
+
+    async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
+        """What the predictors have counted; requests that were refused before are not among them."""
+        model = self._catalogue.find(request.name, request.version) if request.name else None
+        if isinstance(model, ProcessedModel) and model.processor.model != request.name:
+            asked = pb.ModelStatisticsRequest(name=model.processor.model, version=request.version)
+            answer = await self._replicas.statistics(asked)
+            for statistics in answer.model_stats:
+                statistics.name = request.name
+            return answer
+        return await self._replicas.statistics(request)
+
+    # ------------------------------------------------------------------ the repository
+
+    async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
+        response = pb.RepositoryIndexResponse()
+        for name, told in self._catalogue.states.items():
+            if told.state == READY or not request.ready:
+                response.models.add(name=name, version=told.version, state=told.state, reason=told.reason)
+        return response
+
+    async def RepositoryModelLoad(
+        self, request: pb.RepositoryModelLoadRequest, context: Context
+    ) -> pb.RepositoryModelLoadResponse:
+        """Loads a model at every predictor; returns once it can be called.
+
+        A model that should take text and whose tokenizer cannot be read is unloaded again.
+        """
+        name = request.model_name
+        await self._replicas.load(request, timeout_of(context))
+        await self._catalogue.refresh(reloaded=name)
+        if (reason := self._catalogue.why_unreadable(name)) is not None:
+            await self._replicas.unload(pb.RepositoryModelUnloadRequest(model_name=name), timeout_of(context))
+            await self._catalogue.refresh()
+            raise RequestFailedError(f"model {name!r} was not loaded: {reason}")
+        return pb.RepositoryModelLoadResponse()
+
+    async def RepositoryModelUnload(
+        self, request: pb.RepositoryModelUnloadRequest, context: Context
+    ) -> pb.RepositoryModelUnloadResponse:
+        await self._replicas.unload(request, timeout_of(context))
+        await self._catalogue.refresh()
+        return pb.RepositoryModelUnloadResponse()
+
+    # ------------------------------------------------------------------ wiring
+
+    def add_to_server(self, server: grpc.aio.Server) -> None:
+        """Registers the service; the two inference methods take requests of which only the head is parsed."""
+        handlers = {
+            "ModelInfer": grpc.unary_unary_rpc_method_handler(self.ModelInfer, InferRequest.received, _serialized),
+            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(
+                self.ModelStreamInfer, InferRequest.received, _serialized
+            ),
+        }
+        # Of generic handlers the first one counts, of registered ones the last; a server uses one of the two kinds.
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        add_GRPCInferenceServiceServicer_to_server(self, server)
+        server.add_registered_method_handlers(SERVICE, handlers)
+
+
+def _serialized(answer: Message | bytes) -> bytes:
+    return answer if isinstance(answer, bytes) else answer.SerializeToString()

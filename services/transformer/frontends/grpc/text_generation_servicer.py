@@ -1,0 +1,112 @@
+"""`millrace.v1.TextGeneration`: text in, a stream of text out; and the same by REST, with a JSON request."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from google.api.httpbody_pb2 import HttpBody
+
+from millrace.payload.call import Origin, origin_of
+from millrace.rpc.handlers import Context
+from millrace.rpc.rest_streams import errors_in_band
+from millrace.sampling import MAX_STOP_TOKEN_IDS
+from millrace.telemetry.identity import REQUEST_ID_METADATA, as_metadata
+from millrace_protos import millrace_pb2 as pb
+from millrace_protos import millrace_pb2_grpc, rest_pb2_grpc
+from services.transformer.calls import TTFT_MS, check_message_count, check_request_id, check_stop_count, timeout_of
+from services.transformer.frontends.grpc.generate_json import MAX_BODY_BYTES, read_generate_request, read_large
+from services.transformer.generation.pipeline import Pipeline, TextChunk, TextRequest
+from services.transformer.processes.body_processes import SMALL_BYTES, BodyProcesses
+
+_PROTOCOL = "millrace.v1.TextGeneration/Generate"
+_REST_PROTOCOL = "millrace.rest.v1.TextGeneration/Generate"
+_NOT_SAMPLING = {"model", "prompt", "messages", "stop", "stop_token_ids", "request_id"}
+
+
+class TextGenerationServicer(millrace_pb2_grpc.TextGenerationServicer):
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        origin = origin_of(context, _PROTOCOL, request.request_id)
+        async with aclosing(self.generate(request, origin, context)) as responses:
+            async for response in responses:
+                yield response
+
+    async def generate(
+        self, request: pb.GenerateRequest, origin: Origin, context: Context
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """The responses to a request; raises MillraceError."""
+        request_id = origin.request_id
+        context.set_trailing_metadata(((REQUEST_ID_METADATA, as_metadata(request_id)),))
+        with self._pipeline.recording_refusals(origin, request.model):
+            check_request_id(request.request_id)
+            check_message_count(len(request.messages))
+            check_stop_count(len(request.stop))
+        asked = TextRequest(
+            origin=origin,
+            model=request.model,
+            prompt=request.prompt if request.HasField("prompt") else None,
+            messages=[(message.role, message.content) for message in request.messages],
+            sampling=_sampling(request),
+            stop=tuple(request.stop),
+            timeout_s=timeout_of(context),
+        )
+        first = True
+        async with aclosing(self._pipeline.generate(asked)) as chunks:
+            async for chunk in chunks:
+                if first:
+                    first = False
+                    ttft = (TTFT_MS, f"{chunk.elapsed_s * 1000:.1f}")
+                    context.set_trailing_metadata(((REQUEST_ID_METADATA, as_metadata(request_id)), ttft))
+                yield _response(chunk)
+
+
+class RestTextGenerationServicer(rest_pb2_grpc.TextGenerationServicer):
+    """Reads the JSON of requests for `servicer`."""
+
+    def __init__(self, pipeline: Pipeline, servicer: TextGenerationServicer, bodies: BodyProcesses) -> None:
+        self._pipeline = pipeline
+        self._servicer = servicer
+        self._bodies = bodies
+
+    @errors_in_band(pb.GenerateResponse)
+    async def Generate(self, request: HttpBody, context: Context) -> AsyncGenerator[pb.GenerateResponse, None]:
+        origin = origin_of(context, _REST_PROTOCOL)
+        with self._pipeline.recording_refusals(origin):
+            message = await self._read(request.data, context)
+        if message.request_id:
+            origin = origin_of(context, _REST_PROTOCOL, message.request_id)
+        async with aclosing(self._servicer.generate(message, origin, context)) as responses:
+            async for response in responses:
+                yield response
+
+    async def _read(self, data: bytes, context: Context) -> pb.GenerateRequest:
+        if not SMALL_BYTES < len(data) <= MAX_BODY_BYTES:
+            return read_generate_request(data)
+        _, message = await self._bodies.run(read_large, (), data, timeout_of(context))
+        return pb.GenerateRequest.FromString(message)
+
+
+def _sampling(request: pb.GenerateRequest) -> dict[str, Any]:
+    """The sampling parameters that the request sets: every scalar is optional."""
+    given = {field.name: value for field, value in request.ListFields() if field.name not in _NOT_SAMPLING}
+    if request.stop_token_ids:
+        # One too many is enough to be refused for.
+        given["stop_token_ids"] = list(request.stop_token_ids[: MAX_STOP_TOKEN_IDS + 1])
+    return given
+
+
+def _response(chunk: TextChunk) -> pb.GenerateResponse:
+    response = pb.GenerateResponse(text=chunk.text, token_ids=chunk.token_ids, logprobs=chunk.logprobs)
+    for top in chunk.top_logprobs:
+        response.top_logprobs.add(token_ids=[token_id for token_id, _ in top], logprobs=[value for _, value in top])
+    if chunk.finish_reason is not None:
+        response.finish_reason = chunk.finish_reason
+    if chunk.usage is not None:
+        response.usage.CopyFrom(chunk.usage)
+    return response

@@ -1,0 +1,189 @@
+"""REST bodies that the gateway passes through as they are, and errors in them.
+
+An error before the first body travels as initial metadata (`x-http-status`, `x-failed-hop`), from
+which the gateway sets the HTTP status, and a body in the API's own shape. After the first body the
+status is gone: the error is one more server-sent event.
+
+A handler yields `Header` before its first body for one more header in its answer.
+
+A handler that answers by events yields `KeepAlive` first: from then on silence is filled with comments, which clients
+ignore and which keep proxies from closing the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import orjson
+from google.api.httpbody_pb2 import HttpBody
+
+from millrace.errors import MillraceError, RequestFailedError
+from millrace.rpc.admission import error_of_call
+from millrace.rpc.handlers import Context
+
+logger = logging.getLogger(__name__)
+
+JSON = "application/json"
+PLAIN = "text/plain"
+EVENTS = "text/event-stream"
+_HOP = "transformer"
+
+_LAST_COMMENT_S = 1.0
+_COMMENT = HttpBody(content_type=EVENTS, data=b": keep-alive\n\n")
+
+
+@dataclass(frozen=True)
+class KeepAlive:
+    """What a handler yields before its events; nothing is sent of it. 0: silence is left alone."""
+
+    after_s: float
+
+
+@dataclass(frozen=True)
+class Header:
+    """A header of the answer, errors included; it goes out with what comes first."""
+
+    name: str
+    value: str
+
+
+Body: TypeAlias = "HttpBody | KeepAlive | Header"
+Handler = Callable[[Any, Any, Context], AsyncGenerator[Body, None]]
+
+
+def json_body(value: Any) -> HttpBody:
+    return HttpBody(content_type=JSON, data=orjson.dumps(value))
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+def rest_errors(shape: Callable[[MillraceError], dict[str, Any]]) -> Callable[[Handler], Handler]:
+    """Gives a handler's errors the body that `shape` makes of them."""
+
+    def decorate(handler: Handler) -> Callable[[Any, Any, Context], AsyncGenerator[HttpBody, None]]:
+        @functools.wraps(handler)
+        async def handle(self: Any, request: Any, context: Context) -> AsyncGenerator[HttpBody, None]:
+            begun = False
+            comments = None
+            head = _Head(context)
+            try:
+                async with aclosing(handler(self, request, context)) as bodies:
+                    async for body in bodies:
+                        if isinstance(body, KeepAlive):
+                            comments = _Comments(context, body.after_s, head) if body.after_s else None
+                            continue
+                        if isinstance(body, Header):
+                            head.metadata += ((body.name, body.value),)
+                            continue
+                        begun = True
+                        if comments is not None:
+                            await comments.pause()
+                        if head.metadata:
+                            await head.send()
+                        yield body
+                        if comments is not None:
+                            comments.go_on()
+                return
+            except asyncio.CancelledError:
+                ended_with = error_of_call()
+                if ended_with is None:
+                    raise
+                error = ended_with
+            except MillraceError as raised:
+                error = raised
+            except Exception:
+                logger.exception("%s failed", handler.__qualname__)
+                error = RequestFailedError("internal error")
+            finally:
+                if comments is not None:
+                    await comments.end()
+                    begun = begun or comments.sent
+            if begun:
+                yield HttpBody(data=event(shape(error)))
+            else:
+                head.metadata += error.trailing_metadata(_HOP)
+                await head.send()
+                yield json_body(shape(error))
+            # The body is out; the call itself ends as what it is, for gRPC callers and for the trace.
+            raise error
+
+        return handle
+
+    return decorate
+
+
+class _Head:
+    """The initial metadata of a call, until they are sent."""
+
+    def __init__(self, context: Context) -> None:
+        self.metadata: tuple[tuple[str, str], ...] = ()
+        self._context = context
+
+    async def send(self) -> None:
+        metadata, self.metadata = self.metadata, ()
+        if metadata:
+            await self._context.send_initial_metadata(metadata)
+
+
+class _Comments:
+    """Writes comments into a call while nobody else writes: between `go_on`, or the beginning, and `pause`.
+
+    One timer, which looks whether there was silence: a body costs two assignments.
+    """
+
+    def __init__(self, context: Context, after_s: float, head: _Head) -> None:
+        self.sent = False
+        self._head = head
+        self._context = context
+        self._after_s = after_s
+        self._loop = asyncio.get_running_loop()
+        self._silent_since: float | None = self._loop.time()
+        self._writing: asyncio.Task[None] | None = None
+        self._timer = self._loop.call_later(after_s, self._look)
+
+    async def pause(self) -> None:
+        """Somebody else is about to write: returns once no comment is on its way."""
+        self._silent_since = None
+        if self._writing is not None:
+            await asyncio.wait((self._writing,))
+
+    def go_on(self) -> None:
+        """The other has written."""
+        self._silent_since = self._loop.time()
+
+    async def end(self) -> None:
+        """Nothing is written any more; one that the caller does not read is given up."""
+        self._timer.cancel()
+        self._silent_since = None
+        if (writing := self._writing) is not None:
+            await asyncio.wait((writing,), timeout=_LAST_COMMENT_S)
+            writing.cancel()
+
+    def _look(self) -> None:
+        since, now = self._silent_since, self._loop.time()
+        due_in_s = self._after_s if since is None else since + self._after_s - now
+        if since is not None and due_in_s <= 0:
+            due_in_s = self._after_s
+            if self._writing is None:
+                self._silent_since = now
+                self.sent = True
+                self._writing = self._loop.create_task(self._write(), name="keep-alive")
+        self._timer = self._loop.call_later(due_in_s, self._look)
+
+    async def _write(self) -> None:
+        try:
+            await self._head.send()
+            await self._context.write(_COMMENT)
+        except Exception:  # The caller has left, which the call itself finds out.
+            logger.debug("a comment was not written", exc_info=True)
+        finally:
+            self._writing = None

@@ -1,0 +1,190 @@
+"""How completions and chat completions are written, whole and in chunks, log probabilities included.
+
+Log probabilities are of the tokens that `usage` counts, those of a stop string or a stop token among
+them. `token` is the token's text, or `bytes:\\xe2\\x9c` where it is no whole character. `text_offset` counts
+characters of the answer. With `echo` the prompt's tokens go before; the first of them has no log probability. One
+of minus infinity, which JSON lacks, is written as -9999.
+Source: OpenAI's API reference, and vLLM's answers where it is silent.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from millrace_protos.millrace_pb2 import Usage
+from services.transformer.frontends.openai.requests import Prompt
+from services.transformer.generation.pipeline import TextChunk, joined
+from services.transformer.text.token_bytes import TokenBytes
+from services.transformer.text.tokenizer import TextTokenizer
+
+_LOWEST = -9999.0
+
+
+class Format(ABC):
+    """One of the two APIs' ways; `index` is a choice's number."""
+
+    id_prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def whole(self, index: int, chunks: Sequence[TextChunk]) -> dict[str, Any]:
+        """A whole choice."""
+        return self._whole(index, joined(chunks))
+
+    @abstractmethod
+    def _whole(self, index: int, chunk: TextChunk) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def chunk(self, index: int, chunk: TextChunk, is_first: bool) -> dict[str, Any]:
+        """A choice's next piece."""
+
+
+class CompletionFormat(Format):
+    """Text after text, the prompt before it where `echoes` has it; `tokens` where log probabilities are wanted."""
+
+    id_prefix = "cmpl"
+    whole_object = chunk_object = "text_completion"
+
+    def __init__(self, echoes: Echoes | None = None, tokens: TokenBytes | None = None) -> None:
+        self._echoes = echoes
+        self._tokens = tokens
+        self._lengths: dict[int, int] = {}  # Characters of a choice so far.
+
+    def _whole(self, index: int, chunk: TextChunk) -> dict[str, Any]:
+        return self.chunk(index, chunk, True)
+
+    def chunk(self, index: int, chunk: TextChunk, is_first: bool) -> dict[str, Any]:
+        echo = self._echoes.of(index) if self._echoes is not None and is_first else ""
+        logprobs = None if self._tokens is None else self._logprobs(self._tokens, index, chunk)
+        return {"index": index, "text": echo + chunk.text, "logprobs": logprobs, **_end(chunk)}
+
+    def _logprobs(self, tokens: TokenBytes, index: int, chunk: TextChunk) -> dict[str, Any]:
+        ids: list[int] = []
+        values: list[float | None] = []
+        tops: list[Sequence[tuple[int, float]]] = []
+        if chunk.prompt is not None:
+            found = chunk.prompt.logprobs
+            ids += chunk.prompt.ids
+            values += [None, *found.chosen.tolist()]
+            likeliest = zip(found.top_ids.tolist(), found.top.tolist(), strict=True)
+            tops += [(), *(list(zip(*place, strict=True)) for place in likeliest)]
+        prompt_tokens = len(ids)
+        ids += chunk.token_ids
+        values += chunk.logprobs
+        tops += chunk.top_logprobs or [()] * len(chunk.token_ids)
+        pieces = list(map(tokens.of, ids))
+        offsets, length = [], self._lengths.get(index, 0)
+        for number, (token_id, piece) in enumerate(zip(ids, pieces, strict=True)):
+            offsets.append(length)
+            if number >= prompt_tokens or not self._skips(token_id):
+                length += sum(byte & 0xC0 != 0x80 for byte in piece)  # Bytes that begin a character of UTF-8.
+        self._lengths[index] = length
+        texts = list(map(_text, pieces))
+        return {
+            "tokens": texts,
+            "token_logprobs": [None if value is None else _finite(value) for value in values],
+            # The token itself is always among them.
+            "top_logprobs": [
+                None
+                if value is None
+                else {_text(tokens.of(other)): _finite(logprob) for other, logprob in top} | {text: _finite(value)}
+                for top, text, value in zip(tops, texts, values, strict=True)
+            ],
+            "text_offset": offsets,
+        }
+
+    def _skips(self, token_id: int) -> bool:
+        """Whether a token of the prompt is no part of the text that is echoed."""
+        return self._echoes is not None and self._echoes.skips(token_id)
+
+
+class ChatFormat(Format):
+    """Messages of the assistant; `tokens` where log probabilities are wanted."""
+
+    id_prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, tokens: TokenBytes | None = None) -> None:
+        self._tokens = tokens
+
+    def _whole(self, index: int, chunk: TextChunk) -> dict[str, Any]:
+        return self._choice(index, chunk) | {"message": {"role": "assistant", "content": chunk.text}}
+
+    def chunk(self, index: int, chunk: TextChunk, is_first: bool) -> dict[str, Any]:
+        role = {"role": "assistant"} if is_first else {}
+        return self._choice(index, chunk) | {"delta": role | {"content": chunk.text}}
+
+    def _choice(self, index: int, chunk: TextChunk) -> dict[str, Any]:
+        logprobs = None
+        if self._tokens is not None:
+            logprobs = {"content": self._content(self._tokens, chunk), "refusal": None}
+        return {"index": index, "logprobs": logprobs, **_end(chunk)}
+
+    def _content(self, tokens: TokenBytes, chunk: TextChunk) -> list[dict[str, Any]]:
+        def entry(token_id: int, logprob: float) -> dict[str, Any]:
+            data = tokens.of(token_id)
+            return {"token": _text(data), "logprob": _finite(logprob), "bytes": list(data)}
+
+        tops = chunk.top_logprobs or [[] for _ in chunk.token_ids]
+        return [
+            entry(token_id, logprob) | {"top_logprobs": [entry(*other) for other in top]}
+            for token_id, logprob, top in zip(chunk.token_ids, chunk.logprobs, tops, strict=True)
+        ]
+
+
+class Echoes:
+    """The prompts as they are put before their choices, `n` of each."""
+
+    def __init__(self, prompts: Sequence[Prompt], n: int, tokenizer: TextTokenizer) -> None:
+        self._prompts = prompts
+        self._n = n
+        self._tokenizer = tokenizer
+
+    def of(self, index: int) -> str:
+        """The text before choice `index`."""
+        prompt = self._prompts[index // self._n]
+        if isinstance(prompt, str):
+            return prompt
+        text: str = self._tokenizer.backend.decode(prompt, skip_special_tokens=True)
+        return text
+
+    def skips(self, token_id: int) -> bool:
+        """Whether the id has no part in an echoed prompt: the tokenizer's own, such as what begins a text."""
+        return self._tokenizer.decoder.skips(token_id)
+
+
+def _end(chunk: TextChunk) -> dict[str, Any]:
+    """Why the answer ended; `stop_reason` is vLLM's: the stop string or the stop token's id."""
+    return {"finish_reason": chunk.finish_reason, "stop_reason": chunk.stop_reason}
+
+
+def usage_of(usages: Sequence[Usage], n: int) -> dict[str, Any]:
+    """What all choices took together; a prompt counts once for all `n` of its choices."""
+    prompt = sum(usage.prompt_tokens for usage in usages[::n])
+    completion = sum(usage.completion_tokens for usage in usages)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages[::n])},
+    }
+
+
+def usage_so_far(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    """What one choice has taken until now, as vLLM writes it."""
+    total = prompt_tokens + completion_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
+
+
+def _text(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST)

@@ -1,0 +1,69 @@
+"""Answers as HTTP bodies: one of JSON, or server-sent events ending in `data: [DONE]`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any, ParamSpec
+
+from google.api.httpbody_pb2 import HttpBody
+
+from millrace_protos.millrace_pb2 import Usage
+from services.transformer.frontends.http import EVENTS, event, json_body
+from services.transformer.frontends.openai.answers import Format, usage_of, usage_so_far
+from services.transformer.frontends.openai.choices import generate_all
+from services.transformer.frontends.openai.generation_requests import GenerationRequest
+from services.transformer.generation.pipeline import Pipeline, TextChunk, TextRequest
+
+_DONE = b"data: [DONE]\n\n"
+# Numbers of a scored prompt that are written at once; more of them take longer than others should wait.
+_MAX_WRITTEN_AT_ONCE = 2048
+_P = ParamSpec("_P")
+
+
+async def _written(first: TextChunk, write: Callable[_P, dict[str, Any]], *given: _P.args, **named: _P.kwargs) -> Any:
+    """What `write` makes of the arguments, in a thread where much of a prompt's is in the choice's `first` chunk."""
+    scored = first.prompt
+    if scored is None or scored.logprobs.chosen.size + scored.logprobs.top.size <= _MAX_WRITTEN_AT_ONCE:
+        return write(*given, **named)
+    return await asyncio.to_thread(write, *given, **named)
+
+
+async def answer(
+    pipeline: Pipeline, generations: Sequence[TextRequest], asked: GenerationRequest, shape: Format
+) -> AsyncGenerator[HttpBody, None]:
+    """Runs the generations, one a choice, and writes what they make; closing the generator cancels them."""
+    head = {"id": f"{shape.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
+    async with aclosing(generate_all(pipeline, generations)) as chunks:
+        if not asked.stream:
+            made: list[list[TextChunk]] = [[] for _ in generations]
+            async for index, chunk in chunks:
+                made[index].append(chunk)
+            choices = [await _written(parts[0], shape.whole, index, parts) for index, parts in enumerate(made)]
+            total = usage_of([parts[-1].usage or Usage() for parts in made], asked.n)
+            yield json_body(head | {"object": shape.whole_object, "choices": choices, "usage": total})
+            return
+
+        head["object"] = shape.chunk_object
+        begun: set[int] = set()
+        usages = [Usage()] * len(generations)
+        completion_tokens = [0] * len(generations)
+        # With include_usage every event has the field; the last one fills it.
+        usage: dict[str, Any] = {"usage": None} if asked.include_usage else {}
+        async for index, chunk in chunks:
+            usages[index] = chunk.usage or usages[index]
+            completion_tokens[index] += len(chunk.token_ids)
+            is_first = index not in begun
+            # Text that is held back makes no event of its own, unless something else is told of its tokens.
+            if is_first or chunk.text or chunk.finish_reason is not None or chunk.logprobs:
+                begun.add(index)
+                choice = await _written(chunk, shape.chunk, index, chunk, is_first)
+                if asked.continuous_usage:
+                    usage["usage"] = usage_so_far(chunk.prompt_tokens, completion_tokens[index])
+                yield HttpBody(content_type=EVENTS, data=event(head | {"choices": [choice]} | usage))
+        if asked.include_usage:
+            yield HttpBody(data=event(head | {"choices": [], "usage": usage_of(usages, asked.n)}))
+        yield HttpBody(data=_DONE)

@@ -1,0 +1,151 @@
+"""Embeddings: texts or token ids in, a vector each out, by a predictor's `input_ids` → `embedding`.
+
+Each input is a call of its own at the predictor, which batches calls and lets the gateway spread them
+over replicas; all inputs are tokenised and checked before the first call, and each waits for a predictor that is
+away. A request leaves one record, with its inputs and without the vectors.
+Source of the shapes: OpenAI's API reference; base64 is of the vector's little-endian float32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from millrace.errors import DeadlineError, HopBrokenError, InvalidRequestError
+from millrace.oip.tensors import Tensor, add_input
+from millrace.payload.call import RECORDED, Origin, recorded
+from millrace.payload.tap import PayloadTap
+from millrace_protos import inference_pb2
+from millrace_protos.millrace_pb2 import Usage
+from services.transformer.frontends.openai.requests import Prompt
+from services.transformer.frontends.openai.text_requests import EmbeddingsRequest
+from services.transformer.generation.recorded_prompt import MAX_RECORDED_CHARACTERS, recorded_list
+from services.transformer.models.catalogue import Catalogue
+from services.transformer.models.models import RelayedModel, TextModel
+from services.transformer.predictors.answers import outputs_of
+from services.transformer.predictors.client import PredictorClient
+from services.transformer.text.tokenizer import TextTokenizer, check_token_count
+
+_CALLS_AT_ONCE = 32
+_UNSTATED_LENGTH = 128 * 1024  # Tokens of an input where the predictor tells no limit: then it refuses what is longer.
+_ROWS_A_PIECE = 64  # Of the answer's JSON, so that writing it does not hold the event loop.
+
+Vector = NDArray[np.float32]
+
+
+class Embedder:
+    """Owned by the event loop; one for all requests."""
+
+    def __init__(self, catalogue: Catalogue, predictor: PredictorClient, tap: PayloadTap) -> None:
+        self._catalogue = catalogue
+        self._predictor = predictor
+        self._tap = tap
+
+    async def embed(
+        self, asked: EmbeddingsRequest, origin: Origin, timeout_s: float | None
+    ) -> tuple[list[Vector], int]:
+        """The inputs' vectors, and how many tokens they had; raises MillraceError."""
+        ignored = asked.ignored_fields()
+        parameters = orjson.dumps({"ignored_fields": ignored}).decode() if ignored else ""
+        prompt = _recorded(asked.input)
+        with recorded(self._tap, origin, asked.model, timeout_s, prompt=prompt, parameters=parameters) as recording:
+            try:
+                # One limit for all calls, which do not begin at once.
+                async with asyncio.timeout(timeout_s):
+                    vectors, tokens = await self._embed(asked, origin, timeout_s)
+            except TimeoutError:
+                raise DeadlineError("the deadline passed") from None
+            recording.end("OK", usage=Usage(prompt_tokens=tokens))
+            await recording.begun()
+            return vectors, tokens
+
+    async def _embed(
+        self, asked: EmbeddingsRequest, origin: Origin, timeout_s: float | None
+    ) -> tuple[list[Vector], int]:
+        tokenizer, context_length = await self._model(asked.model, origin, timeout_s)
+        rows = [await _ids_of(item, i, tokenizer, context_length) for i, item in enumerate(asked.input)]
+        vectors: list[Vector] = [np.empty(0, np.float32)] * len(rows)
+        waiting = iter(range(len(rows)))
+
+        async def work() -> None:
+            for index in waiting:
+                vectors[index] = await self._vector(asked.model, origin.request_id, rows[index], timeout_s)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number in range(min(_CALLS_AT_ONCE, len(rows))):
+                    group.create_task(work(), name=f"embed-{number}")
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return vectors, sum(map(len, rows))
+
+    async def _model(self, name: str, origin: Origin, timeout_s: float | None) -> tuple[TextTokenizer, int]:
+        """The model's tokenizer, and how many tokens an input may have."""
+        model = await self._catalogue.wait_for(name, "", origin, timeout_s)
+        if isinstance(model, TextModel):
+            raise InvalidRequestError(f"model {name!r} generates text and makes no embeddings", param="model")
+        if not isinstance(model, RelayedModel) or model.tokenizer is None:
+            raise InvalidRequestError(
+                f"model {name!r} makes no embeddings of text; call it by ModelInfer with its own tensors", param="model"
+            )
+        return model.tokenizer, model.context_length or _UNSTATED_LENGTH
+
+    async def _vector(self, model: str, request_id: str, ids: list[int], timeout_s: float | None) -> Vector:
+        request = inference_pb2.ModelInferRequest(model_name=model, id=request_id)
+        add_input(request, Tensor("input_ids", "INT64", np.array(ids, dtype=np.int64)))
+        patience = self._predictor.patience(timeout_s)
+        answer = await patience.insist(
+            lambda: self._predictor.inference.ModelInfer(request, timeout=patience.left_s, metadata=(RECORDED,))
+        )
+        outputs = outputs_of(answer)
+        if "embedding" not in outputs:
+            raise HopBrokenError(f"model {model!r} gave no embedding", hop="predictor")
+        vector = outputs["embedding"].array
+        if vector.dtype.kind != "f":
+            raise HopBrokenError(f"model {model!r} gave an embedding that is no vector of floats", hop="predictor")
+        return vector.reshape(-1).astype("<f4", copy=False)
+
+
+def embeddings_json(asked: EmbeddingsRequest, vectors: Sequence[Vector], tokens: int) -> Iterator[bytes]:
+    """The answer's JSON, in pieces."""
+    as_base64 = asked.encoding_format == "base64"
+    yield b'{"object":"list","data":['
+    for first in range(0, len(vectors), _ROWS_A_PIECE):
+        rows = [
+            {"object": "embedding", "index": index, "embedding": _base64(vector) if as_base64 else vector}
+            for index, vector in enumerate(vectors[first : first + _ROWS_A_PIECE], first)
+        ]
+        piece = orjson.dumps(rows, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+        yield piece if first == 0 else b"," + piece
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    yield b'],"model":' + orjson.dumps(asked.model) + b',"usage":' + orjson.dumps(usage) + b"}"
+
+
+def _base64(vector: Vector) -> str:
+    return base64.b64encode(vector.tobytes()).decode()
+
+
+async def _ids_of(item: Prompt, index: int, tokenizer: TextTokenizer, context_length: int) -> list[int]:
+    """An input's token ids; others have their turn after each."""
+    await asyncio.sleep(0)
+    try:
+        if isinstance(item, str):
+            if not item:
+                raise InvalidRequestError("the prompt is empty")
+            return await tokenizer.encode(item, context_length)
+        check_token_count(len(item), context_length)
+        return item
+    except InvalidRequestError as error:
+        # The same words as for a prompt, and which of the inputs it is.
+        raise type(error)(f"input {index}: {error.message}", param="input") from None
+
+
+def _recorded(inputs: Sequence[Prompt]) -> str:
+    if len(inputs) == 1 and isinstance(inputs[0], str):
+        return inputs[0][:MAX_RECORDED_CHARACTERS]
+    return recorded_list(inputs)

@@ -1,0 +1,248 @@
+"""Requests for completions and chat completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from millrace.errors import InvalidRequestError
+from millrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
+from services.transformer.calls import check_stop
+from services.transformer.frontends.openai.errors import UnsupportedFieldError
+from services.transformer.frontends.openai.requests import OpenAIRequest, Prompt, read_prompts, trimmed_prompts
+
+MAX_N = 16
+MAX_CHOICES = 64  # Prompts times n: each is a sequence of its own at the predictor.
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions, and vLLM's.
+
+_DECLARED = ("logprobs", "top_logprobs")
+_SAMPLING = tuple(name for name in SamplingParameters.model_fields if name not in _DECLARED)
+_MAX_TEMPLATE_OPTIONS = 64 * 1024
+_PLAIN_TEXT = {"type": "text"}
+
+
+class StreamOptions(BaseModel):
+    """What a stream says of usage: at its end, and with vLLM's `continuous_usage_stats` in every event."""
+
+    model_config = ConfigDict(extra="allow")
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationRequest(OpenAIRequest):
+    """What both kinds of completion share."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "allowed_token_ids": ([],),
+        "bad_words": ([],),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "guided_json": (),
+        "guided_regex": (),
+        "include_stop_str_in_output": (False,),
+        "length_penalty": (1, 1.0),
+        "logit_bias": ({},),
+        "logits_processors": ([],),
+        "prompt_logprobs": (),
+        "response_format": (_PLAIN_TEXT,),
+        "return_token_ids": (False,),
+        "return_tokens_as_token_ids": (False,),
+        "skip_special_tokens": (True,),
+        "structured_outputs": (),
+        "truncate_prompt_tokens": (),
+        "use_beam_search": (False,),
+    }
+
+    READ: ClassVar[frozenset[str]] = frozenset(_SAMPLING)
+
+    n: int = Field(1, ge=1, le=MAX_N)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    stop: tuple[str, ...] = ()
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _read_stop(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return (value,)
+        return tuple(value) if isinstance(value, list) else value
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        options = self.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
+
+    def check(self) -> None:
+        super().check()
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options needs stream=true", param="stream_options")
+
+    def trim(self) -> None:
+        SamplingParameters().changed(self.sampling())
+        check_stop(self.stop)
+        super().trim()
+
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters given."""
+        return {name: self.extra[name] for name in _SAMPLING if self.extra.get(name) is not None}
+
+
+class CompletionRequest(GenerationRequest):
+    """A request to continue each of its prompts n times."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {
+        **GenerationRequest.UNSUPPORTED,
+        "add_special_tokens": (True,),
+        "suffix": ("",),
+    }
+
+    prompt: list[Prompt]
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    best_of: int | None = Field(None, ge=1)
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _read_prompt(cls, value: Any) -> Any:
+        return read_prompts(value, MAX_CHOICES)
+
+    def check(self) -> None:
+        super().check()
+        if len(self.prompt) * self.n > MAX_CHOICES:
+            raise InvalidRequestError(
+                f"{len(self.prompt)} prompts times n={self.n}: at most {MAX_CHOICES} choices are allowed", param="n"
+            )
+        if self.best_of is not None and self.best_of < self.n:
+            raise InvalidRequestError(f"best_of={self.best_of} is less than n={self.n}", param="best_of")
+        if self.best_of is not None and self.best_of > self.n:
+            raise UnsupportedFieldError("best_of", self.best_of, f" beyond n={self.n}")
+
+    @property
+    def prompt_only(self) -> bool:
+        """Nothing is generated: OpenAI's way to ask for an echo alone."""
+        limit = self.extra.get("max_tokens")
+        return self.echo and type(limit) is int and limit == 0
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo else None
+
+    def trim(self) -> None:
+        super().trim()
+        self.prompt = trimmed_prompts(self.prompt)
+
+    def sampling(self) -> dict[str, Any]:
+        given = super().sampling()
+        if self.prompt_only:
+            given["max_tokens"] = 1  # A predictor makes one at least; the answer leaves it out.
+        return given if self.logprobs is None else given | {"logprobs": True, "top_logprobs": self.logprobs}
+
+
+class Message(BaseModel):
+    """One message of a conversation; of content in parts, only text is served."""
+
+    role: str = Field(min_length=1)
+    content: str = ""
+    tool_calls: Any = None
+    function_call: Any = None
+    audio: Any = None
+
+    @field_validator("role")
+    @classmethod
+    def _read_role(cls, value: str) -> str:
+        # OpenAI's newer name; chat templates know the older one.
+        return "system" if value == "developer" else value
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _read_content(cls, value: Any) -> Any:
+        if not isinstance(value, list):
+            return "" if value is None else value
+        return "\n".join(map(_text_of_part, value))
+
+    @field_validator("tool_calls", "function_call", "audio")
+    @classmethod
+    def _refuse(cls, value: Any) -> Any:
+        if value:
+            raise ValueError("not supported")
+        return value
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """A request for n next messages of a conversation."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {
+        **GenerationRequest.UNSUPPORTED,
+        "add_generation_prompt": (True,),
+        "add_special_tokens": (False,),
+        "audio": (),
+        "chat_template": (),
+        "continue_final_message": (False,),
+        "documents": ([],),
+        "echo": (False,),
+        "function_call": ("none",),
+        "functions": ([],),
+        "modalities": (["text"],),
+        "parallel_tool_calls": (True, False),
+        "prediction": (),
+        "reasoning_effort": ("none",),
+        "tool_choice": ("none",),
+        "tools": ([],),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+    }
+    # A model that may call no tool needs none.
+    NEEDLESS: ClassVar[Mapping[str, str]] = {"tool_choice": "tools", "function_call": "functions"}
+    READ: ClassVar[frozenset[str]] = GenerationRequest.READ | {"max_completion_tokens"}
+
+    messages: list[Message] = Field(min_length=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    def check(self) -> None:
+        for choice, needless in self.NEEDLESS.items():
+            if self.extra.get(choice) == "none":
+                self.extra.pop(needless, None)
+        super().check()
+        check_template_options(self.chat_template_kwargs)
+
+    def sampling(self) -> dict[str, Any]:
+        given = super().sampling()
+        # The newer of two names for the same.
+        limit = self.extra.get("max_completion_tokens")
+        if limit is not None:
+            given["max_tokens"] = limit
+        if self.logprobs or self.top_logprobs:
+            given |= {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
+        return given
+
+
+def _text_of_part(part: Any) -> str:
+    if not isinstance(part, dict) or "type" not in part:
+        raise ValueError("a part of the content must be an object with a type")
+    if part["type"] != "text":
+        raise ValueError(f"parts of type {str(part['type'])[:64]!r} are not supported, only text is")
+    if not isinstance(part.get("text"), str):
+        raise ValueError("a text part must have a text")
+    return str(part["text"])
+
+
+def check_template_options(options: Mapping[str, Any]) -> None:
+    """Refuses variables of a chat template that are too large, or nested too deep to be rendered or recorded."""
+    try:
+        size = len(orjson.dumps(options)) if options else 0
+    except orjson.JSONEncodeError as error:
+        raise InvalidRequestError(f"cannot be written as JSON: {error}", param="chat_template_kwargs") from None
+    if size > _MAX_TEMPLATE_OPTIONS:
+        raise InvalidRequestError(
+            f"more than {_MAX_TEMPLATE_OPTIONS} bytes of JSON are not supported", param="chat_template_kwargs"
+        )

@@ -1,0 +1,55 @@
+"""The models that OpenAI's API serves, and what it says of them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+from millrace.errors import InvalidRequestError, NotFoundError, NotReadyError
+from millrace.oip.resumable import FINGERPRINT
+from services.transformer.models.catalogue import Catalogue
+from services.transformer.models.models import RelayedModel, TextModel
+
+Kind = Literal["generation", "embedding"]
+
+
+class OpenAIModels:
+    """Owned by the event loop."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self._catalogue = catalogue
+        self._started = int(time.time())
+
+    def cards(self) -> list[dict[str, Any]]:
+        """All models that are loaded; one that loads is listed when it has."""
+        cards = []
+        for name in self._catalogue.names:
+            try:
+                cards.append(self.card(name))
+            except (NotFoundError, NotReadyError):
+                continue
+        return cards
+
+    def card(self, name: str) -> dict[str, Any]:
+        """The description of a model; NotFoundError where OpenAI's API has no use for it."""
+        model = self._catalogue.find(name)
+        kind: Kind
+        length: int | None
+        if isinstance(model, TextModel):
+            kind, length = "generation", model.limits.context_length
+        elif isinstance(model, RelayedModel) and model.tokenizer is not None:
+            kind, length = "embedding", model.context_length
+        else:
+            raise NotFoundError(f"model {name!r} takes tensors; OpenAI's API does not serve it")
+        card = {"id": name, "object": "model", "created": self._started, "owned_by": "millrace", "kind": kind}
+        card["max_model_len"] = length  # As vLLM names it.
+        return card | ({FINGERPRINT: model.fingerprint} if model.fingerprint else {})
+
+    def resolve(self, name: str, kind: Kind) -> str:
+        """The model that a request names, or the only one of a kind where it names none; raises InvalidRequestError."""
+        if name:
+            return name
+        names = [card["id"] for card in self.cards() if card["kind"] == kind] or self._catalogue.names
+        if len(names) != 1:
+            raise InvalidRequestError(f"name a model; there are {', '.join(names) or 'none'}", param="model")
+        return str(names[0])

@@ -1,0 +1,155 @@
+"""What OpenAI's clients send, parsed and checked: the body of a request and its prompts.
+
+Fields that nobody knows are ignored, as OpenAI does, and named in the answer's header `x-ignored-fields`;
+fields that are known and not supported here are refused, unless their value asks for nothing. Null is as
+good as absent. All raises InvalidRequestError. Source: OpenAI's API reference, and vLLM's for the fields beyond it.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any, ClassVar, TypeVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from millrace.errors import InvalidRequestError
+from services.transformer.calls import check_message_count
+from services.transformer.frontends.openai.errors import UnsupportedFieldError
+
+# Larger than any prompt, its JSON escapes included; parsing more would stop the event loop.
+MAX_BODY_BYTES = 8 * 1024 * 1024
+_MAX_IDS = 1024 * 1024  # Of one prompt: more than any context.
+# Of the fields that no class declares: how many, the characters of a name or a text, and the items of a list.
+_MAX_EXTRA, _MAX_NAME, _MAX_ITEMS = 256, 4096, 1024
+
+IGNORED_FIELDS = "x-ignored-fields"
+_MAX_IGNORED, _MAX_FIELD_NAME = 16, 64  # What is named of them: a header is short.
+_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
+
+Prompt = str | list[int]
+
+
+class OpenAIRequest(BaseModel):
+    """A request's body; unknown fields are kept, for some of them are refused. Without a model there is only one."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    # Unsupported fields, with the values of them that ask for nothing.
+    UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {}
+    # Fields that are read though the class does not declare them.
+    READ: ClassVar[frozenset[str]] = frozenset()
+
+    model: str = ""
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """The fields that the class does not declare."""
+        return self.model_extra or {}
+
+    def ignored_fields(self) -> list[str]:
+        """The names of fields that have no effect, fit for a header: what is longer or more is cut."""
+        names = [name for name in self.extra if name not in self.READ and name not in self.UNSUPPORTED]
+        for name in self.__class__.model_fields:
+            nested = getattr(self, name)
+            if isinstance(nested, BaseModel) and nested.model_extra:
+                names += [f"{name}.{inner}" for inner in nested.model_extra]
+        return [_NOT_IN_A_NAME.sub("?", name[:_MAX_FIELD_NAME]) for name in names[:_MAX_IGNORED]]
+
+    def check(self) -> None:
+        """Refuses what the fields' types do not."""
+        for name, harmless in self.UNSUPPORTED.items():
+            value = self.extra.get(name)
+            if value is not None and not any(type(value) is type(one) and value == one for one in harmless):
+                raise UnsupportedFieldError(name, value)
+
+    def trim(self) -> None:
+        """Checks, and leaves out, what would make a large request more than its texts to take over.
+
+        For a process of bodies: what it returns is unpickled on the way to the event loop.
+        """
+        nested = [getattr(self, name) for name in self.__class__.model_fields]
+        for model in (self, *(value for value in nested if isinstance(value, BaseModel))):
+            kept = islice((model.model_extra or {}).items(), _MAX_EXTRA)
+            extra = {name[:_MAX_NAME]: value if _is_small(value) else None for name, value in kept}
+            model.__pydantic_extra__ = None if model.model_extra is None else extra
+
+
+RequestT = TypeVar("RequestT", bound=OpenAIRequest)
+
+
+def parse(cls: type[RequestT], body: bytes) -> RequestT:
+    """The request in a JSON body."""
+    if len(body) > MAX_BODY_BYTES:
+        raise InvalidRequestError(f"the body has {len(body)} bytes, more than any prompt")
+    try:
+        values = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequestError(f"the body is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise InvalidRequestError("the body must be a JSON object")
+    values = {name: value for name, value in values.items() if value is not None}
+    if isinstance(messages := values.get("messages"), list):
+        check_message_count(len(messages))
+    try:
+        request = cls.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        message = first["msg"].removeprefix("Value error, ")
+        raise InvalidRequestError(f"{where}: {message}" if where else message, param=where or None) from None
+    request.check()
+    return request
+
+
+def parse_large(body: bytes, cls: type[RequestT]) -> tuple[RequestT, bytes]:
+    """`parse` for a process of bodies."""
+    request = parse(cls, body)
+    request.trim()
+    return request, b""
+
+
+def trimmed_prompts(prompts: list[Prompt]) -> list[Any]:
+    """The prompts, the ids of each as an array: they are one object then."""
+    return [prompt if isinstance(prompt, str) else array("i", prompt) for prompt in prompts]
+
+
+def _is_small(value: Any) -> bool:
+    if isinstance(value, list):
+        return len(value) <= _MAX_ITEMS and all(isinstance(item, (int, float)) for item in value)
+    return not isinstance(value, dict) and (not isinstance(value, str) or len(value) <= _MAX_NAME)
+
+
+def read_prompts(value: Any, limit: int) -> list[Prompt]:
+    """A text, texts, token ids or lists of them, as a list; at most `limit` prompts; raises ValueError.
+
+    Whether ids are in the vocabulary, the predictor knows.
+    """
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError("must be a string, a list of strings, token ids, or a list of lists of them")
+    if not value:
+        raise ValueError("is empty")
+    if type(value[0]) is int:
+        return [_checked_ids(value)]
+    if len(value) > limit:
+        raise ValueError(f"has {len(value)} items, at most {limit} are allowed")
+    if all(isinstance(item, str) for item in value):
+        return list(value)
+    if all(isinstance(item, list) for item in value):
+        return [_checked_ids(item) for item in value]
+    raise ValueError("must be a string, a list of strings, token ids, or a list of lists of them")
+
+
+def _checked_ids(ids: list[Any]) -> list[int]:
+    if len(ids) > _MAX_IDS:
+        raise ValueError(f"has {len(ids)} token ids, more than any context")
+    if set(map(type, ids)) - {int}:
+        raise ValueError("token ids must be whole numbers")
+    if ids and not (min(ids) >= 0 and max(ids) < 2**31):
+        raise ValueError("token ids must be from 0 to 2147483647")
+    return ids

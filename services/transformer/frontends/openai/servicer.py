@@ -1,0 +1,199 @@
+"""OpenAI's API: models, completions, chat completions and embeddings; and of vLLM's, what tools ask for beside it.
+
+`stream: true` answers with server-sent events ending in `data: [DONE]`, the choices among each other
+as they come. Each choice is one generation, with a record of its own under the request's id.
+Source: OpenAI's API reference for the shapes of answers, chunks and errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from google.api.httpbody_pb2 import HttpBody
+from google.protobuf.empty_pb2 import Empty
+
+from millrace import __version__
+from millrace.errors import NotReadyError
+from millrace.payload.call import Origin, origin_of
+from millrace.rpc.handlers import Context
+from millrace_protos import rest_pb2, rest_pb2_grpc
+from services.transformer.calls import timeout_of
+from services.transformer.frontends.http import JSON, PLAIN, Body, Header, KeepAlive, json_body, rest_errors
+from services.transformer.frontends.openai.answers import ChatFormat, CompletionFormat, Echoes
+from services.transformer.frontends.openai.bodies import answer
+from services.transformer.frontends.openai.choices import choices_of
+from services.transformer.frontends.openai.embeddings import Embedder, embeddings_json
+from services.transformer.frontends.openai.errors import openai_error
+from services.transformer.frontends.openai.generation_requests import (
+    COMPLETION_MAX_TOKENS,
+    ChatCompletionRequest,
+    CompletionRequest,
+)
+from services.transformer.frontends.openai.models import Kind, OpenAIModels
+from services.transformer.frontends.openai.requests import IGNORED_FIELDS, MAX_BODY_BYTES, RequestT, parse, parse_large
+from services.transformer.frontends.openai.text_requests import DetokenizeRequest, EmbeddingsRequest, TokenizeRequest
+from services.transformer.frontends.openai.tokenizing import detokenize, tokenize, tokenizer_of
+from services.transformer.generation.pipeline import Pipeline, TextRequest
+from services.transformer.models.catalogue import Catalogue
+from services.transformer.processes.body_processes import SMALL_BYTES, BodyProcesses
+from services.transformer.text.tokenizer import TextTokenizer
+
+
+class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
+    """`keep_alive_s` of silence are filled with a comment in streams of events; 0: are not."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        catalogue: Catalogue,
+        embedder: Embedder,
+        bodies: BodyProcesses,
+        keep_alive_s: float = 15.0,
+    ) -> None:
+        self._bodies = bodies
+        self._keep_alive_s = keep_alive_s
+        self._pipeline = pipeline
+        self._catalogue = catalogue
+        self._embedder = embedder
+        self._models = OpenAIModels(catalogue)
+
+    @rest_errors(openai_error)
+    async def Health(self, request: Empty, context: Context) -> AsyncGenerator[HttpBody, None]:
+        if not self._catalogue.ready:
+            raise NotReadyError("not ready", hop="predictor")
+        yield HttpBody(content_type=PLAIN)
+
+    @rest_errors(openai_error)
+    async def Version(self, request: Empty, context: Context) -> AsyncGenerator[HttpBody, None]:
+        yield json_body({"version": __version__})
+
+    @rest_errors(openai_error)
+    async def Models(self, request: Empty, context: Context) -> AsyncGenerator[HttpBody, None]:
+        yield json_body({"object": "list", "data": self._models.cards()})
+
+    @rest_errors(openai_error)
+    async def Model(self, request: rest_pb2.ModelRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
+        yield json_body(self._models.card(request.model))
+
+    @rest_errors(openai_error)
+    async def Completions(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
+        origin = origin_of(context, "millrace.rest.v1.OpenAI/Completions")
+        asked = await self._read(CompletionRequest, request, context, origin, "generation")
+        if ignored := asked.ignored_fields():
+            yield Header(IGNORED_FIELDS, ", ".join(ignored))
+        if asked.stream:
+            yield KeepAlive(self._keep_alive_s)
+        timeout_s = timeout_of(context)
+        echoes = tokens = None
+        if asked.echo or asked.logprobs is not None:
+            tokenizer = await self._tokenizer(origin, asked.model, timeout_s)
+            echoes = Echoes(asked.prompt, asked.n, tokenizer) if asked.echo else None
+            tokens = None if asked.logprobs is None else tokenizer.token_bytes
+        generations = [
+            choice
+            for prompt in asked.prompt
+            for choice in choices_of(
+                TextRequest(
+                    origin=origin,
+                    model=asked.model,
+                    prompt=prompt if isinstance(prompt, str) else None,
+                    prompt_ids=None if isinstance(prompt, str) else prompt,
+                    sampling=asked.sampling(),
+                    default_max_tokens=COMPLETION_MAX_TOKENS,
+                    stop=asked.stop,
+                    timeout_s=timeout_s,
+                    ignored_fields=ignored,
+                    prompt_logprobs=asked.prompt_logprobs,
+                    choices=len(asked.prompt) * asked.n,
+                    prompt_only=asked.prompt_only,
+                ),
+                asked.n,
+            )
+        ]
+        shape = CompletionFormat(echoes, tokens)
+        async with aclosing(answer(self._pipeline, generations, asked, shape)) as bodies:
+            async for body in bodies:
+                yield body
+
+    @rest_errors(openai_error)
+    async def ChatCompletions(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
+        origin = origin_of(context, "millrace.rest.v1.OpenAI/ChatCompletions")
+        asked = await self._read(ChatCompletionRequest, request, context, origin, "generation")
+        if ignored := asked.ignored_fields():
+            yield Header(IGNORED_FIELDS, ", ".join(ignored))
+        if asked.stream:
+            yield KeepAlive(self._keep_alive_s)
+        timeout_s = timeout_of(context)
+        generations = choices_of(
+            TextRequest(
+                origin=origin,
+                model=asked.model,
+                messages=[(message.role, message.content) for message in asked.messages],
+                template_options=asked.chat_template_kwargs,
+                sampling=asked.sampling(),
+                stop=asked.stop,
+                timeout_s=timeout_s,
+                ignored_fields=ignored,
+            ),
+            asked.n,
+        )
+        tokens = (await self._tokenizer(origin, asked.model, timeout_s)).token_bytes if asked.logprobs else None
+        shape = ChatFormat(tokens)
+        async with aclosing(answer(self._pipeline, generations, asked, shape)) as bodies:
+            async for body in bodies:
+                yield body
+
+    @rest_errors(openai_error)
+    async def Embeddings(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
+        origin = origin_of(context, "millrace.rest.v1.OpenAI/Embeddings")
+        asked = await self._read(EmbeddingsRequest, request, context, origin, "embedding")
+        if ignored := asked.ignored_fields():
+            yield Header(IGNORED_FIELDS, ", ".join(ignored))
+        vectors, tokens = await self._embedder.embed(asked, origin, timeout_of(context))
+        for piece in embeddings_json(asked, vectors, tokens):
+            yield HttpBody(content_type=JSON, data=piece)
+
+    @rest_errors(openai_error)
+    async def Tokenize(self, request: HttpBody, context: Context) -> AsyncGenerator[HttpBody, None]:
+        asked = await self._parsed(TokenizeRequest, request, context)
+        tokenizer, context_length = await self._tokenizer_for(asked.model, context)
+        yield json_body(await tokenize(asked, tokenizer, context_length, self._bodies, timeout_of(context)))
+
+    @rest_errors(openai_error)
+    async def Detokenize(self, request: HttpBody, context: Context) -> AsyncGenerator[HttpBody, None]:
+        asked = await self._parsed(DetokenizeRequest, request, context)
+        tokenizer, _ = await self._tokenizer_for(asked.model, context)
+        yield json_body(detokenize(asked, tokenizer))
+
+    @rest_errors(openai_error)
+    async def TokenizerInfo(self, request: rest_pb2.ModelRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
+        tokenizer, context_length = await self._tokenizer_for(request.model, context)
+        yield json_body(tokenizer.description | {"model_max_length": context_length})
+
+    async def _tokenizer_for(self, name: str, context: Context) -> tuple[TextTokenizer, int | None]:
+        """The tokenizer of a model, of the only one that generates where none is named, and the model's context."""
+        origin = origin_of(context, "millrace.rest.v1.OpenAI/Tokenize")
+        name = self._models.resolve(name, "generation")
+        return tokenizer_of(await self._catalogue.wait_for(name, "", origin, timeout_of(context)))
+
+    async def _read(
+        self, cls: type[RequestT], request: HttpBody, context: Context, origin: Origin, kind: Kind
+    ) -> RequestT:
+        """The request in a body, with its model's name; one that is refused is on record."""
+        with self._pipeline.recording_refusals(origin):
+            asked = await self._parsed(cls, request, context)
+            asked.model = self._models.resolve(asked.model, kind)
+            return asked
+
+    async def _parsed(self, cls: type[RequestT], request: HttpBody, context: Context) -> RequestT:
+        """The request in a body; see `parse`."""
+        data = request.data
+        if not SMALL_BYTES < len(data) <= MAX_BODY_BYTES:
+            return parse(cls, data)
+        parsed: tuple[RequestT, bytes] = await self._bodies.run(parse_large, (cls,), data, timeout_of(context))
+        return parsed[0]
+
+    async def _tokenizer(self, origin: Origin, model: str, timeout_s: float | None) -> TextTokenizer:
+        with self._pipeline.recording_refusals(origin, model):
+            return (await self._catalogue.get(model, "", origin, timeout_s)).tokenizer

@@ -1,0 +1,59 @@
+"""vLLM's `/tokenize`, `/detokenize` and `/tokenizer_info`: a model's tokenizer for those who have none of their own.
+
+A prompt longer than the context is tokenised too, to tell its length.
+Source of the shapes: vLLM's OpenAI-compatible server.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from millrace.errors import InvalidRequestError
+from services.transformer.frontends.openai.text_requests import DetokenizeRequest, TokenizeRequest
+from services.transformer.models.models import RelayedModel, TextModel
+from services.transformer.processes.body_processes import BodyProcesses
+from services.transformer.text.tokenizer import TextTokenizer
+
+MAX_TEXT_BYTES = 1024 * 1024  # About 0.3 s of a tokenizer's thread.
+
+
+def tokenizer_of(model: object) -> tuple[TextTokenizer, int | None]:
+    """A model's tokenizer, and the tokens that its context holds; raises InvalidRequestError."""
+    if isinstance(model, TextModel):
+        return model.tokenizer, model.limits.context_length
+    if isinstance(model, RelayedModel) and model.tokenizer is not None:
+        return model.tokenizer, model.context_length
+    raise InvalidRequestError("the model takes tensors and has no tokenizer", param="model")
+
+
+async def tokenize(
+    request: TokenizeRequest,
+    tokenizer: TextTokenizer,
+    context_length: int | None,
+    bodies: BodyProcesses,
+    timeout_s: float | None,
+) -> dict[str, Any]:
+    """The answer of `/tokenize`."""
+    if request.prompt is not None:
+        text, adds = request.prompt, request.add_special_tokens is not False
+    else:
+        messages = [(message.role, message.content) for message in request.messages or ()]
+        if sum(len(content) for _, content in messages) > MAX_TEXT_BYTES:
+            raise _too_long()
+        options = {"add_generation_prompt": request.add_generation_prompt, **request.chat_template_kwargs}
+        text = await tokenizer.render(messages, MAX_TEXT_BYTES, options, bodies, timeout_s)
+        adds = request.add_special_tokens is True
+    if len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
+        raise _too_long()
+    ids = await tokenizer.ids(text, adds)
+    strings = await tokenizer.strings(ids) if request.return_token_strs else None
+    return {"count": len(ids), "max_model_len": context_length, "tokens": ids, "token_strs": strings}
+
+
+def detokenize(request: DetokenizeRequest, tokenizer: TextTokenizer) -> dict[str, Any]:
+    """The answer of `/detokenize`."""
+    return {"prompt": tokenizer.backend.decode(request.tokens[0], skip_special_tokens=False)}
+
+
+def _too_long() -> InvalidRequestError:
+    return InvalidRequestError(f"the text is longer than {MAX_TEXT_BYTES} bytes")

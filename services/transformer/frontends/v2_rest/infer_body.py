@@ -1,0 +1,292 @@
+"""Bodies of `infer`: a JSON object, with tensors inside it or as binary data behind it.
+
+With the header `inference-header-content-length` the JSON takes so many bytes, and the contents of the
+tensors with `binary_data_size` follow in their order, as they lie in memory; a BYTES element is a 4-byte
+length and its bytes. Length 0 is a raw binary request: the body is the contents of a model's one input.
+Answers are alike: an output is binary where the request says so, by `binary_data` of that output or
+`binary_data_output` for all that are not named; a raw binary request gets all outputs so.
+
+Other parameters go on with the request. Refused: what begins with `triton_`, the classification and
+shared-memory extensions, and bytes that belong to no input. What a model answered is not at fault
+here: where that is no tensors, HopBrokenError says so.
+
+Source: Triton's binary tensor data extension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from millrace.errors import HopBrokenError, InvalidRequestError, TooLargeError
+from millrace.oip.tensors import BYTES, RawTensor, checked_shape, dtype_of, raw_outputs
+from millrace.rpc.admission import MAX_MESSAGE_BYTES
+from millrace_protos import inference_pb2 as pb
+from services.transformer.frontends.v2_rest.json_tensors import json_of, tensor_of
+from services.transformer.frontends.v2_rest.json_text import dump, load_object
+from services.transformer.frontends.v2_rest.parameters import plain_parameters, write_parameters
+from services.transformer.frontends.v2_rest.shapes import fitted_shape
+from services.transformer.predictors.answers import predictor_answers
+
+HEADER_LENGTH = "inference-header-content-length"
+_BINARY_SIZE, _BINARY, _BINARY_ALL = "binary_data_size", "binary_data", "binary_data_output"
+_MAX_TENSORS = 1024
+_RAW_INPUT = b"\x3a"  # The tag of raw_input_contents.
+_MAX_BODY_BYTES = MAX_MESSAGE_BYTES - 65536  # What is around it in the message takes less.
+
+Parameters = dict[str, Any] | None
+
+
+class _Tensor(BaseModel):
+    """What an input and a requested output share."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: str = Field(min_length=1)
+    parameters: Parameters = None
+
+    def parameter(self, name: str) -> Any:
+        return (self.parameters or {}).get(name)
+
+    def check(self) -> None:
+        if self.parameter("shared_memory_region") is not None:
+            raise InvalidRequestError(f"tensor {self.name!r}: shared memory is not supported; send tensors in the body")
+        if self.parameter("classification"):
+            raise InvalidRequestError(f"output {self.name!r}: the classification extension is not supported")
+
+
+class _Input(_Tensor):
+    datatype: str
+    shape: list[Annotated[int, Field(ge=0, lt=2**63)]] = Field(max_length=32)
+    data: Any = None
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    id: str | None = None
+    inputs: list[_Input] = Field(max_length=_MAX_TENSORS)
+    outputs: list[_Tensor] | None = Field(None, max_length=_MAX_TENSORS)
+    parameters: Parameters = None
+
+
+@dataclass(frozen=True)
+class InferCall:
+    """A serialized request, and how its outputs go back: `binary` says it of those that `named` does not."""
+
+    data: bytes
+    binary: bool
+    named: Mapping[str, bool] = field(default_factory=dict)
+
+    @property
+    def request(self) -> pb.ModelInferRequest:
+        """The request, parsed."""
+        return pb.ModelInferRequest.FromString(self.data)
+
+    @property
+    def wants_json(self) -> bool:
+        """Whether an output may be asked for in JSON."""
+        return not (all(self.named.values()) if self.named else self.binary)
+
+
+def read_body(model: str, version: str, data: bytes, header_length: int | None) -> InferCall:
+    """The call that a body with a JSON header, or of nothing else, asks for; raises InvalidRequestError."""
+    view = memoryview(data)
+    if header_length is None:
+        header_length = len(view)
+    if header_length > len(view):
+        raise InvalidRequestError(f"{HEADER_LENGTH} is {header_length}, the body has {len(view)} bytes")
+    body = _validated(load_object(view[:header_length]))
+    request = pb.ModelInferRequest(model_name=model, model_version=version, id=body.id or "")
+    contents = _add_inputs(request, body.inputs, view[header_length:])
+
+    parameters = dict(body.parameters or {})
+    binary = _truth(parameters.pop(_BINARY_ALL, None), _BINARY_ALL) or False
+    write_parameters(request.parameters, parameters)
+    named: dict[str, bool] = {}
+    for output in body.outputs or ():
+        output.check()
+        if output.name in named:
+            raise InvalidRequestError(f"output {output.name!r} is given twice")
+        wanted = _truth(output.parameter(_BINARY), _BINARY)
+        named[output.name] = binary if wanted is None else wanted
+        request.outputs.add(name=output.name)
+    return InferCall(_serialized(request, contents), binary, named)
+
+
+def parse_body(
+    data: bytes, model: str, version: str, header_length: int | None
+) -> tuple[tuple[bool, Mapping[str, bool]], bytes]:
+    """`read_body` for a process of bodies: how outputs go back, and the request."""
+    call = read_body(model, version, data, header_length)
+    return (call.binary, call.named), call.data
+
+
+def read_raw_body(model: str, version: str, metadata: pb.ModelMetadataResponse, data: bytes) -> InferCall:
+    """The call that a raw binary request asks for, given what the model takes; raises InvalidRequestError."""
+    if len(metadata.inputs) != 1:
+        raise InvalidRequestError(
+            f"a raw binary request needs a model of one input; {model!r} has {len(metadata.inputs)}"
+        )
+    (told,) = metadata.inputs
+    contents: list[bytes | memoryview] = [data]
+    if told.datatype == BYTES:
+        count, contents = 1, [len(data).to_bytes(4, "little"), data]
+    else:
+        count, rest = divmod(len(data), dtype_of(told.name, told.datatype).itemsize)
+        if rest:
+            raise InvalidRequestError(f"{len(data)} bytes are no whole number of elements of {told.datatype}")
+    request = pb.ModelInferRequest(model_name=model, model_version=version)
+    request.inputs.add(name=told.name, datatype=told.datatype, shape=fitted_shape(told.name, told.shape, count))
+    return InferCall(_serialized(request, [contents]), binary=True)
+
+
+def write_body(call: InferCall, response: pb.ModelInferResponse) -> tuple[bytes, int | None]:
+    """The body of an answer, and how much of it is JSON where binary data follows.
+
+    Raises InvalidRequestError where an output that was asked for is missing or has no JSON form,
+    TooLargeError, and HopBrokenError.
+    """
+    outputs, binary, size = [], [], 0
+    for name, tensor in _wanted(call, response).items():
+        told: dict[str, Any] = {"name": name, "datatype": tensor.datatype, "shape": tensor.shape}
+        if call.named.get(name, call.binary):
+            told["parameters"] = {_BINARY_SIZE: len(tensor.data)}
+            binary.append(tensor.data)
+            size += len(tensor.data)
+        else:
+            text = _json(name, tensor)
+            told["data"] = orjson.Fragment(text)
+            size += len(text)
+        outputs.append(told)
+        _check_size(size)
+    head: dict[str, Any] = {"id": response.id} if response.id else {}
+    head |= {"model_name": response.model_name, "model_version": response.model_version}
+    if parameters := plain_parameters(response.parameters):
+        head["parameters"] = parameters
+    text = dump(head | {"outputs": outputs})
+    body = b"".join([text, *binary])
+    _check_size(len(body))
+    return body, len(text) if binary else None
+
+
+def write_parsed_body(data: bytes, binary: bool, named: Mapping[str, bool]) -> tuple[int | None, bytes]:
+    """`write_body` for a process of bodies, of a serialized response: how much is JSON, and the body."""
+    body, header_length = write_body(InferCall(b"", binary, named), parsed_answer(data))
+    return header_length, body
+
+
+def parsed_answer(data: bytes) -> pb.ModelInferResponse:
+    """A serialized response; raises BrokenAnswerError."""
+    with predictor_answers():
+        return pb.ModelInferResponse.FromString(data)
+
+
+def answered_tensors(response: pb.ModelInferResponse) -> dict[str, RawTensor]:
+    """A response's outputs; raises HopBrokenError where they are no tensors."""
+    try:
+        return raw_outputs(response)
+    except InvalidRequestError as error:
+        raise HopBrokenError(f"the model's answer: {error.message}", hop="predictor") from None
+
+
+def _validated(values: dict[str, Any]) -> _Body:
+    try:
+        return _Body.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise InvalidRequestError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def _serialized(request: pb.ModelInferRequest, contents: Iterable[Sequence[bytes | memoryview]]) -> bytes:
+    """The request with the raw contents of its inputs, each in parts; they are copied once."""
+    parts: list[bytes | memoryview] = [request.SerializeToString()]
+    for tensor in contents:
+        parts += [_RAW_INPUT, _varint(sum(map(len, tensor))), *tensor]
+    return b"".join(parts)
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+def _add_inputs(
+    request: pb.ModelInferRequest, inputs: list[_Input], binary: memoryview
+) -> list[tuple[bytes | memoryview]]:
+    """Describes the inputs in the request; their raw contents."""
+    names: set[str] = set()
+    contents: list[tuple[bytes | memoryview]] = []
+    at = 0
+    for told in inputs:
+        told.check()
+        if told.name in names:
+            raise InvalidRequestError(f"input {told.name!r} is given twice")
+        names.add(told.name)
+        size = told.parameter(_BINARY_SIZE)
+        if size is None:
+            if told.data is None:
+                raise InvalidRequestError(f"input {told.name!r} has neither data nor {_BINARY_SIZE}")
+            tensor = tensor_of(told.name, told.datatype, told.shape, told.data)
+            shape: tuple[int, ...] = tensor.shape
+            contents.append((tensor.data,))
+        else:
+            shape = _binary_shape(told, size, len(binary) - at)
+            contents.append((binary[at : at + size],))
+            at += size
+        request.inputs.add(name=told.name, datatype=told.datatype, shape=shape)
+    if at != len(binary):
+        raise InvalidRequestError(f"the inputs take {at} bytes of binary data, the body has {len(binary)}")
+    return contents
+
+
+def _binary_shape(told: _Input, size: Any, left: int) -> tuple[int, ...]:
+    """The shape of an input of `size` bytes of binary data, of which so many are left."""
+    if type(size) is not int or size < 0:
+        raise InvalidRequestError(f"input {told.name!r}: {_BINARY_SIZE} must be a whole number")
+    if told.data is not None:
+        raise InvalidRequestError(f"input {told.name!r} has both data and {_BINARY_SIZE}")
+    if size > left:
+        raise InvalidRequestError(f"input {told.name!r}: {_BINARY_SIZE} is {size}, the body has {left} bytes left")
+    dtype, shape = dtype_of(told.name, told.datatype), checked_shape(told.name, told.shape)
+    if told.datatype != BYTES and size != (needed := math.prod(shape) * dtype.itemsize):
+        raise InvalidRequestError(
+            f"input {told.name!r}: {told.datatype} of shape {list(shape)} is {needed} bytes, {_BINARY_SIZE} is {size}"
+        )
+    return shape
+
+
+def _wanted(call: InferCall, response: pb.ModelInferResponse) -> dict[str, RawTensor]:
+    """The outputs that were asked for, in that order, or all there are."""
+    tensors = answered_tensors(response)
+    missing = [name for name in call.named if name not in tensors]
+    if missing:
+        raise InvalidRequestError(f"unknown output {missing[0]!r}; the model gives {', '.join(tensors) or 'none'}")
+    return {name: tensors[name] for name in call.named} or tensors
+
+
+def _json(name: str, tensor: RawTensor) -> bytes:
+    # An element takes two bytes at least; what cannot pass is not written first.
+    if tensor.datatype != BYTES:
+        _check_size(2 * len(tensor.data) // dtype_of(name, tensor.datatype).itemsize)
+    return json_of(name, tensor)
+
+
+def _check_size(size: int) -> None:
+    if size > _MAX_BODY_BYTES:
+        raise TooLargeError(f"the answer has {size} bytes or more, at most {_MAX_BODY_BYTES} are passed on")
+
+
+def _truth(value: Any, name: str) -> bool | None:
+    if value is not None and not isinstance(value, bool):
+        raise InvalidRequestError(f"{name} must be true or false")
+    return value

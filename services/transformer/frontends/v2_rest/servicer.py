@@ -1,0 +1,266 @@
+"""The V2 protocol's REST with Triton's extensions: bodies to the messages of the gRPC servicer, and back.
+
+Nothing is decided here but what a body says: each method asks the `InferenceServicer` its gRPC twin. What
+that raises becomes the status and body of a REST error at the gateway, see frontends/http.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, NoReturn, TypeVar
+
+from google.api.httpbody_pb2 import HttpBody
+from google.protobuf.empty_pb2 import Empty
+
+from millrace.errors import (
+    InvalidRequestError,
+    MillraceError,
+    NotFoundError,
+    NotImplementedMethodError,
+    NotReadyError,
+)
+from millrace.payload.call import Origin, origin_of
+from millrace.rpc.handlers import Context
+from millrace_protos import inference_pb2 as pb
+from millrace_protos import rest_pb2_grpc
+from millrace_protos.rest_pb2 import ModelBody, ModelRequest, SharedMemoryRequest
+from services.transformer.calls import timeout_of
+from services.transformer.frontends.grpc.inference_servicer import InferenceServicer
+from services.transformer.frontends.http import EVENTS, JSON, Body, KeepAlive, json_body, rest_errors
+from services.transformer.frontends.v2_rest import documents
+from services.transformer.frontends.v2_rest.content_coding import CONTENT_ENCODING, DEFLATE, inflate, inflated, is_small
+from services.transformer.frontends.v2_rest.generate_body import (
+    parse_generate,
+    read_generate,
+    write_answer,
+    write_parsed_answer,
+)
+from services.transformer.frontends.v2_rest.infer_body import (
+    HEADER_LENGTH,
+    InferCall,
+    parse_body,
+    parsed_answer,
+    read_body,
+    read_raw_body,
+    write_body,
+    write_parsed_body,
+)
+from services.transformer.generation.pipeline import Pipeline
+from services.transformer.inference.request import InferRequest
+from services.transformer.processes.body_processes import SMALL_BYTES, BodyProcesses
+
+_SERVICE = "millrace.rest.v1.OpenInference"
+_BINARY = "application/octet-stream"
+_SHARED_MEMORY = ("systemsharedmemory", "cudasharedmemory", "xpusharedmemory")
+
+T = TypeVar("T")
+
+
+def v2_error(error: MillraceError) -> dict[str, Any]:
+    """The body of the V2 protocol's errors."""
+    return {"error": error.message}
+
+
+class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
+    """`keep_alive_s` of silence are filled with a comment in streams of events; 0: are not."""
+
+    def __init__(
+        self, inference: InferenceServicer, pipeline: Pipeline, bodies: BodyProcesses, keep_alive_s: float = 15.0
+    ) -> None:
+        self._keep_alive_s = keep_alive_s
+        self._inference = inference
+        self._pipeline = pipeline
+        self._bodies = bodies
+
+    # ------------------------------------------------------------------ the server and its models
+
+    async def ServerMetadata(self, request: Empty, context: Context) -> HttpBody:
+        answer = await self._inference.ServerMetadata(pb.ServerMetadataRequest(), context)
+        return json_body(documents.plain(answer))
+
+    async def Live(self, request: Empty, context: Context) -> HttpBody:
+        answer = await self._inference.ServerLive(pb.ServerLiveRequest(), context)
+        return json_body({"live": answer.live})
+
+    async def Ready(self, request: Empty, context: Context) -> HttpBody:
+        """200 where a generation would work now, else 503: what load balancers look at."""
+        answer = await self._inference.ServerReady(pb.ServerReadyRequest(), context)
+        await _tell_readiness(answer.ready, context)
+        return json_body({"ready": answer.ready})
+
+    async def ModelReady(self, request: ModelRequest, context: Context) -> HttpBody:
+        """As `Ready`, and 404 where there is no such model or version."""
+        asked = pb.ModelReadyRequest(name=request.model, version=request.version)
+        answer = await self._inference.ModelReady(asked, context)
+        if not answer.ready:
+            await self._metadata(request, context)  # Which says so where there is none.
+        await _tell_readiness(answer.ready, context)
+        return json_body({"name": request.model, "ready": answer.ready})
+
+    async def ModelMetadata(self, request: ModelRequest, context: Context) -> HttpBody:
+        return json_body(documents.plain(await self._metadata(request, context)))
+
+    async def ModelConfig(self, request: ModelRequest, context: Context) -> HttpBody:
+        asked = pb.ModelConfigRequest(name=request.model, version=request.version)
+        return json_body(documents.plain((await self._inference.ModelConfig(asked, context)).config))
+
+    async def ModelStatistics(self, request: ModelRequest, context: Context) -> HttpBody:
+        asked = pb.ModelStatisticsRequest(name=request.model, version=request.version)
+        return json_body(documents.plain(await self._inference.ModelStatistics(asked, context), unset=True))
+
+    # ------------------------------------------------------------------ inference
+
+    async def Infer(self, request: ModelBody, context: Context) -> HttpBody:
+        method = f"{_SERVICE}/Infer"
+        call = await self._read(self._read_infer, request, context, method)
+        answer = await self._inference.ModelInfer(InferRequest.received(call.data), context, method)
+        body, header_length = await self._write_infer(call, answer, context)
+        if header_length is None:
+            return HttpBody(content_type=JSON, data=body)
+        await context.send_initial_metadata(((HEADER_LENGTH, str(header_length)),))
+        return HttpBody(content_type=_BINARY, data=body)
+
+    async def Generate(self, request: ModelBody, context: Context) -> HttpBody:
+        method = f"{_SERVICE}/Generate"
+        asked = await self._read(self._read_generate, request, context, method)
+        answer = await self._inference.ModelInfer(asked, context, method)
+        return HttpBody(content_type=JSON, data=await self._write(answer, context))
+
+    @rest_errors(v2_error)
+    async def GenerateStream(self, request: ModelBody, context: Context) -> AsyncGenerator[Body, None]:
+        yield KeepAlive(self._keep_alive_s)
+        method = f"{_SERVICE}/GenerateStream"
+        asked = await self._read(self._read_generate, request, context, method)
+        async with aclosing(self._inference.answer(asked, context, method)) as responses:
+            async for response in responses:
+                if response.outputs:  # One without says only that there is no more.
+                    data = await self._write(response, context)
+                    yield HttpBody(content_type=EVENTS, data=b"data: " + data + b"\n\n")
+
+    async def _read(
+        self,
+        read: Callable[[ModelBody, Context, Origin], Awaitable[T]],
+        request: ModelBody,
+        context: Context,
+        method: str,
+    ) -> T:
+        """What a body asks for; one that is refused is on record like any other request."""
+        origin = origin_of(context, method)
+        with self._pipeline.recording_refusals(origin, request.model):
+            return await read(request, context, origin)
+
+    async def _read_infer(self, request: ModelBody, context: Context, origin: Origin) -> InferCall:
+        data, length = await self._body(request, context), _header_length(context)
+        if length == 0:
+            metadata = await self._metadata_of_called(request, context, origin)
+            return read_raw_body(request.model, request.version, metadata, data)
+        if min(len(data), len(data) if length is None else length) <= SMALL_BYTES:
+            return read_body(request.model, request.version, data, length)
+        asked = (request.model, request.version, length)
+        (binary, named), message = await self._bodies.run(parse_body, asked, data, timeout_of(context))
+        return InferCall(message, binary, named)
+
+    async def _read_generate(self, request: ModelBody, context: Context, origin: Origin) -> InferRequest:
+        metadata = await self._metadata_of_called(request, context, origin)
+        data = await self._body(request, context)
+        if len(data) <= SMALL_BYTES:
+            return InferRequest.parsed(read_generate(request.model, request.version, metadata, data))
+        asked = (request.model, request.version, metadata.SerializeToString())
+        _, message = await self._bodies.run(parse_generate, asked, data, timeout_of(context))
+        return InferRequest.received(message)
+
+    async def _body(self, request: ModelBody, context: Context) -> bytes:
+        data: bytes = request.body.data
+        if (CONTENT_ENCODING, DEFLATE) not in tuple(context.invocation_metadata() or ()):
+            return data
+        if is_small(data, SMALL_BYTES):
+            return inflated(data)
+        return (await self._bodies.run(inflate, (), data, timeout_of(context)))[1]
+
+    async def _write_infer(
+        self, call: InferCall, answer: pb.ModelInferResponse | bytes, context: Context
+    ) -> tuple[bytes, int | None]:
+        if not call.wants_json or _size(answer) <= SMALL_BYTES:
+            return write_body(call, _parsed(answer))
+        asked = (call.binary, call.named)
+        length, body = await self._bodies.run(write_parsed_body, asked, _serialized(answer), timeout_of(context))
+        return body, length
+
+    async def _write(self, answer: pb.ModelInferResponse | bytes, context: Context) -> bytes:
+        if _size(answer) <= SMALL_BYTES:
+            return write_answer(_parsed(answer))
+        return (await self._bodies.run(write_parsed_answer, (), _serialized(answer), timeout_of(context)))[1]
+
+    async def _metadata(self, request: ModelRequest, context: Context) -> pb.ModelMetadataResponse:
+        asked = pb.ModelMetadataRequest(name=request.model, version=request.version)
+        return await self._inference.ModelMetadata(asked, context)
+
+    async def _metadata_of_called(
+        self, request: ModelBody, context: Context, origin: Origin
+    ) -> pb.ModelMetadataResponse:
+        asked = pb.ModelMetadataRequest(name=request.model, version=request.version)
+        return await self._inference.metadata_of_called(asked, context, origin)
+
+    # ------------------------------------------------------------------ administration
+
+    async def RepositoryIndex(self, request: HttpBody, context: Context) -> HttpBody:
+        answer = await self._inference.RepositoryIndex(documents.index_request(request.data), context)
+        return json_body(documents.index_of(answer))
+
+    async def RepositoryLoad(self, request: ModelBody, context: Context) -> HttpBody:
+        asked = documents.load_request(request.model, request.body.data)
+        await self._inference.RepositoryModelLoad(asked, context)
+        return json_body({})
+
+    async def RepositoryUnload(self, request: ModelBody, context: Context) -> HttpBody:
+        asked = documents.unload_request(request.model, request.body.data)
+        await self._inference.RepositoryModelUnload(asked, context)
+        return json_body({})
+
+    async def ReadTraceSetting(self, request: ModelRequest, context: Context) -> HttpBody:
+        answer = await self._inference.TraceSetting(pb.TraceSettingRequest(model_name=request.model), context)
+        return json_body(documents.trace_settings(answer))
+
+    async def WriteTraceSetting(self, request: ModelBody, context: Context) -> HttpBody:
+        asked = documents.trace_request(request.model, request.body.data)
+        return json_body(documents.trace_settings(await self._inference.TraceSetting(asked, context)))
+
+    async def ReadLogSettings(self, request: Empty, context: Context) -> HttpBody:
+        return json_body(documents.log_settings(await self._inference.LogSettings(pb.LogSettingsRequest(), context)))
+
+    async def WriteLogSettings(self, request: HttpBody, context: Context) -> HttpBody:
+        answer = await self._inference.LogSettings(documents.log_request(request.data), context)
+        return json_body(documents.log_settings(answer))
+
+    async def SharedMemory(self, request: SharedMemoryRequest, context: Context) -> NoReturn:
+        if request.kind not in _SHARED_MEMORY:
+            raise NotFoundError("unknown path")
+        raise NotImplementedMethodError("shared memory is not supported; send tensors in the request")
+
+
+def _size(answer: pb.ModelInferResponse | bytes) -> int:
+    return len(answer) if isinstance(answer, bytes) else answer.ByteSize()
+
+
+def _parsed(answer: pb.ModelInferResponse | bytes) -> pb.ModelInferResponse:
+    return parsed_answer(answer) if isinstance(answer, bytes) else answer
+
+
+def _serialized(answer: pb.ModelInferResponse | bytes) -> bytes:
+    return answer if isinstance(answer, bytes) else answer.SerializeToString()
+
+
+async def _tell_readiness(ready: bool, context: Context) -> None:
+    """The answer keeps its body where its status is 503."""
+    if not ready:
+        await context.send_initial_metadata(NotReadyError("not ready", hop="predictor").trailing_metadata(""))
+
+
+def _header_length(context: Context) -> int | None:
+    for key, value in context.invocation_metadata() or ():
+        if key == HEADER_LENGTH:
+            if not isinstance(value, str) or not value.isascii() or not value.isdigit() or len(value) > 18:
+                raise InvalidRequestError(f"{HEADER_LENGTH} must be a whole number")
+            return int(value)
+    return None

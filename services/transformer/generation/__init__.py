@@ -1,0 +1,1 @@
+"""One text generation, from text to text."""

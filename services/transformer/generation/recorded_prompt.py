@@ -1,0 +1,106 @@
+"""What records keep of a request's prompt and parameters.
+
+The end of what is far beyond any context is cut off, and of parameters that are too long to be right, which nobody
+has checked yet, little is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import orjson
+
+from millrace.sampling import MAX_STOP_TOKEN_IDS
+
+if TYPE_CHECKING:
+    from services.transformer.generation.pipeline import TextRequest
+
+MAX_RECORDED_CHARACTERS = 1024 * 1024
+_MAX_IDS = 128 * 1024
+# Of the sampling parameters: how many, and the characters of a name and of a value.
+_MAX_NAMES, _MAX_NAME, _MAX_VALUE = 64, 256, 4096
+
+
+def recorded_texts(request: TextRequest) -> tuple[str, str]:
+    """The prompt and the parameters as records keep them, made once for all choices but for the seed."""
+    shared = request.shared
+    if shared.recorded is None:
+        shared.recorded = _recorded_prompt(request), _recorded_parameters(request)
+    prompt, parameters = shared.recorded
+    if (seed := request.sampling.get("seed")) is not None:
+        parameters = {"seed": _brief(seed)} | parameters
+    return prompt, json.dumps(parameters, ensure_ascii=False, default=str) if parameters else ""
+
+
+def _recorded_prompt(request: TextRequest) -> str:
+    """The prompt, or its ids or the messages as JSON."""
+    if request.prompt is not None:
+        return _cut(request.prompt)
+    if request.prompt_ids is not None:
+        return _ids_text(request.prompt_ids[:_MAX_IDS])
+    texts = iter(_cut_together([text for message in request.messages for text in message]))
+    messages = [{"role": role, "content": content} for role, content in zip(texts, texts, strict=True)]
+    return json.dumps(messages, ensure_ascii=False)
+
+
+def recorded_list(prompts: Sequence[str | Sequence[int]]) -> str:
+    """Several prompts as a JSON list, which it stays where prompts are cut off: rules read it."""
+    texts = iter(_cut_together([prompt for prompt in prompts if isinstance(prompt, str)]))
+    left = _MAX_IDS
+    kept: list[str] = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            kept.append(json.dumps(next(texts), ensure_ascii=False))
+        else:
+            kept.append(_ids_text(prompt[:left]))
+            left -= min(left, len(prompt))
+    return f"[{', '.join(kept)}]"
+
+
+def _ids_text(ids: Sequence[int]) -> str:
+    values = ids if isinstance(ids, list) else np.asarray(ids)
+    return orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY).decode()
+
+
+def _cut_together(texts: Sequence[str]) -> list[str]:
+    """The texts, cut where all of them together become too long."""
+    cut, left = [], MAX_RECORDED_CHARACTERS
+    for text in texts:
+        cut.append(_cut(text, left))
+        left = max(0, left - len(text))
+    return cut
+
+
+def _cut(text: str, limit: int = MAX_RECORDED_CHARACTERS) -> str:
+    beyond = len(text) - limit
+    return text if beyond <= 0 else f"{text[:limit]}… ({beyond} characters more)"
+
+
+def _recorded_parameters(request: TextRequest) -> dict[str, Any]:
+    """All but the seed."""
+    given = {name[:_MAX_NAME]: _brief(value) for name, value in islice(request.sampling.items(), _MAX_NAMES)}
+    given.pop("seed", None)
+    given.pop("cache_salt", None)  # Who knows it can tell what its owner's prompts share with others.
+    if request.prompt_logprobs is not None:
+        given["prompt_logprobs"] = request.prompt_logprobs
+    if request.prompt_only:
+        given["max_tokens"] = 0
+    if request.stop:
+        given["stop"] = list(request.stop)
+    if request.template_options:
+        given["chat_template_kwargs"] = dict(request.template_options)
+    if request.ignored_fields:
+        given["ignored_fields"] = list(request.ignored_fields)
+    return given
+
+
+def _brief(value: Any) -> Any:
+    if isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) <= _MAX_VALUE):
+        return value
+    is_list = isinstance(value, (list, tuple)) and len(value) <= MAX_STOP_TOKEN_IDS
+    return value if is_list and all(isinstance(item, (int, float)) for item in value) else reprlib.repr(value)

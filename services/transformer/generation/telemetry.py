@@ -1,0 +1,163 @@
+"""What one generation, however many calls to predictors it takes, says to metrics and to its span.
+
+Names are OpenTelemetry's for generative AI, seen from the server's side and with the gateway's protocol beside the
+model, so that gRPC and HTTP can be compared; what they lack is `millrace.*`. A model that is not served is `_OTHER`: no
+label is a caller's text. Prompts and answers are told to nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from grpc import StatusCode
+from opentelemetry import metrics, trace
+from opentelemetry.metrics import Meter
+
+from millrace.errors import MillraceError
+from millrace.payload.call import Origin, deadline_passed
+from millrace.rpc.admission import error_of_call
+from millrace.telemetry.identity import MODEL, PROTOCOL, protocol_of
+from millrace.telemetry.rpc import OTHER, mark_failure
+
+OUTCOME = "millrace.outcome"
+_ERROR = "error.type"
+_TOKEN_TYPE = "gen_ai.token.type"  # noqa: S105
+
+_REFUSALS = {
+    StatusCode.INVALID_ARGUMENT,
+    StatusCode.NOT_FOUND,
+    StatusCode.UNIMPLEMENTED,
+    StatusCode.RESOURCE_EXHAUSTED,
+    StatusCode.UNAUTHENTICATED,
+    StatusCode.PERMISSION_DENIED,
+}
+_OUTCOMES = {StatusCode.CANCELLED: "cancelled", StatusCode.DEADLINE_EXCEEDED: "deadline_exceeded"}
+
+# Seconds, and tokens: those of the conventions for generative AI.
+_REQUEST_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+_FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
+_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576)
+
+
+class GenerationTelemetry:
+    """The instruments; one for all requests."""
+
+    def __init__(self, meter: Meter | None = None) -> None:
+        meter = meter or metrics.get_meter("millrace")
+
+        def histogram(name: str, unit: str, description: str, buckets: tuple[float, ...]) -> metrics.Histogram:
+            return meter.create_histogram(name, unit, description, explicit_bucket_boundaries_advisory=buckets)
+
+        self.duration = histogram(
+            "gen_ai.server.request.duration", "s", "From a request's arrival to its last token.", _REQUEST_S
+        )
+        self.first_token = histogram(
+            "gen_ai.server.time_to_first_token", "s", "From a request's arrival to its first token.", _FIRST_TOKEN_S
+        )
+        self.per_token = histogram(
+            "gen_ai.server.time_per_output_token", "s", "A stream's mean time for a token after the first.", _TOKEN_S
+        )
+        self.gap = histogram(
+            "millrace.inter_token_latency", "s", "The time before a chunk, for each of its tokens.", _TOKEN_S
+        )
+        self.usage = histogram("gen_ai.client.token.usage", "{token}", "Tokens of prompts and answers.", _TOKENS)
+        self.streams = meter.create_counter("millrace.streams", "{stream}", "Generations that have ended, by outcome.")
+        self.resumed = meter.create_counter(
+            "millrace.stream.resumed", "{resume}", "How often a stream went on at another predictor."
+        )
+
+    @contextmanager
+    def generation(self, origin: Origin, is_chat: bool, timeout_s: float | None) -> Iterator[GenerationCourse]:
+        """Tells what becomes of the generation in the block; `timeout_s` is what it had left when it arrived."""
+        course = GenerationCourse(self, origin, is_chat)
+        try:
+            yield course
+        except (asyncio.CancelledError, GeneratorExit):
+            passed, ended_with = deadline_passed(origin.arrived, timeout_s), error_of_call()
+            ended = StatusCode.CANCELLED if ended_with is None else ended_with.status
+            course.end(StatusCode.DEADLINE_EXCEEDED if passed else ended)
+            raise
+        except MillraceError as error:
+            course.end(error.status)
+            raise
+        except BaseException:
+            course.end(StatusCode.INTERNAL)
+            raise
+        course.end(StatusCode.OK)
+
+
+class GenerationCourse:
+    """One generation; seconds are since the request arrived."""
+
+    def __init__(self, instruments: GenerationTelemetry, origin: Origin, is_chat: bool) -> None:
+        self._instruments = instruments
+        self._origin = origin
+        self._span = trace.get_current_span()
+        operation = "chat" if is_chat else "text_completion"
+        self._gap_attributes = {MODEL: OTHER, PROTOCOL: protocol_of(origin.metadata)}
+        self._attributes = {"gen_ai.operation.name": operation, "gen_ai.provider.name": "millrace"}
+        self._first_s: float | None = None
+        self._latest_s = 0.0
+        self._prompt_tokens = 0
+        self._tokens = 0
+        self._finish_reason: str | None = None
+        self._ended = False
+
+    def found(self, model: str) -> None:
+        """The model is one that is served."""
+        self._gap_attributes[MODEL] = model
+
+    def chunk(self, tokens: int, elapsed_s: float, prompt_tokens: int, finish_reason: str | None) -> None:
+        """So many more tokens have come."""
+        if tokens:
+            if self._first_s is None:
+                self._first_s = elapsed_s
+                self._prompt_tokens = prompt_tokens
+                self._instruments.first_token.record(elapsed_s, self._attributes | self._gap_attributes)
+            else:
+                self._instruments.gap.record((elapsed_s - self._latest_s) / tokens, self._gap_attributes)
+            self._latest_s = elapsed_s
+            self._tokens += tokens
+        if finish_reason is not None:
+            self._finish_reason = finish_reason
+            self.end(StatusCode.OK)
+
+    def resumed(self) -> None:
+        """Another predictor has gone on with it."""
+        self._span.add_event("resume", {"gen_ai.usage.output_tokens": self._tokens})
+        self._instruments.resumed.add(1, {MODEL: self._gap_attributes[MODEL]})
+
+    def end(self, status: StatusCode) -> None:
+        """The first end counts: who has got the last chunk may still go away."""
+        if self._ended:
+            return
+        self._ended = True
+        instruments, attributes = self._instruments, self._attributes | self._gap_attributes
+        failure = {} if status is StatusCode.OK else {_ERROR: status.name}
+        instruments.duration.record(self._origin.elapsed_s, attributes | failure)
+        if self._first_s is not None:
+            instruments.usage.record(self._prompt_tokens, attributes | {_TOKEN_TYPE: "input"})
+            instruments.usage.record(self._tokens, attributes | {_TOKEN_TYPE: "output"})
+            if self._tokens > 1:
+                per_token_s = (self._latest_s - self._first_s) / (self._tokens - 1)
+                instruments.per_token.record(per_token_s, attributes)
+        instruments.streams.add(1, self._gap_attributes | {OUTCOME: _outcome(status)})
+        if self._span.is_recording():
+            self._describe(attributes, status)
+
+    def _describe(self, attributes: dict[str, str], status: StatusCode) -> None:
+        mark_failure(self._span, status)
+        self._span.set_attributes(attributes)
+        self._span.set_attribute("gen_ai.usage.input_tokens", self._prompt_tokens)
+        self._span.set_attribute("gen_ai.usage.output_tokens", self._tokens)
+        if self._finish_reason is not None:
+            self._span.set_attribute("gen_ai.response.finish_reasons", [self._finish_reason])
+
+
+def _outcome(status: StatusCode) -> str:
+    if status is StatusCode.OK:
+        return "completed"
+    return _OUTCOMES.get(status) or ("refused" if status in _REFUSALS else "failed")

@@ -1,0 +1,1 @@
+"""One request of the Open Inference Protocol: text, processed or relayed."""

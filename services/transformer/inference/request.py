@@ -1,0 +1,87 @@
+"""A `ModelInferRequest` of which only the head is parsed until somebody asks for its tensors.
+
+The head is what says where a request goes: model name and version, id and parameters. A request that
+is relayed is forwarded as the bytes it came in; its tensors are neither copied nor looked at. A head
+that cannot be parsed raises protobuf's DecodeError, as the generated parser does.
+
+Source of the format: protobuf's wire encoding; every field of these messages is length-delimited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from google.protobuf.message import DecodeError
+
+from millrace.errors import InvalidRequestError
+from millrace.oip.wire_fields import fields
+from millrace_protos import inference_pb2 as pb
+
+# model_name, model_version, id, parameters.
+_HEAD_FIELDS = frozenset({1, 2, 3, 4})
+# Beyond so many fields the C parser is faster than this scan, and nobody can stop the event loop with it.
+_MAX_SCANNED_FIELDS = 1024
+
+
+class InferRequest:
+    """See the module. Made by `received` or `parsed`."""
+
+    def __init__(self, head: pb.ModelInferRequest, data: bytes | None, message: pb.ModelInferRequest | None) -> None:
+        self._head = head
+        self._data = data
+        self._message = message
+
+    @classmethod
+    def received(cls, data: bytes) -> InferRequest:
+        """A request as it came over the wire."""
+        parts = []
+        for count, (field, start, _, end) in enumerate(fields(data)):
+            if count >= _MAX_SCANNED_FIELDS:
+                message = pb.ModelInferRequest.FromString(data)
+                return cls(message, data, message)
+            if field in _HEAD_FIELDS:
+                parts.append(data[start:end])
+        return cls(pb.ModelInferRequest.FromString(b"".join(parts)), data, None)
+
+    @classmethod
+    def parsed(cls, message: pb.ModelInferRequest) -> InferRequest:
+        """A request that a front end has made."""
+        return cls(message, None, message)
+
+    @property
+    def model_name(self) -> str:
+        return self._head.model_name
+
+    @property
+    def model_version(self) -> str:
+        return self._head.model_version
+
+    @property
+    def id(self) -> str:
+        return self._head.id
+
+    @property
+    def parameters(self) -> Mapping[str, pb.InferParameter]:
+        return self._head.parameters
+
+    @property
+    def message(self) -> pb.ModelInferRequest:
+        """The whole request, parsed at the first call; raises InvalidRequestError."""
+        if self._message is None:
+            try:
+                self._message = pb.ModelInferRequest.FromString(self._data or b"")
+            except DecodeError:
+                raise InvalidRequestError("the request is not the message that the method takes") from None
+        return self._message
+
+    @property
+    def received_data(self) -> bytes | None:
+        """The request as it came, or None where a front end has made it."""
+        return self._data
+
+    @property
+    def data(self) -> bytes:
+        """The whole request as bytes."""
+        if self._data is None:
+            self._data = self.message.SerializeToString()
+        return self._data

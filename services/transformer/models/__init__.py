@@ -1,0 +1,1 @@
+"""What the transformer knows of each model, and the processors that users supply."""

@@ -1,0 +1,289 @@
+"""The models: which there are, as the predictor says, and what each needs of the transformer.
+
+The catalogue follows the predictor's RepositoryIndex: a model that is loaded there appears here, with
+the tokenizer of its own folder or hub id, and one that is unloaded disappears. A model that makes
+`output_ids` of `input_ids` and whose tokenizer can be read takes text; any other is relayed. A server
+without an index is asked for the models of `MODELS`, and what else a caller names is relayed to it. Requests for a
+model that the predictor will have again, or soon, wait for it.
+
+`ready`, which health says by that name, is the one word of whether a generation would work now: what ServerReady,
+ModelReady and REST answer is made of it. It is false while the predictor is away, and for good once the process drains.
+
+Everything belongs to the event loop; files are read on threads of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+
+from millrace.errors import InvalidRequestError, MillraceError, NotFoundError, NotReadyError, StartupError
+from millrace.models.sources import ModelSource, parse_location
+from millrace.payload.call import Origin
+from millrace.rpc.threads import run_in_daemon_thread
+from millrace.telemetry.untraced import leave_untraced
+from services.transformer.models.models import Model, ProcessedModel, RelayedModel, TextModel, model_of
+from services.transformer.models.processors import RunningProcessor
+from services.transformer.predictors.client import PredictorClient
+from services.transformer.predictors.descriptions import PredictorModel
+from services.transformer.predictors.first_token import FirstToken
+from services.transformer.predictors.replicas import LOADING, READY, UNAVAILABLE, ModelState, Replicas
+from services.transformer.text.model_text import ModelText, read_text
+
+logger = logging.getLogger(__name__)
+
+_PROBE_INTERVAL_S = 1.0
+_STARTING_INTERVAL_S = 0.1
+
+
+class Catalogue:
+    """See the module."""
+
+    def __init__(
+        self,
+        sources: Sequence[ModelSource],
+        predictor: PredictorClient,
+        replicas: Replicas,
+        pool: ThreadPoolExecutor,
+        processors: Mapping[str, RunningProcessor] | None = None,
+    ) -> None:
+        self._sources = {source.name: source for source in sources}
+        self._predictor = predictor
+        self._replicas = replicas
+        self._pool = pool
+        self._processors = processors or {}
+        self._texts: dict[str, ModelText] = {}
+        self._unreadable: dict[str, str] = {}  # Why a model that is served takes no text, where its files are at fault.
+        self._states: Mapping[str, ModelState] = {name: ModelState(LOADING) for name in self._sources}
+        self._is_told = False  # Until the predictor first says which models it has.
+        self._is_complete = True  # False: the predictor has no index, and may know more models.
+        self._models: dict[str, TextModel | RelayedModel] = {}
+        self._learned: set[str] = set()  # Of `_models`, those known of the predictor that answers now.
+        self._learning: dict[str, asyncio.Task[None]] = {}
+        self._troubles: dict[str, str] = {}  # What was last logged of a model that cannot be learned.
+        self._looking = asyncio.Lock()
+        self._tasks: asyncio.TaskGroup | None = None  # There while `watch` runs, and so is `_tell`.
+        self._tell: Callable[[bool], Awaitable[None]]
+        self._first_ready = asyncio.Event()
+        self._changed = asyncio.Event()  # Set, and replaced, whenever `find` may answer otherwise.
+        self._draining = False
+        self.ready = False
+
+    @property
+    def states(self) -> dict[str, ModelState]:
+        """Every model that callers can name, and the state it is in."""
+        processed = {name: self._state(running.model) for name, running in self._processors.items()}
+        return {**self._states, **processed}
+
+    @property
+    def names(self) -> list[str]:
+        """The models that are loaded or will soon be."""
+        return [name for name, told in self.states.items() if told.state != UNAVAILABLE]
+
+    def load_all(self) -> None:
+        """Reads the text side of every model that is configured, one by one; blocks; raises StartupError."""
+        for source in self._sources.values():
+            self._texts[source.name] = read_text(source, self._pool)
+
+    async def get(self, name: str, version: str, origin: Origin, timeout_s: float | None) -> TextModel:
+        """The text model; waits and raises as `wait_for`, and InvalidRequestError where the model takes no text."""
+        model = await self.wait_for(name, version, origin, timeout_s)
+        if not isinstance(model, TextModel):
+            reason = self._unreadable.get(name, "call it by ModelInfer")
+            raise InvalidRequestError(f"model {name!r} takes tensors, not text; {reason}")
+        return model
+
+    def is_ready(self, name: str, version: str = "") -> bool:
+        """Whether the model can be called now."""
+        try:
+            self.find(name, version)
+        except MillraceError:
+            return False
+        return self.ready
+
+    def lists(self, name: str) -> bool:
+        """Whether the predictor has said anything of the model; of others it is asked at each call."""
+        return name in self.states
+
+    def find(self, name: str, version: str = "") -> Model:
+        """The model, whatever its kind; raises NotFoundError, or NotReadyError where that will change."""
+        if not name:
+            raise NotFoundError("the request names no model")
+        processor = self._processors.get(name)
+        model: Model = self._called(name if processor is None else processor.model)
+        if processor is not None:
+            model = ProcessedModel(name, processor)
+        if version and model.versions and version not in model.versions:
+            raise NotFoundError(f"model {name!r} has no version {version!r}, only {', '.join(model.versions)}")
+        return model
+
+    async def wait_for(self, name: str, version: str, origin: Origin, timeout_s: float | None) -> Model:
+        """As `find` for a request, which waits while the model is not ready, in time for its deadlines.
+
+        `timeout_s` is what its deadline had left when it arrived.
+        """
+        with suppress(NotReadyError):
+            return self.find(name, version)
+        patience = self._predictor.patience(timeout_s, origin.arrived)
+        async with FirstToken(origin).in_time():
+            while True:
+                try:
+                    return self.find(name, version)
+                except NotReadyError as error:
+                    await patience.until(self._changed, error)
+
+    def _called(self, name: str) -> TextModel | RelayedModel:
+        told = self._state(name)
+        if told.state == UNAVAILABLE:
+            if not self._is_told:
+                raise NotReadyError("no predictor has told its models yet", hop="predictor")
+            if not self._is_complete and name not in self._states:
+                return RelayedModel(name)
+            raise NotFoundError(f"model {name!r} is not loaded: {told.reason}" if told.reason else f"no model {name!r}")
+        if name not in self._models:
+            state = "about to be ready" if told.state == READY else told.state.lower()
+            raise NotReadyError(f"model {name!r} is {state}", hop="predictor")
+        return self._models[name]
+
+    def _state(self, name: str) -> ModelState:
+        return self._states.get(name, ModelState(UNAVAILABLE))
+
+    async def watch(self, tell: Callable[[bool], Awaitable[None]]) -> None:
+        """Follows the predictor for ever; keeps `ready` true to whether a generation would work now, and tells it."""
+        leave_untraced()
+        self._tell = tell
+        async with asyncio.TaskGroup() as self._tasks:
+            while True:
+                await self._look()
+                await asyncio.sleep(_PROBE_INTERVAL_S if self.ready else _STARTING_INTERVAL_S)
+
+    async def drain(self, grace_s: float) -> None:
+        """Is never ready again: the process stops in so many seconds."""
+        self._draining = True
+        self.ready = False
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Returns once a generation has been possible, or when the time is up."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._first_ready.wait(), timeout_s)
+
+    def answered_by(self, name: str, fingerprint: str) -> None:
+        """Takes note of the weights that have answered a call; a model that has got others is made known anew."""
+        known = self._models.get(name)
+        if known is not None and known.fingerprint != fingerprint:
+            self._learned.discard(name)
+
+    def why_unreadable(self, name: str) -> str | None:
+        """Why a model that is served takes no text, where its files are at fault."""
+        return self._unreadable.get(name)
+
+    async def refresh(self, reloaded: str = "") -> None:
+        """Follows the predictor now, to the end; the model `reloaded` is made known anew."""
+        if self._tasks is None:
+            raise NotReadyError("starting")
+        self._texts.pop(reloaded, None)
+        self._learned.discard(reloaded)
+        await self._look()
+        if learning := tuple(self._learning.values()):
+            await asyncio.wait(learning)
+            await self._look()
+
+    async def _look(self) -> None:
+        async with self._looking:
+            ready = await self._follow() and not self._draining
+            self._tell_of_change()
+            if ready != self.ready:
+                self.ready = ready
+                await self._tell(ready)
+            if ready:
+                self._first_ready.set()
+
+    def _tell_of_change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _follow(self) -> bool:
+        """Takes over what the predictor serves; whether its models can be called."""
+        try:
+            self._states = await self._index()
+            self._is_told = True
+        except MillraceError:
+            # It may come back with other models; until then calls get its own errors.
+            self._learned.clear()
+            return False
+        for name in (*self._models, *self._learning):
+            if self._state(name).state != READY:
+                self._forget(name)
+            if self._state(name).state == UNAVAILABLE:
+                self._texts.pop(name, None)
+        ready = [name for name, told in self._states.items() if told.state == READY]
+        for name in ready:
+            if name not in self._learned and name not in self._learning and self._tasks is not None:
+                self._learning[name] = self._tasks.create_task(self._learn(name), name=f"learn-{name}")
+        # A model that joins others takes nothing from them while it is made known.
+        known = self.ready or self._learned.issuperset(ready)
+        return known and await self._predictor.ready()
+
+    def _forget(self, name: str) -> None:
+        self._models.pop(name, None)
+        self._unreadable.pop(name, None)
+        self._learned.discard(name)
+        if task := self._learning.pop(name, None):
+            task.cancel()
+
+    async def _index(self) -> Mapping[str, ModelState]:
+        index = await self._replicas.index()
+        self._is_complete = index is not None
+        if index is not None:
+            return index
+        wanted = dict.fromkeys([*self._sources, *(running.model for running in self._processors.values())])
+        ready = await asyncio.gather(*(self._predictor.model_ready(name) for name in wanted))
+        return {
+            name: ModelState(READY if is_ready else UNAVAILABLE) for name, is_ready in zip(wanted, ready, strict=True)
+        }
+
+    async def _learn(self, name: str) -> None:
+        """Makes a model known that the predictor serves; where that fails, the next look tries again."""
+        try:
+            described = await self._replicas.describe(name)
+            known = self._models.get(name)
+            if known is not None and known.fingerprint != described.fingerprint:
+                self._texts.pop(name, None)  # Other files: the tokenizer may be another.
+            self._models[name] = model_of(name, described, await self._text_of(name, described))
+            self._learned.add(name)
+            self._tell_of_change()
+            self._troubles.pop(name, None)
+        except MillraceError as error:
+            if self._troubles.get(name) != error.message:
+                logger.warning("model %s: the predictor does not describe it: %s", name, error.message)
+            self._troubles[name] = error.message
+        except Exception as error:
+            # One model's files or description: the others are served.
+            if self._troubles.get(name) != repr(error):
+                logger.exception("model %s cannot be made known", name)
+            self._troubles[name] = repr(error)
+        finally:
+            if self._learning.get(name) is asyncio.current_task():
+                del self._learning[name]
+
+    async def _text_of(self, name: str, described: PredictorModel) -> ModelText:
+        """The text side of a model; empty where it has none or it cannot be read."""
+        self._unreadable.pop(name, None)
+        if name in self._texts:
+            return self._texts[name]
+        source = self._sources.get(name)
+        if (source is None and not described.source) or not (described.generates or described.embeds):
+            return ModelText()
+        try:
+            source = source or parse_location(name, described.source or "")
+            text = await run_in_daemon_thread(f"tokenizer-{name}", partial(read_text, source, self._pool))
+        except (StartupError, ValueError) as error:
+            logger.warning("model %s takes ids and no text: %s", name, error)
+            self._unreadable[name] = str(error)
+            return ModelText()
+        self._texts[name] = text
+        return text

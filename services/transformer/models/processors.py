@@ -1,0 +1,126 @@
+"""Processors of the user's own: `name=package.module:Class` or `name=folder/file.py:Class`, imported and run.
+
+See millrace/processor.py for what a processor is. What is wrong with one is said at the start, in one
+line (StartupError). Here are its calls, plain ones on a pool's threads and async ones on the event
+loop; what they raise becomes a MillraceError.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from millrace.errors import MillraceError, RequestFailedError, StartupError
+from millrace.oip.declared_tensors import DeclaredTensor, declared
+from millrace.oip.tensors import Array, RawTensor, Tensor
+from millrace.processor import Processor, ProcessorRequest
+from millrace.python_tensors import BadResultError, as_mapping, as_tensor
+from services.transformer.models.processor_sources import ProcessorSource
+from services.transformer.models.work_pool import WorkPool
+
+logger = logging.getLogger(__name__)
+
+
+class RunningProcessor:
+    """One processor; `model` is the predictor's that it calls. Its methods raise MillraceError."""
+
+    def __init__(self, source: ProcessorSource, pool: WorkPool) -> None:
+        self.name = source.name
+        self._pool = pool
+        self._processor = _made(source)
+        self.model = self._processor.model or source.name
+        self.inputs = self._declared("inputs")
+        self.outputs = self._declared("outputs")
+
+    async def load(self) -> None:
+        """Runs the processor's own `load`; raises StartupError."""
+        try:
+            await self._call(self._processor.load)
+        except Exception as error:
+            logger.debug("processor %s: load() failed", self.name, exc_info=True)
+            raise StartupError(f"processor {self.name}: load() failed: {_in_one_line(error)}") from None
+
+    async def preprocess(self, request: ProcessorRequest) -> list[tuple[str, Tensor | RawTensor]]:
+        """The named tensors that go to the model."""
+        return await self._tensors(self._processor.preprocess, request)
+
+    async def postprocess(
+        self, request: ProcessorRequest, outputs: Mapping[str, Array]
+    ) -> list[tuple[str, Tensor | RawTensor]]:
+        """The named tensors that go to the caller."""
+        return await self._tensors(self._processor.postprocess, request, outputs)
+
+    async def _tensors(self, method: Callable[..., Any], *arguments: Any) -> list[tuple[str, Tensor | RawTensor]]:
+        try:
+            result = as_mapping(await self._call(method, *arguments), "the processor")
+            return [(name, as_tensor(name, value, "the processor")) for name, value in result.items()]
+        except MillraceError:
+            raise
+        except BadResultError as error:
+            logger.error("processor %s: %s", self.name, error)
+            raise RequestFailedError(str(error)) from None
+        except Exception:
+            logger.exception("processor %s failed", self.name)
+            raise RequestFailedError("the processor failed on this request") from None
+
+    async def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        if inspect.iscoroutinefunction(method):
+            return await method(*arguments)
+        return await self._pool.run(_without_exits, method, *arguments)
+
+    def _declared(self, attribute: str) -> Sequence[DeclaredTensor] | None:
+        given = getattr(self._processor, attribute)
+        try:
+            return None if given is None else declared(given)
+        except ValueError:
+            raise StartupError(
+                f'processor {self.name}: {attribute} must look like {{"name": ("FP32", [-1, 3])}}'
+            ) from None
+
+
+def _without_exits(method: Callable[..., Any], *arguments: Any) -> Any:
+    """A user's code can end its own request and nothing else."""
+    try:
+        return method(*arguments)
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"the code raised {type(error).__name__}") from error
+
+
+def _made(source: ProcessorSource) -> Processor:
+    where = f"processor {source.name}: {source.where}"
+    try:
+        module = _module(source)
+        made = getattr(module, source.class_name)()
+    except AttributeError as error:
+        raise StartupError(f"{where} has no class {source.class_name}: {error}") from None
+    except Exception as error:
+        logger.debug("%s cannot be imported", where, exc_info=True)
+        raise StartupError(f"{where} cannot be imported: {_in_one_line(error)}") from None
+    if not isinstance(made, Processor):
+        raise StartupError(f"{where}: {source.class_name} is no millrace.processor.Processor")
+    return made
+
+
+def _module(source: ProcessorSource) -> ModuleType:
+    if not source.where.endswith(".py"):
+        return importlib.import_module(source.where)
+    # Hexadecimal, because a name may hold what a module's must not.
+    name = f"millrace_processor_{source.name.encode().hex()}"
+    spec = importlib.util.spec_from_file_location(name, Path(source.where))
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{source.where} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _in_one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]

@@ -1,0 +1,1 @@
+"""Everything that talks to predictors: calls, retries, resume, replicas."""

@@ -1,0 +1,94 @@
+"""What a predictor says of a model, in the protocol's own words: metadata, and configuration where it has one.
+
+A foreign server need not know ModelConfig, nor put anything of ours into it: what is not said is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from millrace.oip.prompt_logprobs import OUTPUTS as PROMPT_OUTPUTS
+from millrace.oip.resumable import FINGERPRINT
+from millrace_protos import inference_pb2 as pb
+from millrace_protos import model_config_pb2
+
+INPUT_IDS = "input_ids"
+OUTPUT_IDS = "output_ids"
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How a predictor takes token ids, [N] or batched as [1, N], and whether its last answer has a finish_reason.
+
+    One that gives none has finished where its call ends well.
+    """
+
+    datatype: str = "INT32"
+    batched: bool = False
+    tells_reason: bool = True
+
+
+OURS = Dialect()
+
+
+@dataclass(frozen=True)
+class PredictorModel:
+    """One model at a predictor; `source` is a folder or hub id as `MODELS` names it, `fingerprint` that
+    of its weights, see millrace/oip/resumable.py."""
+
+    name: str
+    versions: Sequence[str]
+    inputs: frozenset[str]
+    outputs: frozenset[str]
+    decoupled: bool | None = None
+    context_length: int | None = None
+    is_encoder_decoder: bool | None = None
+    source: str | None = None
+    fingerprint: str = ""
+    dialect: Dialect = OURS
+
+    @property
+    def generates(self) -> bool:
+        """It makes token ids of token ids."""
+        return INPUT_IDS in self.inputs and OUTPUT_IDS in self.outputs
+
+    @property
+    def resumes(self) -> bool:
+        """It goes on after ids that it, or another replica, gave before, see millrace/oip/resumable.py."""
+        return self.generates and OUTPUT_IDS in self.inputs and self.dialect == OURS
+
+    @property
+    def scores_prompts(self) -> bool:
+        """It gives log probabilities of prompts, see millrace/oip/prompt_logprobs.py."""
+        return self.resumes and self.outputs.issuperset(PROMPT_OUTPUTS)
+
+    @property
+    def embeds(self) -> bool:
+        return INPUT_IDS in self.inputs and "embedding" in self.outputs
+
+
+def described(metadata: pb.ModelMetadataResponse, config: model_config_pb2.ModelConfig | None) -> PredictorModel:
+    """A model from what the predictor answers."""
+    told = {key: value.string_value for key, value in config.parameters.items()} if config is not None else {}
+    length = told.get("context_length", "")
+    is_ours = length.isdecimal()
+    return PredictorModel(
+        name=metadata.name,
+        versions=tuple(metadata.versions),
+        inputs=frozenset(tensor.name for tensor in metadata.inputs),
+        outputs=frozenset(tensor.name for tensor in metadata.outputs),
+        decoupled=None if config is None else config.model_transaction_policy.decoupled,
+        context_length=int(length) if is_ours else None,
+        is_encoder_decoder={"true": True, "false": False}.get(told.get("is_encoder_decoder", "")),
+        source=told.get("source") or None,
+        fingerprint=told.get(FINGERPRINT, ""),
+        dialect=OURS if is_ours else _dialect(metadata),
+    )
+
+
+def _dialect(metadata: pb.ModelMetadataResponse) -> Dialect:
+    ids = next((tensor for tensor in metadata.inputs if tensor.name == INPUT_IDS), None)
+    if ids is None:
+        return Dialect(tells_reason=False)
+    return Dialect(ids.datatype, batched=len(ids.shape) == 2, tells_reason=False)

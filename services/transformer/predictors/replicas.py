@@ -1,0 +1,231 @@
+"""Every predictor by its own address: the index, loading, unloading and statistics concern each of them.
+
+Inference goes through Envoy, which picks one replica a call. What changes or tells a replica's state
+has to reach all: names of `addresses` are resolved at each call, and every address behind them is a
+replica. Without addresses there is one predictor, behind Envoy's inner listener. Replicas that are
+starting or away get no calls of Envoy's, and count here only where no other does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import grpc
+
+from millrace.errors import HopBrokenError, MillraceError, NotImplementedMethodError, NotReadyError
+from millrace.oip.resumable import FINGERPRINT
+from millrace.rpc.channel import open_channel
+from millrace.rpc.health import is_serving
+from millrace_protos import inference_pb2 as pb
+from millrace_protos import inference_pb2_grpc
+from services.transformer.predictors.client import PROBE_TIMEOUT_S, PredictorClient, answered_soon
+from services.transformer.predictors.descriptions import PredictorModel, described
+from services.transformer.predictors.statistics import summed
+
+logger = logging.getLogger(__name__)
+
+_TAKER_S = 2.0  # So long it is believed that a replica takes streams.
+_CLOSE_S = 5.0  # More than a question may take.
+
+READY, LOADING, UNLOADING, UNAVAILABLE = "READY", "LOADING", "UNLOADING", "UNAVAILABLE"
+# The state of a model is the first of these that any replica says.
+_WORST_FIRST = (UNAVAILABLE, UNLOADING, LOADING, READY)
+
+Stub: TypeAlias = "inference_pb2_grpc.GRPCInferenceServiceAsyncStub"  # Text, for it is in the types alone.
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """What an index says of a model, in Triton's words."""
+
+    state: str
+    reason: str = ""
+    version: str = ""
+
+
+class Replicas:
+    """Owned by the event loop; its methods raise MillraceError."""
+
+    def __init__(self, addresses: Sequence[str], predictor: PredictorClient) -> None:
+        self._addresses = addresses
+        self._predictor = predictor
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._takers: dict[tuple[str, str], float] = {}  # Until when it is known that there is one.
+        self._tasks: dict[object, asyncio.Task[None]] = {}  # What runs beside the calls, by what it is for.
+
+    async def close(self) -> None:
+        for task in tuple(self._tasks.values()):
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        for channel in self._channels.values():
+            await channel.close()
+
+    def have_taker(self, model: str, fingerprint: str) -> bool:
+        """Whether a replica is known that serves the model with these weights, or with any where "" is given.
+
+        At once: the first question is answered by no, and begins a search whose result the next ones get.
+        """
+        key, now = (model, fingerprint), time.monotonic()
+        until = self._takers.get(key, 0.0)
+        if until < now + _TAKER_S / 2 and self._addresses and key not in self._tasks:
+            self._run(key, self._look_for_taker(model, fingerprint))
+        return now < until
+
+    async def channels(self) -> list[grpc.aio.Channel]:
+        """A channel to each replica, in whatever state it is; empty where there is one, behind Envoy."""
+        return await self._resolved() if self._addresses else []
+
+    async def index(self) -> Mapping[str, ModelState] | None:
+        """Every model's state over all replicas; None where the predictor has no index."""
+
+        async def ask(stub: Stub) -> pb.RepositoryIndexResponse:
+            with answered_soon():
+                return await stub.RepositoryIndex(pb.RepositoryIndexRequest(), timeout=PROBE_TIMEOUT_S)
+
+        try:
+            return merged(await self._ask_serving(ask))
+        except NotImplementedMethodError:
+            return None
+
+    async def describe(self, name: str) -> PredictorModel:
+        """What a replica says of a model that is READY, which is the same at all of them."""
+        stub = (await self._serving())[0]
+        with answered_soon():
+            asked = pb.ModelMetadataRequest(name=name)
+            metadata = await stub.ModelMetadata(asked, timeout=PROBE_TIMEOUT_S)
+            try:
+                answer = await stub.ModelConfig(pb.ModelConfigRequest(name=name), timeout=PROBE_TIMEOUT_S)
+            except NotImplementedMethodError:
+                return described(metadata, None)
+        return described(metadata, answer.config)
+
+    async def load(self, request: pb.RepositoryModelLoadRequest, timeout_s: float | None) -> None:
+        """Loads a model at each replica; the first error is raised once all have answered."""
+        await self._ask_serving(lambda stub: stub.RepositoryModelLoad(request, timeout=timeout_s), all_must=True)
+
+    async def unload(self, request: pb.RepositoryModelUnloadRequest, timeout_s: float | None) -> None:
+        """The same for unloading."""
+        await self._ask_serving(lambda stub: stub.RepositoryModelUnload(request, timeout=timeout_s), all_must=True)
+
+    async def statistics(self, request: pb.ModelStatisticsRequest) -> pb.ModelStatisticsResponse:
+        """The sum of what the replicas have counted."""
+
+        async def ask(stub: Stub) -> pb.ModelStatisticsResponse:
+            with answered_soon():
+                return await stub.ModelStatistics(request, timeout=PROBE_TIMEOUT_S)
+
+        return summed(await self._ask_serving(ask))
+
+    async def _look_for_taker(self, model: str, fingerprint: str) -> None:
+        begun = time.monotonic()
+        stubs = [inference_pb2_grpc.GRPCInferenceServiceStub(channel) for channel in await self._resolved()]
+        request = pb.ModelConfigRequest(name=model)  # Which one that drains or loads refuses.
+        asking = (stub.ModelConfig(request, timeout=PROBE_TIMEOUT_S) for stub in stubs)
+        for answer in await _all_of(asking):
+            if isinstance(answer, pb.ModelConfigResponse):
+                found = answer.config.parameters[FINGERPRINT].string_value
+                if fingerprint in ("", found):
+                    self._takers = {key: until for key, until in self._takers.items() if until > begun}
+                    self._takers[model, fingerprint] = time.monotonic() + _TAKER_S
+                    return
+        # The next look is no sooner than this one could have been of use.
+        await asyncio.sleep(_TAKER_S / 2)
+
+    def _run(self, key: object, work: Coroutine[Any, Any, None]) -> None:
+        """Runs something beside the calls; its errors are nobody's."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            del self._tasks[key]
+            if not task.cancelled() and (error := task.exception()) is not None:
+                logger.debug("%s failed", task.get_name(), exc_info=error)
+
+        task = self._tasks[key] = asyncio.create_task(work, name=f"replicas-{key}")
+        task.add_done_callback(ended)
+
+    async def _ask_serving(self, ask: Callable[[Stub], Awaitable[T]], all_must: bool = False) -> list[T]:
+        """The answers of the replicas that serve, at least one; an error where none, or not all, gave one."""
+        answers = await _all_of(ask(stub) for stub in await self._serving())
+        good = [answer for answer in answers if not isinstance(answer, BaseException)]
+        bad = [answer for answer in answers if isinstance(answer, BaseException)]
+        for error in bad:
+            if all_must or not good or not isinstance(error, MillraceError):
+                raise error
+        return good
+
+    async def _serving(self) -> list[Stub]:
+        if not self._addresses:
+            return [self._predictor.inference]
+        channels = await self._resolved()
+        serving = await _all_of(is_serving(channel, "") for channel in channels)
+        chosen = [channel for channel, serves in zip(channels, serving, strict=True) if serves is True] or channels
+        return [inference_pb2_grpc.GRPCInferenceServiceStub(channel) for channel in chosen]
+
+    async def _resolved(self) -> list[grpc.aio.Channel]:
+        """A channel to each replica; one whose address is gone is closed once what it is asked has ended."""
+        targets = dict.fromkeys([target for address in self._addresses for target in await _resolve(address)])
+        if not targets:
+            raise NotReadyError("no predictor has an address", hop="predictor")
+        # From here on nothing is awaited: another call may be here at any time, with other addresses.
+        for target in [target for target in self._channels if target not in targets]:
+            gone = self._channels.pop(target)
+            self._run(gone, _close_later(gone))
+        for target in targets:
+            if target not in self._channels:
+                self._channels[target] = open_channel(target, "predictor")
+        return [self._channels[target] for target in targets]
+
+
+async def _close_later(channel: grpc.aio.Channel) -> None:
+    """Closes a channel on which nothing new will be asked, once what was is over but for loads."""
+    try:
+        await asyncio.sleep(_CLOSE_S)
+    finally:
+        await channel.close()
+
+
+async def _all_of(asked: Iterable[Awaitable[T]]) -> list[T | BaseException]:
+    """What each gives or raises.
+
+    A call whose channel is closed ends as cancelled. That is its own end and not the caller's, whom only its own
+    cancellation ends.
+    """
+    outcomes = await asyncio.gather(*asked, return_exceptions=True)
+    gone = HopBrokenError("the predictor has left", hop="predictor")
+    return [gone if isinstance(outcome, asyncio.CancelledError) else outcome for outcome in outcomes]
+
+
+def merged(indexes: Iterable[pb.RepositoryIndexResponse]) -> dict[str, ModelState]:
+    """One state for each model of several replicas: READY where it is so at all of them."""
+    tables = [
+        {entry.name: ModelState(entry.state or READY, entry.reason, entry.version) for entry in index.models}
+        for index in indexes
+    ]
+    names = dict.fromkeys(name for table in tables for name in table)
+    return {name: _worst([table.get(name, ModelState(UNAVAILABLE)) for table in tables]) for name in names}
+
+
+def _worst(states: Sequence[ModelState]) -> ModelState:
+    known = [told for told in states if told.state in _WORST_FIRST]
+    worst = min(known, key=lambda told: _WORST_FIRST.index(told.state), default=ModelState(UNAVAILABLE))
+    lacking = sum(told.state != READY for told in states)
+    if 0 < lacking < len(states):
+        reason = f"{lacking} of {len(states)} replicas lack it" + (f": {worst.reason}" if worst.reason else "")
+        return ModelState(worst.state, reason, worst.version)
+    return worst
+
+
+async def _resolve(address: str) -> list[str]:
+    """Every IPv4 address behind host:port; empty where the name is not known, as of a service without replicas."""
+    host, _, port = address.rpartition(":")
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, family=socket.AF_INET, type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        return []
+    return sorted({f"{socket_address[0]!s}:{port}" for *_, socket_address in found})

@@ -1,0 +1,1 @@
+"""Processes of the transformer: workers on one port, and those that parse large bodies."""

@@ -1,0 +1,207 @@
+"""Processes that parse and write large bodies, so that neither the event loop nor the interpreter lock waits for it.
+
+A call for one names a function of a module, its arguments and a body. The function returns a small object, which
+is pickled, and bytes, which come back as they are: taking over a result costs little, whatever the body. Small bodies
+are read where they are, see `SMALL_BYTES`; this is for the others.
+
+There are three processes, each with a queue and a thread that waits for it: one for bodies up to `LARGE_BYTES`, so
+that a long prompt does not wait for a tensor of 50 MB in JSON, one for larger ones, and one for chat templates. Each
+starts with its first call, see body_worker.py for what bounds their memory and time. One that ends fails the call it
+has, and the next call starts another. What waits is bounded in bytes and in calls: beyond that, OverloadedError. A
+wait ends with the request's deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from millrace.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    MillraceError,
+    OverloadedError,
+    RequestFailedError,
+    TooLargeError,
+)
+
+SMALL_BYTES = 64 * 1024  # Parsed in a millisecond.
+LARGE_BYTES = 4 * 1024 * 1024
+BODIES, LARGE_BODIES, TEMPLATES = "bodies", "large-bodies", "chat-templates"
+_MIB = 1024**2
+# Of each process: seconds of the processor's for one call, bytes of memory, and how far it stays behind who serves
+# everybody, as a nice value.
+_LIMITS = {BODIES: (5, 512 * _MIB, 5), LARGE_BODIES: (15, 1536 * _MIB, 10), TEMPLATES: (3, 512 * _MIB, 5)}
+_MAX_BYTES = 512 * _MIB
+_MAX_WAITING = 256
+_RETRY_AFTER_MS = 1000
+_WORKER = "services.transformer.processes.body_worker"
+REQUEST, RESPONSE = struct.Struct("<QQ"), struct.Struct("<BQQ")  # Sizes of the pickle and of the bytes.
+DONE, ERROR = 0, 1
+LAST = 2  # Added where the process ends after this.
+# How a process ends that needs more memory or time than it may have.
+_BEYOND_LIMITS = (-signal.SIGPROF, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
+
+T = TypeVar("T")
+Work = Callable[..., tuple[T, bytes]]
+
+
+class BodyProcesses:
+    """Called by one event loop."""
+
+    def __init__(self, max_bytes: int = _MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._bytes = self._waiting = 0
+        self._lanes = {name: _Lane(name, *limits) for name, limits in _LIMITS.items()}
+
+    async def run(
+        self,
+        work: Work[T],
+        arguments: tuple[Any, ...],
+        body: bytes,
+        timeout_s: float | None = None,
+        lane: str | None = None,
+    ) -> tuple[T, bytes]:
+        """What `work(body, *arguments)` returns or raises; it is a module's own, and its arguments are small."""
+        size = len(body)
+        try:
+            call = pickle.dumps((work, arguments))
+        except RecursionError:
+            raise nested_too_deep() from None
+        with self._lock:
+            if self._bytes + size > self._max_bytes or self._waiting >= _MAX_WAITING:
+                raise OverloadedError("too many large bodies at a time", retry_after_ms=_RETRY_AFTER_MS)
+            self._bytes += size
+            self._waiting += 1
+
+        def done(_: Future[Any]) -> None:
+            with self._lock:
+                self._bytes -= size
+                self._waiting -= 1
+
+        lane = lane or (LARGE_BODIES if size > LARGE_BYTES else BODIES)
+        future = self._lanes[lane].submit(call, body)
+        future.add_done_callback(done)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.wrap_future(future)
+        except TimeoutError:
+            raise DeadlineError("the deadline passed while the body was read or written") from None
+
+    async def close(self) -> None:
+        """Ends the processes; work that has not begun is given up."""
+        for lane in self._lanes.values():
+            lane.close()
+
+
+class _Lane:
+    """One process at a time, and the thread that waits for it."""
+
+    def __init__(self, name: str, max_time_s: int, max_memory: int, niceness: int) -> None:
+        self._limits = (str(max_time_s), str(max_memory), str(niceness))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+        self._closed = False
+
+    def submit(self, request: bytes, body: bytes) -> Future[Any]:
+        return self._thread.submit(self._call, request, body)
+
+    def close(self) -> None:
+        self._closed = True
+        process = self._process
+        if process is not None:
+            process.kill()
+        self._thread.submit(self._end)
+        self._thread.shutdown(wait=False)
+
+    def _call(self, request: bytes, body: bytes) -> Any:
+        try:
+            status, head, data = self._exchange(request, body)
+        except OSError:
+            exit_code = self._end()
+            if exit_code in _BEYOND_LIMITS:
+                raise TooLargeError("reading or writing the body takes too much memory or time") from None
+            raise RequestFailedError("the process that read or wrote the body ended") from None
+        if status & LAST:
+            self._end()
+        if not status & ERROR:
+            return pickle.loads(head), data  # noqa: S301  # It is this process's own.
+        raise _error_of(*pickle.loads(head))  # noqa: S301
+
+    def _exchange(self, request: bytes, body: bytes) -> tuple[int, bytes, bytes]:
+        connection = self._connected()
+        try:
+            connection.sendall(REQUEST.pack(len(request), len(body)) + request)
+        except OSError:  # It ended while nobody needed it.
+            self._end()
+            connection = self._connected()
+            connection.sendall(REQUEST.pack(len(request), len(body)) + request)
+        connection.sendall(body)
+        status, head, data = RESPONSE.unpack(received(connection, RESPONSE.size))
+        return status, received(connection, head), received(connection, data)
+
+    def _connected(self) -> socket.socket:
+        if self._closed:
+            raise OSError("closed")
+        if self._connection is None or self._process is None or self._process.poll() is not None:
+            self._end()
+            self._connection, theirs = socket.socketpair()
+            with theirs:
+                command = (sys.executable, "-m", _WORKER, str(os.getpid()), *self._limits)
+                # The allocator's settings of this process are for speed; that one gives back what a body took.
+                environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+                # A session of its own: what is sent to the group of this process's terminal is not for it.
+                self._process = subprocess.Popen(
+                    command, stdin=theirs.fileno(), env=environment, start_new_session=True
+                )
+        return self._connection
+
+    def _end(self) -> int | None:
+        """Ends the process, if there is one; its exit code."""
+        connection, process, self._connection, self._process = self._connection, self._process, None, None
+        if connection is not None:
+            connection.close()
+        if process is None:
+            return None
+        # Closed by it, the connection may be gone before the exit code is there.
+        try:
+            return process.wait(1)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()
+
+
+def received(connection: socket.socket, size: int) -> bytes:
+    """So many bytes; raises OSError where they do not come. One call, which copies nothing and holds no lock."""
+    data = connection.recv(size, socket.MSG_WAITALL) if size else b""
+    while len(data) < size:  # A signal came between.
+        more = connection.recv(size - len(data), socket.MSG_WAITALL)
+        if not more:
+            raise ConnectionResetError
+        data += more
+    return data
+
+
+def nested_too_deep() -> InvalidRequestError:
+    """What a body is refused with whose lists and objects are in each other too often to be passed on."""
+    return InvalidRequestError("the request is nested too deep")
+
+
+def _error_of(cls: type[MillraceError], state: dict[str, Any]) -> MillraceError:
+    """An error that another process raised: the classes' constructors differ, their attributes are what counts."""
+    error = cls.__new__(cls)
+    Exception.__init__(error, state["message"])
+    error.__dict__.update(state)
+    return error

@@ -1,0 +1,99 @@
+"""Parses and writes bodies for another process.
+
+`python -m services.transformer.processes.body_worker PARENT SECONDS BYTES NICE` starts one.
+
+Standard input is a socket, over which one request after another comes, see body_processes.py for the format. It ends
+with that, and where its parent does. Each request may use so much time of the processor, and all of them so much
+memory, beyond which the process ends; one that a request has left large ends after its response. NICE is how far it
+stays behind other processes where the processor does not suffice for all. Where the machine, or the container, has no
+memory left, the kernel ends this process before the one that it works for.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import pickle
+import resource
+import signal
+import socket
+import sys
+from contextlib import suppress
+from typing import Any
+
+_LEFT_LARGE = 256 * 1024**2
+
+
+def _main(connection: socket.socket, max_time_s: float) -> None:
+    from services.transformer.processes.body_processes import DONE, ERROR, LAST, REQUEST, RESPONSE, received
+
+    while True:
+        try:
+            head, body = REQUEST.unpack(received(connection, REQUEST.size))
+            request = received(connection, head)
+            data = received(connection, body)
+        except OSError:
+            return
+        signal.setitimer(signal.ITIMER_PROF, max_time_s)
+        status, answer, contents = DONE, b"", b""
+        try:
+            work, arguments = pickle.loads(request)  # noqa: S301  # It is the parent's.
+            result, contents = work(data, *arguments)
+            answer = pickle.dumps(result, protocol=5)
+        except Exception as error:
+            status, answer, contents = ERROR, _as_pickle(error), b""
+        work = arguments = result = None
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        status |= LAST * _is_large()
+        connection.sendall(RESPONSE.pack(status, len(answer), len(contents)) + answer)
+        connection.sendall(contents)
+        data = contents = b""
+
+
+def _as_pickle(error: Exception) -> bytes:
+    from millrace.errors import MillraceError, RequestFailedError, TooLargeError
+    from services.transformer.processes.body_processes import nested_too_deep
+
+    if isinstance(error, (MemoryError, SystemError)):  # orjson raises the latter.
+        error = TooLargeError("reading or writing the body takes too much memory")
+    if isinstance(error, RecursionError):
+        error = nested_too_deep()
+    if not isinstance(error, MillraceError):
+        logging.getLogger(__name__).error("a body's work failed", exc_info=error)
+        error = RequestFailedError("internal error")
+    state: dict[str, Any] = {**error.__dict__}
+    state.pop("__notes__", None)
+    return pickle.dumps((type(error), state))
+
+
+def stay_behind(niceness: int) -> None:
+    """Lets others have the processor first, in this process's session and, where Linux groups by session, beside it."""
+    os.nice(niceness)
+    with suppress(OSError), open("/proc/self/autogroup", "w") as group:
+        group.write(str(niceness))
+
+
+def _is_large() -> bool:
+    from millrace.rpc.unfinished_messages import resident_bytes
+
+    with suppress(OSError):
+        return resident_bytes() > _LEFT_LARGE
+    return False
+
+
+if __name__ == "__main__":
+    gc.disable()  # It would look at millions of new lists again and again; what a request leaves is measured.
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's, which takes memory for each core.
+    from services.transformer.processes.supervisor import end_with_parent
+
+    end_with_parent(int(sys.argv[1]))
+    stay_behind(int(sys.argv[4]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":
+        resource.setrlimit(resource.RLIMIT_DATA, (int(sys.argv[3]), int(sys.argv[3])))
+        with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+            score.write("1000")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with socket.socket(fileno=sys.stdin.fileno()) as requests:
+        _main(requests, float(sys.argv[2]))

@@ -1,0 +1,205 @@
+"""Text to token ids by a model's own tokenizer and chat template.
+
+Tokenising holds the interpreter: 8 MB took 4.4 s during which no other thread ran, while
+`encode_batch` of the same text lets go of it. So a prompt that cannot fit whatever its tokens is
+refused unread, a short one is encoded at once, and a long one goes to a bounded pool.
+
+On the request path only the backend's `encode` and `encode_batch` are called, on an instance whose
+truncation and padding were switched off once: the wrapper's own settings leak between threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import orjson
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from millrace.errors import ContextLengthError, InvalidRequestError, StartupError
+from millrace.models.kinds import MODULES_FILE
+from services.transformer.processes.body_processes import TEMPLATES, BodyProcesses
+from services.transformer.text.chat_templates import TemplateTimeoutError, bounded, refusals, render
+from services.transformer.text.detokenizer import Decoder
+from services.transformer.text.token_bytes import TokenBytes
+
+FILES = ("*.json", "*.model", "*.txt", "*.jinja")
+_VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")  # Without one, AutoTokenizer makes up its own.
+_INLINE_BYTES = 8 * 1024
+_INLINE_MESSAGES = 64
+_MAX_REASON = 500
+# What `apply_chat_template` takes for itself, another template among it, and not for the template.
+_NOT_TEMPLATE_OPTIONS = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {
+    "add_generation_prompt"
+}
+
+Messages = Sequence[tuple[str, str]]  # (role, content)
+
+
+class TextTokenizer:
+    """One model's tokenizer; `pool` is shared by all models."""
+
+    def __init__(self, name: str, folder: Path, pool: ThreadPoolExecutor) -> None:
+        if not _has_vocabulary(folder):
+            raise StartupError(f"model {name}: no tokenizer in {folder}: it has none of {', '.join(_VOCABULARIES)}")
+        self._tokenizer: Any = _read_tokenizer(name, folder)
+        self.backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
+        if self.backend is None:
+            raise StartupError(f"model {name}: its tokenizer has no fast version")
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.decoder = Decoder(self.backend)
+        self._name = name
+        self._has_slow_template = False
+        self._pool = pool
+        # In a byte-level vocabulary a character stands for a byte, in others it is one: never too small.
+        self._longest_token_bytes = max(len(token.encode()) for token in self.backend.get_vocab())
+
+    async def encode(self, text: str, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
+        """The text's ids, at most `max_tokens` of them; raises InvalidRequestError."""
+        self._refuse_oversize(_bytes_of(text), max_tokens)
+        ids = await self.ids(text, add_special_tokens)
+        check_token_count(len(ids), max_tokens)
+        return ids
+
+    async def ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The text's ids, however many."""
+        if _bytes_of(text) <= _INLINE_BYTES:
+            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return ids
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, self._encode_long, text, add_special_tokens)
+
+    async def strings(self, ids: Sequence[int]) -> list[str | None]:
+        """The vocabulary's own strings; None for an id that has none."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self._pool, lambda: list(map(self.backend.id_to_token, ids))
+        )
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What the tokenizer's files say of it."""
+        special = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+        tokens = {name: getattr(self._tokenizer, name, None) for name in special}
+        return {
+            "tokenizer_class": type(self._tokenizer).__name__,
+            "chat_template": self._tokenizer.chat_template,
+            "vocab_size": self.backend.get_vocab_size(with_added_tokens=True),
+            **{name: None if token is None else str(token) for name, token in tokens.items()},
+        }
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """What each token stands for."""
+        return TokenBytes(self.backend)
+
+    def most_bytes(self, tokens: int) -> int:
+        """How many bytes so many tokens stand for at most."""
+        return tokens * self._longest_token_bytes
+
+    def _refuse_oversize(self, size: int, max_tokens: int) -> None:
+        if size > self.most_bytes(max_tokens):
+            raise ContextLengthError(f"the prompt has {size} bytes, more than fit a context of {max_tokens} tokens")
+
+    def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
+    async def render(
+        self,
+        messages: Messages,
+        max_tokens: int,
+        options: Mapping[str, Any] | None,
+        bodies: BodyProcesses,
+        timeout_s: float | None,
+    ) -> str:
+        """As `render_chat`; what takes long is rendered in another process."""
+        size = sum(len(content) for _, content in messages)
+        if size <= _INLINE_BYTES and len(messages) <= _INLINE_MESSAGES and not self._has_slow_template:
+            try:
+                return self.render_chat(messages, max_tokens, options)
+            except TemplateTimeoutError:
+                self._has_slow_template = True
+        self._check_chat(messages, max_tokens, options or {})
+        variables = {**self._tokenizer.special_tokens_map, "add_generation_prompt": True, **(options or {})}
+        arguments = (self._name, self._tokenizer.get_chat_template(), variables)
+        conversation = orjson.dumps(_conversation(messages))
+        _, text = await bodies.run(render, arguments, conversation, timeout_s, lane=TEMPLATES)
+        return text.decode()
+
+    def render_chat(self, messages: Messages, max_tokens: int, options: Mapping[str, Any] | None = None) -> str:
+        """(role, content) pairs as the prompt that the model's chat template makes of them.
+
+        `options` are further variables of the template. What cannot fit `max_tokens` tokens is refused unread; on the
+        main thread, a template that takes too long raises TemplateTimeoutError.
+        """
+        options = options or {}
+        self._check_chat(messages, max_tokens, options)
+        arguments = {"add_generation_prompt": True, **options}
+        with refusals(self._name), bounded():
+            text: str = self._tokenizer.apply_chat_template(_conversation(messages), tokenize=False, **arguments)
+        return text
+
+    def _check_chat(self, messages: Messages, max_tokens: int, options: Mapping[str, Any]) -> None:
+        size = sum(len(role) + len(content) for role, content in messages)
+        self._refuse_oversize(size + (len(json.dumps(options)) if options else 0), max_tokens)
+        if not self.has_chat_template:
+            raise InvalidRequestError(f"model {self._name!r} has no chat template; use completions with a prompt")
+        for name in options:
+            if name in _NOT_TEMPLATE_OPTIONS:
+                raise InvalidRequestError(f"{name!r} is no variable of a chat template", param="chat_template_kwargs")
+
+
+def _conversation(messages: Messages) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in messages]
+
+
+def _has_vocabulary(folder: Path) -> bool:
+    return any(file.is_file() for pattern in _VOCABULARIES for file in folder.glob(pattern))
+
+
+def _read_tokenizer(name: str, folder: Path) -> Any:
+    """The tokenizer in a folder; raises StartupError, whatever is wrong with the files."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except BaseException as error:
+        # tokenizers raises bare Exceptions, and PanicException, which is none.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_REASON]
+        raise StartupError(f"model {name}: the tokenizer in {folder} cannot be read: {reason}") from None
+
+
+def _bytes_of(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))
+
+
+def check_token_count(count: int, max_tokens: int) -> None:
+    """Refuses a prompt of no tokens and one of more than `max_tokens`."""
+    if count > max_tokens:
+        raise ContextLengthError(f"the prompt has {count} tokens, the context is {max_tokens}")
+    if not count:
+        raise InvalidRequestError("the prompt is empty")
+
+
+def embedding_tokenizer(name: str, folder: Path, pool: ThreadPoolExecutor) -> TextTokenizer | None:
+    """The tokenizer of a model that embeds; None where its folder has none, for ids alone will do; blocks.
+
+    It lies beside the weights, which sentence-transformers may put into a folder of their own.
+    """
+    modules = json.loads((folder / MODULES_FILE).read_text()) if (folder / MODULES_FILE).is_file() else []
+    parts = [module.get("path", "") for module in modules if str(module.get("type")).endswith("Transformer")]
+    for place in (folder, *(folder / part for part in parts)):
+        if _has_vocabulary(place):
+            return TextTokenizer(name, place, pool)
+    return None
