@@ -14,7 +14,7 @@ An answer is of one model: once it has begun, only a predictor with the same wei
 others refuses, and the request waits for the right one, through Envoy, which tries several replicas a call.
 
 Before the first token the same is a retry. A predictor that cannot go on after given ids is asked again only before it.
-Between calls the request waits as predictors/retries.py says. A request that ends a predictor even alone is not called again, and
+Between calls the request waits, see retries.py. A request that ends a predictor even alone is not called again, and
 the same one is refused for a while (poison.py): thus it cannot walk through all replicas, and requests that merely
 stood beside it go on.
 
