@@ -15,6 +15,7 @@ KSERVE := .venv-kserve/.installed
 TOOLS := .venv-tools/.installed
 NODE_TOOLS := .tools/.installed
 BUF := @bufbuild/buf@1.75.0
+PARALLEL := $(VENV)/bin/python -m pytest -n 2
 comma := ,
 
 .PHONY: help
@@ -51,8 +52,27 @@ bench: $(RUN_DEPENDENCIES) ## the engine beside its peers, installed once (BENCH
 	@exec $(VENV)/bin/python -m bench.engine $(BENCH)
 
 .PHONY: test
-test: $(DEV_DEPENDENCIES) $(CLIENTS) $(NODE_TOOLS) ## all tests but those of the containers
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile $(PYTEST)
+test: test-unit test-model test-process test-system ## all tests but the slow ones and those of the containers (PYTEST=)
+
+.PHONY: test-all
+test-all: export FULL := 1
+test-all: test ## the tests that take minutes as well
+
+.PHONY: test-unit
+test-unit: $(DEV_DEPENDENCIES) ## tests that start nothing: no model, no socket, no process
+	$(PARALLEL) --dist worksteal tests/unit $(PYTEST)
+
+.PHONY: test-model
+test-model: $(DEV_DEPENDENCIES) ## tests that compute with torch or read a tokenizer
+	$(PARALLEL) --dist loadfile tests/model $(PYTEST)
+
+.PHONY: test-process
+test-process: $(DEV_DEPENDENCIES) ## tests of one service, or of Envoy alone
+	$(PARALLEL) --dist loadfile tests/process $(PYTEST)
+
+.PHONY: test-system
+test-system: $(DEV_DEPENDENCIES) $(CLIENTS) $(NODE_TOOLS) ## tests of whole stacks
+	$(PARALLEL) --dist loadfile tests/system tests/scenarios tests/conformance tests/fuzz $(PYTEST)
 
 .PHONY: test-containers
 test-containers: $(DEV_DEPENDENCIES) $(CLIENTS) $(NODE_TOOLS) ## the container tests, on a real Docker engine

@@ -2,7 +2,7 @@
 
 Batches are encoded on a thread that shares the interpreter with the event loop. Here that takes 8 µs a span instead of
 24, for what many spans have in common is encoded once, and the thread lets the loop go on in between. What is sent is
-the same (tests/unit/test_span_export.py).
+the same (tests/process/test_span_export.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """FIELD-CASES 1's idle gaps and 5's hour, with the gateway's idle limits cut from minutes to seconds.
 
 What ends an idle call or connection in hours does so here in seconds: the rest of the gateway is the real one. That the
-real numbers are what is promised says tests/unit/test_envoy_config.py.
+real numbers are what is promised says tests/process/test_envoy_config.py.
 """
 
 import asyncio

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from tests.support.logger_process import free_port
 from tests.system.calls import channel, generate, rest
-from tests.unit.logger_process import free_port
 from tests.waiting import until
 
 REQUESTS = 20_000 if os.environ.get("FULL") else 2_000

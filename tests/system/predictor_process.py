@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.unit.logger_process import free_port
+from tests.support.logger_process import free_port
 
 _ROOT = Path(__file__).parents[2]
 

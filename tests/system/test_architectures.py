@@ -12,7 +12,7 @@ from tests.system.calls import channel, generate, ids_request, infer, text_of
 
 PROMPTS = [[5, 6, 7, 8], list(range(20, 52)), [300, 17, 1200, 44, 9, 81]]
 LENGTH = 16
-# Of each runner some; all are held against `generate` in tests/unit/test_engine_exactness.py.
+# Of each runner some; all are held against `generate` in tests/model/test_engine_exactness.py.
 RUNNERS = {
     "llama": "paged",
     "opt": "paged",

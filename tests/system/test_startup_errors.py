@@ -1,6 +1,6 @@
 """What keeps a stack from starting is said in one line, at once, with what to do.
 
-What may be wrong with a model: tests/unit/test_loading.py.
+What may be wrong with a model: tests/model/test_loading.py.
 """
 
 import asyncio

@@ -15,8 +15,8 @@ import pytest_asyncio
 
 from millrace.oip.tensors import Tensor, add_input, decode_outputs
 from millrace_protos import inference_pb2 as pb
+from tests.support.transformer_fixtures import transformer
 from tests.system.calls import each, text_request
-from tests.unit.transformers import transformer
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]

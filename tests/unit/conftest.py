@@ -1,44 +1,38 @@
-"""What several of the unit tests need of the payload log."""
+"""Unit tests start nothing: what imports a model library, opens a socket or starts a process fails here.
 
-import grpc
+`tests/model` is for what computes with torch or reads a tokenizer, `tests/process` for what listens or starts one
+process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
 import pytest
 
-from millrace.rpc.channel import open_channel
-from millrace.rpc.handlers import ErrorServerInterceptor
-from millrace_protos import millrace_pb2_grpc
-from services.logger.servicer import PayloadLogServicer
-from services.logger.store.store import SqliteStore
-from services.logger.tails import Tails
-from tests.unit.payload_ingest import Taps, listening
+from tests.support.payload_fixtures import store
+from tests.unit.guard import Guard, guard
+
+__all__ = ["store"]
 
 
-@pytest.fixture
-async def store(tmp_path):
-    store = SqliteStore(tmp_path / "payloads.sqlite3")
-    yield store
-    await store.close()
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    with guard:
+        return (yield)
 
 
-@pytest.fixture
-async def payload_log(store):
-    """A stub of the logger's public service, which reads `store`."""
-    server = grpc.aio.server(interceptors=(ErrorServerInterceptor("logger"),))
-    PayloadLogServicer(store, Tails()).add_to(server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with open_channel(f"127.0.0.1:{port}", "logger") as channel:
-        yield millrace_pb2_grpc.PayloadLogStub(channel)
-    await server.stop(None)
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    with guard:
+        return (yield)
 
 
-@pytest.fixture
-async def ingest():
-    async with listening() as ingest:
-        yield ingest
-
-
-@pytest.fixture
-async def taps(tmp_path):
-    taps = Taps(tmp_path / "spool")
-    yield taps
-    await taps.close_all()
+@pytest.fixture(autouse=True)
+def refusals() -> Generator[Guard, None, None]:
+    """The guard; what it refused fails the test, even where the code under test survived the refusal."""
+    yield guard
+    refused = guard.take()
+    assert not refused, f"not for tests/unit: {', '.join(refused)}"

@@ -7,7 +7,7 @@ import pytest
 from millrace.errors import HopBrokenError, InvalidRequestError, OverloadedError
 from millrace.payload.call import Origin
 from services.transformer.generation.telemetry import GenerationTelemetry
-from tests.unit.measured import Measured
+from tests.support.measured import Measured
 
 GAPS = {"gen_ai.request.model": "storyteller", "millrace.protocol": "grpc"}
 TOLD = GAPS | {"gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "millrace"}

@@ -13,7 +13,7 @@ from services.logger.store import reading
 from services.logger.store.filters import Filters
 from services.logger.store.schema import SCHEMA_VERSION
 from services.logger.store.store import SqliteStore
-from tests.unit.test_logger_store import append_request, numbers, record_id, stored, timestamp
+from tests.process.test_logger_store import append_request, numbers, record_id, stored, timestamp
 
 # As version 1 made it.
 VERSION_1 = """

@@ -12,7 +12,7 @@ from millrace.errors import StartupError
 from millrace.payload.outbox import spool as payload_spool
 from millrace.payload.outbox.segments import PAYLOAD_START, SpoolReader, header
 from millrace.payload.outbox.spool import open_spools
-from tests.unit.payload_ingest import folders, segments
+from tests.support.payload_ingest import folders, segments
 
 MAX_BYTES = 8 * 200  # So that a segment takes 200 bytes.
 NOWHERE_ELSE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

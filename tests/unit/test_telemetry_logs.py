@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from millrace.telemetry import logs
 from millrace.telemetry.identity import set_request_id
 from millrace.telemetry.logs import CALLS, formatter, set_up_logging
-from tests.unit.measured import Measured
+from tests.support.measured import Measured
 
 
 @pytest.fixture

@@ -1,0 +1,35 @@
+"""Requests that must not notice what happens to others."""
+
+import asyncio
+
+import pytest
+
+from millrace.errors import DeadlineError, HopBrokenError, NotReadyError, RequestFailedError
+from services.predictor.engine.interface import EngineDeadError
+from tests.model.fakes import expected, read_all, request
+
+CROWD = [(i, i + 1, i + 2, i + 3, i + 4) for i in range(3, 12)]
+
+
+async def dead(engine):
+    with pytest.raises(EngineDeadError):
+        await asyncio.wait_for(engine.died(), 30)
+    with pytest.raises(NotReadyError):
+        engine.submit(request("late"))
+
+
+async def outcome(slot):
+    """What a request ends with: its ids, or the class of its error."""
+    try:
+        return (await read_all(slot))[0]
+    except (RequestFailedError, HopBrokenError, NotReadyError, DeadlineError) as error:
+        return type(error)
+
+
+def submit_crowd(engine, **parameters):
+    return [engine.submit(request(str(i), prompt=prompt, **parameters)) for i, prompt in enumerate(CROWD)]
+
+
+async def assert_crowd_is_unharmed(slots, **parameters):
+    for prompt, slot in zip(CROWD, slots, strict=True):
+        assert (await read_all(slot))[0] == expected(prompt, **parameters)

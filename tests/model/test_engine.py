@@ -1,0 +1,166 @@
+"""The engine: many sequences at once, each on its own, every one of them ended."""
+
+import asyncio
+import time
+
+import pytest
+
+from millrace.errors import DeadlineError, HopBrokenError, NotReadyError, OverloadedError, RequestFailedError
+from services.predictor.engine.interface import EngineDeadError
+from tests.model.fakes import END, FakeRunner, Gate, engines, expected, read_all, request
+from tests.waiting import until
+
+
+@pytest.fixture
+def engine_of():
+    with engines() as make:
+        yield make
+
+
+async def test_a_crowd_gets_what_each_would_get_alone(engine_of):
+    engine = engine_of(FakeRunner(), max_running=4, max_waiting=32)
+    slots = [engine.submit(request(str(i), prompt=(i, i + 1), seed=i)) for i in range(16)]
+    for i, slot in enumerate(slots):
+        ids, chunks = await read_all(slot)
+        assert ids == expected([i, i + 1], 12, seed=i)
+        assert chunks[-1].finish_reason == "length"
+        assert chunks[-1].usage.completion_tokens == 12
+
+
+@pytest.mark.parametrize("cut", [1, 5, 11])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_generation_continues_from_its_own_output_as_if_never_interrupted(engine_of, cut, temperature):
+    engine = engine_of(FakeRunner())
+    whole, _ = await read_all(engine.submit(request(temperature=temperature)))
+    rest, chunks = await read_all(engine.submit(request(temperature=temperature, output_ids=whole[:cut])))
+    assert whole[:cut] + rest == whole
+    assert chunks[-1].usage.completion_tokens == 12
+
+
+async def test_a_failing_request_fails_alone(engine_of):
+    def poison(row):
+        sequence = row.sequence
+        if sequence.request.id == "bad" and len(sequence.output_ids) == 3:
+            raise RuntimeError("poison")
+
+    engine = engine_of(FakeRunner(poison))
+    good, bad = engine.submit(request("good")), engine.submit(request("bad"))
+    with pytest.raises(RequestFailedError, match="the model failed on this request"):
+        await read_all(bad)
+    assert (await read_all(good))[0] == expected([5, 6], 12)
+    assert (await read_all(engine.submit(request("next"))))[0] == expected([5, 6], 12)
+    assert (engine.statistics.failed, engine.statistics.succeeded) == (1, 2)
+
+
+async def test_cancel_stops_the_model_and_frees_the_room(engine_of):
+    gate = Gate()
+    runner = FakeRunner(gate)
+    engine = engine_of(runner, max_running=1)
+    cancelled, waiting = engine.submit(request("cancelled", max_tokens=1000)), engine.submit(request("waiting"))
+    gate.open(3)
+    await cancelled.read()
+    cancelled.cancel()
+    gate.open(1000)
+    assert (await read_all(waiting))[0] == expected([5, 6], 12)
+    # At most the step that was under way when the cancel came.
+    assert runner.calls["cancelled"] <= 2 + 3
+    assert engine.statistics.cancelled == 1
+
+
+async def test_a_waiting_request_can_be_cancelled(engine_of):
+    gate = Gate()
+    engine = engine_of(FakeRunner(gate), max_running=1)
+    running, waiting = engine.submit(request("running", max_tokens=3)), engine.submit(request("waiting"))
+    waiting.cancel()
+    gate.open(3)
+    await read_all(running)
+    with pytest.raises(RequestFailedError, match="cancelled"):
+        await read_all(waiting)
+
+
+async def test_the_deadline_ends_running_and_waiting_requests(engine_of):
+    gate = Gate()
+    engine = engine_of(FakeRunner(gate), max_running=1)
+    deadline = time.monotonic() + 0.05
+    slots = [engine.submit(request(name, deadline=deadline, max_tokens=1000)) for name in "ab"]
+    await until(lambda: time.monotonic() > deadline)
+    gate.open(2)
+    for slot in slots:
+        with pytest.raises(DeadlineError):
+            await read_all(slot)
+
+
+async def test_a_full_queue_refuses_at_once(engine_of):
+    gate = Gate()
+    runner = FakeRunner(gate)
+    engine = engine_of(runner, max_running=1, max_waiting=1)
+    slots = [engine.submit(request("first"))]
+    await until(lambda: runner.steps)
+    slots.append(engine.submit(request("second")))
+    with pytest.raises(OverloadedError) as raised:
+        engine.submit(request("third"))
+    assert raised.value.retry_after_ms > 0
+    gate.open(1000)
+    for slot in slots:
+        await read_all(slot)
+
+
+async def test_a_slow_reader_gets_bigger_chunks_and_misses_nothing(engine_of):
+    gate = Gate()
+    runner = FakeRunner(gate)
+    engine = engine_of(runner)
+    slot = engine.submit(request(max_tokens=12))
+    gate.open(8)
+    await until(lambda: runner.calls.get("a", 0) == 9)
+    gate.open(4)
+    ids, chunks = await read_all(slot)
+    assert ids == expected([5, 6], 12)
+    assert len(chunks[0].output_ids) >= 7
+
+
+async def test_chunk_tokens_gathers_tokens_but_never_the_last(engine_of):
+    engine = engine_of(FakeRunner())
+    _, chunks = await read_all(engine.submit(request(chunk_tokens=5, max_tokens=12)))
+    assert all(len(chunk.output_ids) >= 5 for chunk in chunks[:-1])
+    assert sum(len(chunk.output_ids) for chunk in chunks) == 12
+
+
+async def test_chunk_ms_limits_how_long_tokens_are_held_back(engine_of):
+    gate = Gate()
+    engine = engine_of(FakeRunner(gate))
+    slot = engine.submit(request(chunk_tokens=100, chunk_ms=20, max_tokens=12))
+    gate.open(2)
+    assert len((await asyncio.wait_for(slot.read(), 10)).output_ids) in (1, 2)
+    gate.open(100)
+    await read_all(slot)
+
+
+async def test_min_tokens_and_ignore_eos_decide_about_the_end(engine_of):
+    class Ending(FakeRunner):
+        def logits(self, ids):
+            logits = super().logits(ids)
+            logits[END] = 1000.0
+            return logits
+
+    engine = engine_of(Ending())
+    ids, chunks = await read_all(engine.submit(request(temperature=0)))
+    assert (ids, chunks[-1].finish_reason) == ([END], "stop")
+    ids, chunks = await read_all(engine.submit(request(temperature=0, min_tokens=4)))
+    assert (len(ids), ids[-1], chunks[-1].finish_reason) == (5, END, "stop")
+    ids, chunks = await read_all(engine.submit(request(temperature=0, ignore_eos=True, max_tokens=6)))
+    assert (ids, chunks[-1].finish_reason) == ([END] * 6, "length")
+
+
+async def test_an_engine_that_dies_ends_every_request_and_says_so(engine_of):
+    class Dying(FakeRunner):
+        def run(self, rows):
+            raise SystemExit("out of luck")
+
+    engine = engine_of(Dying())
+    slot = engine.submit(request())
+    with pytest.raises(HopBrokenError, match="the engine died"):
+        await read_all(slot)
+    with pytest.raises(EngineDeadError):
+        await asyncio.wait_for(engine.died(), 10)
+    with pytest.raises(NotReadyError):
+        engine.submit(request())

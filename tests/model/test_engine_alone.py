@@ -1,0 +1,158 @@
+"""A request that runs alone has the engine to itself until its next token; the others lose nothing but that time."""
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from millrace.errors import DeadlineError, HopBrokenError, InvalidRequestError, NotReadyError, RequestFailedError
+from services.predictor.engine.solo import SoloPlace
+from tests.model.crowd import CROWD, assert_crowd_is_unharmed, outcome, submit_crowd
+from tests.model.fakes import FakeRunner, Gate, engines, expected, read_all, request
+from tests.waiting import until
+
+LONG = range(3, 43)
+
+
+@pytest.fixture
+def engine_of():
+    with engines() as make:
+        yield make
+
+
+def names_of(steps):
+    return [{name for name, _, _ in step} for step in steps]
+
+
+async def test_nothing_else_is_computed_until_its_next_token_and_all_are_unharmed(engine_of):
+    gate = Gate()
+    runner = FakeRunner(gate)
+    engine = engine_of(runner, max_running=16, max_waiting=32, step_tokens=16)
+    slots = submit_crowd(engine)
+    gate.open(30)
+    await until(lambda: engine.statistics.tokens > len(CROWD))
+    alone = engine.submit(request("alone", prompt=LONG, alone=True))
+    gate.open(10_000)
+    assert (await read_all(alone))[0] == expected(LONG)
+    await assert_crowd_is_unharmed(slots)
+    steps = names_of(runner.steps)
+    begun = next(i for i, names in enumerate(steps) if "alone" in names)
+    # Forty ids, sixteen a step.
+    assert steps[begun : begun + 3] == [{"alone"}] * 3
+    # From then on it is one of them.
+    assert steps[begun + 3] > {"alone"}
+    assert engine.blocks_in_use == 0
+
+
+async def test_what_it_has_produced_before_counts_and_one_token_is_enough(engine_of):
+    engine = engine_of(FakeRunner(), max_running=16, max_waiting=32)
+    slots = submit_crowd(engine)
+    whole = expected((5, 6))
+    ids, _ = await read_all(engine.submit(request("alone", output_ids=whole[:7], alone=True)))
+    assert whole[:7] + ids == whole
+    await assert_crowd_is_unharmed(slots)
+
+
+async def test_a_process_holds_one_that_is_still_to_run_alone(engine_of):
+    gate = Gate()
+    solo = SoloPlace()
+    engine, other = engine_of(FakeRunner(gate), solo=solo), engine_of(FakeRunner(), solo=solo)
+    first = engine.submit(request("first", alone=True))
+    for refusing in (engine, other):
+        with pytest.raises(NotReadyError, match="another request runs alone here") as raised:
+            refusing.submit(request("second", alone=True))
+        assert raised.value.retry_after_ms == 100
+    # Others are welcome.
+    assert (await read_all(other.submit(request())))[0] == expected((5, 6))
+    gate.open(1)
+    await first.read()
+    assert (await read_all(other.submit(request("second", alone=True))))[0] == expected((5, 6))
+    gate.open(100)
+    await read_all(first)
+
+
+async def test_one_that_is_refused_does_not_hold_the_place(engine_of):
+    engine = engine_of(FakeRunner(blocks=4))
+    with pytest.raises(InvalidRequestError):
+        engine.submit(request("too long", prompt=LONG, alone=True))
+    assert (await read_all(engine.submit(request(max_tokens=2, alone=True))))[0] == expected((5, 6), 2)
+
+
+@pytest.mark.parametrize("how", ["cancel", "fail"])
+async def test_one_that_ends_before_its_caller_is_told_is_not_computed_and_holds_nobody_up(engine_of, monkeypatch, how):
+    monkeypatch.setattr("services.predictor.engine.engine._TELL_S", 30)
+    runner = FakeRunner()
+    engine = engine_of(runner, max_running=16, max_waiting=32)
+    alone = engine.submit(request("alone", alone=True))
+    await until(lambda: alone.runs_alone)
+    if how == "cancel":
+        alone.cancel()
+    else:
+        alone.fail(NotReadyError("handed back"))
+    slots = submit_crowd(engine)
+    await assert_crowd_is_unharmed(slots)
+    assert not any("alone" in names for names in names_of(runner.steps))
+    assert engine.blocks_in_use == 0
+
+
+async def test_who_asks_for_no_heartbeat_gets_whole_chunks(engine_of):
+    engine = engine_of(FakeRunner())
+    slot = engine.submit(request("alone", alone=True))
+    chunks = [await slot.read()]
+    while chunks[-1].finish_reason is None:
+        chunks.append(await slot.read())
+    assert all(chunk.output_ids for chunk in chunks)
+
+
+@pytest.mark.parametrize("how", ["cancel", "deadline", "failure"])
+async def test_its_end_lets_the_others_go_on(engine_of, monkeypatch, how):
+    now = [1000.0]
+    clock = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
+    monkeypatch.setattr("services.predictor.engine.engine.time", clock)
+    gate = Gate()
+
+    def before(row):
+        if row.sequence.request.id == "alone":
+            gate(row)
+            if how == "failure":
+                raise RuntimeError("poison")
+
+    runner = FakeRunner(before)
+    engine = engine_of(runner, max_running=16, max_waiting=32, step_tokens=16)
+    # At once, so that it begins while the others run.
+    with engine._changed:
+        slots = submit_crowd(engine)
+        alone = engine.submit(request("alone", prompt=LONG, alone=True, deadline=1010.0))
+    await until(lambda: runner.steps and runner.steps[-1][0][0] == "alone")
+    assert engine.statistics.succeeded < len(CROWD)
+    if how == "cancel":
+        alone.cancel()
+    if how == "deadline":
+        now[0] += 20
+    gate.open(1000)
+    assert await outcome(alone) is (DeadlineError if how == "deadline" else RequestFailedError)
+    await assert_crowd_is_unharmed(slots)
+    await read_all(engine.submit(request("next", alone=True)))
+    assert engine.blocks_in_use == 0
+
+
+async def test_the_end_of_its_engine_gives_the_place_back(engine_of):
+    solo = SoloPlace()
+
+    class Dying(FakeRunner):
+        def run(self, rows):
+            raise SystemExit
+
+    for runner, error in ((Dying(), HopBrokenError), (FakeRunner(Gate()), NotReadyError)):
+        engine = engine_of(runner, solo=solo, step_timeout_s=5)
+        slot = engine.submit(request("alone", alone=True))
+        if error is NotReadyError:
+            await until(lambda runner=runner: runner.steps)
+            runner._before.open(100)
+            slot.cancel()
+            await asyncio.to_thread(engine.close)
+        else:
+            assert await outcome(slot) is error
+        solo.take("next")
+        solo.leave("next")

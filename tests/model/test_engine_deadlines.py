@@ -1,0 +1,153 @@
+"""Deadlines in the queue and at work, the first token's as well; who would be late is told at once."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from millrace.errors import DeadlineError, OverloadedError
+from tests.model.fakes import FakeRunner, Gate, engines, expected, read_all, request
+from tests.waiting import until
+
+
+@pytest.fixture
+def engine_of():
+    with engines() as make:
+        yield make
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The engine's own time, which a test moves."""
+    now = [1000.0]
+    fake = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
+    monkeypatch.setattr("services.predictor.engine.engine.time", fake)
+    monkeypatch.setattr("services.predictor.engine.state.sequence.time", fake)
+    return now
+
+
+async def test_a_first_token_that_is_late_ends_waiting_requests_and_prompts_alike(engine_of, clock):
+    gate = Gate()
+    runner = FakeRunner(gate)
+    engine = engine_of(runner, max_running=2, step_tokens=16)
+    prompt = engine.submit(request("prompt", prompt=range(40), first_token_timeout_s=1.5))
+    other = engine.submit(request("other"))
+    waiting = engine.submit(request("waiting", first_token_timeout_s=1.5))
+    await until(lambda: runner.steps)
+    clock[0] += 1.6
+    gate.open(1000)
+    for slot in (prompt, waiting):
+        with pytest.raises(DeadlineError, match="no token within 1500 ms"):
+            await read_all(slot)
+    assert (await read_all(other))[0] == expected((5, 6))
+    assert engine.blocks_in_use == 0
+
+
+async def test_who_has_its_first_token_is_not_held_to_the_firsts_deadline(engine_of, clock):
+    gate = Gate()
+    engine = engine_of(FakeRunner(gate))
+    # At once, so that one step serves both.
+    with engine._changed:
+        slots = [
+            engine.submit(request(first_token_timeout_s=1.0)),
+            engine.submit(request("moved", prompt=(7,), output_ids=expected((7,), 3), first_token_timeout_s=1.0)),
+        ]
+    gate.open(2)
+    for slot in slots:
+        assert await slot.read()
+    clock[0] += 3600
+    gate.open(1000)
+    assert len((await read_all(slots[0]))[0]) == 11
+    assert len((await read_all(slots[1]))[0]) == 8
+
+
+async def test_what_was_produced_elsewhere_is_no_first_token_here(engine_of, clock):
+    gate = Gate()
+    runner = FakeRunner(gate)
+    engine = engine_of(runner)
+    slot = engine.submit(request("moved", prompt=range(80), output_ids=[3], first_token_timeout_s=1.0))
+    await until(lambda: runner.steps)
+    clock[0] += 2
+    gate.open(1000)
+    with pytest.raises(DeadlineError, match="no token within 1000 ms"):
+        await read_all(slot)
+
+
+class Timed:
+    """An engine with one place; each request takes a second of its time."""
+
+    def __init__(self, engine_of, clock):
+        self.gate = Gate()
+
+        def before(row):
+            self.gate(row)
+            clock[0] += 1.0
+
+        self.runner = FakeRunner(before)
+        self.engine = engine_of(self.runner, max_running=1, max_waiting=100)
+
+    def submit(self, **given):
+        return self.engine.submit(request(max_tokens=1, **given))
+
+    async def busy(self, waiting):
+        """One runs and so many wait, once ten have ended in a row; those that have not ended."""
+        slots = [self.submit() for _ in range(11 + waiting)]
+        self.gate.open(10)
+        await until(lambda: len(self.runner.steps) == 11)
+        return slots[10:]
+
+    async def end(self, slots):
+        self.gate.open(1000)
+        for slot in slots:
+            await read_all(slot)
+
+
+@pytest.mark.parametrize("wanted", [{"deadline": 1012.0}, {"first_token_timeout_s": 2.0}])
+async def test_who_would_be_late_is_told_at_once_and_when_to_come_back(engine_of, clock, wanted):
+    timed = Timed(engine_of, clock)
+    slots = await timed.busy(waiting=5)
+    with pytest.raises(OverloadedError, match="longer than the request can wait") as raised:
+        timed.submit(**wanted)
+    assert 800 <= raised.value.retry_after_ms <= 1200
+    slots += [timed.submit(), timed.submit(deadline=1060.0, first_token_timeout_s=50.0)]
+    await timed.end(slots)
+
+
+async def test_who_could_not_be_done_in_time_any_more_leaves_its_place_to_others(engine_of, clock):
+    timed = Timed(engine_of, clock)
+    slots = await timed.busy(waiting=1)
+    late = timed.submit(deadline=clock[0] + 4.0)
+    slots += [timed.submit() for _ in range(3)]
+    # While it waits, time goes by that nobody could know of.
+    clock[0] += 2.5
+    timed.gate.open(1)
+    with pytest.raises(OverloadedError, match="longer than the request can wait"):
+        await read_all(late)
+    await timed.end(slots)
+
+
+async def test_nobody_is_sent_away_where_nothing_waits(engine_of, clock):
+    timed = Timed(engine_of, clock)
+    slots = await timed.busy(waiting=0)
+    slots.append(timed.submit(deadline=1010.1))
+    timed.gate.open(1000)
+    await read_all(slots[0])
+    with pytest.raises(DeadlineError):
+        await read_all(slots[1])
+
+
+async def test_after_a_pause_nobody_is_sent_away_for_what_was_before_it(engine_of, clock):
+    timed = Timed(engine_of, clock)
+    await timed.end(await timed.busy(waiting=5))
+    await until(lambda: timed.engine._step_under_way is None)
+    steps = len(timed.runner.steps)
+    timed.gate = Gate()
+    slots = [timed.submit()]
+    await until(lambda: len(timed.runner.steps) == steps + 1)
+    slots += [timed.submit() for _ in range(5)]
+    slots.append(timed.submit(deadline=clock[0] + 1.0))
+    timed.gate.open(1000)
+    for slot in slots[:-1]:
+        await read_all(slot)
+    with pytest.raises(DeadlineError):
+        await read_all(slots[-1])

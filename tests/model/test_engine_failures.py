@@ -1,0 +1,167 @@
+"""What goes wrong with one request, or with the model, ends what it must and nothing else."""
+
+import asyncio
+
+import pytest
+import torch
+
+from millrace.errors import HopBrokenError, NotReadyError, RequestFailedError
+from tests.model.crowd import CROWD, assert_crowd_is_unharmed, dead, outcome, submit_crowd
+from tests.model.fakes import FakeRunner, Gate, engines, expected, read_all, request
+from tests.waiting import until
+
+
+@pytest.fixture
+def engine_of():
+    with engines() as make:
+        yield make
+
+
+def poison(error, name="bad", outputs=3):
+    """Raises in the middle of a step, after other rows have been written."""
+
+    def before(row):
+        if row.sequence.request.id == name and len(row.sequence.output_ids) >= outputs:
+            raise error
+
+    return before
+
+
+@pytest.mark.parametrize("outputs", [0, 1, 11])
+@pytest.mark.parametrize("error", [IndexError("index out of range in self"), RuntimeError("poison"), StopIteration()])
+async def test_one_that_raises_in_a_crowd_fails_alone(engine_of, error, outputs):
+    engine = engine_of(FakeRunner(poison(error, outputs=outputs), blocks=60), max_running=5, max_waiting=32)
+    bad = engine.submit(request("bad", prompt=range(9)))
+    slots = submit_crowd(engine)
+    assert await outcome(bad) is RequestFailedError
+    await assert_crowd_is_unharmed(slots)
+    assert engine.blocks_in_use == 0
+    assert (engine.statistics.failed, engine.statistics.succeeded) == (1, len(CROWD))
+
+
+async def test_nobody_gets_a_prefix_that_a_failed_request_left(engine_of):
+    runner = FakeRunner(poison(RuntimeError("poison")), blocks=60)
+    engine = engine_of(runner)
+    prompt = range(3, 15)
+    assert await outcome(engine.submit(request("bad", prompt=prompt))) is RequestFailedError
+    ids, chunks = await read_all(engine.submit(request("next", prompt=prompt)))
+    assert ids == expected(prompt)
+    assert chunks[-1].usage.cached_tokens == 0
+
+
+class NotANumber(FakeRunner):
+    """Gives NaN for the request named bad once it has `outputs`, and keeps which blocks were wiped."""
+
+    def __init__(self, outputs, **given):
+        super().__init__(**given)
+        self.outputs = outputs
+        self.blocks: list[int] = []
+        self.cleared: list[int] = []
+
+    def run(self, rows):
+        logits = super().run(rows)
+        for index, row in enumerate(row for row in rows if row.samples):
+            if row.sequence.request.id == "bad" and len(row.sequence.output_ids) >= self.outputs:
+                self.blocks = list(row.sequence.blocks)
+                logits[index] = torch.nan
+        return logits
+
+    def clear(self, blocks):
+        super().clear(blocks)
+        self.cleared += blocks
+
+
+@pytest.mark.parametrize("outputs", [0, 5])
+@pytest.mark.parametrize("parameters", [{"temperature": 0}, {"temperature": 1.0}, {"top_p": 0.5, "logprobs": True}])
+async def test_logits_that_are_not_numbers_fail_their_request_alone(engine_of, outputs, parameters):
+    runner = NotANumber(outputs, blocks=60)
+    engine = engine_of(runner, max_running=5, max_waiting=32)
+    prompt = range(20, 31)
+    bad = engine.submit(request("bad", prompt=prompt, **parameters))
+    slots = submit_crowd(engine, **parameters)
+    assert await outcome(bad) is RequestFailedError
+    await assert_crowd_is_unharmed(slots, **parameters)
+    ids, chunks = await read_all(engine.submit(request("next", prompt=prompt, **parameters)))
+    assert ids == expected(prompt, **parameters)
+    assert chunks[-1].usage.cached_tokens == 0
+    assert sorted(runner.cleared) == sorted(runner.blocks) != []
+
+
+async def test_where_every_request_fails_but_the_model_is_well_only_they_fail(engine_of):
+    gate = Gate()
+    broken = True
+    probes = []
+
+    class Broken(FakeRunner):
+        def run(self, rows):
+            if broken:
+                raise RuntimeError("poison")
+            return super().run(rows)
+
+        def probe(self):
+            probes.append(1)
+
+    engine = engine_of(Broken(gate))
+    slots = [engine.submit(request(name, prompt=(ord(name), 1))) for name in "abc"]
+    gate.open(1000)
+    for slot in slots:
+        assert await outcome(slot) is RequestFailedError
+    assert probes
+    broken = False
+    assert (await read_all(engine.submit(request("next"))))[0] == expected((5, 6))
+
+
+async def test_where_the_model_itself_fails_the_engine_is_dead_and_no_request_is_to_blame(engine_of):
+    class Broken(FakeRunner):
+        def run(self, rows):
+            if self.steps:
+                raise RuntimeError("broken")
+            return super().run(rows)
+
+        def probe(self):
+            raise RuntimeError("broken too")
+
+    engine = engine_of(Broken(), max_running=2, max_waiting=32)
+    # All of them may be continued elsewhere; those that were waiting had no part in it.
+    outcomes = [await outcome(slot) for slot in submit_crowd(engine)]
+    assert set(outcomes) == {HopBrokenError, NotReadyError}
+    assert outcomes.count(HopBrokenError) == 2
+    await dead(engine)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("CUDA error: device-side assert triggered"), torch.AcceleratorError("an illegal access")]
+)
+async def test_an_error_of_the_device_is_the_engines_end_at_once(engine_of, error):
+    calls = []
+
+    class Device(FakeRunner):
+        def run(self, rows):
+            calls.append(1)
+            if len(calls) == 3:
+                raise error
+            return super().run(rows)
+
+    engine = engine_of(Device(), max_running=4, max_waiting=32)
+    outcomes = [await outcome(slot) for slot in submit_crowd(engine)]
+    assert set(outcomes) == {HopBrokenError, NotReadyError}
+    assert outcomes.count(HopBrokenError) == 4
+    await dead(engine)
+    assert len(calls) == 3
+
+
+async def test_a_device_that_fails_when_blocks_are_wiped_leaves_no_reader_waiting(engine_of):
+    class Device(NotANumber):
+        def clear(self, blocks):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    gate = Gate()
+    engine = engine_of(Device(3, before=gate))
+    slots = [engine.submit(request(name, prompt=(5, 6, 7))) for name in ("first", "bad", "last")]
+    readers = [asyncio.create_task(outcome(slot)) for slot in slots]
+    gate.open(9)
+    # All of them wait for the step in which the engine dies; the first one's token comes before that.
+    await until(lambda: engine.statistics.tokens == 9 and all(slot._wake is not None for slot in slots))
+    gate.open(100)
+    assert await asyncio.gather(*readers) == [HopBrokenError, RequestFailedError, HopBrokenError]
+    await dead(engine)

@@ -1,0 +1,145 @@
+"""What an engine tells of its sequences' times and of what it has to do, to whoever looks from outside."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from millrace.errors import RequestFailedError
+from services.predictor.engine.interface import Timeline
+from tests.model.crowd import CROWD, assert_crowd_is_unharmed, submit_crowd
+from tests.model.fakes import FakeRunner, Gate, engines, expected, read_all, request
+from tests.waiting import until
+
+
+@pytest.fixture
+def engine_of():
+    with engines() as make:
+        yield make
+
+
+async def test_a_timeline_is_in_the_order_of_what_happened(engine_of):
+    gate = Gate()
+    engine = engine_of(FakeRunner(gate), max_running=1)
+    before = time.monotonic()
+    first, second = engine.submit(request("first", max_tokens=3)), engine.submit(request("second", max_tokens=2))
+    assert second.timeline == Timeline(second.timeline.submitted)
+    gate.open(1)
+    await first.read()
+    # Known with the first chunk.
+    assert first.timeline.started is not None
+    assert first.timeline.first_token is not None
+    assert first.timeline.ended is None
+    assert second.timeline.started is None
+    gate.open(100)
+    await read_all(first)
+    await read_all(second)
+    one, other = first.timeline, second.timeline
+    assert before <= one.submitted <= one.started <= one.first_token <= one.ended
+    assert one.submitted <= other.submitted <= one.ended <= other.started <= other.first_token <= other.ended
+    assert other.ended <= time.monotonic()
+    assert (one.preemptions, one.preempted) == (0, ())
+
+
+async def test_the_times_of_preemptions_are_told_with_the_end_at_the_latest(engine_of):
+    engine = engine_of(FakeRunner(blocks=1 + 20), max_running=4, max_waiting=32)
+    prompts = [[number] * 17 for number in range(40, 48)]
+    slots = [engine.submit(request(str(i), prompt=prompt, max_tokens=30)) for i, prompt in enumerate(prompts)]
+    for prompt, slot in zip(prompts, slots, strict=True):
+        assert (await read_all(slot))[0] == expected(prompt, 30)
+    times = [slot.timeline for slot in slots]
+    assert sum(timeline.preemptions for timeline in times) == engine.load.totals.preempted > 0
+    for timeline in times:
+        assert len(timeline.preempted) == timeline.preemptions
+        assert list(timeline.preempted) == sorted(timeline.preempted)
+        assert all(timeline.started <= at <= timeline.ended for at in timeline.preempted)
+
+
+def test_of_many_preemptions_the_latest_are_kept_and_all_are_counted():
+    timeline = Timeline()
+    for at in range(100):
+        timeline.preempt(float(at))
+    assert timeline.preemptions == 100
+    assert timeline.preempted == tuple(map(float, range(68, 100)))
+
+
+async def test_one_that_is_cancelled_in_the_queue_never_started(engine_of):
+    gate = Gate()
+    engine = engine_of(FakeRunner(gate), max_running=1)
+    running, waiting = engine.submit(request("running", max_tokens=2)), engine.submit(request("waiting"))
+    waiting.cancel()
+    gate.open(2)
+    await read_all(running)
+    with pytest.raises(RequestFailedError, match="cancelled"):
+        await read_all(waiting)
+    timeline = waiting.timeline
+    assert (timeline.started, timeline.first_token) == (None, None)
+    assert timeline.submitted <= timeline.ended
+
+
+async def test_the_load_is_what_runs_and_what_waits(engine_of):
+    gate = Gate()
+    runner = FakeRunner(gate)
+    engine = engine_of(runner, max_running=2)
+    idle = engine.load
+    assert (idle.running, idle.waiting, idle.batch, idle.blocks_in_use, idle.oldest_age_s) == (0, 0, 0, 0, 0)
+    assert set(idle.totals) == {0}
+    with engine._changed:
+        slots = [engine.submit(request(str(i), prompt=(5, 6, i), max_tokens=4)) for i in range(5)]
+    await until(lambda: runner.steps)
+    # While a step is under way: nobody waits for its end.
+    load = engine.load
+    assert (load.running, load.waiting, load.batch) == (2, 3, 2)
+    assert load.blocks_in_use > 0
+    assert 0 < load.oldest_age_s <= time.monotonic() - slots[0].timeline.submitted
+    gate.open(1000)
+    for i, slot in enumerate(slots):
+        assert (await read_all(slot))[0] == expected((5, 6, i), 4)
+    await until(lambda: engine.load.batch == 0)
+    rest = engine.load
+    assert (rest.running, rest.waiting, rest.blocks_in_use, rest.oldest_age_s) == (0, 0, 0, 0)
+    assert (rest.totals.tokens, rest.totals.prompt_tokens) == (20, 15)
+
+
+async def test_tokens_of_prompts_that_were_in_the_cache_are_told(engine_of):
+    engine = engine_of(FakeRunner())
+    prompt = list(range(5, 23))
+    for _ in range(2):
+        await read_all(engine.submit(request(prompt=prompt)))
+    assert (engine.load.totals.prompt_tokens, engine.load.totals.cached_tokens) == (36, 16)
+
+
+async def test_tokens_that_nobody_wanted_any_more_are_told(engine_of):
+    gate = Gate()
+    runner = FakeRunner(gate)
+    engine = engine_of(runner)
+    slot = engine.submit(request())
+    await until(lambda: runner.steps)
+    slot.cancel()
+    gate.open(100)
+    await until(lambda: engine.load.running == 0)
+    assert (engine.load.totals.tokens, engine.load.totals.tokens_after_cancel) == (1, 1)
+
+
+async def test_the_load_can_be_read_from_any_thread_at_any_time(engine_of):
+    engine = engine_of(FakeRunner(blocks=40), max_running=4, max_waiting=64)
+    done = threading.Event()
+    seen = []
+
+    def watch():
+        while not done.wait(0.0005):
+            seen.append(engine.load)
+
+    threads = [threading.Thread(target=watch) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        await assert_crowd_is_unharmed(submit_crowd(engine))
+    finally:
+        done.set()
+        for thread in threads:
+            await asyncio.to_thread(thread.join, 10)
+    assert all(0 <= load.blocks_in_use <= 1 for load in seen)
+    assert all(load.running <= 4 and load.batch <= 4 and load.running + load.waiting <= len(CROWD) for load in seen)
+    assert engine.load.totals.tokens == 12 * len(CROWD)

@@ -1,0 +1,286 @@
+"""Hanging steps, close, cancels, deadlines and lost readers: everything ends, and nobody waits for ever."""
+
+import asyncio
+import logging
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from millrace.errors import DeadlineError, HopBrokenError, NotReadyError, OverloadedError, RequestFailedError
+from tests.model.crowd import CROWD, assert_crowd_is_unharmed, dead, outcome, submit_crowd
+from tests.model.fakes import FakeRunner, Gate, engines, expected, read_all, request
+from tests.waiting import until
+
+
+@pytest.fixture
+def engine_of():
+    with engines() as make:
+        yield make
+
+
+@pytest.fixture
+def hanging():
+    """A model that hangs at "stuck" until the end of the test."""
+    release, hangs = threading.Event(), threading.Event()
+
+    def before(row):
+        if row.sequence.request.id == "stuck" and row.sequence.output_ids:
+            hangs.set()
+            release.wait(60)
+
+    runner = FakeRunner(before)
+    runner.hangs = hangs
+    yield runner
+    release.set()
+
+
+async def test_a_step_that_hangs_is_the_engines_end(engine_of, hanging, caplog, capfd):
+    # The fixture that closes the engine is torn down before the step is let go: close may not hang either.
+    engine = engine_of(hanging, max_running=2, step_timeout_s=1)
+    slots = [engine.submit(request(name)) for name in ("stuck", "beside", "waiting")]
+    with caplog.at_level(logging.CRITICAL):
+        outcomes = [await outcome(slot) for slot in slots]
+    assert outcomes == [HopBrokenError, HopBrokenError, NotReadyError]
+    await dead(engine)
+    [line] = [record.getMessage() for record in caplog.records if "a step takes longer" in record.getMessage()]
+    assert "['stuck', 'beside', 'waiting']" in line
+    assert "in before" in capfd.readouterr().err
+
+
+async def test_a_step_that_hangs_is_the_engines_end_even_without_standard_error(engine_of, hanging, monkeypatch):
+    def closed(**_):
+        raise RuntimeError("lost sys.stderr")
+
+    monkeypatch.setattr("faulthandler.dump_traceback", closed)
+    engine = engine_of(hanging, step_timeout_s=1)
+    assert await outcome(engine.submit(request("stuck"))) is HopBrokenError
+    await dead(engine)
+
+
+async def test_rows_that_are_run_again_each_have_a_steps_time(engine_of, monkeypatch):
+    now = [1000.0]
+    clock = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
+    monkeypatch.setattr("millrace.rpc.watchdog.time", clock)
+
+    def before(row):
+        # By the watchdog's clock all nine take less than a step may, but not nine after four. The watchdog
+        # looks each 5 ms of real time.
+        now[0] += 0.002
+        time.sleep(0.01)
+        if row.sequence.request.id == "3" and row.sequence.output_ids:
+            raise RuntimeError("poison")
+
+    engine = engine_of(FakeRunner(before), max_running=9, step_timeout_s=0.02, max_waiting=32)
+    slots = submit_crowd(engine, max_tokens=3)
+    outcomes = [await outcome(slot) for slot in slots]
+    assert outcomes.pop(3) is RequestFailedError
+    assert HopBrokenError not in outcomes
+
+
+async def test_close_ends_what_is_in_flight_even_in_a_step_that_hangs(engine_of, hanging, monkeypatch):
+    monkeypatch.setattr("services.predictor.engine.engine._STOP_TIMEOUT_S", 0.1)
+    engine = engine_of(hanging, max_running=2)
+    slots = [engine.submit(request(name)) for name in ("stuck", "beside", "waiting")]
+    await until(hanging.hangs.is_set)
+    await asyncio.to_thread(engine.close)
+    for slot in slots:
+        assert await outcome(slot) is NotReadyError
+    with pytest.raises(NotReadyError):
+        engine.submit(request("late"))
+
+
+async def test_close_ends_running_and_waiting_requests_and_both_threads(engine_of):
+    engine = engine_of(FakeRunner(lambda _: time.sleep(0.001)), max_running=2)
+    slots = [engine.submit(request(name, max_tokens=900)) for name in "abcd"]
+    await slots[0].read()
+    await asyncio.to_thread(engine.close)
+    for slot in slots:
+        assert await outcome(slot) is NotReadyError
+    assert not engine._thread.is_alive()
+    assert not engine._watchdog.thread.is_alive()
+
+
+async def test_whoever_submits_while_the_engine_closes_gets_an_end(engine_of):
+    engine = engine_of(FakeRunner(), max_running=4, max_waiting=10_000)
+    slots, refused = [], threading.Event()
+
+    def submit():
+        while not refused.wait(0.0005):
+            try:
+                slots.append(engine.submit(request("x", max_tokens=2)))
+            except NotReadyError:
+                refused.set()
+
+    threads = [threading.Thread(target=submit) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    await until(lambda: len(slots) > 20)
+    await asyncio.to_thread(engine.close)
+    for thread in threads:
+        thread.join(10)
+    for slot in slots:
+        assert await outcome(slot) in (NotReadyError, expected((5, 6), 2))
+
+
+async def test_cancel_frees_all_blocks_and_late_tokens_are_counted(engine_of):
+    gate = Gate()
+    runner = FakeRunner(gate)
+    engine = engine_of(runner)
+    slot = engine.submit(request(max_tokens=1000))
+    gate.open(3)
+    await until(lambda: engine.statistics.tokens == 3)
+    # The fourth step waits at the gate: its token comes after the cancel.
+    await until(lambda: len(runner.steps) == 4)
+    slot.cancel()
+    gate.open(100)
+    await until(lambda: engine.statistics.cancelled == 1)
+    assert engine.statistics.tokens_after_cancel == 1
+    assert engine.blocks_in_use == 0
+    assert len(runner.steps) == 4
+
+
+async def test_cancel_in_the_middle_of_a_prompt_ends_it_there(engine_of):
+    gate = Gate()
+    runner = FakeRunner(gate)
+    engine = engine_of(runner, step_tokens=16)
+    slot = engine.submit(request(prompt=range(60)))
+    gate.open(1)
+    await until(lambda: len(runner.steps) == 2)
+    slot.cancel()
+    slot.cancel()
+    gate.open(1)
+    assert await outcome(slot) is RequestFailedError
+    assert engine.blocks_in_use == 0
+    assert len(runner.steps) == 2
+
+
+async def test_a_deadline_in_the_middle_frees_all_blocks(engine_of):
+    gate = Gate()
+    engine = engine_of(FakeRunner(gate))
+    deadline = time.monotonic() + 0.1
+    slot, other = engine.submit(request(deadline=deadline, max_tokens=1000)), engine.submit(request("other"))
+    gate.open(2)
+    await until(lambda: time.monotonic() > deadline)
+    gate.open(1000)
+    assert await outcome(slot) is DeadlineError
+    assert await outcome(other) == expected((5, 6))
+    assert engine.blocks_in_use == 0
+
+
+async def test_a_full_queue_says_how_long_requests_take_to_end(engine_of, monkeypatch):
+    """Requests that each take 50 ms by the engine's own clock, after an hour of nothing to do."""
+    now = [1000.0]
+    clock = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
+    monkeypatch.setattr("services.predictor.engine.engine.time", clock)
+    monkeypatch.setattr("services.predictor.engine.state.sequence.time", clock)
+    gate = Gate()
+
+    def before(row):
+        gate(row)
+        if row.sequence.request.id == "timed":
+            now[0] += 0.05
+
+    runner = FakeRunner(before)
+    engine = engine_of(runner, max_running=1, max_waiting=100)
+    gate.open(1)
+    await read_all(engine.submit(request("before", max_tokens=1)))
+    # Else the hour would be the step's, which ends a little after its reader is woken.
+    await until(lambda: engine._step_under_way is None)
+    now[0] += 3600
+    timed = [engine.submit(request("timed", max_tokens=1)) for _ in range(40)]
+    gate.open(40)
+    for slot in timed:
+        await read_all(slot)
+    slots = [engine.submit(request(max_tokens=1))]
+    await until(lambda: runner.steps[-1] == [("a", 0, 2)])
+    slots += [engine.submit(request(max_tokens=1)) for _ in range(100)]
+    with pytest.raises(OverloadedError) as raised:
+        engine.submit(request(max_tokens=1))
+    assert 40 <= raised.value.retry_after_ms <= 100
+    gate.open(1000)
+    for slot in slots:
+        await read_all(slot)
+
+
+async def test_a_reader_whose_loop_has_closed_harms_nobody(engine_of):
+    gate = Gate()
+    engine = engine_of(FakeRunner(gate))
+    slot = engine.submit(request("gone"))
+
+    def read_and_leave():
+        """Closes the loop without a word to the reader, as an exit in haste does."""
+        loop = asyncio.new_event_loop()
+        reading = loop.create_task(slot.read())
+        reading._log_destroy_pending = False
+        loop.call_soon(loop.stop)
+        loop.run_forever()
+        loop.close()
+        return reading
+
+    reading = await asyncio.to_thread(read_and_leave)
+    assert slot._wake is not None
+    gate.open(1000)
+    assert await outcome(engine.submit(request("here"))) == expected((5, 6))
+    await until(lambda: engine.statistics.succeeded == 2)
+    assert not reading.done()
+
+
+async def test_a_reader_that_is_cancelled_loses_nothing(engine_of):
+    gate = Gate()
+    engine = engine_of(FakeRunner(gate))
+    slot = engine.submit(request(chunk_tokens=4))
+    reading = asyncio.create_task(slot.read())
+    gate.open(2)
+    await until(lambda: engine.statistics.tokens == 2)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    gate.open(1000)
+    assert (await read_all(slot))[0] == expected((5, 6))
+
+
+async def test_an_ended_slot_keeps_its_end(engine_of):
+    engine = engine_of(FakeRunner())
+    slot = engine.submit(request())
+    ids, _ = await read_all(slot)
+    slot.cancel()
+    slot.fail(NotReadyError("too late"))
+    assert slot.publish(3, None) is None
+    assert ((await slot.read()).finish_reason, len(ids)) == ("length", 12)
+
+
+async def test_what_was_made_before_an_error_is_still_read(engine_of):
+    gate = Gate()
+    engine = engine_of(FakeRunner(gate))
+    slot = engine.submit(request(max_tokens=100))
+    gate.open(3)
+    await until(lambda: engine.statistics.tokens == 3)
+    slot.fail(NotReadyError("the engine stopped"))
+    assert (await slot.read()).output_ids == expected((5, 6), 3)
+    with pytest.raises(NotReadyError):
+        await slot.read()
+    slot.cancel()
+    gate.open(1)
+
+
+async def test_statistics_can_be_read_from_any_thread_at_any_time(engine_of):
+    engine = engine_of(FakeRunner(), max_running=4, max_waiting=64)
+    done = threading.Event()
+    seen: list[tuple[int, float]] = []
+
+    def watch():
+        while not done.wait(0.001):
+            seen.append((engine.statistics.tokens, engine.blocks_in_use))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        await assert_crowd_is_unharmed(submit_crowd(engine))
+    finally:
+        done.set()
+        thread.join(10)
+    assert [tokens for tokens, _ in seen] == sorted(tokens for tokens, _ in seen)
+    assert all(0 <= used <= 1 for _, used in seen)
+    assert engine.statistics.tokens == 12 * len(CROWD)

@@ -1,0 +1,358 @@
+"""What a predictor tells of its generations: events of the call's span, time in the queue, and figures by model."""
+
+import asyncio
+import time
+from contextlib import aclosing
+
+import numpy as np
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from millrace.errors import DeadlineError, DrainingError, OverloadedError
+from millrace.oip.resumable import HEARTBEAT, SPAN, CallOptions
+from millrace.oip.tensors import Tensor, add_input
+from millrace.sampling import SamplingParameters, set_parameters
+from millrace.telemetry.identity import MODEL
+from millrace_protos.inference_pb2 import ModelInferRequest
+from services.predictor.generation.loading import LoadedModel
+from services.predictor.generation.metrics import observe_engines
+from services.predictor.generation.model import GenerationModel
+from services.predictor.generation.served_engines import ServedEngines
+from services.predictor.models.served_model import NO_OPTIONS
+from services.predictor.repository.repository import ModelRepository
+from services.predictor.settings import PredictorSettings
+from tests.model.fakes import FakeRunner, Gate, engines
+from tests.random_models import save_random_model
+from tests.support.measured import Measured
+from tests.waiting import until
+
+RESUMES = CallOptions(resumes=True)
+
+
+@pytest.fixture
+def metrics():
+    return Measured()
+
+
+class Spans:
+    """A tracer, and the spans that it ended."""
+
+    def __init__(self):
+        self._exporter = InMemorySpanExporter()
+        self.provider = TracerProvider()
+        self.provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+
+    def call(self):
+        """A call's span around the block, the current one in it."""
+        tracer = self.provider.get_tracer("test")
+        return tracer.start_as_current_span("call", record_exception=False, set_status_on_exception=False)
+
+    @property
+    def events(self):
+        """Those of the one span."""
+        (span,) = self._exporter.get_finished_spans()
+        assert span.attributes["gen_ai.request.model"] == "fake"
+        return span.events
+
+    @property
+    def names(self):
+        return [event.name for event in self.events]
+
+
+@pytest.fixture
+def spans():
+    made = Spans()
+    yield made
+    made.provider.shutdown()
+
+
+@pytest.fixture
+def model_of(metrics):
+    with engines() as make:
+
+        def model(runner, name="fake", **limits):
+            loaded = LoadedModel(name, "Fake", "cpu", "fp32", SamplingParameters(), make(runner, **limits))
+            return GenerationModel(loaded, metrics.meter)
+
+        yield model
+
+
+def message(prompt=(5, 6), name="fake", **parameters):
+    request = ModelInferRequest(model_name=name, id="r")
+    add_input(request, Tensor("input_ids", "INT64", np.array(prompt)))
+    set_parameters(request.parameters, {"max_tokens": 12, "seed": 3, **parameters})
+    return request
+
+
+async def read(model, options=NO_OPTIONS, time_remaining_s=None, **parameters):
+    """Every response of a stream."""
+    async with aclosing(model.stream(message(**parameters), time_remaining_s, options)) as responses:
+        return [response async for response in responses]
+
+
+async def test_the_events_of_a_generation_are_at_the_engines_own_times(model_of, spans):
+    gate = Gate()
+    model = model_of(FakeRunner(gate))
+    begun = time.time_ns()
+    with spans.call():
+        reader = asyncio.create_task(read(model))
+        await until(lambda: model.engine.load.batch)
+        waited = time.time_ns()
+        gate.open(100)
+        await reader
+    assert spans.names == ["queued", "prefill", "first_token", "generation_end"]
+    queued, prefill, first_token, end = (event.timestamp for event in spans.events)
+    # Not all at once when the span was written.
+    assert begun - 1_000_000 <= queued <= prefill <= waited + 1_000_000
+    assert waited - 1_000_000 <= first_token <= end <= time.time_ns()
+    assert dict(spans.events[-1].attributes) == {"gen_ai.usage.output_tokens": 12}
+
+
+async def test_one_answer_in_one_response_has_the_same_events(model_of, spans):
+    with spans.call():
+        await model_of(FakeRunner()).infer(message(max_tokens=5), None)
+    assert spans.names == ["queued", "prefill", "first_token", "generation_end"]
+    assert spans.events[-1].attributes["gen_ai.usage.output_tokens"] == 5
+
+
+async def test_a_generation_that_is_cancelled_tells_what_it_came_to(model_of, spans):
+    gate = Gate()
+    model = model_of(FakeRunner(gate))
+    with spans.call():
+        async with aclosing(model.stream(message(), None)) as responses:
+            gate.open(1)
+            await anext(responses)
+    assert spans.names == ["queued", "prefill", "first_token", "generation_end"]
+    assert spans.events[-1].attributes["gen_ai.usage.output_tokens"] == 1
+    gate.open(100)
+
+
+async def test_a_cancel_in_the_queue_is_told_as_such(model_of, spans, metrics):
+    gate = Gate()
+    model = model_of(FakeRunner(gate), max_running=1)
+    running = asyncio.create_task(read(model))
+    await until(lambda: model.engine.load.running)
+    with spans.call():
+        waiting = asyncio.create_task(read(model))
+        await until(lambda: model.engine.load.waiting)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+    assert spans.names == ["queued", "generation_end"]
+    assert spans.events[-1].attributes["gen_ai.usage.output_tokens"] == 0
+    gate.open(100)
+    await running
+    # Who never began has no time until it did.
+    assert metrics.points_by(MODEL, "millrace.queue.duration")["fake"].count == 1
+
+
+async def test_a_deadline_at_work_is_told_with_what_it_came_to(model_of, spans):
+    gate = Gate()
+    model = model_of(FakeRunner(gate))
+    with spans.call():
+        reader = asyncio.create_task(read(model, time_remaining_s=1.0))
+        deadline = time.monotonic() + 1.1
+        gate.open(2)
+        await until(lambda: model.engine.load.totals.tokens == 2)
+        await until(lambda: time.monotonic() > deadline)
+        gate.open(100)
+        with pytest.raises(DeadlineError):
+            await reader
+    assert spans.names == ["queued", "prefill", "first_token", "generation_end"]
+    assert 2 <= spans.events[-1].attributes["gen_ai.usage.output_tokens"] <= 3
+
+
+async def test_a_stream_that_is_handed_back_is_told_with_what_it_came_to(model_of, spans):
+    gate = Gate()
+    model = model_of(FakeRunner(gate))
+    with spans.call():
+        reader = asyncio.create_task(read(model, RESUMES))
+        gate.open(2)
+        await until(lambda: model.engine.load.totals.tokens == 2)
+        model.hand_back()
+        with pytest.raises(DrainingError):
+            await reader
+    assert spans.names == ["queued", "prefill", "first_token", "generation_end"]
+    assert spans.events[-1].attributes["gen_ai.usage.output_tokens"] == 2
+    gate.open(100)
+
+
+async def test_each_preemption_is_an_event(model_of, spans):
+    gate = Gate()
+    model = model_of(FakeRunner(gate, blocks=1 + 20), max_running=4, max_waiting=32)
+    others = [asyncio.create_task(read(model, prompt=[number] * 17, max_tokens=30)) for number in range(40, 43)]
+    await until(lambda: model.engine.load.running + model.engine.load.waiting == 3)
+    with spans.call():
+        newest = asyncio.create_task(read(model, prompt=[43] * 17, max_tokens=30))
+        await until(lambda: model.engine.load.running + model.engine.load.waiting == 4)
+        gate.open(10_000)
+        await newest
+    await asyncio.gather(*others)
+    assert model.engine.load.totals.preempted > 0
+    preempted = spans.names.count("preempted")
+    assert spans.events[-1].attributes.get("millrace.preemptions", 0) == preempted > 0
+    assert (spans.names[:2], spans.names[-1]) == (["queued", "prefill"], "generation_end")
+    assert [event.timestamp for event in spans.events] == sorted(event.timestamp for event in spans.events)
+
+
+async def test_what_was_refused_at_once_has_no_events(model_of, spans):
+    gate = Gate()
+    model = model_of(FakeRunner(gate), max_running=1, max_waiting=0)
+    running = asyncio.create_task(read(model))
+    await until(lambda: model.engine.load.running)
+    with spans.call() as span, pytest.raises(OverloadedError):
+        await read(model)
+    assert span.events == ()
+    gate.open(100)
+    await running
+
+
+async def test_nothing_is_told_of_a_call_that_is_not_traced(model_of, monkeypatch):
+    monkeypatch.setattr("services.predictor.telemetry.time", None)
+    context = trace.SpanContext(trace_id=1, span_id=1, is_remote=True)
+    with trace.use_span(trace.NonRecordingSpan(context)):
+        assert await read(model_of(FakeRunner()))
+
+
+async def test_the_time_in_the_queue_is_known_with_the_first_token(model_of, metrics):
+    gate = Gate()
+    model = model_of(FakeRunner(gate))
+    reader = asyncio.create_task(read(model))
+    gate.open(1)
+    await until(lambda: metrics.points_by(MODEL, "millrace.queue.duration"))
+    gate.open(100)
+    await reader
+    point = metrics.points_by(MODEL, "millrace.queue.duration")["fake"]
+    assert point.count == 1
+    assert 0 <= point.sum < 5
+
+
+async def test_the_first_response_names_the_calls_span_to_who_goes_on_elsewhere(model_of, spans):
+    with spans.call() as span:
+        first, *others = await read(model_of(FakeRunner()), RESUMES)
+    context = span.get_span_context()
+    told = f"00-{trace.format_trace_id(context.trace_id)}-{trace.format_span_id(context.span_id)}-"
+    assert first.parameters[SPAN].string_param == f"{told}{context.trace_flags:02x}"
+    assert all(SPAN not in response.parameters for response in others)
+
+
+async def test_a_heartbeat_names_it_where_that_is_first(model_of, spans):
+    gate = Gate()
+    model = model_of(FakeRunner(gate))
+    with spans.call():
+        async with aclosing(model.stream(message(), None, CallOptions(True, 5))) as responses:
+            first, second = await anext(responses), await anext(responses)
+            gate.open(100)
+            others = [response async for response in responses]
+    assert HEARTBEAT in first.parameters
+    assert HEARTBEAT in second.parameters
+    assert first.parameters[SPAN].string_param.startswith("00-")
+    assert all(SPAN not in response.parameters for response in (second, *others))
+
+
+async def test_who_does_not_go_on_elsewhere_or_is_not_traced_is_told_of_no_span(model_of, spans):
+    model = model_of(FakeRunner())
+    with spans.call():
+        responses = await read(model)
+    responses += await read(model, RESUMES)
+    assert all(SPAN not in response.parameters for response in responses)
+
+
+async def test_the_load_of_each_model_is_told_by_its_name(model_of, metrics):
+    served = ServedEngines()
+    observe_engines(served, metrics.meter)
+    gate = Gate()
+    busy, idle = model_of(FakeRunner(gate), "busy", max_running=2), model_of(FakeRunner(), "idle")
+    served.add(busy)
+    served.add(idle)
+    readers = [asyncio.create_task(read(busy)) for _ in range(3)]
+    await until(lambda: busy.engine.load.batch == 2)
+    assert metrics.values_by(MODEL, "millrace.sequences.running") == {"busy": 2, "idle": 0}
+    assert metrics.values_by(MODEL, "millrace.sequences.waiting") == {"busy": 1, "idle": 0}
+    assert metrics.values_by(MODEL, "millrace.batch.size") == {"busy": 2, "idle": 0}
+    assert 0 < metrics.values_by(MODEL, "millrace.kv_cache.utilization")["busy"] < 1
+    age = metrics.values_by(MODEL, "millrace.sequences.oldest_age")
+    assert age["busy"] > age["idle"] == 0
+    gate.open(100)
+    await asyncio.gather(*readers)
+    assert metrics.values_by(MODEL, "millrace.tokens") == {"busy": 36, "idle": 0}
+    for name in ("sequences.preempted", "tokens_after_cancel"):
+        assert metrics.values_by(MODEL, f"millrace.{name}") == {"busy": 0, "idle": 0}
+
+
+async def test_the_hit_ratio_is_of_all_prompts_since_the_start(model_of, metrics):
+    served = ServedEngines()
+    observe_engines(served, metrics.meter)
+    model = model_of(FakeRunner())
+    served.add(model)
+    assert metrics.values_by(MODEL, "millrace.prefix_cache.hit_ratio") == {"fake": 0}
+    for _ in range(2):
+        await read(model, prompt=range(5, 23))
+    assert metrics.values_by(MODEL, "millrace.prefix_cache.hit_ratio") == {"fake": 16 / 36}
+
+
+async def test_what_a_model_counted_outlives_it_and_goes_on_when_it_comes_back(model_of, metrics):
+    served = ServedEngines()
+    observe_engines(served, metrics.meter)
+    tokens = []
+    for _ in range(2):
+        model = model_of(FakeRunner())
+        # It proves that it works: that is left out.
+        await model.warm_up()
+        served.add(model)
+        await read(model)
+        tokens.append(metrics.values_by(MODEL, "millrace.tokens"))
+        assert metrics.values_by(MODEL, "millrace.sequences.running") == {"fake": 0}
+        await read(model)
+        model.close()
+        served.remove(model)
+        tokens.append(metrics.values_by(MODEL, "millrace.tokens"))
+        # What is not there has no load.
+        assert metrics.values_by(MODEL, "millrace.sequences.running") == {}
+        assert metrics.values_by(MODEL, "millrace.prefix_cache.hit_ratio") == {}
+    assert tokens == [{"fake": 12}, {"fake": 24}, {"fake": 36}, {"fake": 48}]
+
+
+async def test_a_model_that_another_has_replaced_is_removed_once(model_of, metrics):
+    served = ServedEngines()
+    observe_engines(served, metrics.meter)
+    old, new = model_of(FakeRunner()), model_of(FakeRunner())
+    served.add(old)
+    await read(old)
+    served.add(new)
+    await read(new)
+    served.remove(old)
+    assert metrics.values_by(MODEL, "millrace.tokens") == {"fake": 24}
+    assert metrics.values_by(MODEL, "millrace.sequences.running") == {"fake": 0}
+
+
+async def test_models_come_and_go_with_the_repository_that_serves_them(tmp_path, metrics):
+    save_random_model("llama", tmp_path / "llama")
+
+    async def tell_ready(_):
+        pass
+
+    settings = {
+        "device": "cpu",
+        "threads": 1,
+        "drain_s": 5.0,
+        "kv_cache_memory": "1MiB",
+        "MODELS": f"llama={tmp_path}/llama",
+    }
+    repository = ModelRepository(PredictorSettings(model_repository=tmp_path, **settings), tell_ready)
+    observe_engines(repository.engines, metrics.meter)
+    try:
+        assert metrics.values_by(MODEL, "millrace.tokens") == {}
+        await repository.load_all()
+        for tokens in (4, 8):
+            await repository.load("llama")
+            await repository.get("llama").infer(message(name="llama", max_tokens=4, ignore_eos=True), None)
+            assert metrics.values_by(MODEL, "millrace.tokens") == {"llama": tokens}
+            assert metrics.values_by(MODEL, "millrace.sequences.running") == {"llama": 0}
+            await repository.unload("llama")
+            assert metrics.values_by(MODEL, "millrace.tokens") == {"llama": tokens}
+            assert metrics.values_by(MODEL, "millrace.sequences.running") == {}
+    finally:
+        await repository.close()

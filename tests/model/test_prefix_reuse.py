@@ -1,0 +1,181 @@
+"""What was computed once is not computed again, for the same tenant alone, and outputs stay the same."""
+
+import pytest
+
+from millrace.errors import RequestFailedError
+from tests.model.fakes import BLOCK_TOKENS, FakeRunner, Gate, engines, expected, read_all, request
+from tests.waiting import until
+
+PROMPT = list(range(3, 33))
+
+
+@pytest.fixture
+def engine_of():
+    with engines() as make:
+        yield make
+
+
+def cached(chunks):
+    return chunks[-1].usage.cached_tokens
+
+
+async def test_the_second_turn_of_a_chat_computes_only_what_is_new(engine_of):
+    runner = FakeRunner()
+    engine = engine_of(runner)
+    answer, chunks = await read_all(engine.submit(request("first", prompt=PROMPT)))
+    assert cached(chunks) == 0
+    turn = [*PROMPT, *answer, 40, 41, 42]
+    ids, chunks = await read_all(engine.submit(request("second", prompt=turn)))
+    assert ids == expected(turn)
+    # The last id of the answer was never computed: nothing came after it.
+    held = (len(PROMPT) + len(answer) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert cached(chunks) == held == 40
+    assert runner.calls["second"] == len(turn) - held + 11
+    assert engine.statistics.cached_tokens == held
+
+
+@pytest.mark.parametrize("cut", [1, 6, 11])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_a_resumed_stream_computes_only_what_is_new(engine_of, cut, temperature):
+    runner = FakeRunner()
+    engine = engine_of(runner)
+    whole, _ = await read_all(engine.submit(request("whole", prompt=PROMPT, temperature=temperature)))
+    rest = request("rest", prompt=PROMPT, output_ids=whole[:cut], temperature=temperature)
+    ids, chunks = await read_all(engine.submit(rest))
+    assert whole[:cut] + ids == whole == expected(PROMPT, temperature=temperature)
+    held = (len(PROMPT) + cut - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert runner.calls["rest"] == len(PROMPT) + 11 - held
+    # The usage counts tokens of the prompt.
+    assert cached(chunks) == min(held, len(PROMPT))
+    assert chunks[-1].usage.completion_tokens == 12
+
+
+async def test_the_last_id_of_a_known_prompt_is_computed_for_its_logits(engine_of):
+    runner = FakeRunner()
+    engine = engine_of(runner)
+    prompt = PROMPT[: 4 * BLOCK_TOKENS]
+    await read_all(engine.submit(request("first", prompt=prompt)))
+    ids, chunks = await read_all(engine.submit(request("again", prompt=prompt)))
+    assert ids == expected(prompt)
+    assert cached(chunks) == 3 * BLOCK_TOKENS
+    assert runner.calls["again"] == BLOCK_TOKENS + 11
+
+
+async def test_tenants_do_not_learn_of_each_others_prompts(engine_of):
+    engine = engine_of(FakeRunner())
+    for salt, held in [("", 0), ("one", 0), ("another", 0), ("one", 28), ("", 28)]:
+        ids, chunks = await read_all(engine.submit(request(prompt=PROMPT, cache_salt=salt)))
+        assert ids == expected(PROMPT)
+        assert cached(chunks) == held
+
+
+async def test_tenants_at_the_same_time_do_not_wait_for_each_other(engine_of):
+    runner = FakeRunner()
+    engine = engine_of(runner, step_tokens=16)
+    slots = [engine.submit(request(salt, prompt=PROMPT, cache_salt=salt)) for salt in ("one", "another")]
+    for slot in slots:
+        ids, chunks = await read_all(slot)
+        assert ids == expected(PROMPT)
+        assert cached(chunks) == 0
+
+
+async def test_models_whose_blocks_cannot_be_shared_compute_everything(engine_of):
+    runner = FakeRunner(reuses_prefixes=False)
+    engine = engine_of(runner)
+    for name in ("first", "second"):
+        ids, chunks = await read_all(engine.submit(request(name, prompt=PROMPT)))
+        assert ids == expected(PROMPT)
+        assert cached(chunks) == 0
+        assert runner.calls[name] == len(PROMPT) + 11
+
+
+async def test_of_two_equal_prompts_at_once_the_second_computes_only_the_last_part(engine_of):
+    gate = Gate()
+    runner = FakeRunner(gate)
+    engine = engine_of(runner, step_tokens=16)
+    first, second = (engine.submit(request(name, prompt=PROMPT, seed=len(name))) for name in ("first", "second"))
+    gate.open(1000)
+    assert (await read_all(first))[0] == expected(PROMPT, seed=5)
+    ids, chunks = await read_all(second)
+    assert ids == expected(PROMPT, seed=6)
+    assert cached(chunks) == 28
+    assert runner.calls["second"] == 2 + 11
+    # It waited until all was there, and then had its turn beside the first.
+    starts = [
+        next(i for i, step in enumerate(runner.steps) if name in {row[0] for row in step})
+        for name in ("first", "second")
+    ]
+    assert starts[1] <= 2
+
+
+async def test_a_cancelled_owner_leaves_what_it_computed_and_holds_nobody_up(engine_of):
+    gate = Gate()
+    runner = FakeRunner(gate)
+    engine = engine_of(runner, step_tokens=16)
+    owner = engine.submit(request("owner", prompt=PROMPT))
+    await until(lambda: runner.steps)
+    waiting = engine.submit(request("waiting", prompt=PROMPT))
+    owner.cancel()
+    gate.open(1000)
+    ids, chunks = await read_all(waiting)
+    assert ids == expected(PROMPT)
+    assert cached(chunks) == 16
+    assert runner.calls == {"owner": 16, "waiting": 14 + 11}
+    with pytest.raises(RequestFailedError, match="cancelled"):
+        await read_all(owner)
+
+
+async def test_an_owner_that_fails_leaves_nothing_and_holds_nobody_up(engine_of):
+    gate = Gate()
+
+    def before(row):
+        gate(row)
+        if row.sequence.request.id == "owner" and row.start == 16:
+            raise RuntimeError("poison")
+
+    runner = FakeRunner(before)
+    engine = engine_of(runner, step_tokens=16)
+    owner = engine.submit(request("owner", prompt=PROMPT))
+    await until(lambda: runner.steps)
+    waiting = engine.submit(request("waiting", prompt=PROMPT))
+    gate.open(1000)
+    ids, chunks = await read_all(waiting)
+    assert ids == expected(PROMPT)
+    assert cached(chunks) == 0
+    with pytest.raises(RequestFailedError):
+        await read_all(owner)
+
+
+async def test_the_least_recently_used_prompt_is_forgotten_first(engine_of):
+    # Room for three prompts of 5 blocks each and the block of a fourth.
+    engine = engine_of(FakeRunner(blocks=1 + 16))
+    prompts = {name: [number] * 18 for number, name in enumerate("abcd", start=3)}
+
+    async def held(name):
+        ids, chunks = await read_all(engine.submit(request(prompt=prompts[name], max_tokens=2)))
+        assert ids == expected(prompts[name], 2)
+        return cached(chunks)
+
+    assert [await held(name) for name in "abc"] == [0, 0, 0]
+    assert await held("a") == 16
+    # It takes the places of b, the least recently used one now.
+    assert await held("d") == 0
+    assert [await held(name) for name in "cad"] == [16, 16, 16]
+    assert await held("b") < 16
+
+
+async def test_reuse_survives_preemption(engine_of):
+    runner = FakeRunner(blocks=1 + 20)
+    engine = engine_of(runner, max_running=4, max_waiting=32)
+    prompts = [[*PROMPT[:16], number, number] for number in range(40, 48)]
+    slots = [engine.submit(request(str(i), prompt=prompt, max_tokens=30, seed=i)) for i, prompt in enumerate(prompts)]
+    for i, (prompt, slot) in enumerate(zip(prompts, slots, strict=True)):
+        ids, chunks = await read_all(slot)
+        assert ids == expected(prompt, 30, seed=i)
+        assert cached(chunks) == (16 if i else 0)
+    assert engine.statistics.preempted > 0
+    assert engine.blocks_in_use == 0
+    # What is computed again after a preemption is less than all of it.
+    computed = sum(runner.calls.values())
+    without_reuse = len(prompts) * (18 + 29)
+    assert computed < without_reuse + engine.statistics.preempted * 18

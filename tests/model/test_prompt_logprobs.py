@@ -1,0 +1,154 @@
+"""Log probabilities of a prompt's tokens: exact, in small portions, and no concern of anybody beside them."""
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from millrace.errors import InvalidRequestError
+from millrace.oip.prompt_logprobs import MAX_NUMBERS, PROMPT_LOGPROBS, PromptLogprobs, check_size
+from millrace.sampling import SamplingParameters
+from services.predictor.engine.interface import GenerationRequest
+from services.predictor.engine.runners.paged import PagedRunner
+from services.transformer.predictors.answers import BrokenAnswerError
+from tests.model.test_engine_exactness import LENGTHS, PROMPTS, crowd, engine_of, expected_of, read_all, request
+from tests.process.test_transformer_resume import SAMPLING, resuming
+from tests.random_models import VOCABULARY, random_model
+from tests.support.scripted_predictor import ANSWER, breaks
+
+__all__ = ["engine_of"]
+
+STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
+MOST_A_STEP = 64
+LONG = [(31 * i * i + 7 * i + 5) % (VOCABULARY - 3) + 3 for i in range(150)]
+
+
+def scoring(name, prompt, top=3, length=1, output_ids=()):
+    sampling = SamplingParameters(max_tokens=length, min_tokens=length, temperature=0, seed=1)
+    return GenerationRequest(name, list(prompt), sampling, list(output_ids), prompt_logprobs=top)
+
+
+async def prompt_of(slot):
+    """What the first chunk says of the prompt; the others say nothing."""
+    first = chunk = await slot.read()
+    while chunk.finish_reason is None:
+        chunk = await slot.read()
+        assert chunk.prompt is None
+    return first.prompt
+
+
+def transformers_logprobs(model, prompt):
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+
+
+def check_exact(scored, prompt, logprobs, top):
+    places = range(len(prompt) - 1)
+    wanted = [float(logprobs[place, prompt[place + 1]]) for place in places]
+    assert np.allclose(scored.chosen, wanted, atol=1e-4)
+    assert scored.top.shape == scored.top_ids.shape == (len(prompt) - 1, top)
+    likeliest = logprobs[: len(prompt) - 1].topk(top).values.numpy()
+    assert np.allclose(scored.top, likeliest, atol=1e-4)
+    assert np.allclose(
+        logprobs[: len(prompt) - 1].gather(1, torch.from_numpy(scored.top_ids).long()), likeliest, atol=1e-4
+    )
+
+
+@pytest.fixture
+def most_scored(monkeypatch):
+    """The positions that each step has scored."""
+    counts = []
+    run = PagedRunner.run
+
+    def counting(self, rows):
+        counts.append(sum(len(row.scores) for row in rows))
+        return run(self, rows)
+
+    monkeypatch.setattr(PagedRunner, "run", counting)
+    return counts
+
+
+async def test_the_storyteller_scores_as_transformers_does(engine_of, most_scored):
+    model = AutoModelForCausalLM.from_pretrained(STORYTELLER, dtype=torch.float32).eval()
+    prompts = [[924, 410, 263, 453, 402, 263, 933, 19], [i % 1000 + 3 for i in range(0, 900, 3)], [5]]
+    expected = [transformers_logprobs(model, prompt) for prompt in prompts]
+    engine = engine_of(model, step_tokens=256, max_context=512)
+    slots = [engine.submit(scoring(str(i), prompt)) for i, prompt in enumerate(prompts)]
+    for slot, prompt, logprobs in zip(slots, prompts, expected, strict=True):
+        check_exact(await prompt_of(slot), prompt, logprobs, 3)
+    assert max(most_scored) == MOST_A_STEP
+    # Each of them once, though all of the prompt is in the cache by now.
+    assert sum(most_scored) == sum(len(prompt) - 1 for prompt in prompts)
+    check_exact(await prompt_of(engine.submit(scoring("again", prompts[1], 0))), prompts[1], expected[1], 0)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "opt", "gpt2", "gemma3"])
+async def test_neighbours_get_what_they_would_get_alone(architecture, engine_of, most_scored):
+    model = random_model(architecture)
+    expected, logprobs = expected_of(model), transformers_logprobs(model, LONG)
+    # Chunks of all kinds, and so few blocks that sequences are computed again.
+    engine = engine_of(model, cache_tokens=400, step_tokens=24, max_running=14, max_context=200)
+    slots = [engine.submit(request(str(i), *asked)) for i, asked in enumerate(zip(PROMPTS, LENGTHS, strict=True))]
+    scored = [engine.submit(scoring(f"s{i}", LONG, top)) for i, top in enumerate((0, 5))]
+    assert [await read_all(slot) for slot in slots] == expected
+    for slot, top in zip(scored, (0, 5), strict=True):
+        check_exact(await prompt_of(slot), LONG, logprobs, top)
+    assert max(most_scored) <= MOST_A_STEP
+    assert engine.statistics.preempted > 0
+    assert sum(most_scored) == 2 * (len(LONG) - 1)
+    assert engine.blocks_in_use == 0
+
+
+async def test_what_a_scored_prompt_leaves_in_the_cache_serves_others(engine_of):
+    model = random_model("llama")
+    engine = engine_of(model)
+    check_exact(
+        await prompt_of(engine.submit(scoring("s", PROMPTS[-1]))),
+        PROMPTS[-1],
+        transformers_logprobs(model, PROMPTS[-1]),
+        3,
+    )
+    assert await crowd(engine) == expected_of(model)
+    assert engine.statistics.cached_tokens >= 64
+
+
+@pytest.mark.parametrize("architecture", ["t5", "bart", "bloom", "mamba"])
+def test_other_runners_say_that_they_do_not(architecture, engine_of):
+    assert not engine_of(copy.deepcopy(random_model(architecture))).limits.scores_prompts
+
+
+def test_what_would_be_too_large_is_refused():
+    check_size(MAX_NUMBERS // 2, 1)
+    with pytest.raises(InvalidRequestError, match="with 1 likeliest, log probabilities are given for at most 32768"):
+        check_size(MAX_NUMBERS // 2 + 1, 1)
+    with pytest.raises(InvalidRequestError, match="and 64 choices, log probabilities are given for at most 512"):
+        check_size(513, 1, 64)
+
+
+async def test_who_dies_before_the_first_token_asks_anew_and_later_not():
+    async with resuming(breaks(0), breaks(3)) as running:
+        chunks = await running.generate(prompt=(5,), prompt_logprobs=2)
+        asked = [PROMPT_LOGPROBS in call.request.parameters for call in running.predictor.calls]
+    assert asked == [True, True, False]
+    assert [token_id for chunk in chunks for token_id in chunk.token_ids] == ANSWER[: SAMPLING.max_tokens]
+    assert chunks[0].prompt.top.shape == (0, 2)
+    assert all(chunk.prompt is None for chunk in chunks[1:])
+
+
+async def test_an_answer_without_the_prompt_s_tokens_breaks_the_protocol():
+    async with resuming() as running:
+        with pytest.raises(BrokenAnswerError, match=r"prompt_logprobs must be FP32 \[2\]"):
+            await running.generate(prompt=(5, 6, 7), prompt_logprobs=2)
+
+
+def test_the_parts_of_a_prompt_are_joined_in_order():
+    parts = [PromptLogprobs(*(np.full(shape, i, kind) for shape, kind in SHAPES)) for i in range(2)]
+    joined = PromptLogprobs.joined(parts, 3)
+    assert joined.chosen.tolist() == [0, 0, 1, 1]
+    assert joined.top_ids[:, 0].tolist() == [0, 0, 1, 1]
+
+
+SHAPES = [((2,), np.float32), ((2, 3), np.int32), ((2, 3), np.float32)]

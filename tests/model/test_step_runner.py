@@ -1,0 +1,78 @@
+"""After a failed step a real forward pass must succeed before anybody learns of it, or the engine is dead."""
+
+import pytest
+import torch
+
+from millrace.errors import HopBrokenError, NotReadyError, RequestFailedError
+from tests.model.crowd import CROWD, assert_crowd_is_unharmed, dead, outcome, submit_crowd
+from tests.model.fakes import FakeRunner, engines, expected, read_all, request
+
+
+@pytest.fixture
+def engine_of():
+    with engines() as make:
+        yield make
+
+
+class Failing(FakeRunner):
+    """Fails the requests named bad, in one way or another, and keeps when it was probed."""
+
+    def __init__(self, how, probe_fails=False):
+        super().__init__()
+        self._how = how
+        self._probe_fails = probe_fails
+        self.probed_with = []
+        self.slots = []
+
+    def run(self, rows):
+        bad = [row for row in rows if row.sequence.request.id.startswith("bad")]
+        if bad and self._how == "raises":
+            raise RuntimeError("poison")
+        if bad and self._how == "memory":
+            raise MemoryError
+        logits = super().run(rows)
+        for index, row in enumerate(row for row in rows if row.samples):
+            if row in bad:
+                logits[index] = torch.nan
+        return logits
+
+    def probe(self):
+        # What readers have been told by now.
+        self.probed_with.append([slot._error for slot in self.slots])
+        if self._probe_fails:
+            raise RuntimeError("the model is broken")
+
+
+HOW = pytest.mark.parametrize("how", ["raises", "memory", "numbers"])
+
+
+@HOW
+async def test_where_all_fail_the_model_is_tried_before_they_are_told(engine_of, how):
+    runner = Failing(how)
+    engine = engine_of(runner)
+    runner.slots = [engine.submit(request("bad"))]
+    assert await outcome(runner.slots[0]) is RequestFailedError
+    assert runner.probed_with == [[None]]
+    assert (await read_all(engine.submit(request("next"))))[0] == expected((5, 6))
+
+
+@HOW
+async def test_where_that_fails_too_the_engine_is_dead_and_nobody_is_to_blame(engine_of, how):
+    engine = engine_of(Failing(how, probe_fails=True), max_running=1)
+    slots = [engine.submit(request(name)) for name in ("bad", "waiting")]
+    assert [await outcome(slot) for slot in slots] == [HopBrokenError, NotReadyError]
+    await dead(engine)
+
+
+@pytest.mark.parametrize("how", ["raises", "numbers"])
+async def test_where_others_came_through_that_is_the_forward_pass(engine_of, how):
+    runner = Failing(how)
+    engine = engine_of(runner, max_running=16, max_waiting=32)
+    # They are there before the bad one is.
+    with engine._changed:
+        slots = submit_crowd(engine)
+        bad = engine.submit(request("bad"))
+    assert await outcome(bad) is RequestFailedError
+    await assert_crowd_is_unharmed(slots)
+    assert len(slots) == len(CROWD)
+    assert runner.probed_with == []

@@ -1,0 +1,195 @@
+"""Tokenising never stops the event loop for long, and refuses unread what cannot fit."""
+
+import asyncio
+import json
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from millrace.errors import ContextLengthError, DeadlineError, InvalidRequestError, StartupError
+from services.transformer.processes.body_processes import BodyProcesses
+from services.transformer.text.tokenizer import TextTokenizer, embedding_tokenizer
+from tests.random_encoders import save_pooling, save_random_encoder, save_words_tokenizer
+from tests.support.loop_lag import loop_lag
+
+MODELS = Path(__file__).parents[2] / "models"
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
+
+
+@pytest.fixture(scope="module")
+def storyteller(pool):
+    return TextTokenizer("storyteller", MODELS / "storyteller", pool)
+
+
+async def test_short_and_long_prompts_are_tokenised_alike(storyteller):
+    text = "Once upon a time there was a fox. " * 400  # 13 KiB: above what is tokenised at once.
+    long = await storyteller.encode(text, 100_000)
+    assert long == storyteller.backend.encode(text).ids
+    assert (await storyteller.encode(text[:100], 100_000)) == long[: len(await storyteller.encode(text[:100], 100_000))]
+
+
+async def test_a_prompt_that_cannot_fit_is_refused_unread(storyteller):
+    begun = time.perf_counter()
+    with pytest.raises(InvalidRequestError, match="20000000 bytes, more than fit a context of 1024"):
+        await storyteller.encode("x" * 20_000_000, 1024)
+    assert time.perf_counter() - begun < 1
+
+
+async def test_a_prompt_of_too_many_tokens_is_refused(storyteller):
+    with pytest.raises(InvalidRequestError, match=r"the prompt has 1\d\d tokens, the context is 100"):
+        await storyteller.encode("a fox " * 80, 100)
+
+
+async def test_the_event_loop_runs_while_a_long_prompt_is_tokenised(storyteller):
+    turns = 0
+
+    async def turn():
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    turning = asyncio.create_task(turn())
+    await asyncio.sleep(0)
+    before = turns
+    await storyteller.encode("Once upon a time there was a fox. " * 20_000, 10_000_000)
+    turning.cancel()
+    assert turns - before > 100
+
+
+async def test_any_text_can_be_a_prompt(storyteller):
+    assert await storyteller.encode("🦄 東京 \x00 \ud800".encode("utf-8", "replace").decode(), 1000)
+
+
+def test_the_chat_template_writes_the_roles(storyteller):
+    text = storyteller.render_chat([("user", "Tell me a story about a fox.")], 1024)
+    assert text.startswith("<s><|user|>Tell me a story about a fox.")
+    assert text.endswith("<|assistant|>")
+
+
+def test_messages_that_the_template_refuses_are_refused(storyteller):
+    with pytest.raises(InvalidRequestError, match="refuses the messages"):
+        storyteller.render_chat([("robot", "beep")], 1024)
+
+
+def test_a_model_without_a_chat_template_says_so(pool):
+    with pytest.raises(InvalidRequestError, match="no chat template; use completions"):
+        TextTokenizer("normalizer", MODELS / "normalizer", pool).render_chat([("user", "hello")], 1024)
+
+
+def test_a_folder_without_a_tokenizer_is_a_start_up_error(pool, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(StartupError, match="model x: no tokenizer in"):
+        TextTokenizer("x", tmp_path, pool)
+
+
+@pytest.fixture(scope="module")
+def moody(pool, tmp_path_factory):
+    """The storyteller's tokenizer with a chat template that has variables of its own."""
+    folder = tmp_path_factory.mktemp("moody")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODELS / "storyteller" / name, folder / name)
+    template = (
+        "{{ 1 / (divisor or 1) }} {{ mood }}: {{ messages[0].content }}{% if add_generation_prompt %} >{% endif %}"
+    )
+    (folder / "chat_template.jinja").write_text(template)
+    return TextTokenizer("moody", folder, pool)
+
+
+HELLO = [("user", "hello")]
+
+
+def test_a_chat_templates_variables_can_be_set(moody):
+    assert moody.render_chat(HELLO, 1024) == "1.0 : hello >"
+    assert moody.render_chat(HELLO, 1024, {"mood": "glad"}) == "1.0 glad: hello >"
+    assert moody.render_chat(HELLO, 1024, {"add_generation_prompt": False}) == "1.0 : hello"
+
+
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "tools", "conversation", "self", "tokenizer_kwargs"])
+def test_what_is_no_variable_of_the_template_is_refused(moody, name):
+    with pytest.raises(InvalidRequestError, match=f"'{name}' is no variable of a chat template") as raised:
+        moody.render_chat(HELLO, 1024, {name: "{{ 1 }}"})
+    assert raised.value.param == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("options", [{"messages": []}, {"divisor": "x"}, {"divisor": [1]}, {"conversations": 1}])
+def test_variables_that_break_the_template_are_the_callers_mistake(moody, options):
+    with pytest.raises(InvalidRequestError, match="refuses the messages"):
+        moody.render_chat(HELLO, 1024, options)
+
+
+def test_variables_too_large_for_the_context_are_refused_unread(moody):
+    with pytest.raises(ContextLengthError, match="more than fit a context of 10 tokens"):
+        moody.render_chat(HELLO, 10, {"mood": "x" * 1_000_000})
+
+
+def test_an_embedding_models_tokenizer_is_where_the_model_is(pool, tmp_path):
+    save_random_encoder("bert", tmp_path)
+    assert embedding_tokenizer("x", tmp_path, pool) is None
+    save_pooling(tmp_path, {"pooling_mode_mean_tokens": True})
+    part = tmp_path / "0_Transformer"
+    modules = json.loads((tmp_path / "modules.json").read_text())
+    modules[0]["path"] = part.name
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    save_words_tokenizer(part, "the", "fox")
+    found = embedding_tokenizer("x", tmp_path, pool)
+    assert found.backend.encode("the fox").ids == [2, 5, 6, 3]
+
+
+LOOP = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture
+def looping(pool, tmp_path):
+    """A model whose chat template does not end where a message says so."""
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODELS / "storyteller" / name, tmp_path / name)
+    template = "{{ bos_token }}{{ mood }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    template += "{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    return TextTokenizer("looping", tmp_path, pool)
+
+
+@pytest.fixture
+async def bodies():
+    made = BodyProcesses()
+    yield made
+    await made.close()
+
+
+async def test_a_large_conversation_is_rendered_as_a_small_one_beside_the_event_loop(looping, bodies):
+    small = [("user", "hello"), ("assistant", "hi 🦄")]
+    large = small * 2000
+    options = {"mood": "glad "}
+    text = await looping.render(large, 100_000, options, bodies, None)
+    assert text == looping.render_chat(large, 100_000, options)
+    assert await looping.render(small, 1024, None, bodies, None) == looping.render_chat(small, 1024)
+    with pytest.raises(InvalidRequestError, match="refuses the messages: division by zero"):
+        await moody_like(looping, "{{ 1 / 0 }}").render(large, 100_000, None, bodies, None)
+
+
+def moody_like(tokenizer, template):
+    tokenizer._tokenizer.chat_template = template
+    return tokenizer
+
+
+async def test_a_chat_template_that_does_not_end_holds_the_event_loop_for_a_moment_at_most(looping, bodies):
+    async with loop_lag() as lag:
+        for _ in range(3):
+            with pytest.raises(DeadlineError):
+                await looping.render([("user", "loop")], 1024, None, bodies, 1.0)
+    assert lag.longest_s < 1
+    # It is known now: the loop does not try again, and others are served once the process has been replaced.
+    begun = time.process_time()
+    assert await looping.render([("user", "hello")], 1024, None, bodies, 60) == looping.render_chat(
+        [("user", "hello")], 1024
+    )
+    assert time.process_time() - begun < 1

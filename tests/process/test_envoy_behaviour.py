@@ -1,0 +1,506 @@
+"""The real Envoy with the derived configuration, in front of fakes that answer as the services do."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import http.client
+import json
+import zlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+import pytest_asyncio
+from grpc_health.v1 import health_pb2
+
+from millrace.errors import NotReadyError, from_rpc_error
+from millrace.oip.resumable import ALONE, HEARTBEAT_MS, RESUMES
+from millrace.telemetry.rpc import LINK
+from millrace_protos import inference_pb2, inference_pb2_grpc
+from runner import envoy_config
+from runner.free_ports import free_settings
+from tests.process.gateway_before_fakes import (
+    METADATA,
+    OPENAI,
+    ORIGIN,
+    V2,
+    Answer,
+    Collector,
+    FakeHealth,
+    FakeOpenAI,
+    Gateway,
+    running_gateway,
+    start_envoy,
+)
+from tests.waiting import until
+
+TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
+    """Envoy with a fake behind each of its clusters."""
+    async with running_gateway(tmp_path_factory.mktemp("envoy")) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def lonely_gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
+    """Envoy with nobody behind it."""
+    folder = tmp_path_factory.mktemp("lonely")
+    settings = free_settings(folder)
+    process = start_envoy(settings, folder)
+    inner, admin = (f"127.0.0.1:{port}" for port in (settings.gateway_inner_port, settings.gateway_admin_port))
+    alone = Gateway(settings.gateway, FakeOpenAI(), inner, Collector(), admin, process, FakeHealth())
+    async with alone.channel() as channel:
+        await asyncio.wait_for(channel.channel_ready(), 30)
+    yield alone
+    await process.stop()
+
+
+@pytest.mark.parametrize(
+    ("path", "is_openai"),
+    [("/v1/nothing", True), ("/openai/v1/nothing", True), ("/v2/nothing", False), ("/nothing", False), (OPENAI, True)],
+)
+async def test_an_unknown_path_or_method_is_404_in_its_api_s_shape(
+    gateway: Gateway, path: str, is_openai: bool
+) -> None:
+    answer = await gateway.request("GET", path)
+    message = "unknown path or method"
+    assert answer.status == 404
+    assert answer.headers["x-failed-hop"] == "gateway"
+    if is_openai:
+        error = {"message": message, "type": "invalid_request_error", "code": None, "param": None}
+        assert answer.json == {"error": error}
+    else:
+        assert answer.json == {"error": message}
+
+
+@pytest.mark.parametrize("method", ["/nobody.Knows/This", "/millrace.v1.PayloadIngest/Append"])
+async def test_an_unknown_grpc_method_is_unimplemented(gateway: Gateway, method: str) -> None:
+    async with gateway.channel() as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await channel.unary_unary(method)(b"", timeout=10)
+    assert failed.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert dict(failed.value.trailing_metadata() or ())["x-failed-hop"] == "gateway"
+
+
+async def test_a_body_over_60_mib_is_413(gateway: Gateway) -> None:
+    answer = await gateway.request("POST", OPENAI, bytes((60 << 20) + 1))
+    assert answer.status == 413
+    assert answer.headers["x-failed-hop"] == "gateway"
+    assert answer.json["error"]["message"] == "the body is larger than 60 MiB"
+
+
+async def test_a_chunk_arrives_before_the_next_is_made(gateway: Gateway) -> None:
+    connection = gateway.connect()
+
+    def first_chunk() -> tuple[http.client.HTTPResponse, bytes]:
+        connection.request("POST", OPENAI, json.dumps({"stream": True}))
+        response = connection.getresponse()
+        return response, response.read1()
+
+    response, first = await asyncio.to_thread(first_chunk)
+    assert response.getheader("content-type") == "text/event-stream"
+    assert first == b"data: 1\n\n"
+    gateway.openai.first_chunk_was_read.set()
+    assert await asyncio.to_thread(response.read) == b"data: [DONE]\n\n"
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "kind"),
+    [
+        ("INVALID_ARGUMENT", 400, "invalid_request_error"),
+        ("UNAUTHENTICATED", 401, "authentication_error"),
+        ("NOT_FOUND", 404, "invalid_request_error"),
+        ("RESOURCE_EXHAUSTED", 413, "invalid_request_error"),
+        ("RESOURCE_EXHAUSTED", 429, "rate_limit_error"),
+        ("INTERNAL", 500, "server_error"),
+        ("UNIMPLEMENTED", 501, "server_error"),
+        ("UNAVAILABLE", 502, "server_error"),
+        ("UNAVAILABLE", 503, "server_error"),
+        ("DEADLINE_EXCEEDED", 504, "server_error"),
+    ],
+)
+async def test_an_abort_gets_its_status_and_the_api_s_shape(
+    gateway: Gateway, code: str, status: int, kind: str
+) -> None:
+    message = 'no "a", \\ or é\n'
+    signed = {"x-http-status": status, "x-failed-hop": "predictor"}
+    answer = await gateway.post(abort=code, message=message, metadata=signed)
+    assert answer.status == status
+    assert answer.headers["x-failed-hop"] == "predictor"
+    assert answer.json == {"error": {"message": message, "type": kind, "code": None, "param": None}}
+
+
+async def test_an_abort_of_v2_has_its_shape(gateway: Gateway) -> None:
+    answer = await gateway.request("GET", V2)
+    assert (answer.status, answer.headers["x-failed-hop"]) == (503, "predictor")
+    assert answer.json == {"error": 'model "a" is loading'}
+
+
+async def test_a_body_that_the_service_wrote_is_kept(gateway: Gateway) -> None:
+    error = {"error": {"message": "full", "type": "rate_limit_error", "code": "busy", "param": None}}
+    metadata = {"x-http-status": 429, "x-failed-hop": "predictor", "retry-after-ms": 1500}
+    answer = await gateway.post(metadata=metadata, answer=error)
+    assert answer.status == 429
+    assert answer.json == error
+    assert answer.headers["retry-after"] == "2"
+    assert answer.headers["x-failed-hop"] == "predictor"
+
+
+async def test_rest_clients_see_nothing_of_grpc(gateway: Gateway) -> None:
+    signed = {"x-http-status": 502, "x-failed-hop": "predictor"}
+    for answer in (await gateway.post(), await gateway.post(abort="UNAVAILABLE", message="gone", metadata=signed)):
+        assert not [name for name in answer.headers if name.startswith(("grpc-", "x-http-status", "x-envoy-"))]
+
+
+async def test_grpc_clients_see_the_service_s_metadata_untouched(gateway: Gateway) -> None:
+    async with gateway.channel() as channel:
+        stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await stub.ModelReady(inference_pb2.ModelReadyRequest(), timeout=10)
+    trailing = dict(failed.value.trailing_metadata() or ())
+    assert failed.value.details() == "full"
+    assert {"x-http-status": "429", "x-failed-hop": "predictor", "retry-after-ms": "1500"}.items() <= trailing.items()
+
+
+async def test_the_timeout_header_sets_the_deadline_a_second_later(gateway: Gateway) -> None:
+    timed = await gateway.request("POST", OPENAI, b"{}", x_timeout_ms="30000")
+    assert 30 < timed.json["time_remaining"] <= 31
+    untimed = await gateway.request("POST", OPENAI, b"{}", grpc_timeout="1S")
+    assert untimed.json["time_remaining"] is None
+
+
+@pytest.mark.parametrize("name", ["x-timeout-ms", "x-first-token-timeout-ms"])
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "1s", "123456789", "many"])
+async def test_a_malformed_timeout_header_is_400(gateway: Gateway, name: str, value: str) -> None:
+    answer = await gateway.request("POST", OPENAI, b"{}", **{name: value})
+    assert (answer.status, answer.headers["x-failed-hop"]) == (400, "gateway")
+    assert answer.json["error"]["message"].startswith(f"{name} is not")
+
+
+async def test_the_first_token_s_deadline_is_passed_on_and_is_no_deadline_of_the_call(gateway: Gateway) -> None:
+    answer = await gateway.request("POST", OPENAI, b"{}", x_first_token_timeout_ms="99999999")
+    assert answer.json["metadata"]["x-first-token-timeout-ms"] == "99999999"
+    assert answer.json["time_remaining"] is None
+
+
+async def test_a_request_id_is_made_or_kept_passed_on_and_returned(gateway: Gateway) -> None:
+    kept = await gateway.request("POST", OPENAI, b"{}", x_request_id="mine")
+    assert kept.headers["x-request-id"] == kept.json["metadata"]["x-request-id"] == "mine"
+    made = await gateway.post()
+    assert len(made.headers["x-request-id"]) == 36
+    assert made.headers["x-request-id"] == made.json["metadata"]["x-request-id"]
+
+
+@pytest.mark.parametrize("path", ["/", "/nothing", "/v1/nothing"])
+async def test_answers_of_the_gateway_itself_carry_the_request_id(gateway: Gateway, path: str) -> None:
+    kept = await gateway.request("GET", path, x_request_id="mine")
+    assert kept.headers["x-request-id"] == "mine"
+    made = await gateway.request("GET", path)
+    assert len(made.headers["x-request-id"]) == 36
+    refused = await gateway.request("POST", OPENAI, b"{}", x_request_id="mine", x_timeout_ms="0")
+    assert (refused.status, refused.headers["x-request-id"]) == (400, "mine")
+
+
+async def test_the_trace_s_id_is_told(gateway: Gateway) -> None:
+    answer = await gateway.post()
+    assert answer.headers["x-trace-id"] == answer.json["metadata"]["traceparent"].split("-")[1]
+
+
+def trace_and_span(traceparent: str) -> tuple[str, str]:
+    """Of a traceparent that says that it is sampled."""
+    version, trace, span, flags = traceparent.split("-")
+    assert (version, len(trace), len(span), flags) == ("00", 32, 16, "01")
+    return trace, span
+
+
+async def test_every_answer_names_the_gateway_s_span_in_the_request_s_trace(gateway: Gateway) -> None:
+    answers = [
+        await gateway.post(metadata={"traceparent": f"00-{TRACE}-{CALLER}-00"}),
+        await gateway.post(abort="NOT_FOUND", message="gone"),
+        await gateway.request("GET", "/"),
+        await gateway.request("GET", "/nothing"),
+        await gateway.request("POST", OPENAI, b"{}", x_request_id="mine", x_timeout_ms="0"),
+    ]
+    for answer in answers:
+        trace, span = trace_and_span(answer.headers["traceparent"])
+        assert trace == answer.headers["x-trace-id"] != TRACE
+        await until(lambda trace=trace, span=span: {(trace, span)} & {one[2:4] for one in gateway.collector.spans})
+
+
+async def test_a_grpc_client_is_told_the_trace_too(gateway: Gateway) -> None:
+    async with gateway.channel() as channel:
+        stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+        sampled = (("traceparent", f"00-{TRACE}-{CALLER}-01"),)
+        answered = stub.ServerMetadata(inference_pb2.ServerMetadataRequest(), metadata=sampled, timeout=10)
+        await answered
+        failed = stub.ModelReady(inference_pb2.ModelReadyRequest(), metadata=sampled, timeout=10)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await failed
+        told = (*await answered.initial_metadata(), *await failed.initial_metadata(), *await failed.trailing_metadata())
+    found = [value for key, value in told if key == "traceparent"]
+    assert [trace_and_span(value)[0] for value in found] == [TRACE, TRACE]
+
+
+@pytest.mark.parametrize("path", ["/nothing", OPENAI])
+async def test_a_caller_s_trace_goes_on_and_is_not_sampled_against_its_wish(gateway: Gateway, path: str) -> None:
+    for flag in ("01", "00"):
+        answer = await gateway.request("POST", path, b"{}", traceparent=f"00-{TRACE}-{CALLER}-{flag}")
+        version, trace, span, flags = answer.headers["traceparent"].split("-")
+        assert (version, trace, flags) == ("00", TRACE, flag)
+        assert span != CALLER
+
+
+@pytest.mark.parametrize(
+    "traceparent",
+    ["junk", f"00-{'0' * 32}-{CALLER}-01", f"00-{TRACE}-{'0' * 16}-01", f"00-{TRACE.upper()}-{CALLER}-01"],
+)
+async def test_a_traceparent_that_is_none_leaves_no_request_without_a_trace(gateway: Gateway, traceparent: str) -> None:
+    answer = await gateway.request("POST", OPENAI, b"{}", traceparent=traceparent)
+    trace, _ = trace_and_span(answer.headers["traceparent"])
+    assert trace == answer.headers["x-trace-id"] == trace_and_span(answer.json["metadata"]["traceparent"])[0]
+
+
+async def test_every_span_of_the_gateway_carries_the_request_s_id(gateway: Gateway) -> None:
+    kept = await gateway.request("POST", OPENAI, b"{}", x_request_id="mine")
+    made = await gateway.post()
+    unrouted = await gateway.request("GET", "/nothing", x_request_id="mine")
+    for answer, name in ((kept, OPENAI), (made, OPENAI), (unrouted, "/nothing")):
+        trace, request_id = answer.headers["x-trace-id"], answer.headers["x-request-id"]
+        wanted = {("envoy-ingress", name, request_id)}
+        await until(lambda trace=trace, wanted=wanted: spans_of(gateway, trace) == wanted)
+
+
+async def test_the_inner_listener_passes_the_request_s_id_on_and_traces_by_the_flag_alone(gateway: Gateway) -> None:
+    # The second has at its 15th place what the gateway's own id has of a call that is not sampled.
+    ids = {"1" * 32: "mine", "2" * 32: "6b3d2d5a-0c1e-4b7a-9d57-3a1f7e0c9b11"}
+    async with grpc.aio.insecure_channel(gateway.inner) as channel:
+        for flag, traces in (("00", ["3" * 32]), ("01", [*ids])):
+            for trace in traces:
+                metadata = (
+                    ("x-request-id", ids.get(trace, "untraced")),
+                    ("traceparent", f"00-{trace}-{CALLER}-{flag}"),
+                )
+                await channel.unary_unary(METADATA)(b"", metadata=metadata, timeout=10)
+    for trace, request_id in ids.items():
+        names = {METADATA, f"predictor {METADATA}"}
+        wanted = {("envoy-inner", name, request_id) for name in names}
+        await until(lambda trace=trace, wanted=wanted: spans_of(gateway, trace) == wanted)
+    assert not spans_of(gateway, "3" * 32)
+
+
+def spans_of(gateway: Gateway, trace: str) -> set[tuple[str, str, str]]:
+    return {(service, name, tag) for service, name, of, _, tag in gateway.collector.spans if of == trace}
+
+
+async def test_the_inner_listener_shows_what_dashboards_are_made_of(gateway: Gateway) -> None:
+    await gateway.post()
+    async with grpc.aio.insecure_channel(gateway.inner) as channel:
+        await channel.unary_unary(METADATA)(b"", timeout=10)
+    answer = await replace(gateway, address=gateway.inner).request("GET", "/stats/prometheus")
+    assert answer.status == 200
+    names = {line.partition(b"{")[0].decode() for line in answer.body.splitlines()}
+    assert {
+        "envoy_cluster_upstream_rq_total",
+        "envoy_cluster_upstream_rq_active",
+        "envoy_cluster_upstream_rq_xx",
+        "envoy_cluster_upstream_rq_retry",
+        "envoy_cluster_upstream_rq_time_bucket",
+        "envoy_cluster_membership_healthy",
+        "envoy_cluster_grpc_total",
+        "envoy_cluster_grpc_0",
+        "envoy_http_downstream_rq_active",
+    } <= names
+
+
+async def test_a_sampled_trace_reaches_the_service_whatever_the_request_id(gateway: Gateway) -> None:
+    answer = await gateway.request("POST", OPENAI, b"{}", x_request_id="mine")
+    assert answer.json["metadata"]["traceparent"].endswith("-01")
+
+
+async def test_a_client_cannot_change_retries_or_timeouts(gateway: Gateway) -> None:
+    answer = await gateway.request("POST", OPENAI, b"{}", x_envoy_upstream_rq_timeout_ms="1", x_envoy_force_trace="1")
+    assert answer.status == 200
+    assert "x-envoy-force-trace" not in answer.json["metadata"]
+
+
+async def test_a_client_cannot_say_what_only_the_transformer_may(gateway: Gateway) -> None:
+    inner = {"x-millrace-recorded": "true", RESUMES: "true", HEARTBEAT_MS: "1", ALONE: "true", LINK: "00"}
+    answer = await gateway.request("POST", OPENAI, b"{}", **inner)
+    assert answer.status == 200
+    assert not inner.keys() & answer.json["metadata"].keys()
+    for authority in (None, "predictor"):
+        async with gateway.channel(authority) as channel:
+            stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+            metadata = (*inner.items(), ("x-other", "true"))
+            told = await stub.ServerMetadata(inference_pb2.ServerMetadataRequest(), metadata=metadata, timeout=10)
+        assert "x-other" in told.extensions
+        assert not inner.keys() & set(told.extensions)
+
+
+@pytest.mark.parametrize(
+    ("authority", "expected"),
+    [(None, "transformer"), ("predictor", "predictor"), ("predictor:8080", "predictor"), ("localhost", "transformer")],
+)
+async def test_the_authority_chooses_the_predictor(gateway: Gateway, authority: str | None, expected: str) -> None:
+    async with gateway.channel(authority) as channel:
+        stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+        answer = await stub.ServerMetadata(inference_pb2.ServerMetadataRequest(), timeout=10)
+    assert answer.name == expected
+
+
+async def test_a_stream_that_nobody_has_begun_is_sent_again(gateway: Gateway) -> None:
+    for refused in ("drains", "stops"):
+        assert await stream_one(gateway, refused) == [refused]
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await stream_one(gateway, "dies")
+    assert failed.value.details() == "the engine died"
+
+
+async def stream_one(gateway: Gateway, request_id: str) -> list[str]:
+    """Ids of the answers to one request to the predictor."""
+
+    async def requests() -> AsyncIterator[inference_pb2.ModelInferRequest]:
+        yield inference_pb2.ModelInferRequest(id=request_id)
+
+    async with gateway.channel("predictor") as channel:
+        stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+        return [answer.infer_response.id async for answer in stub.ModelStreamInfer(requests(), timeout=10)]
+
+
+@pytest.mark.parametrize(("authority", "hop"), [(None, "transformer"), ("predictor", "predictor")])
+async def test_a_hop_that_is_away_is_named_to_grpc_clients(
+    lonely_gateway: Gateway, authority: str | None, hop: str
+) -> None:
+    async with lonely_gateway.channel(authority) as channel:
+        stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await stub.ServerMetadata(inference_pb2.ServerMetadataRequest(), timeout=10)
+    error = from_rpc_error(failed.value, "gateway")
+    assert error.hop == hop
+    # Before a health check has failed and after: in neither case a call reaches anybody.
+    assert isinstance(error, NotReadyError)
+    assert error.message == f"no {hop} is ready"
+
+
+async def test_a_hop_that_is_away_is_named_to_rest_clients(lonely_gateway: Gateway) -> None:
+    openai = await lonely_gateway.post()
+    assert openai.status == 503
+    assert openai.json["error"]["message"] == "no transformer is ready"
+    assert openai.headers["x-failed-hop"] == "transformer"
+    assert openai.json["error"]["type"] == "server_error"
+    v2 = await lonely_gateway.request("GET", V2)
+    assert v2.headers["x-failed-hop"] == "transformer"
+    assert isinstance(v2.json["error"], str)
+
+
+async def test_gzip_is_read_and_what_nobody_reads_is_refused(gateway: Gateway) -> None:
+    body = json.dumps({"answer": {"read": True}}).encode()
+    assert (await gateway.request("POST", OPENAI, gzip.compress(body), content_encoding="gzip")).json == {"read": True}
+    refused = await gateway.request("POST", OPENAI, zlib.compress(body), content_encoding="deflate")
+    assert (refused.status, refused.headers["x-failed-hop"]) == (400, "gateway")
+    assert "content-encoding" in refused.json["error"]["message"]
+
+
+async def test_a_page_of_an_allowed_origin_may_call(gateway: Gateway) -> None:
+    for path in (OPENAI, V2, "/millrace/v1/generate", "/inference.GRPCInferenceService/ModelInfer"):
+        asked = {"origin": ORIGIN, "access_control_request_method": "POST", "access_control_request_headers": "x-a"}
+        preflight = await gateway.request("OPTIONS", path, **asked)
+        assert preflight.status == 200
+        assert preflight.headers["access-control-allow-origin"] == ORIGIN
+        assert preflight.headers["access-control-allow-headers"].startswith("*")
+    for answer in (
+        await gateway.request("POST", OPENAI, b"{}", origin=ORIGIN),
+        await gateway.request("POST", OPENAI, b"{}", origin=ORIGIN, x_timeout_ms="0"),
+        await gateway.request("GET", V2, origin=ORIGIN),
+        await gateway.request("GET", "/nothing", origin=ORIGIN),
+    ):
+        assert answer.headers["access-control-allow-origin"] == ORIGIN
+        assert answer.headers["access-control-expose-headers"] == "*"
+
+
+async def test_a_page_of_another_origin_may_not(gateway: Gateway, lonely_gateway: Gateway) -> None:
+    for asked, origin in ((gateway, "https://other.example"), (lonely_gateway, ORIGIN)):
+        preflight = await asked.request("OPTIONS", OPENAI, origin=origin, access_control_request_method="POST")
+        assert preflight.status == 404
+        answers = (preflight, await asked.request("POST", OPENAI, b"{}", origin=origin))
+        assert not [name for answer in answers for name in answer.headers if name.startswith("access-control-")]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("", "html"), ("playground/script.js", "javascript"), ("playground/style.css", "css")]
+)
+async def test_the_page_is_served_and_may_run_nothing_but_its_own(gateway: Gateway, name: str, kind: str) -> None:
+    answer = await gateway.request("GET", f"/{name}")
+    assert answer.status == 200
+    assert answer.headers["content-type"] == f"text/{kind}; charset=utf-8"
+    assert answer.body == (envoy_config.ENVOY_FOLDER / "playground" / (Path(name).name or "index.html")).read_bytes()
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    if not name:
+        assert "script-src 'self'" in answer.headers["content-security-policy"]
+        assert "unsafe" not in answer.headers["content-security-policy"]
+    assert (await gateway.request("POST", f"/{name}")).status == 404
+
+
+@pytest.mark.parametrize("path", ["/millrace/v1/development/kill", "/millrace.v1.Development/KillPredictor"])
+async def test_no_page_of_another_origin_may_kill(gateway: Gateway, path: str) -> None:
+    asked = {"origin": ORIGIN, "access_control_request_method": "POST"}
+    preflight = await gateway.request("OPTIONS", path, **asked, access_control_request_headers="x-millrace-development")
+    assert preflight.status == 404
+    assert "access-control-allow-origin" not in preflight.headers
+
+
+@pytest.mark.parametrize("method", ["/millrace.v1.PredictorDevelopment/Kill", "/millrace.v1.Development/KillPredictor"])
+async def test_a_predictor_is_not_asked_to_die_from_outside(gateway: Gateway, method: str) -> None:
+    async with gateway.channel("predictor") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await channel.unary_unary(method)(b"", timeout=10)
+    assert dict(failed.value.trailing_metadata() or ())["x-failed-hop"] == "gateway"
+
+
+async def test_grpc_web_passes_and_fails_as_grpc(gateway: Gateway) -> None:
+    async def call(method: str, message: bytes) -> tuple[Answer, dict[str, str]]:
+        frame = bytes(1) + len(message).to_bytes(4, "big") + message
+        answer = await gateway.request("POST", method, frame, content_type="application/grpc-web+proto")
+        assert answer.headers["content-type"].startswith("application/grpc-web")
+        trailers = answer.body[answer.body.find(b"\x80") + 5 :].decode() if b"\x80" in answer.body else ""
+        return answer, answer.headers | dict(line.split(":", 1) for line in trailers.split("\r\n") if line)
+
+    service = "/inference.GRPCInferenceService"
+    answer, told = await call(f"{service}/ServerMetadata", b"")
+    assert told["grpc-status"] == "0"
+    assert b"transformer" in answer.body
+    _, told = await call(f"{service}/ModelReady", b"")
+    assert (told["grpc-status"], told["x-failed-hop"], told["retry-after-ms"]) == ("8", "predictor", "1500")
+    _, told = await call("/nobody.Knows/This", b"")
+    assert (told["grpc-status"], told["x-failed-hop"]) == ("12", "gateway")
+
+
+async def test_a_busy_service_is_not_taken_for_a_dead_one_and_one_that_drains_gets_nothing(tmp_path: Path) -> None:
+    async with running_gateway(tmp_path, with_a_tenth_of_the_patience) as gateway:
+        gateway.health.answers.clear()
+        checks = gateway.health.checks
+        await until(lambda: gateway.health.checks > checks)
+        busy_until = asyncio.get_running_loop().time() + 1  # That is ten seconds.
+        while asyncio.get_running_loop().time() < busy_until:
+            assert (await gateway.post()).status == 200
+        gateway.health.answers.set()
+        await gateway.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+
+        async def drained() -> bool:
+            return (await gateway.post()).status == 503
+
+        await until(drained)
+
+
+def with_a_tenth_of_the_patience(config: envoy_config.Config) -> None:
+    for cluster in config["static_resources"]["clusters"]:
+        for check in cluster.get("health_checks", ()):
+            check["timeout"] = f"{float(check['timeout'].removesuffix('s')) / 10}s"
+            check["interval"] = check["no_traffic_interval"] = "0.1s"

@@ -1,0 +1,169 @@
+"""Headers are the gateway's business: what gRPC and the services parse out of them is checked at the door, of every
+protocol alike, and no call's headers are anything to another call."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import http.client
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from millrace_protos import inference_pb2, inference_pb2_grpc
+from runner import envoy_config
+from tests.process.gateway_before_fakes import METADATA, OPENAI, ORIGIN, Gateway, running_gateway
+
+TIMEOUTS = ("x-timeout-ms", "x-first-token-timeout-ms")
+GRPC, GRPC_WEB = "application/grpc", "application/grpc-web+proto"
+NO_TIMEOUTS = (b"abc", b"-1S", b"12345678901S", b"1" * 5000 + b"S", b"", b"5", b"5s", b"S", b"1.5S", b"5S,5S", b"\xff")
+NO_MILLISECONDS = (b"0", b"-1", b"1.5", b"1s", b"123456789", b"many", b"")
+NO_BASE64 = (b"!!!", b"a", b"AB", b"AAB", b"AA=", b"AAAA=", b"AAAA====", b"AA,AA", b"\xff\xfe")
+BASE64 = [base64.b64encode(bytes(range(length))).rstrip(padding) for length in range(5) for padding in (b"", b"=")]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
+    async with running_gateway(tmp_path_factory.mktemp("headers")) as running:
+        yield running
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What an answer says of a failure: gRPC's status, or "" where it has none, its message, and its headers."""
+
+    grpc_status: str
+    message: str
+    headers: dict[str, str]
+
+
+async def call(
+    address: str, content_type: str, *headers: tuple[str, bytes], host: str = "gateway", path: str = METADATA
+) -> Refusal:
+    """A call with headers as raw as no gRPC client sends them; gRPC passes the gateway by HTTP/1.1 too."""
+
+    def send() -> Refusal:
+        connection = http.client.HTTPConnection(address, timeout=30)
+        try:
+            connection.putrequest("POST", path, skip_host=True)
+            connection.putheader("host", host)
+            connection.putheader("content-type", content_type)
+            connection.putheader("content-length", "5")
+            connection.putheader("origin", ORIGIN)
+            for name, value in headers:
+                connection.putheader(name, value)
+            connection.endheaders(bytes(5))
+            response = connection.getresponse()
+            found = {name.lower(): value for name, value in response.getheaders()}
+            response.read()
+            return Refusal(found.get("grpc-status", ""), found.get("grpc-message", ""), found)
+        finally:
+            connection.close()
+
+    return await asyncio.to_thread(send)
+
+
+async def test_a_malformed_deadline_is_refused_at_the_door(gateway: Gateway) -> None:
+    for value in NO_TIMEOUTS:
+        for content_type in (GRPC, GRPC_WEB):
+            for host in ("gateway", "predictor"):
+                refused = await call(gateway.address, content_type, ("grpc-timeout", value), host=host)
+                assert (refused.grpc_status, refused.headers["x-failed-hop"]) == ("3", "gateway"), (value, content_type)
+                assert refused.headers["x-http-status"] == "400"
+                assert refused.message.startswith("grpc-timeout%20is") or "grpc-timeout is" in refused.message
+                assert (refused.headers.get("access-control-allow-origin") == ORIGIN) == (host == "gateway")
+        refused = await call(gateway.inner, GRPC, ("grpc-timeout", value))
+        assert (refused.grpc_status, refused.headers["x-failed-hop"]) == ("3", "gateway"), value
+    for value in (b"1H", b"99999999n", b"5S"):
+        for address in (gateway.address, gateway.inner):
+            assert (await call(address, GRPC, ("grpc-timeout", value))).grpc_status != "3"
+
+
+@pytest.mark.parametrize("name", TIMEOUTS)
+async def test_a_malformed_timeout_is_refused_of_grpc_as_of_rest(gateway: Gateway, name: str) -> None:
+    for value in NO_MILLISECONDS:
+        for host in ("gateway", "predictor"):
+            refused = await call(gateway.address, GRPC, (name, value), host=host)
+            assert (refused.grpc_status, refused.headers["x-failed-hop"]) == ("3", "gateway"), value
+    assert (await call(gateway.address, GRPC, (name, b"5"), (name, b"5"))).grpc_status == "3"
+    assert (await call(gateway.address, GRPC, (name, b"5000"))).grpc_status in ("", "0")
+
+
+async def test_binary_metadata_must_be_what_grpc_can_decode(gateway: Gateway) -> None:
+    for value in NO_BASE64:
+        refused = await call(gateway.address, GRPC, ("x-some-bin", value))
+        assert (refused.grpc_status, refused.headers["x-failed-hop"]) == ("3", "gateway"), value
+        answer = await gateway.request("POST", OPENAI, b"{}", x_some_bin=value.decode("latin-1"))
+        assert (answer.status, answer.headers["x-failed-hop"]) == (400, "gateway"), value
+        assert answer.json["error"]["message"] == "x-some-bin is not base64"
+    for value in BASE64:
+        # A fake that got no message it can read answers well all the same.
+        assert (await call(gateway.address, GRPC, ("x-some-bin", value))).grpc_status in ("", "0"), value
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "status"),
+    [("grpc-encoding", b"brotli", "12"), ("grpc-previous-rpc-attempts", b"many", "3")],
+)
+async def test_what_grpc_would_fail_to_parse_is_refused(gateway: Gateway, name: str, value: bytes, status: str) -> None:
+    refused = await call(gateway.address, GRPC, (name, value))
+    assert (refused.grpc_status, refused.headers["x-failed-hop"]) == (status, "gateway")
+    # A REST client's are nothing to the gRPC call that its request becomes.
+    assert (await gateway.request("POST", OPENAI, b"{}", **{name: value.decode()})).status == 200
+
+
+@pytest.mark.parametrize("name", ["te", "grpc-status", "grpc-message", "grpc-retry-pushback-ms", "lb-cost-bin"])
+async def test_what_no_caller_has_to_say_reaches_nobody(gateway: Gateway, name: str) -> None:
+    assert (await call(gateway.address, GRPC, (name, b"AAAA"))).grpc_status in ("", "0")
+    assert (await gateway.request("POST", OPENAI, b"{}", **{name: "AAAA"})).status == 200
+
+
+@pytest.mark.parametrize("size", [17_000, 40_000, 55_000])
+async def test_too_many_headers_are_431_and_are_not_tried_again(gateway: Gateway, size: int) -> None:
+    for headers in ([("x-a", b"a" * size)], [(f"x-{i}", b"a" * (size // 50)) for i in range(50)]):
+        refused = await call(gateway.address, GRPC, *headers)
+        assert (refused.grpc_status, refused.headers["x-failed-hop"]) == ("8", "gateway")
+        assert refused.headers["x-http-status"] == "431"
+        assert "retry-after-ms" not in refused.headers
+        answer = await gateway.request("POST", OPENAI, b"{}", **{name: value.decode() for name, value in headers})
+        assert (answer.status, answer.headers["x-failed-hop"]) == (431, "gateway")
+        assert answer.json["error"]["type"] == "invalid_request_error"
+        assert "at most 16384" in answer.json["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["x-a", "x-request-id", "user-agent", "tracestate"])
+async def test_headers_that_the_gateway_lets_pass_no_service_refuses(gateway: Gateway, name: str) -> None:
+    for _ in range(20):  # Between a soft and a hard limit gRPC refuses by chance.
+        answer = await gateway.request("POST", OPENAI, b"{}", **{name: "a" * 15_000})
+        assert answer.status == 200, answer.body
+
+
+async def test_the_trace_that_the_services_keep_to_themselves_is_nobody_else_s(gateway: Gateway) -> None:
+    untraced = "00-00000000000000000000000000000001-0000000000000001-00"
+    answer = await gateway.request("POST", OPENAI, b"{}", traceparent=untraced)
+    assert answer.json["metadata"]["traceparent"].split("-")[1] not in untraced
+
+
+async def test_what_grpc_cannot_parse_of_one_call_harms_no_later_one(tmp_path: Path) -> None:
+    """As if the door had overlooked it, or a request's trailers had brought it, which no filter reads."""
+    async with running_gateway(tmp_path, without_the_door) as gateway, gateway.channel() as channel:
+        stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+        for name, bad, good in (("grpc-timeout", b"abc", None), ("x-some-bin", b"!!", b"good")):
+            assert (await call(gateway.address, GRPC, (name, bad))).grpc_status == "13"
+            for _ in range(5):
+                metadata = ((name, good),) if good else ()
+                await stub.ServerMetadata(inference_pb2.ServerMetadataRequest(), metadata=metadata, timeout=10)
+
+
+def without_the_door(config: envoy_config.Config) -> None:
+    for listener in config["static_resources"]["listeners"]:
+        manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
+        manager["http_filters"] = [one for one in manager["http_filters"] if one["name"] != "envoy.filters.http.lua"]
+
+
+async def test_metadata_of_bytes_that_are_no_text_passes(gateway: Gateway) -> None:
+    for name in ("x-a", "x-request-id", "user-agent", "tracestate", "traceparent"):
+        assert (await call(gateway.address, GRPC, (name, b"\xff\x80"))).grpc_status in ("", "0")

@@ -1,0 +1,155 @@
+"""A connection is shared by strangers: nothing that one call does ends others on the same connection, to the gateway or
+behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from millrace_protos import inference_pb2, inference_pb2_grpc, rest_pb2_grpc
+from tests.process.gateway_before_fakes import OPENAI, Gateway, HttpBody, running_gateway
+from tests.waiting import until
+
+SHORT = 3_000  # Envoy's own limits are 500 calls, 250 of them cancelled early, and 1,000 cancels at once.
+AT_ONCE = 100
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
+    async with running_gateway(tmp_path_factory.mktemp("sharing")) as running:
+        yield running
+
+
+class HonestStream:
+    """A stream that asks and is answered, again and again, until it is ended."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.answers = 0
+        self._end = asyncio.Event()
+        self._task = asyncio.create_task(self._run(inference_pb2_grpc.GRPCInferenceServiceStub(channel)))
+
+    async def _run(self, stub: inference_pb2_grpc.GRPCInferenceServiceStub) -> None:
+        async for _ in stub.ModelStreamInfer(self._requests()):
+            self.answers += 1
+
+    async def _requests(self) -> AsyncIterator[inference_pb2.ModelInferRequest]:
+        while not self._end.is_set():
+            yield inference_pb2.ModelInferRequest(id="honest")
+            await asyncio.sleep(0.02)
+
+    async def goes_on(self) -> None:
+        before = self.answers
+        await until(lambda: self.answers > before or self._task.done())
+
+    async def end(self) -> None:
+        """Raises what ended the stream, if that was not this."""
+        self._end.set()
+        await self._task
+
+
+async def leave(channel: grpc.aio.Channel, number: int, ends: Counter[grpc.StatusCode | None]) -> None:
+    """A call that is cancelled at once or after a moment, or whose deadline passes."""
+    timeout = 0.005 * (number % 4) if number % 2 else None
+    call = rest_pb2_grpc.OpenAIStub(channel).Completions(HttpBody(data=b'{"stream": true}'), timeout=timeout)
+    if timeout is None:
+        await asyncio.sleep(0.005 * (number % 4))
+        call.cancel()
+    ends[await call.code()] += 1
+
+
+async def test_thousands_of_cancels_and_short_deadlines_end_no_other_call(gateway: Gateway) -> None:
+    ends: Counter[grpc.StatusCode | None] = Counter()
+    turns = asyncio.Semaphore(AT_ONCE)
+    async with gateway.channel() as shared, gateway.channel("elsewhere") as other:
+
+        async def one(number: int) -> None:
+            async with turns:
+                await leave(shared, number, ends)
+
+        # Those on the other connection share those from the gateway to the service.
+        streams = [HonestStream(channel) for channel in (shared, shared, shared, other, other)]
+        await asyncio.gather(*(one(number) for number in range(SHORT)))
+        for stream in streams:
+            await stream.goes_on()
+            await stream.end()
+    assert set(ends) == {grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED}
+
+
+async def test_headers_that_are_too_large_for_the_codec_end_their_own_call_alone(gateway: Gateway) -> None:
+    async with gateway.channel() as shared:
+        stream = HonestStream(shared)
+        for count, size in ((1, 20_000), (1, 62_000), (10, 10_000), (300, 1)):
+            metadata = tuple((f"x-{number}", "a" * size) for number in range(count))
+            call = inference_pb2_grpc.GRPCInferenceServiceStub(shared).ServerMetadata(
+                inference_pb2.ServerMetadataRequest(), metadata=metadata, timeout=10
+            )
+            assert await call.code() is not grpc.StatusCode.OK
+        await stream.goes_on()
+        await stream.end()
+
+
+LARGE = 60 << 20  # The largest body of a REST request, and six of them are what a worker of Envoy holds.
+
+
+class Upload:
+    """A REST request whose last byte never comes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def begin(cls, gateway: Gateway, *headers: str) -> Upload:
+        host, port = gateway.address.rsplit(":", 1)
+        upload = cls(*await asyncio.open_connection(host, int(port)))
+        lines = ("POST /v1/completions HTTP/1.1", "host: gateway", *headers, "", "")
+        upload._writer.write("\r\n".join(lines).encode())
+        return upload
+
+    async def send(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def answer(self) -> tuple[bytes, bytes]:
+        """The head and the body, which must have a length."""
+        async with asyncio.timeout(20):
+            head = await self._reader.readuntil(b"\r\n\r\n")
+            (length,) = [line for line in head.lower().splitlines() if line.startswith(b"content-length:")]
+            return head, await self._reader.readexactly(int(length.split()[1]))
+
+    async def leave(self) -> None:
+        self._writer.close()
+        await asyncio.gather(self._writer.wait_closed(), return_exceptions=True)
+
+
+@pytest.mark.parametrize("headers", [(f"content-length: {LARGE}",), ("transfer-encoding: chunked",)])
+async def test_bodies_that_never_end_take_a_bounded_memory_and_none_of_the_small_ones(
+    gateway: Gateway, headers: tuple[str, ...]
+) -> None:
+    uploads = [await Upload.begin(gateway, *headers) for _ in range(6)]
+    refused = await Upload.begin(gateway, *headers)
+    head, body = await refused.answer()
+    assert head.startswith(b"HTTP/1.1 429")
+    assert b"x-failed-hop: gateway" in head
+    assert b"retry-after: 1" in head
+    assert json.loads(body)["error"]["type"] == "rate_limit_error"
+    # No small one is refused for them, nor one that fits in what is left, and each gives back what it took.
+    for _ in range(30):
+        for size in (0, 40 << 10, 1 << 20):
+            assert (await gateway.request("POST", OPENAI, b"{}" + b" " * size)).status == 200
+    # Those that leave give back theirs.
+    for upload in (*uploads, refused):
+        await upload.leave()
+
+    async def fits() -> bool:
+        with suppress(OSError):  # A refusal that comes while the body is sent.
+            return (await gateway.request("POST", OPENAI, b"{}" + b" " * (30 << 20))).status == 200
+        return False
+
+    await until(fits)

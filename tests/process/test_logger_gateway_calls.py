@@ -1,0 +1,323 @@
+"""What the gateway says of a call is joined to the service's record, or is a record of its own; never both."""
+
+import asyncio
+import sqlite3
+import uuid
+
+import grpc
+import pytest
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2_grpc import LogsServiceStub
+
+from millrace.rpc.handlers import ErrorServerInterceptor
+from millrace_protos.millrace_pb2 import QueryPayloadsRequest, TailPayloadsRequest
+from services.logger import gateway_calls
+from services.logger.gateway_calls import GatewayCalls
+from services.logger.store import reading
+from services.logger.store.filters import Filters
+from services.logger.tails import Tails
+from tests.process.test_logger_store import append_request, record_id, stored
+
+STARTED_NS = 1_700_000_000_123_456_789
+GENERATE = "/millrace.v1.TextGeneration/Generate"
+# A gRPC call that went well, as Envoy tells of it; "-" is its word for none.
+FINE = {
+    "request_id": "mine",
+    "client": "-",
+    "path": GENERATE,
+    "routed_path": GENERATE,
+    "content_type": "application/grpc",
+    "grpc_timeout": "-",
+    "http_status": "200",
+    "grpc_status": "0",
+    "failed_hop": "-",
+    "failed_hop_trailer": "-",
+    "flags": "-",
+    "details": "via_upstream",
+    "duration_ms": "12",
+    "request_bytes": "5",
+    "response_bytes": "70",
+    "cluster": "transformer",
+    "upstream": "10.0.0.2:9001",
+    "peer": "10.0.0.9:52094",
+}
+NO_UPSTREAM = {"cluster": "-", "upstream": "-", "details": "cluster_not_found", "flags": "NC", "failed_hop": "gateway"}
+REST = {
+    "path": "/v1/completions?key=secret",
+    "routed_path": "/millrace.rest.v1.OpenAI/Completions",
+    "http_status": "200",
+}
+
+
+def export_request(*calls):
+    request = ExportLogsServiceRequest()
+    logs = request.resource_logs.add().scope_logs.add().log_records
+    for call in calls:
+        log = logs.add(time_unix_nano=STARTED_NS, trace_id=bytes(range(16)), span_id=bytes(range(8)))
+        for key, value in (FINE | {"call_id": str(uuid.uuid4())} | call).items():
+            log.attributes.add(key=key).value.string_value = value
+    return request
+
+
+@pytest.fixture
+async def logger(store):
+    """The service over the wire, the tails that it shows to, and its channel."""
+    tails = Tails()
+    server = grpc.aio.server(interceptors=(ErrorServerInterceptor("logger"),))
+    GatewayCalls(store, tails).add_to(server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield LogsServiceStub(channel), tails, channel
+    await server.stop(None)
+
+
+@pytest.fixture(autouse=True)
+def records_are_not_waited_for(monkeypatch):
+    monkeypatch.setattr(reading, "RECORD_LATE_S", 0)
+
+
+async def everything(store):
+    return [found.record async for found in store.query(Filters(QueryPayloadsRequest()), None, 1000)]
+
+
+def service_record(number, call_id, **fields):
+    return append_request(number, time_ns=STARTED_NS, call_id=call_id, status="OK", **fields)
+
+
+async def test_a_call_that_no_service_recorded_is_a_record_of_its_own(store, logger):
+    stub, _, _ = logger
+    await stub.Export(export_request({"call_id": "c", "client": "someone"}))
+    (record,) = await everything(store)
+    assert uuid.UUID(record.record_id).version == 7
+    assert record.time.ToNanoseconds() == STARTED_NS
+    assert (record.request_id, record.client, record.call_id) == ("mine", "someone", "c")
+    assert (record.protocol, record.status, record.failed_hop, record.message) == (GENERATE[1:], "OK", "", "")
+    assert (record.trace_id, record.span_id) == (bytes(range(16)).hex(), bytes(range(8)).hex())
+    assert record.duration_ms == 12
+    assert record.gateway.path == GENERATE
+    assert (record.gateway.http_status, record.gateway.request_bytes, record.gateway.response_bytes) == (200, 5, 70)
+    assert (record.gateway.upstream, record.gateway.peer) == ("10.0.0.2:9001", "10.0.0.9:52094")
+    assert await anext(store.get(record.record_id), None) is not None
+
+
+@pytest.mark.parametrize("order", ["call first", "record first", "record of two requests"])
+async def test_a_call_and_its_record_are_one_whichever_comes_first(store, logger, order):
+    stub, _, _ = logger
+    requests = [service_record(n, "c", prompt="p") for n in ((1, 2) if order == "record of two requests" else (1,))]
+    if order == "call first":
+        await stub.Export(export_request({"call_id": "c"}, {"call_id": "another"}))
+        assert len(await everything(store)) == 2
+        await store.append(requests)
+    else:
+        await store.append(requests)
+        await stub.Export(export_request({"call_id": "c"}, {"call_id": "another"}))
+    found = {record.record_id: record for record in await everything(store)}
+    assert {record.call_id for record in found.values()} == {"c", "another"}
+    assert len(found) == len(requests) + 1
+    for request in requests:
+        record = found[request.record.record_id]
+        assert record.prompt == "p"
+        assert record.gateway.details == "via_upstream"
+        assert (await anext(store.get(record.record_id))).record.gateway == record.gateway
+
+
+async def test_a_call_that_a_service_may_record_is_shown_without_its_record_only_once_that_is_late(
+    store, logger, monkeypatch
+):
+    monkeypatch.setattr(reading, "RECORD_LATE_S", 60)
+    stub, _, _ = logger
+    await stub.Export(export_request({"call_id": "c"}, {"call_id": "refused", **NO_UPSTREAM}))
+    assert [record.call_id for record in await everything(store)] == ["refused"]
+    await store.append([service_record(1, "c")])
+    assert {record.call_id for record in await everything(store)} == {"c", "refused"}
+    await stub.Export(export_request({"call_id": "unrecorded"}))
+    assert len(await everything(store)) == 2
+    monkeypatch.setattr(reading, "RECORD_LATE_S", 0)
+    assert len(await everything(store)) == 3
+
+
+async def test_the_readers_of_all_records_get_the_services_alone_as_they_came(store, logger):
+    stub, _, _ = logger
+    await stub.Export(export_request({"call_id": "alone"}, {"call_id": "c"}))
+    request = service_record(1, "c")
+    await store.append([request])
+    assert [one.record for one in await store.after(0, 10)] == [request.record]
+
+
+async def test_a_repeat_of_a_call_changes_nothing(store, logger):
+    stub, _, _ = logger
+    for _ in range(2):
+        await stub.Export(export_request({"call_id": "c"}, {"call_id": "c"}))
+    assert len(await everything(store)) == 1
+
+
+async def test_calls_that_never_got_an_id_are_records_of_their_own(store, logger):
+    stub, _, _ = logger
+    await stub.Export(export_request({"call_id": "-"}, {"call_id": "-"}))
+    found = await everything(store)
+    assert [record.call_id for record in found] == ["", ""]
+    assert found[0].gateway.path == GENERATE
+
+
+async def test_what_the_gateway_says_goes_with_the_record_and_does_not_come_back(store, logger):
+    stub, _, _ = logger
+    await store.append([service_record(n, "shared") for n in (1, 2)])
+    await store.append([service_record(3, "late")])
+    await stub.Export(export_request({"call_id": "shared"}))
+    await store.delete(record_id=record_id(1))
+    assert (await stored(store, 2)).HasField("gateway")
+    for n in (2, 3):
+        await store.delete(record_id=record_id(n))
+    await stub.Export(export_request({"call_id": "shared"}, {"call_id": "late"}))
+    assert await everything(store) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "status", "hop"),
+    [
+        ({}, "OK", ""),
+        ({"grpc_status": "8", "failed_hop": "predictor"}, "RESOURCE_EXHAUSTED", "predictor"),
+        ({"grpc_status": "13", "failed_hop_trailer": "predictor"}, "INTERNAL", "predictor"),
+        ({"grpc_status": "12", **NO_UPSTREAM}, "UNIMPLEMENTED", "gateway"),
+        (
+            {"grpc_status": "14", **NO_UPSTREAM, "flags": "UH", "failed_hop": "transformer"},
+            "UNAVAILABLE",
+            "transformer",
+        ),
+        ({"grpc_status": "14", "flags": "URX,UF", "failed_hop": "transformer"}, "UNAVAILABLE", "transformer"),
+        ({"grpc_status": "2", "flags": "UC"}, "UNAVAILABLE", "transformer"),
+        ({"grpc_status": "-", "http_status": "0", "flags": "DR", "details": "http2.remote_reset"}, "CANCELLED", ""),
+        ({"grpc_status": "2", "flags": "DR", "grpc_timeout": "900m"}, "CANCELLED", ""),
+        ({"grpc_status": "2", "flags": "DR", "grpc_timeout": "12m"}, "DEADLINE_EXCEEDED", "transformer"),
+        ({"grpc_status": "2", "flags": "DR", "grpc_timeout": "15000u"}, "DEADLINE_EXCEEDED", "transformer"),
+        ({"grpc_status": "-", "http_status": "200"}, "UNKNOWN", "transformer"),
+        (REST, "OK", ""),
+        ({**REST, "http_status": "0", "flags": "DC", "grpc_status": "-"}, "CANCELLED", ""),
+        ({**REST, "http_status": "429", "failed_hop": "predictor"}, "RESOURCE_EXHAUSTED", "predictor"),
+        ({**REST, "http_status": "413", "failed_hop": "gateway"}, "RESOURCE_EXHAUSTED", "gateway"),
+        ({**REST, "http_status": "503", "flags": "UH", "upstream": "-"}, "UNAVAILABLE", "gateway"),
+        ({**REST, "http_status": "504", "flags": "UT"}, "DEADLINE_EXCEEDED", "transformer"),
+        ({**REST, "http_status": "418", "failed_hop": "transformer"}, "INTERNAL", "transformer"),
+        (
+            {"path": "/no", "routed_path": "/no", "content_type": "-", "http_status": "404", **NO_UPSTREAM},
+            "NOT_FOUND",
+            "gateway",
+        ),
+    ],
+    ids=str,
+)
+async def test_status_and_hop_are_those_the_caller_was_told(store, logger, call, status, hop):
+    stub, _, _ = logger
+    await stub.Export(export_request(call))
+    (record,) = await everything(store)
+    assert (record.status, record.failed_hop) == (status, hop)
+    said = FINE | call
+    assert record.message == ("" if status == "OK" else f"{said['details']} ({said['flags']})")
+
+
+@pytest.mark.parametrize(
+    ("call", "protocol", "path"),
+    [
+        ({}, GENERATE[1:], GENERATE),
+        (REST, "millrace.rest.v1.OpenAI/Completions", "/v1/completions"),
+        ({"path": "/v1/no?x=1", "routed_path": "/v1/no?x=1", "content_type": "-"}, "/v1/no", "/v1/no"),
+        ({"path": "/" + "x" * 5000, "routed_path": "/" + "x" * 5000}, "x" * 1023, "/" + "x" * 1023),
+    ],
+    ids=["grpc", "rest", "unknown", "long"],
+)
+async def test_the_protocol_is_the_method_where_there_is_one_and_no_query_is_kept(store, logger, call, protocol, path):
+    stub, _, _ = logger
+    await stub.Export(export_request(call))
+    (record,) = await everything(store)
+    assert (record.protocol, record.gateway.path) == (protocol, path)
+
+
+async def test_tail_shows_the_calls_of_which_no_service_can_have_a_record(store, logger):
+    stub, tails, _ = logger
+    unrecorded = [
+        NO_UPSTREAM,
+        {"flags": "URX,UF", "grpc_status": "14"},
+        {"failed_hop": "gateway", "grpc_status": "8"},
+        {"cluster": "predictor"},
+    ]
+    with tails.open(Filters(TailPayloadsRequest())) as tail:
+        await stub.Export(export_request({}, {"flags": "DR"}, {"grpc_status": "8", "failed_hop": "predictor"}))
+        await stub.Export(export_request(*({"request_id": f"r{n}"} | call for n, call in enumerate(unrecorded))))
+        shown = [(await asyncio.wait_for(tail.next(), 5)).record.request_id for _ in unrecorded]
+    assert shown == [f"r{n}" for n in range(len(unrecorded))]
+
+
+async def test_what_callers_send_need_not_be_utf8(store, logger):
+    _, _, channel = logger
+    raw = export_request({"request_id": "PLACE"}).SerializeToString().replace(b"PLACE", b"a\xff\xfeb!")
+    export = channel.unary_unary("/opentelemetry.proto.collector.logs.v1.LogsService/Export")
+    await export(raw)
+    (record,) = await everything(store)
+    assert record.request_id == "a��b!"
+
+
+async def test_records_of_calls_expire_with_what_was_said_of_them(store, logger, tmp_path):
+    stub, _, _ = logger
+    await stub.Export(export_request({}, {}))
+    await store.append([service_record(1, "c")])
+    await stub.Export(export_request({"call_id": "c"}))
+    expired = await store.expire(STARTED_NS // 1000 + 1, None)
+    assert sorted(expired)[:2] == [0, 0]
+    assert len(expired) == 3
+    connection = sqlite3.connect(tmp_path / "payloads.sqlite3")
+    assert connection.execute("SELECT count(*) FROM calls").fetchone() == (0,)
+    connection.close()
+
+
+GARBAGE = ["9" * 5000, "-1", "1e400", "nan", "\u0663", "x" * 60_000, "\x00", "\udcff", "5000S" * 1000, "", " 7 "]
+
+
+@pytest.mark.parametrize("field", sorted(FINE))
+async def test_a_line_with_any_garbage_in_a_field_is_kept_and_takes_no_other_with_it(store, logger, field):
+    left = {"flags": "DC"} if field == "grpc_timeout" else {}  # Of who left it is asked whether it was late.
+    request = export_request(*({"request_id": f"r{n}"} | left for n in range(len(GARBAGE) + 1)))
+    logs = request.resource_logs[0].scope_logs[0].log_records
+    for log, garbage in zip(logs, GARBAGE, strict=False):
+        [value] = [attribute.value for attribute in log.attributes if attribute.key == field]
+        value.bytes_value = garbage.encode(errors="surrogateescape")
+    raw = request.SerializeToString()
+    # As Envoy sends it, a string whatever its bytes: field 1 of AnyValue instead of 7.
+    parsed = gateway_calls._ExportRequest.FromString(raw)
+    for log in parsed.resource_logs[0].scope_logs[0].log_records:
+        for attribute in log.attributes:
+            if attribute.value.WhichOneof("value") == "bytes_value":
+                attribute.value.string_value = attribute.value.bytes_value
+    export = logger[2].unary_unary("/opentelemetry.proto.collector.logs.v1.LogsService/Export")
+    await export(parsed.SerializeToString())
+    records = await everything(store)
+    assert len(records) == len(GARBAGE) + 1
+    assert all(record.ByteSize() < 8000 for record in records)
+    assert any(record.status == ("CANCELLED" if left else "OK") for record in records)
+
+
+@pytest.mark.parametrize("trace_id", [(1).to_bytes(16), bytes(16), b"", bytes(range(40))], ids=repr)
+async def test_whatever_a_trace_s_id_is_the_call_is_on_record(store, logger, trace_id):
+    stub, tails, _ = logger
+    request = export_request(NO_UPSTREAM)
+    request.resource_logs[0].scope_logs[0].log_records[0].trace_id = trace_id
+    with tails.open(Filters(TailPayloadsRequest())) as tail:
+        await stub.Export(request)
+        assert (await asyncio.wait_for(tail.next(), 5)).record.request_id == "mine"
+    [record] = await everything(store)
+    assert record.trace_id == (trace_id.hex() if len(trace_id) == 16 else "")
+
+
+async def test_a_line_that_cannot_be_read_at_all_takes_no_other_with_it(store, logger, monkeypatch, caplog):
+    stub, _, _ = logger
+    observe = gateway_calls.observe
+
+    def observe_some(log):
+        if any(attribute.value.string_value == b"bad" for attribute in log.attributes):
+            raise ValueError("bad")
+        return observe(log)
+
+    monkeypatch.setattr(gateway_calls, "observe", observe_some)
+    await stub.Export(export_request({"request_id": "good"}, {"request_id": "bad"}, {"request_id": "well"}))
+    assert {record.request_id for record in await everything(store)} == {"good", "well"}
+    assert "cannot be read" in caplog.text

@@ -1,0 +1,302 @@
+"""What leaves the log, leaves it for good: by age, by size, by request; and the file gives back its space."""
+
+import logging
+import sqlite3
+
+import pytest
+
+from millrace.errors import InvalidRequestError
+from millrace_protos.millrace_pb2 import DeletePayloadsRequest, PayloadRecord
+from services.logger.store.retention import Retention
+from services.logger.store.store import SqliteStore
+from tests.process.test_logger_store import append_request, numbers, record_id
+
+DAY_US = 24 * 3600 * 1_000_000
+NOW_US = 20_000 * DAY_US
+UNBOUNDED = 1 << 40
+NEEDLE = "NEEDLE" * 5
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "payloads.sqlite3"
+
+
+@pytest.fixture
+async def store(path):
+    store = SqliteStore(path)
+    yield store
+    await store.close()
+
+
+def aged(number, days, **fields):
+    return append_request(number, time_ns=(NOW_US - int(days * DAY_US)) * 1000, **fields)
+
+
+def at_now():
+    return NOW_US
+
+
+def bytes_of(path):
+    return sum(file.stat().st_size for file in path.parent.iterdir() if not file.name.endswith("-shm"))
+
+
+async def test_records_are_deleted_when_they_are_older_than_the_limit(store):
+    await store.append([aged(n, days=10 - n) for n in range(1, 10)])
+    retention = Retention(store, 7, UNBOUNDED, now_us=at_now)
+    assert await retention.apply() == 2
+    assert await numbers(store) == [9, 8, 7, 6, 5, 4, 3]
+    assert await retention.apply() == 0
+
+
+async def test_age_is_that_of_the_record_and_not_of_its_arrival(store):
+    await store.append([aged(2, days=1)])
+    await store.append([aged(1, days=8)])
+    await Retention(store, 7, UNBOUNDED, now_us=at_now).apply()
+    assert await numbers(store) == [2]
+
+
+async def test_0_days_keep_records_for_ever(store):
+    await store.append([aged(1, days=10_000)])
+    await Retention(store, 0, UNBOUNDED, now_us=at_now).apply()
+    assert await numbers(store) == [1]
+
+
+async def test_above_the_size_the_oldest_are_deleted_and_the_file_shrinks(store, path):
+    await store.append([aged(n, days=1 - n / 1e6, prompt="x" * 4000) for n in range(1, 1001)])
+    size = bytes_of(path)
+    limit = 2 << 20
+    assert size > limit
+    deleted = await Retention(store, 7, limit, now_us=at_now).apply()
+    left = await numbers(store)
+    assert left == list(range(1000, deleted, -1))
+    assert limit * 0.9 < bytes_of(path) <= limit
+    assert await Retention(store, 7, limit, now_us=at_now).apply() == 0
+
+
+async def test_one_that_is_large_takes_no_others_with_it(store):
+    await store.append([aged(1, days=3, prompt="x" * (4 << 20)), aged(2, days=2), aged(3, days=1)])
+    assert await Retention(store, 7, 2 << 20, now_us=at_now).apply() == 1
+    assert await numbers(store) == [3, 2]
+
+
+async def test_what_is_refused_displaces_nothing_that_was_answered(store):
+    limit = 8 << 20
+    answered = [aged(n, days=6, status="OK", prompt="x" * 4000, text="y") for n in range(1, 501)]
+    await store.append(answered)
+    refused = [
+        aged(n, days=1 - n / 1e6, status="RESOURCE_EXHAUSTED", client="flood", prompt="x" * 2000)
+        for n in range(1000, 5000)
+    ]
+    await store.append(refused)
+    deleted = await Retention(store, 7, limit, now_us=at_now).apply()
+    left = await numbers(store, limit=10_000)
+    assert set(range(1, 501)) <= set(left)
+    assert 0 < deleted < 4000
+    assert left[0] == 4999, "of what was refused the newest stays"
+    assert not set(range(1000, 1000 + deleted)) & set(left)
+
+
+async def test_who_has_most_on_record_loses_the_oldest_of_it(store):
+    limit = 4 << 20
+    await store.append([aged(n, days=6, status="OK", client="quiet", prompt="x" * 4000) for n in range(1, 101)])
+    await store.append([aged(n, days=1 - n / 1e6, client="loud", prompt="x" * 4000) for n in range(1000, 2500)])
+    deleted = await Retention(store, 7, limit, now_us=at_now).apply()
+    left = await numbers(store, limit=10_000)
+    assert left == [*range(2499, 999 + deleted, -1), *range(100, 0, -1)]
+
+
+async def test_what_was_answered_in_part_is_not_counted_as_refused(store, path):
+    await store.append(
+        [
+            aged(1, days=1, status="CANCELLED", client="c", text="half"),
+            aged(2, days=1, status="CANCELLED", client="c"),
+            aged(3, days=1, status="OK", client="c"),
+            aged(4, days=1, status="INTERNAL", client="c"),
+            aged(5, days=1, status="INVALID_ARGUMENT", client="c"),
+        ]
+    )
+    connection = sqlite3.connect(path)
+    refused = connection.execute("SELECT record_id FROM records WHERE refused ORDER BY position").fetchall()
+    taken = connection.execute("SELECT client, refused, bytes > 0 FROM shares ORDER BY refused").fetchall()
+    connection.close()
+    assert refused == [(record_id(2),), (record_id(5),)]
+    assert taken == [("c", 0, 1), ("c", 1, 1)]
+    assert await store.delete(client="c") == 5
+    await store.forget(0)
+    connection = sqlite3.connect(path)
+    assert connection.execute("SELECT count(*) FROM shares").fetchone() == (0,)
+    connection.close()
+
+
+async def test_others_write_between_two_steps(store):
+    """A step is bounded, so that no append waits for all of it."""
+    await store.append([aged(n, days=8) for n in range(1, 1001)])
+    steps = []
+    while positions := await store.expire(NOW_US, None):
+        steps.append(len(positions))
+    assert sum(steps) == 1000
+    assert max(steps) <= 200
+
+
+async def test_what_was_deleted_does_not_come_back_by_a_repeat(store):
+    old = [aged(n, days=8) for n in range(1, 4)]
+    await store.append(old)
+    await Retention(store, 7, UNBOUNDED, now_us=at_now).apply()
+    assert await store.append([*old, aged(4, days=1)]) != []
+    assert await numbers(store) == [4]
+
+
+async def test_the_log_says_how_many_a_sink_had_not_had(store, caplog):
+    await store.append([aged(n, days=8) for n in range(1, 11)])
+    await store.move_cursor("slow", 4)
+    await store.move_cursor("quick", 9)
+    await store.move_cursor("no longer configured", 1)
+    with caplog.at_level(logging.INFO, logger="services.logger.store.retention"):
+        await Retention(store, 7, UNBOUNDED, sinks=("slow", "quick", "new"), now_us=at_now).apply()
+    assert "10 records were deleted" in caplog.text
+    assert "6 of them a sink had not had yet" in caplog.text
+
+
+async def test_what_was_sent_is_forgotten_long_after_it_can_be_sent_again(store, path):
+    def remembered():
+        connection = sqlite3.connect(path)
+        (count,) = connection.execute(
+            "SELECT (SELECT count(*) FROM appended) + (SELECT count(*) FROM sources)"
+        ).fetchone()
+        connection.close()
+        return count
+
+    await store.append([append_request(n) for n in range(1, 11)])
+    assert remembered() == 11
+    # The clock of the store is the real one, which retention's is set after by so many days.
+    connection = sqlite3.connect(path)
+    (arrived_us,) = connection.execute("SELECT max(time_us) FROM appended").fetchone()
+    connection.close()
+    await Retention(store, 0, UNBOUNDED, now_us=lambda: arrived_us + 29 * DAY_US).apply()
+    assert remembered() == 11
+    await Retention(store, 40, UNBOUNDED, now_us=lambda: arrived_us + 39 * DAY_US).apply()
+    assert remembered() == 11
+    await Retention(store, 0, UNBOUNDED, now_us=lambda: arrived_us + 31 * DAY_US).apply()
+    assert remembered() == 0
+
+
+async def test_delete_takes_every_record_of_the_key_and_no_other(store):
+    await store.append(
+        [append_request(n, request_id=f"r{n % 2}", client=f"c{n % 3}") for n in range(1, 13)],
+    )
+    assert await store.delete(record_id=record_id(12)) == 1
+    assert await store.delete(record_id=record_id(12)) == 0
+    assert await store.delete(request_id="r1") == 6
+    assert await store.delete(client="c1") == 2
+    assert await store.delete(client="nobody") == 0
+    assert await numbers(store) == [8, 6, 2]
+    assert await numbers(store, client="c2") == [8, 2]
+
+
+@pytest.mark.parametrize("key", ["record_id", "request_id", "client"])
+async def test_what_is_deleted_before_it_comes_is_dropped_when_it_comes(path, key):
+    def late(number, **fields):
+        return aged(number, days=1, **{"request_id": f"r{number}", "client": f"c{number}"} | fields)
+
+    value = {"record_id": record_id(1), "request_id": "r1", "client": "c1"}[key]
+    store = SqliteStore(path)
+    assert await store.delete(**{key: value}) == 0
+    await store.close()
+    store = SqliteStore(path)
+    told = []
+    store.on_append(lambda: told.append(True))
+    assert await store.append([late(1, call_id="a")]) == []
+    assert await store.append([late(1, call_id="a"), late(2)]) != []
+    assert await numbers(store) == [2]
+    assert len(told) == 1
+    # What comes of a later request of the same key is another's, but for a record's own id.
+    after = append_request(3, time_ns=2**62, request_id="r1", client="c1")
+    await store.append([after])
+    assert await numbers(store) == [3, 2]
+    # The gateway's word on the call comes to nothing, as that on any deleted record's.
+    call = PayloadRecord(record_id=record_id(9), call_id="a")
+    call.gateway.path = "/p"
+    assert await store.add_calls([call]) == []
+    await store.close()
+
+
+async def test_a_deletion_takes_little_however_long_its_key_is(store, path):
+    await store.delete(client="c" * 1_000_000)
+    with sqlite3.connect(path) as database:
+        assert database.execute("SELECT max(length(value)) FROM deletions").fetchone()[0] <= 64
+    await store.append([aged(1, days=1, client="c" * 1_000_000), aged(2, days=1, client="c" * 999_999)])
+    assert await numbers(store) == [2]
+
+
+async def test_deletions_are_forgotten_when_nothing_can_come_any_more(store, path):
+    await store.delete(client="c")
+    await store.forget(2**62)
+    await store.append([aged(1, days=1, client="c")])
+    assert await numbers(store) == [1]
+
+
+async def test_delete_takes_more_than_one_step_holds(store):
+    await store.append([append_request(n, client="c") for n in range(1, 1002)])
+    assert await store.delete(client="c") == 1001
+    assert await numbers(store) == []
+
+
+async def test_what_was_deleted_is_in_no_file_any_more(store, path):
+    for n in range(1, 4):
+        await store.append([append_request(n, request_id=f"r{n}", prompt=NEEDLE * n * 300)])
+    assert any(NEEDLE.encode() in file.read_bytes() for file in path.parent.iterdir())
+    for n in range(1, 4):
+        await store.delete(request_id=f"r{n}")
+    assert not any(NEEDLE.encode() in file.read_bytes() for file in path.parent.iterdir())
+
+
+async def test_what_a_reader_keeps_in_the_log_is_gone_at_the_next_round(store, path):
+    await store.append([append_request(1, prompt=NEEDLE)])
+    reader = sqlite3.connect(path, isolation_level=None)
+    reader.execute("BEGIN")
+    reader.execute("SELECT count(*) FROM records").fetchone()
+    assert await store.delete(record_id=record_id(1)) == 1
+    reader.execute("ROLLBACK")
+    reader.close()
+    await Retention(store, 7, UNBOUNDED, now_us=at_now).apply()
+    assert not any(NEEDLE.encode() in file.read_bytes() for file in path.parent.iterdir())
+
+
+async def test_a_cursor_survives_a_restart_and_positions_are_never_given_twice(path):
+    store = SqliteStore(path)
+    assert ((await store.cursors()).get("a", 0), await store.last_position(), await store.cursors()) == (0, 0, {})
+    await store.append([append_request(n) for n in range(1, 4)])
+    await store.move_cursor("a", 2)
+    await store.move_cursor("a", 3)
+    assert await store.delete(record_id=record_id(3)) == 1
+    await store.close()
+    store = SqliteStore(path)
+    assert ((await store.cursors()).get("a", 0), await store.last_position()) == (3, 3)
+    await store.append([append_request(4)])
+    assert [one.position for one in await store.after(3, 10)] == [4]
+    assert [one.position for one in await store.after(0, 2)] == [1, 2]
+    await store.close()
+
+
+async def test_readers_are_told_of_new_records_alone(store):
+    told = []
+    store.on_append(lambda: told.append(True))
+    await store.append([append_request(1)])
+    await store.append([append_request(1)])
+    assert len(told) == 1
+
+
+async def test_delete_answers_how_many_there_were(store, payload_log):
+    await store.append([append_request(n, request_id="r", client="c") for n in range(1, 4)])
+    assert (await payload_log.Delete(DeletePayloadsRequest(record_id=record_id(1)))).deleted == 1
+    assert (await payload_log.Delete(DeletePayloadsRequest(request_id="r"))).deleted == 2
+    assert (await payload_log.Delete(DeletePayloadsRequest(client="c"))).deleted == 0
+
+
+@pytest.mark.parametrize("key", [{}, {"record_id": ""}, {"request_id": ""}, {"client": ""}], ids=str)
+async def test_delete_without_a_key_deletes_nothing(store, payload_log, key):
+    await store.append([append_request(1)])
+    with pytest.raises(InvalidRequestError, match="give a record_id, a request_id or a client"):
+        await payload_log.Delete(DeletePayloadsRequest(**key))
+    assert await numbers(store) == [1]

@@ -1,0 +1,294 @@
+"""The logger tells of each commit, of the requests in it, and of how late its sinks are."""
+
+import asyncio
+import logging
+import threading
+import time
+import uuid
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from opentelemetry.trace import SpanKind, StatusCode
+from sqlalchemy.exc import OperationalError
+
+from millrace.errors import NotReadyError
+from millrace_protos.millrace_pb2 import AppendRequest, PayloadRecord
+from services.logger.sinks import runner as runner_module
+from services.logger.sinks.cloud_events import CloudEventsSink
+from services.logger.sinks.runner import SinkRunner
+from services.logger.store import writing
+from services.logger.store.store import SqliteStore
+from services.logger.telemetry import MAX_LINKS, RECORDS, SINK, Commits, observe_sinks
+from tests.process.sink_server import SinkServer
+from tests.support.measured import Measured
+from tests.waiting import until
+
+SOURCE = str(uuid.uuid4())
+
+
+def request_of(number, **fields):
+    """One whose record names a span of its own, unless the fields say otherwise."""
+    record_id = str(uuid.UUID(int=number))
+    ids = {"trace_id": f"{number:032x}", "span_id": f"{number:016x}"}
+    record = PayloadRecord(**{"record_id": record_id, "status": "OK", "prompt": "p", "text": "t"} | ids | fields)
+    return AppendRequest(source=SOURCE, sequence=number, record=record)
+
+
+class Told(Measured):
+    """What the logger has told of itself."""
+
+    def __init__(self, sampler=None):
+        super().__init__()
+        self._spans = InMemorySpanExporter()
+        tracers = TracerProvider(sampler=sampler, shutdown_on_exit=False)
+        tracers.add_span_processor(SimpleSpanProcessor(self._spans))
+        self.tracer = tracers.get_tracer("millrace")
+        self.commits = Commits(self.tracer, self.meter)
+
+    @property
+    def spans(self):
+        return self._spans.get_finished_spans()
+
+    @property
+    def committed(self):
+        [point] = self.points("millrace.payload.committed").values()
+        return point.value
+
+    def lag(self, name):
+        return self.values_by(SINK, "millrace.sink.lag")[name]
+
+
+@pytest.fixture
+def told():
+    return Told()
+
+
+@pytest.fixture
+async def store(tmp_path, told):
+    store = SqliteStore(tmp_path / "payloads.sqlite3", commits=told.commits)
+    yield store
+    await store.close()
+
+
+def links_of(span):
+    return [(link.context.trace_id, link.context.span_id) for link in span.links]
+
+
+async def test_a_commit_is_a_span_linked_to_the_spans_of_its_requests(store, told):
+    before_ns = time.time_ns()
+    with told.tracer.start_as_current_span("some other call") as other:
+        await store.append([request_of(1), request_of(2)])
+    [span] = [span for span in told.spans if span.name == "payload commit"]
+    assert (span.kind, span.parent, dict(span.attributes)) == (SpanKind.CONSUMER, None, {RECORDS: 2})
+    assert span.context.trace_id != other.get_span_context().trace_id
+    assert links_of(span) == [(1, 1), (2, 2)]
+    assert all(link.context.is_remote for link in span.links)
+    assert before_ns <= span.start_time < span.end_time <= time.time_ns()
+    assert span.status.status_code is StatusCode.UNSET
+    assert told.committed == 2
+
+
+async def test_the_span_lasts_as_long_as_the_commit_on_its_thread(store, told, monkeypatch):
+    commit, threads = writing.append, []
+
+    def slow(*arguments):
+        threads.append(threading.current_thread().name)
+        time.sleep(0.05)
+        return commit(*arguments)
+
+    monkeypatch.setattr(writing, "append", slow)
+    await store.append([request_of(1)])
+    [span] = told.spans
+    assert span.end_time - span.start_time >= 50_000_000
+    assert threads[0].startswith("store-writer")
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        {"trace_id": "", "span_id": ""},
+        {"trace_id": "1" * 32, "span_id": ""},
+        {"trace_id": "0" * 32, "span_id": "1" * 16},
+        {"trace_id": "1" * 32, "span_id": "0" * 16},
+        {"trace_id": "x" * 32, "span_id": "1" * 16},
+        {"trace_id": "1" * 31, "span_id": "1" * 16},
+        {"trace_id": "-" + "1" * 31, "span_id": "1" * 16},
+        {"trace_id": "é" * 32, "span_id": "1" * 16},
+    ],
+)
+async def test_a_record_that_names_no_span_is_counted_and_not_linked(store, told, ids):
+    await store.append([request_of(1, **ids), request_of(2)])
+    [span] = told.spans
+    assert links_of(span) == [(2, 2)]
+    assert span.attributes[RECORDS] == 2
+    assert told.committed == 2
+
+
+async def test_more_records_than_a_span_can_link_to_are_several_spans_of_one_trace(store, told):
+    count = 2 * MAX_LINKS + 5
+    await store.append([request_of(number) for number in range(1, count + 1)])
+    first, *others = told.spans
+    assert [span.attributes[RECORDS] for span in told.spans] == [MAX_LINKS, MAX_LINKS, 5]
+    assert [link for span in told.spans for link in links_of(span)] == [(n, n) for n in range(1, count + 1)]
+    assert all(span.dropped_links == 0 for span in told.spans)
+    assert first.parent is None
+    assert {span.parent.span_id for span in others} == {first.context.span_id}
+    assert len({(span.context.trace_id, span.start_time, span.end_time) for span in told.spans}) == 1
+    assert told.committed == count
+
+
+async def test_what_has_come_before_is_told_of_once(store, told):
+    await store.append([request_of(1)])
+    await store.append([request_of(1)])
+    await store.append([request_of(1), request_of(2)])
+    assert [links_of(span) for span in told.spans] == [[(1, 1)], [(2, 2)]]
+    assert told.committed == 2
+
+
+async def test_a_commit_that_failed_is_a_span_in_error_without_what_was_to_be_committed(store, told, monkeypatch):
+    def fail(*arguments):
+        raise OperationalError("INSERT", ("a secret",), Exception("a secret on a full disk"))
+
+    with monkeypatch.context() as failing:
+        failing.setattr(writing, "append", fail)
+        with pytest.raises(NotReadyError):
+            await store.append([request_of(1)])
+    [span] = told.spans
+    assert (span.status.status_code, span.status.description) == (StatusCode.ERROR, None)
+    assert dict(span.attributes) == {RECORDS: 1, "error.type": "OperationalError"}
+    assert links_of(span) == [(1, 1)]
+    assert "secret" not in span.to_json()
+    assert told.committed == 0
+    await store.append([request_of(1)])
+    assert told.committed == 1
+
+
+async def test_where_nobody_traces_commits_are_counted_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace, "get_tracer", lambda name: pytest.fail("no collector is named"))
+    told = Told()
+    store = SqliteStore(tmp_path / "payloads.sqlite3", commits=Commits(meter=told.meter))
+    await store.append([request_of(1)])
+    await store.close()
+    assert told.committed == 1
+
+
+async def test_a_span_that_is_not_sampled_costs_no_links(monkeypatch):
+    told = Told(ALWAYS_OFF)
+    monkeypatch.setattr("services.logger.telemetry._answering", lambda record: pytest.fail("built in vain"))
+    requests = [request_of(1)]
+    assert told.commits.observe(requests, lambda: requests) == requests
+    assert not told.spans
+    assert told.committed == 1
+
+
+def sink_at(server):
+    return CloudEventsSink(server.url, source="/millrace", namespace="default", timeout_s=20.0, connections=2)
+
+
+@pytest.fixture
+async def servers():
+    two = SinkServer(), SinkServer()
+    for server in two:
+        await server.start()
+    yield two
+    for server in two:
+        await server.kill()
+
+
+@pytest.fixture
+async def late(store, told):
+    """Tells of the lags of runners to servers, by name, and then lets them run."""
+    running = []
+
+    async def run(**servers):
+        runners = {name: SinkRunner(sink_at(server), store, concurrency=2, from_beginning=True)
+                   for name, server in servers.items()}  # fmt: skip
+        observe_sinks(runners, told.meter)
+        assert {told.lag(name) for name in runners} == {0}
+        for runner in runners.values():
+            await runner.start()
+            running.append((runner, asyncio.create_task(runner.run())))
+        return list(runners.values())
+
+    yield run
+    for runner, task in running:
+        task.cancel()
+        await asyncio.wait((task,))
+        await runner.close()
+
+
+async def test_a_sink_is_late_from_when_it_is_down_until_it_has_all(servers, late, store, told, monkeypatch):
+    monkeypatch.setattr(runner_module, "_MIN_DELAY_S", 0.005)
+    monkeypatch.setattr(runner_module, "_MAX_DELAY_S", 0.02)
+    server, other = servers
+    a, _ = await late(a=server, b=other)
+    await store.append([ended_ago(1, 60)])
+    await until(lambda: len(server.taken) == len(other.taken) == 2)
+    await until(lambda: told.lag("a") == told.lag("b") == 0)
+
+    await server.kill()
+    # The first is the oldest, and stays it however many come; of a record that took long its end counts.
+    await store.append([ended_ago(2, 100, duration_ms=500_000)])
+    await until(lambda: 100 <= told.lag("a") < 200)
+    await store.append([ended_ago(number, 10) for number in range(3, 500)])
+    await until(lambda: len(other.taken) == 2 * 499)
+    await until(lambda: told.lag("b") == 0)
+    assert 100 <= told.lag("a") < 200
+    assert len(a._ends) < 400, "what it has yet to read is in the store"
+
+    await server.start()
+    await until(lambda: told.lag("a") < 100)
+    await until(lambda: told.lag("a") == 0)
+    assert len(server.taken) >= 2 * 499
+
+
+async def test_between_two_pages_a_sink_is_late_by_the_newest_record_of_the_first(
+    servers, late, store, told, monkeypatch
+):
+    server, _ = servers
+    held, read_on = asyncio.Event(), asyncio.Event()
+    after = store.after
+
+    async def after_held(position, limit):
+        if position:
+            held.set()
+            await read_on.wait()
+        return await after(position, limit)
+
+    monkeypatch.setattr(store, "after", after_held)
+    monkeypatch.setattr(runner_module, "_PAGE", 2)
+    await store.append([ended_ago(1, 300), ended_ago(2, 200), ended_ago(3, 100)])
+    [runner] = await late(a=server)
+    await held.wait()
+    await until(lambda: not runner._ends)
+    assert 200 <= told.lag("a") < 300
+    read_on.set()
+    await until(lambda: told.lag("a") == 0)
+    assert len(server.taken) == 2 * 3
+
+
+async def test_a_sink_that_is_down_when_the_logger_starts_is_late_by_what_waits_for_it(servers, late, store, told):
+    server, _ = servers
+    await server.kill()
+    await store.append([ended_ago(1, 100), ended_ago(2, 5)])
+    await late(a=server)
+    await until(lambda: 100 <= told.lag("a") < 200)
+
+
+def ended_ago(number, seconds, duration_ms=0.0):
+    request = request_of(number, duration_ms=duration_ms)
+    request.record.time.FromMicroseconds(int((time.time() - seconds) * 1e6 - duration_ms * 1e3))
+    return request
+
+
+async def test_a_clock_that_is_ahead_makes_no_sink_early(store, told, caplog):
+    runner = SinkRunner(sink_at(SinkServer()), store, concurrency=1, from_beginning=True)
+    runner._ends.append(time.time() + 3600)
+    observe_sinks({"a": runner}, told.meter)
+    assert told.lag("a") == 0
+    await runner.close()
+    assert not [entry for entry in caplog.records if entry.levelno >= logging.ERROR]

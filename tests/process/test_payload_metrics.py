@@ -1,0 +1,136 @@
+"""The metrics of a payload tap say what waits, for how long, and what was lost, and disturb nobody by asking."""
+
+import logging
+import threading
+
+import pytest
+
+from millrace.payload import shipper as payload_shipper
+from millrace.payload.drops import REASONS
+from millrace.payload.metrics import REASON, observe_tap
+from millrace.payload.tap import FULL, MEMORY
+from tests.support.measured import Measured
+from tests.support.payload_ingest import away, begin, listening
+from tests.waiting import until
+
+GAUGES = ("millrace.payload.queued_bytes", "millrace.payload.spool_bytes", "millrace.payload.spool_age")
+
+
+class Shown:
+    """What a reader of a tap's metrics is told."""
+
+    def __init__(self, tap):
+        self._measured = Measured()
+        observe_tap(tap, self._measured.meter)
+
+    @property
+    def names(self):
+        return self._measured.names
+
+    def value(self, name):
+        [point] = self._measured.points(f"millrace.payload.{name}").values()
+        return point.value
+
+    @property
+    def dropped(self):
+        return self._measured.values_by(REASON, "millrace.payload.dropped")
+
+
+async def test_what_waits_for_a_logger_that_is_away_is_shown_until_it_has_it(taps):
+    tap = taps.start(target := away())
+    shown = Shown(tap)
+    assert (shown.value("spool_bytes"), shown.value("spool_age"), shown.value("spooled")) == (0, 0, 0)
+    for number in range(3):
+        begin(tap, f"r{number}", prompt="p" * 1000).end("OK")
+    open_one = begin(tap, "open")
+    await until(lambda: shown.value("spooled") == 3)
+    assert shown.value("spool_bytes") > 3000
+    await until(lambda: shown.value("spool_age") > 0)
+    earlier = shown.value("spool_age")
+    await until(lambda: shown.value("spool_age") > earlier)
+    async with listening(target) as ingest:
+        await ingest.until(lambda: len(ingest.records) == 3)
+        # An answer that goes on is nothing that the logger could have.
+        await until(lambda: shown.value("spool_age") == 0)
+        open_one.end("OK")
+        await until(lambda: shown.value("spooled") == 4)
+        assert await tap.drain(30)
+        assert shown.value("spool_age") == 0
+    assert shown.dropped == dict.fromkeys(REASONS, 0)
+
+
+async def test_the_age_counts_from_the_end_of_a_record_and_outlives_the_process(taps, monkeypatch):
+    tap = taps.start(target := away())
+    begin(tap).end("OK")
+    await until(lambda: tap.spooled == 1)
+    await taps.close(tap)
+    now = payload_shipper.time.time
+    monkeypatch.setattr(payload_shipper.time, "time", lambda: now() + 3600)
+    tap = taps.start(target)
+    shown = Shown(tap)
+    await until(lambda: 3600 <= shown.value("spool_age") < 3700)
+    assert shown.value("spooled") == 0, "it is the earlier process that wrote it"
+    # And of a clock that was put back it is never below zero.
+    monkeypatch.setattr(payload_shipper.time, "time", lambda: now() - 3600)
+    assert shown.value("spool_age") == 0
+
+
+async def test_what_is_dropped_is_counted_by_its_reason(taps):
+    tap = taps.start(memory=4000)
+    shown = Shown(tap)
+    for _ in range(3):
+        begin(tap, prompt="p" * 5000)
+    assert shown.dropped == dict.fromkeys(REASONS, 0) | {MEMORY: 3}
+    full = taps.start(spool_max=1)
+    shown = Shown(full)
+    begin(full)
+    await until(lambda: shown.dropped[FULL] == 1)
+    assert shown.value("spooled") == 0
+
+
+async def test_what_waits_for_the_disk_is_shown(taps, monkeypatch):
+    going_on = threading.Event()
+    tap = taps.start()
+    append = tap._writer._spool.append
+
+    def hang(payloads):
+        going_on.wait(30)
+        append(payloads)
+
+    monkeypatch.setattr(tap._writer._spool, "append", hang)
+    shown = Shown(tap)
+    begin(tap, prompt="p" * 1000).end("OK")
+    assert shown.value("queued_bytes") > 1000
+    going_on.set()
+    await until(lambda: shown.value("queued_bytes") == 0)
+
+
+async def test_a_tap_that_has_not_started_or_has_ended_is_asked_in_vain(taps, caplog):
+    tap = taps.start()
+    await taps.close(tap)
+    shown = Shown(tap)
+    for name in ("queued_bytes", "spool_bytes", "spool_age", "spooled"):
+        assert shown.value(name) == 0
+    assert not [entry for entry in caplog.records if entry.levelno >= logging.ERROR]
+
+
+@pytest.mark.timeout(60)
+async def test_asking_while_others_write_never_fails(taps, ingest, caplog):
+    tap = taps.start(ingest.target, memory=20_000)
+    shown, stopping, asked = Shown(tap), threading.Event(), []
+
+    def ask():
+        while not stopping.is_set():
+            asked.append(shown.names)
+
+    reader = threading.Thread(target=ask)
+    reader.start()
+    for number in range(500):
+        begin(tap, f"r{number}", prompt="p" * 100).end("OK")
+    assert await tap.drain(30)
+    stopping.set()
+    reader.join()
+    assert all(names == {*GAUGES, "millrace.payload.spooled", "millrace.payload.dropped"} for names in asked)
+    assert not [entry for entry in caplog.records if entry.levelno >= logging.ERROR]
+    assert shown.value("spooled") + shown.dropped[MEMORY] >= 500
+    assert shown.value("spooled") == len(ingest.records)

@@ -1,0 +1,130 @@
+"""What is refused fills neither the spool nor the log; what is answered is on record whole, however long."""
+
+import asyncio
+
+import pytest
+
+from millrace.errors import InvalidRequestError
+from millrace.payload.outbox.merge import KEPT_CHARACTERS
+from millrace.payload.parts import BEGIN_CHARACTERS
+from millrace.payload.redaction import Redaction
+from millrace.payload.rules import PayloadRules
+from millrace.payload.tap import RecordedTensor
+from tests.support.payload_ingest import begin, segments
+
+LONG = "once upon a time " * 20_000
+LONG_PARAMETERS = '{"stop": ["' + LONG + '"]}'
+
+
+async def recorded(tap, ingest):
+    assert await tap.drain(30)
+    return ingest.records
+
+
+def bytes_on_disk(taps):
+    return sum(path.stat().st_size for path in segments(taps.spool))
+
+
+@pytest.mark.parametrize("status", ["INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "CANCELLED", "NOT_FOUND"])
+async def test_of_a_refused_request_the_log_keeps_the_beginning(taps, ingest, status):
+    tap = taps.start(ingest.target)
+    begin(tap, prompt=LONG, parameters=LONG_PARAMETERS, model="m" * 5000).end(status, "x" * 50_000, "transformer")
+    [record] = await recorded(tap, ingest)
+    assert record.prompt == LONG[:KEPT_CHARACTERS]
+    assert record.parameters == LONG_PARAMETERS[:KEPT_CHARACTERS]
+    assert record.message == "x" * KEPT_CHARACTERS
+    assert (record.status, record.incomplete) == (status, True)
+    assert record.ByteSize() < 8000
+
+
+async def test_what_is_refused_takes_little_of_the_spool(taps):
+    tap = taps.start()
+    for _ in range(20):
+        begin(tap, prompt=LONG, parameters=LONG_PARAMETERS).end("INVALID_ARGUMENT", "no")
+    assert not await tap.drain(0.5)
+    assert 0 < bytes_on_disk(taps) < 20 * 3 * BEGIN_CHARACTERS
+
+
+async def test_a_short_refused_request_is_on_record_whole(taps, ingest):
+    tap = taps.start(ingest.target)
+    begin(tap, prompt="p" * KEPT_CHARACTERS, parameters="{}").end("INVALID_ARGUMENT", "no")
+    [record] = await recorded(tap, ingest)
+    assert (record.prompt, record.parameters, record.incomplete) == ("p" * KEPT_CHARACTERS, "{}", False)
+
+
+@pytest.mark.parametrize("status", ["OK", "CANCELLED", "UNAVAILABLE"])
+async def test_a_long_request_that_is_answered_is_on_record_whole(taps, ingest, status):
+    tap = taps.start(ingest.target)
+    recording = begin(tap, prompt=LONG, parameters=LONG_PARAMETERS)
+    recording.chunk("Once", [1])
+    assert await recording.begun()
+    recording.end(status)
+    [record] = await recorded(tap, ingest)
+    assert (record.prompt, record.parameters) == (LONG, LONG_PARAMETERS)
+    assert (record.text, record.status, record.incomplete) == ("Once", status, False)
+
+
+@pytest.mark.parametrize("status", ["OK", "INTERNAL"])
+async def test_a_long_request_is_whole_where_nobody_waited_for_its_begin(taps, ingest, status):
+    tap = taps.start(ingest.target)
+    begin(tap, prompt=LONG, parameters=LONG_PARAMETERS).end(status, text="whole" if status == "OK" else None)
+    [record] = await recorded(tap, ingest)
+    assert (record.prompt, record.parameters, record.incomplete) == (LONG, LONG_PARAMETERS, False)
+
+
+async def test_an_end_before_the_wait_for_the_begin_loses_nothing(taps, ingest):
+    tap = taps.start(ingest.target)
+    recording = begin(tap, prompt=LONG)
+    recording.chunk("all", [1])
+    recording.end("OK")
+    assert await recording.begun()
+    [record] = await recorded(tap, ingest)
+    assert (record.prompt, record.text, record.incomplete) == (LONG, "all", False)
+
+
+async def test_all_of_a_long_request_is_on_disk_before_the_first_chunk_leaves(taps, ingest):
+    tap = taps.start()
+    recording = begin(tap, prompt=LONG)
+    assert await recording.begun()
+    assert bytes_on_disk(taps) > len(LONG)
+    await taps.close(tap)
+    tap = taps.start(ingest.target)  # As the next process does: the first was killed.
+    await ingest.until(lambda: ingest.records)
+    [record] = ingest.records
+    assert (record.prompt, record.status) == (LONG, "ABORTED")
+
+
+async def test_rules_see_what_lies_across_the_cut(taps, ingest):
+    secret = "4000123412341234"
+    tap = taps.start(ingest.target, PayloadRules(redactions=[Redaction(None, "[0-9]{16}")]))
+    for kept in (KEPT_CHARACTERS, BEGIN_CHARACTERS):
+        begin(tap, prompt="x" * (kept - 8) + secret + LONG).end("INVALID_ARGUMENT", "no")
+    answered = begin(tap, prompt="x" * (BEGIN_CHARACTERS - 8) + secret + LONG)
+    await answered.begun()
+    answered.end("OK", text="yes")
+    assert not any(b"4000" in path.read_bytes() for path in segments(taps.spool))
+    records = await recorded(tap, ingest)
+    assert len(records) == 3
+    assert not any("4000" in record.prompt for record in records)
+    assert records[-1].prompt == "x" * (BEGIN_CHARACTERS - 8) + "[redacted]" + LONG
+
+
+async def test_of_a_refused_request_s_tensors_names_are_kept_and_few(taps, ingest):
+    tap = taps.start(ingest.target, PayloadRules(tensor_bytes=1 << 20))
+    inputs = [RecordedTensor("n" * 5000, "INT8", [1] * 1000, bytes(1000)) for _ in range(100)]
+    with pytest.raises(InvalidRequestError), begin(tap, inputs=inputs):
+        raise InvalidRequestError("no")
+    [record] = await recorded(tap, ingest)
+    assert record.inputs
+    assert record.ByteSize() < 16_000
+    assert record.incomplete
+
+
+async def test_many_long_requests_wait_for_their_begins_together(taps, ingest):
+    tap = taps.start(ingest.target)
+    recordings = [begin(tap, f"r{n}", prompt=f"{n} {LONG}") for n in range(10)]
+    assert all(await asyncio.gather(*(recording.begun() for recording in recordings)))
+    for recording in recordings:
+        recording.end("OK", text="a")
+    records = await recorded(tap, ingest)
+    assert sorted(record.prompt for record in records) == sorted(f"{n} {LONG}" for n in range(10))

@@ -1,0 +1,463 @@
+"""Shipping: whatever dies or is full, what the spool took arrives at the logger once, and then leaves the disk."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+
+from millrace.payload import shipper as payload_shipper
+from millrace.payload.drops import REFUSED
+from millrace.payload.outbox import writer as payload_writer
+from millrace.payload.tap import DISK, FAILED, FULL
+from millrace_protos import millrace_pb2_grpc
+from millrace_protos.millrace_pb2 import QueryPayloadsRequest
+from tests.support.logger_process import LoggerProcess
+from tests.support.payload_ingest import Taps, away, begin, folders, listening, segments
+from tests.waiting import until
+
+ROOT = Path(__file__).parents[2]
+
+
+async def written(tap):
+    """Returns when the writer has dealt with all that was recorded."""
+    await until(lambda: tap.queued_bytes == 0)
+
+
+async def test_what_is_acknowledged_leaves_the_disk(taps, ingest):
+    tap = taps.start(ingest.target, spool_max=1 << 20)
+    for number in range(1000):
+        with begin(tap, f"r{number}", prompt="x" * 500) as recording:
+            recording.end("OK")
+        if number % 100 == 0:
+            await written(tap)
+    assert await tap.drain(30)
+    assert (tap.queued_bytes, tap.unacknowledged, tap.dropped) == (0, 0, {})
+    await until(lambda: len(segments(taps.spool)) <= 1)
+    [received] = ingest.calls
+    assert [request.record.request_id for request in received] == [f"r{number}" for number in range(1000)]
+    sequences = [request.sequence for request in received]
+    assert sequences == sorted(set(sequences))
+    assert {request.source for request in received} == {folder.name for folder in folders(taps.spool)}
+    await taps.close(tap)
+    assert not folders(taps.spool), "a stop that left nothing to send leaves nothing"
+
+
+async def test_a_record_leaves_when_it_ends_without_another_push(taps, ingest):
+    tap = taps.start(ingest.target)
+    for number in range(1, 4):
+        begin(tap).end("OK")
+        await ingest.until(lambda number=number: ingest.calls and len(ingest.calls[-1]) == number)
+
+
+async def test_what_was_not_acknowledged_is_sent_again_the_same(taps, ingest):
+    tap = taps.start(ingest.target)
+    ingest.end_after = 30
+    for number in range(100):
+        begin(tap, f"r{number}").end("OK")
+    await ingest.until(lambda: len(ingest.calls) >= 3)
+    ingest.end_after = None
+    assert await tap.drain(30)
+    assert [record.request_id for record in ingest.records] == [f"r{number}" for number in range(100)]
+    for call in ingest.calls:
+        sequences = [request.sequence for request in call]
+        assert sequences == sorted(set(sequences))
+
+
+async def test_what_a_logger_that_does_not_answer_costs_is_bounded(taps, ingest):
+    ingest.acknowledging = False
+    tap = taps.start(ingest.target)
+    for number in range(2000):
+        begin(tap, f"r{number}").end("OK")
+    await ingest.until(lambda: ingest.calls and len(ingest.calls[0]) == 1024)
+    assert not await tap.drain(0.2)
+    assert (len(ingest.calls[0]), tap.unacknowledged) == (1024, 1024)
+    ingest.acknowledging = True
+    ingest.end_after = 0  # The next call tells that this one was given up.
+    await taps.close(tap)
+    ingest.end_after = None
+    assert await taps.start(ingest.target).drain(30)
+    assert [record.request_id for record in ingest.records] == [f"r{number}" for number in range(2000)]
+
+
+async def test_large_records_are_bounded_in_bytes_too(taps, ingest):
+    ingest.acknowledging = False
+    tap = taps.start(ingest.target, memory=1 << 30)
+    for _ in range(20):
+        begin(tap, prompt="x" * (3 << 20)).end("OK")
+    await ingest.until(lambda: ingest.calls and len(ingest.calls[0]) == 6)
+    assert not await tap.drain(0.2)
+    assert tap.unacknowledged == 6, "16 MiB, and the record that went beyond"
+
+
+async def test_it_closes_whatever_it_is_doing(taps, ingest):
+    ingest.end_after = 0  # So that calls end, and new ones begin, all the time.
+    for moment in range(30):
+        tap = taps.start(ingest.target)
+        begin(tap, f"r{moment}").end("OK")
+        calls = len(ingest.calls)
+        await ingest.until(lambda calls=calls: len(ingest.calls) > calls)
+        for _ in range(moment % 10):
+            await asyncio.sleep(0.001)
+        await taps.close(tap)
+    ingest.end_after = None
+    assert await taps.start(ingest.target).drain(30)
+    assert {record.request_id for record in ingest.records} == {f"r{moment}" for moment in range(30)}
+
+
+async def test_closed_threads_are_gone(taps, ingest):
+    import threading
+
+    def ours():
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("payload-")]
+
+    for target in (ingest.target, away()):
+        tap = taps.start(target)
+        begin(tap).end("OK")
+        await tap.drain(0.1)
+        assert ours()
+        await taps.close(tap)
+        assert not ours()
+
+
+async def test_what_drain_left_is_sent_by_the_next_start(taps, ingest):
+    tap = taps.start()
+    for number in range(10):
+        begin(tap, f"r{number}").end("OK")
+    assert not await tap.drain(0.1)
+    await taps.close(tap)
+    [left] = folders(taps.spool)
+    tap = taps.start(ingest.target)
+    begin(tap, "new").end("OK")
+    assert await tap.drain(30)
+    assert left not in folders(taps.spool)
+    by_source = {request.source: [] for request in ingest.requests}
+    for request in ingest.requests:
+        by_source[request.source].append(request.record.request_id)
+    assert by_source.pop(left.name) == [f"r{number}" for number in range(10)]
+    assert list(by_source.values()) == [["new"]]
+
+
+async def test_a_drain_of_nothing_is_done_at_once_even_if_the_logger_is_away(taps):
+    tap = taps.start()
+    assert await tap.drain(0)
+    begin(tap)
+    await written(tap)
+    assert await tap.drain(5), "what has not ended is not to be sent"
+
+
+async def test_while_the_logger_is_away_records_pile_up_on_disk_and_not_in_memory(taps):
+    target = away()
+    tap = taps.start(target, spool_max=1 << 20)
+    before = psutil.Process().memory_info().rss
+    for number in range(3000):
+        with begin(tap, f"r{number}", prompt="x" * 2000) as recording:
+            recording.chunk("y" * 2000, [1])
+            recording.end("OK")
+        if number % 50 == 0:
+            await written(tap)
+    await written(tap)
+    assert tap.unacknowledged <= 1024
+    size = sum(path.stat().st_size for path in segments(taps.spool))
+    assert tap.spooled_bytes == size
+    assert (1 << 20) * 0.95 < size < (1 << 20) * 1.1
+    assert psutil.Process().memory_info().rss - before < 32 << 20
+    assert tap.dropped[FULL] > 1000
+    kept = 3000 - tap.dropped[FULL]
+    async with listening(target) as ingest:
+        assert await tap.drain(30)
+        records = ingest.records
+        await until(lambda: len(segments(taps.spool)) <= 1)
+        with begin(tap, "after") as recording:
+            recording.chunk("whole", [1])
+            recording.end("OK")
+        assert await tap.drain(30)
+        [after] = ingest.records[len(records) :]
+    # With a begin its record was dropped, and with a chunk one became incomplete.
+    whole = [record for record in records if not record.incomplete]
+    assert all(len(record.text) == 2000 for record in whole)
+    assert all(record.status == "OK" and not record.text for record in records if record.incomplete)
+    assert len(whole) == kept
+    assert len({record.request_id for record in records}) == len(records)
+    assert (after.text, after.incomplete) == ("whole", False)
+
+
+async def test_ends_are_kept_when_the_spool_is_full(taps):
+    target = away()
+    tap = taps.start(target, spool_max=200_000)
+    open_ones = [begin(tap, f"r{number}") for number in range(200)]
+    assert all([await recording.begun() for recording in open_ones])
+    await written(tap)
+    while not tap.dropped[FULL]:
+        open_ones[0].chunk("x" * 1000, [1])
+        await written(tap)
+    for recording in open_ones:
+        recording.chunk("lost" * 1000, [2])
+        recording.end("OK", message="m" * 400)
+    await written(tap)
+    lost = begin(tap, "too late")
+    assert await lost.begun(), "nobody waits for room"
+    assert not await tap.drain(0)
+    async with listening(target) as ingest:
+        assert await tap.drain(30)
+    assert {record.request_id for record in ingest.records} == {f"r{number}" for number in range(200)}
+    assert {(record.status, record.incomplete) for record in ingest.records} == {("OK", True)}
+
+
+async def test_a_long_stream_keeps_no_segment(taps, ingest):
+    tap = taps.start(ingest.target, spool_max=1 << 20)
+    long = begin(tap, "long", prompt="x" * 1000)
+    texts = []
+    for number in range(5000):
+        if number % 10 == 0:
+            texts.append(f"chunk {number} ")
+            long.chunk(texts[-1], [number])
+        begin(tap, f"r{number}", prompt="x" * 1000).end("OK")
+        if number % 20 == 0:
+            await written(tap)
+            await until(lambda: tap.spooled_bytes < 900_000)
+    long.end("OK")
+    assert await tap.drain(30)
+    assert tap.dropped == {}
+    assert len(ingest.records) == 5001
+    record = ingest.records[-1]
+    assert (record.request_id, record.text, len(record.chunks)) == ("long", "".join(texts), len(texts))
+    assert not record.incomplete
+    await until(lambda: len(segments(taps.spool)) <= 1)
+
+
+@pytest.mark.parametrize("reason", [FULL, FAILED])
+async def test_what_follows_a_dropped_begin_leaves_memory_without_another_push(taps, monkeypatch, reason):
+    # So that the writer finds nothing by chance once it takes itself for idle.
+    monkeypatch.setattr(payload_writer, "_IDLE_S", 3600)
+    tap = taps.start(spool_max=1) if reason == FULL else taps.start()
+    recording = begin(tap, "r" if reason == FULL else 7)
+    assert await recording.begun()
+    for _ in range(10):
+        await written(tap)
+        recording.chunk("x", [1])
+    await written(tap)
+    assert tap.dropped == {reason: 1}
+    await taps.close(tap)
+    assert not folders(taps.spool), "nothing waits for the end of what was dropped"
+
+
+VICTIM = """
+import asyncio, sys
+from pathlib import Path
+from millrace.payload.tap import PayloadTap
+
+async def main():
+    tap = PayloadTap(sys.argv[1], spool=Path(sys.argv[2]))
+    tap.start()
+    for number in range(20):
+        with tap.begin(request_id=f"ended-{number}", model="m", protocol="p", prompt="prompt") as recording:
+            recording.chunk("whole ", [1])
+            recording.chunk("answer", [2])
+            recording.end("OK")
+    cut_off = []
+    for number in range(5):
+        recording = tap.begin(request_id=f"open-{number}", model="m", protocol="p", prompt="prompt")
+        recording.chunk("so far", [1])
+        assert await recording.begun()
+        cut_off.append(recording)
+    while tap.queued_bytes:
+        await asyncio.sleep(0.01)
+    print("written", flush=True)
+    for number in range(1_000_000):
+        recording = tap.begin(request_id=f"load-{number}", model="m", protocol="p", prompt="prompt")
+        assert await recording.begun()
+        print(recording.request_id, flush=True)
+        recording.chunk("text", [1])
+        recording.end("OK")
+        await asyncio.sleep(0)
+
+asyncio.run(main())
+"""
+
+
+@contextmanager
+def victim(target, spool):
+    command = (sys.executable, "-c", VICTIM, target, str(spool))
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("logger_is", ["here", "away"])
+async def test_a_process_that_is_killed_loses_no_request(taps, ingest, logger_is):
+    seen = []
+    with victim(ingest.target if logger_is == "here" else away(), taps.spool) as process:
+        while len(seen) < 200:
+            seen.append((await asyncio.to_thread(process.stdout.readline)).strip())
+        os.kill(process.pid, signal.SIGKILL)
+        seen += process.stdout.read().splitlines()
+    assert seen[0] == "written"
+    [left] = folders(taps.spool)
+    tap = taps.start(ingest.target)
+    assert await tap.drain(30)
+    assert left not in folders(taps.spool)
+    records = {}
+    for record in ingest.records:
+        assert record.request_id not in records
+        records[record.request_id] = record
+    for number in range(20):
+        record = records.pop(f"ended-{number}")
+        assert (record.status, record.text, record.prompt) == ("OK", "whole answer", "prompt")
+    for number in range(5):
+        record = records.pop(f"open-{number}")
+        assert (record.status, record.text, record.failed_hop) == ("ABORTED", "so far", "transformer")
+    assert records.keys() >= set(seen[1:]), "every request whose first chunk could leave"
+    assert {record.status for record in records.values()} <= {"OK", "ABORTED"}
+
+
+async def test_two_processes_share_a_root_and_one_takes_over_what_the_other_leaves(taps, ingest):
+    with victim(away(), taps.spool) as process:
+        assert await asyncio.to_thread(process.stdout.readline) == "written\n"
+        tap = taps.start(ingest.target)
+        assert len(folders(taps.spool)) == 2
+        begin(tap, "mine").end("OK")
+        assert await tap.drain(30)
+        assert [record.request_id for record in ingest.records] == ["mine"], "what somebody holds is let alone"
+    await taps.close(tap)
+    assert await taps.start(ingest.target).drain(30)
+    assert {record.request_id for record in ingest.records} >= {f"ended-{number}" for number in range(20)}
+    assert len(folders(taps.spool)) == 1
+
+
+async def test_a_takeover_that_is_cut_off_is_taken_over_itself(taps, ingest):
+    with victim(away(), taps.spool) as process:
+        assert await asyncio.to_thread(process.stdout.readline) == "written\n"
+    ingest.end_after = 7
+    for _ in range(3):
+        tap = taps.start(ingest.target)
+        calls = len(ingest.calls)
+        await ingest.until(lambda calls=calls: len(ingest.calls) > calls + 1)
+        await taps.close(tap)
+    ingest.end_after = None
+    assert await taps.start(ingest.target).drain(30)
+    by_request = Counter(record.request_id for record in ingest.records)
+    assert set(by_request.values()) == {1}
+    assert by_request.keys() >= {f"open-{number}" for number in range(5)}
+
+
+@pytest.fixture
+async def small_disk(tmp_path):
+    """A file system of 512 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ("mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(folder))
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:  # noqa: ASYNC221
+        pytest.skip("needs the right to mount a tmpfs")
+    yield folder
+    subprocess.run(("umount", "--lazy", str(folder)), check=True)  # noqa: ASYNC221
+
+
+async def test_a_full_disk_harms_no_request_and_is_recovered_from(small_disk):
+    taps, target = Taps(small_disk / "spool"), away()
+    tap = taps.start(target)
+    whole, broken = [], []
+    for number in range(400):
+        with begin(tap, f"r{number}", prompt="x" * 2000) as recording:
+            assert await recording.begun()
+            recording.chunk("y" * 2000, [1])
+            recording.end("OK")
+        await written(tap)
+        (broken if tap.dropped else whole).append(f"r{number}")
+    assert tap.dropped[DISK] > 0
+    assert len(whole) > 50
+    async with listening(target) as ingest:
+        assert await tap.drain(30)
+        assert {record.request_id for record in ingest.records if not record.incomplete} >= set(whole[:-1])
+
+        async def recovered():
+            with begin(tap, "after") as recording:
+                await recording.begun()
+                recording.chunk("text", [1])
+                recording.end("OK")
+            assert await tap.drain(30)
+            return any(record.request_id == "after" and record.text == "text" for record in ingest.records)
+
+        await until(recovered)
+        assert {record.status for record in ingest.records} == {"OK"}
+    await taps.close_all()
+
+
+async def test_a_logger_killed_and_restarted_has_every_record_once(tmp_path, taps):
+    count = 600
+    with LoggerProcess(tmp_path) as logger:
+        tap = taps.start(logger.target)
+        await logger.start()
+        for number in range(count):
+            with begin(tap, f"r{number}") as recording:
+                recording.chunk("text", [1, 2, 3])
+                recording.end("OK")
+            await asyncio.sleep(0)
+            if number in (200, 400):
+                logger.kill()
+            if number in (300, 500):
+                await logger.start()
+        assert await tap.drain(60)
+        stored = [record.request_id async for record in query(logger.target)]
+    assert list(reversed(stored)) == [f"r{number}" for number in range(count)]
+    assert tap.dropped == {}
+
+
+async def test_a_logger_that_is_stopped_for_a_while_gets_all_afterwards(tmp_path, taps):
+    with LoggerProcess(tmp_path) as logger:
+        await logger.start()
+        tap = taps.start(logger.target)
+        begin(tap).end("OK")
+        assert await tap.drain(30)
+        logger.send(signal.SIGSTOP)
+        for _ in range(1000):
+            begin(tap, prompt="x" * 1000).end("OK")
+        assert not await tap.drain(0.2)
+        logger.send(signal.SIGCONT)
+        assert await tap.drain(60)
+        assert len([record async for record in query(logger.target)]) == 1000
+
+
+async def query(target):
+    async with grpc.aio.insecure_channel(target) as channel:
+        async for record in millrace_pb2_grpc.PayloadLogStub(channel).Query(QueryPayloadsRequest(page_size=1000)):
+            yield record
+
+
+@pytest.mark.parametrize("status", [grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL])
+async def test_a_record_that_the_logger_refuses_keeps_no_other_from_it(taps, ingest, monkeypatch, caplog, status):
+    monkeypatch.setitem(payload_shipper._MAX_REFUSALS, status, 3)
+    monkeypatch.setattr(payload_shipper, "_MAX_BACKOFF_S", 0.1)
+    poison = {"r3", "r4", "r9"}
+    ingest.refuses = lambda request: status if request.record.request_id in poison else None
+    tap = taps.start(ingest.target)
+    for n in range(12):
+        begin(tap, f"r{n}").end("OK")
+    assert await tap.drain(60)
+    assert [record.request_id for record in ingest.records] == [f"r{n}" for n in range(12) if f"r{n}" not in poison]
+    assert tap.dropped_so_far[REFUSED] == 3
+    assert sum("which is given up" in message for message in caplog.messages) == 3
+    begin(tap, "later").end("OK")
+    assert await tap.drain(60)
+    assert ingest.records[-1].request_id == "later"
+
+
+async def test_a_logger_that_is_away_for_long_refuses_nothing(taps, ingest, monkeypatch):
+    monkeypatch.setattr(payload_shipper, "_MAX_BACKOFF_S", 0.02)
+    tap = taps.start(ingest.target)
+    ingest.refuses = lambda request: grpc.StatusCode.UNAVAILABLE
+    begin(tap).end("OK")
+    await until(lambda: len(ingest.calls) > 30)
+    ingest.refuses = lambda request: None
+    assert await tap.drain(60)
+    assert len(ingest.records) == 1
+    assert tap.dropped_so_far[REFUSED] == 0

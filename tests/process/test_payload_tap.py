@@ -1,0 +1,471 @@
+"""The payload tap: never in the stream's way, bounded, and what it records is what happened."""
+
+import asyncio
+import errno
+import hashlib
+import logging
+import threading
+import time
+import uuid
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace.errors import OverloadedError, StartupError
+from millrace.payload.ids import as_uuid7, next_id
+from millrace.payload.outbox import spool as payload_spool
+from millrace.payload.rules import Mode, PayloadRules
+from millrace.payload.tap import DISK, FAILED, MEMORY, TOO_LARGE, DeferredTensors, PayloadTap, RecordedTensor
+from millrace_protos.millrace_pb2 import Usage
+from tests.support.payload_ingest import away, begin, segments
+from tests.waiting import until
+
+
+async def recorded(tap, ingest):
+    """The records that the logger has once all is shipped."""
+    assert await tap.drain(30)
+    return ingest.records
+
+
+async def test_a_record_holds_what_was_recorded(taps, ingest):
+    tap = taps.start(ingest.target)
+    recording = tap.begin(
+        request_id="r", model="m", protocol="millrace.v1.TextGeneration/Generate", prompt="p", parameters="{}",
+        trace_id="t", span_id="s", metadata={"user-agent": "u"}, client="c", call_id="i",
+    )  # fmt: skip
+    recording.chunk("", [])
+    recording.chunk("Once ", [5, 6], [-0.5, -1.5])
+    recording.chunk("upon", [7])
+    recording.end("OK", finish_reason="stop", usage=Usage(prompt_tokens=1, completion_tokens=3))
+    [record] = await recorded(tap, ingest)
+    assert record.record_id == recording.record_id
+    assert (record.request_id, record.model, record.prompt, record.parameters, record.trace_id) == (
+        "r", "m", "p", "{}", "t",
+    )  # fmt: skip
+    assert (record.span_id, dict(record.metadata), record.client, record.call_id) == (
+        "s",
+        {"user-agent": "u"},
+        "c",
+        "i",
+    )
+    assert record.protocol == "millrace.v1.TextGeneration/Generate"
+    assert (record.status, record.finish_reason, record.text) == ("OK", "stop", "Once upon")
+    assert [(chunk.text, list(chunk.token_ids), list(chunk.logprobs)) for chunk in record.chunks] == [
+        ("", [], []), ("Once ", [5, 6], [-0.5, -1.5]), ("upon", [7], []),
+    ]  # fmt: skip
+    assert record.usage.completion_tokens == 3
+    offsets = [chunk.offset_ms for chunk in record.chunks]
+    assert offsets == sorted(offsets)
+    assert record.ttft_ms == offsets[1], "the first token is in the first chunk with token ids"
+    assert record.duration_ms >= offsets[-1]
+    assert record.time.nanos % 1000 == 0, "the store keeps microseconds"
+    assert not record.incomplete
+
+
+async def test_the_whole_answer_can_be_given_at_the_end(taps, ingest):
+    tap = taps.start(ingest.target)
+    begin(tap).end("OK", text="whole")
+    [record] = await recorded(tap, ingest)
+    assert record.text == "whole"
+    assert not record.HasField("ttft_ms")
+
+
+async def test_fields_may_be_set_until_the_end(taps, ingest):
+    tap = taps.start(ingest.target)
+    recording = begin(tap, prompt="first")
+    assert await recording.begun()
+    recording.model = "found"
+    recording.prompt = "second"
+    recording.resumes = 2
+    recording.metadata = {"a": "b"}
+    recording.inputs = [RecordedTensor("x", "INT8", [1], b"\1")]
+    recording.end("OK")
+    [record] = await recorded(tap, ingest)
+    assert (record.model, record.prompt, record.resumes, dict(record.metadata)) == ("found", "second", 2, {"a": "b"})
+    assert [tensor.name for tensor in record.inputs] == ["x"]
+
+
+async def test_only_the_first_end_counts(taps, ingest):
+    tap = taps.start(ingest.target)
+    with begin(tap) as recording:
+        recording.end("OK")
+        recording.end("INTERNAL")
+        recording.chunk("late", [1])
+    [record] = await recorded(tap, ingest)
+    assert record.status == "OK"
+    assert not record.chunks
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message", "hop"),
+    [
+        (None, "CANCELLED", "aborted", ""),
+        (asyncio.CancelledError(), "CANCELLED", "aborted", ""),
+        (GeneratorExit(), "CANCELLED", "aborted", ""),
+        (OverloadedError("full", hop="predictor"), "RESOURCE_EXHAUSTED", "full", "predictor"),
+        (OverloadedError("full"), "RESOURCE_EXHAUSTED", "full", "transformer"),
+        (RuntimeError("secret"), "INTERNAL", "internal error", "transformer"),
+    ],
+    ids=repr,
+)
+async def test_a_block_left_without_an_end_ends_its_record(taps, ingest, error, status, message, hop):
+    tap = taps.start(ingest.target)
+    with suppress(BaseException), begin(tap):
+        if error is not None:
+            raise error
+    [record] = await recorded(tap, ingest)
+    assert (record.status, record.message, record.failed_hop) == (status, message, hop)
+
+
+@pytest.mark.parametrize(
+    "misuse",
+    [
+        lambda recording: recording.chunk(None, [1]),
+        lambda recording: recording.chunk("x", None),
+        lambda recording: recording.chunk("x", ["a"]),
+        lambda recording: recording.chunk("x", [2**40]),
+        lambda recording: recording.chunk("x", outputs=[object()]),
+        lambda recording: setattr(recording, "prompt", object()),
+        lambda recording: setattr(recording, "inputs", [object()]),
+        lambda recording: setattr(recording, "metadata", 7),
+        lambda recording: recording.end(7),
+        lambda recording: recording.end("OK", usage="no usage"),
+        lambda recording: recording.end("OK", text=b"bytes"),
+        lambda recording: recording.end("OK", outputs=DeferredTensors(lambda: [1], 1)),
+    ],
+)
+async def test_misuse_is_counted_and_never_raised(taps, ingest, misuse):
+    tap = taps.start(ingest.target)
+    with begin(tap, prompt="p") as recording:
+        misuse(recording)
+    [record] = await recorded(tap, ingest)
+    assert record.incomplete
+    assert (record.request_id, record.prompt) == ("r", "p")
+    assert tap.dropped == {FAILED: 1}
+
+
+@pytest.mark.parametrize("field", ["prompt", "request_id", "metadata"])
+async def test_a_begin_that_cannot_be_kept_drops_its_record(taps, ingest, field):
+    tap = taps.start(ingest.target)
+    with begin(tap, **{field: 7}) as recording:
+        await recording.begun()
+        recording.chunk("x", [1])
+    assert await recorded(tap, ingest) == []
+    assert tap.dropped == {FAILED: 1}
+
+
+async def test_half_a_surrogate_pair_is_replaced(taps, ingest):
+    tap = taps.start(ingest.target)
+    with begin(tap, prompt="a\ud800", parameters='"\udfff"', metadata={"k\ud800": "v\ud800"}) as recording:
+        recording.chunk("b\ud800", [1])
+        recording.end("OK", message="\ud800")
+    [record] = await recorded(tap, ingest)
+    assert (record.prompt, record.parameters, record.text, record.message) == ("a?", '"?"', "b?", "?")
+    assert dict(record.metadata) == {"k?": "v?"}
+
+
+@pytest.mark.parametrize("mode", Mode)
+async def test_a_mode_keeps_what_it_says(taps, ingest, mode):
+    tap = taps.start(ingest.target, PayloadRules(models={"m": mode}))
+    tensor = [RecordedTensor("x", "INT8", [1], b"\1")]
+    with begin(tap, prompt="question", parameters="{}", inputs=tensor) as recording:
+        assert await recording.begun()
+        recording.chunk("answer", [1], outputs=tensor)
+        recording.end("OK", finish_reason="stop", outputs=tensor, usage=Usage(prompt_tokens=1))
+    records = await recorded(tap, ingest)
+    assert len(records) == (mode is not Mode.OFF)
+    for record in records:
+        assert [bool(part) for part in (record.prompt, record.parameters, record.inputs)] == [mode.keeps_request] * 3
+        assert [bool(part) for part in (record.text, record.chunks, record.outputs)] == [mode.keeps_response] * 3
+        assert (record.status, record.finish_reason, record.usage.prompt_tokens) == ("OK", "stop", 1)
+        assert record.HasField("ttft_ms")
+        assert not record.incomplete
+
+
+async def test_tensors_are_kept_by_digest_and_their_contents_up_to_a_size(taps, ingest):
+    tap = taps.start(ingest.target, PayloadRules(tensor_bytes=4))
+    small = RecordedTensor("small", "INT8", [4], b"abcd")
+    large = RecordedTensor("large", "INT8", [1, 5], memoryview(b"abcde"))
+    with begin(tap, inputs=[small, large]) as recording:
+        recording.chunk("", outputs=[large])
+        recording.end("OK", outputs=DeferredTensors(lambda: [small], 4))
+    [record] = await recorded(tap, ingest)
+    assert [(tensor.name, tensor.datatype, list(tensor.shape)) for tensor in record.inputs] == [
+        ("small", "INT8", [4]), ("large", "INT8", [1, 5]),
+    ]  # fmt: skip
+    [kept, by_digest] = record.inputs
+    assert kept.data == b"abcd"
+    assert not by_digest.HasField("data")
+    assert by_digest.digest == "sha256:" + hashlib.sha256(b"abcde").hexdigest()
+    assert record.chunks[0].outputs[0] == by_digest
+    assert record.outputs[0] == kept
+
+
+class Secrets:
+    """A rule that takes the word out of prompts and answers, wherever chunks part it."""
+
+    redacts_answers = True
+
+    def redact(self, record):
+        record.prompt = record.prompt.replace("secret", "-")
+        text = "".join(chunk.text for chunk in record.chunks)
+        if "secret" in text:
+            record.chunks[0].text = text.replace("secret", "-")
+            for chunk in record.chunks[1:]:
+                chunk.ClearField("text")
+                chunk.ClearField("token_ids")
+
+
+async def test_what_is_redacted_never_reaches_the_disk(taps, ingest):
+    rules = PayloadRules(redactions=[Secrets()])
+    tap = taps.start(rules=rules)
+    with begin(tap, prompt="my secret") as recording:
+        for token, text in enumerate(["the sec", "ret", " word"]):
+            recording.chunk(text, [token])
+        await until(lambda: tap.queued_bytes == 0)
+        recording.end("OK")
+    unfinished = begin(tap)
+    unfinished.chunk("sec", [1])
+    await until(lambda: tap.queued_bytes == 0)
+    written = b"".join(path.read_bytes() for path in segments(taps.spool))
+    assert b"sec" not in written
+    await taps.close(tap)
+    assert await taps.start(ingest.target).drain(30)
+    [record, cut_off] = ingest.records
+    assert (record.prompt, record.text) == ("my -", "the - word")
+    assert [chunk.text for chunk in record.chunks] == ["the - word", "", ""]
+    assert record.HasField("ttft_ms")
+    assert (cut_off.status, cut_off.text, len(cut_off.chunks)) == ("ABORTED", "", 1)
+
+
+async def test_rules_that_fail_keep_a_part_off_the_disk(taps, ingest):
+    class Broken:
+        redacts_answers = True
+
+        def redact(self, record):
+            if record.chunks or record.prompt == "bad":
+                raise RuntimeError("broken")
+
+    tap = taps.start(ingest.target, PayloadRules(redactions=[Broken()]))
+    with begin(tap, prompt="bad"):
+        pass
+    with begin(tap, "second") as recording:
+        recording.chunk("text", [1])
+        recording.end("OK")
+    [record] = await recorded(tap, ingest)
+    assert (record.request_id, record.text, record.status, record.incomplete) == ("second", "", "UNKNOWN", True)
+    assert tap.dropped == {FAILED: 2}
+
+
+async def test_answers_that_wait_for_the_rules_are_bounded(taps, ingest):
+    tap = taps.start(ingest.target, PayloadRules(redactions=[Secrets()]), memory=10_000)
+    with begin(tap) as recording:
+        for _ in range(50):
+            await until(lambda: tap.queued_bytes < 5_000)
+            recording.chunk("x" * 100, [1])
+        await until(lambda: tap.queued_bytes == 0)
+        recording.end("OK")
+    [record] = await recorded(tap, ingest)
+    assert record.incomplete
+    assert 0 < len(record.text) < 5_000
+    assert len(record.chunks) == 50
+
+
+async def test_beyond_its_memory_it_drops_and_counts(taps, ingest):
+    tap = PayloadTap(ingest.target, spool=taps.spool, memory=10_000)
+    recordings = [begin(tap, f"r{number}", prompt="x" * 600) for number in range(20)]
+    assert 0 < tap.queued_bytes <= 10_000
+    dropped = tap.dropped[MEMORY]
+    assert 0 < dropped < 20
+    recordings[0].chunk("x" * 10_000, [1])
+    for recording in recordings:
+        recording.end("OK")
+    assert tap.dropped == {MEMORY: dropped + 1}
+    tap.start()
+    records = await recorded(tap, ingest)
+    await asyncio.to_thread(tap.close)
+    assert [record.request_id for record in records] == [f"r{number}" for number in range(20 - dropped)]
+    assert [record.incomplete for record in records] == [True] + [False] * (19 - dropped)
+    assert records[0].HasField("ttft_ms")
+    assert tap.queued_bytes == 0
+
+
+async def test_what_a_full_disk_took_is_told_though_the_process_dies_before_the_answers_end(taps, ingest, monkeypatch):
+    append, is_full = payload_spool.Spool.append, False
+
+    def append_if_there_is_room(spool, payloads):
+        if is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(spool, payloads)
+
+    monkeypatch.setattr(payload_spool.Spool, "append", append_if_there_is_room)
+    tap = taps.start(away())
+    recording = begin(tap)
+    recording.chunk("a", [1])
+    await until(lambda: tap.queued_bytes == 0)
+    is_full = True
+    recording.chunk("b", [2])
+    await until(lambda: tap.dropped[DISK] == 1)
+    is_full = False
+    await until(lambda: time.monotonic() >= tap._writer._retry_at)
+    recording.chunk("c", [3])
+    await until(lambda: tap.queued_bytes == 0)
+    await taps.close(tap)
+    assert await taps.start(ingest.target).drain(30)
+    [record] = ingest.records
+    assert (record.status, record.text, record.incomplete) == ("ABORTED", "ac", True)
+
+
+async def test_a_record_matters_more_than_its_tensors(taps, ingest):
+    tap = taps.start(ingest.target, memory=10_000)
+    with begin(tap, inputs=[RecordedTensor("x", "INT8", [20_000], bytes(20_000))]) as recording:
+        recording.end("OK", outputs=DeferredTensors(list, 20_000))
+    [record] = await recorded(tap, ingest)
+    assert (record.status, len(record.inputs), record.incomplete) == ("OK", 0, True)
+    assert tap.dropped == {MEMORY: 2}
+
+
+async def test_a_record_beyond_the_message_limit_loses_its_tokens_then_its_chunks(taps, ingest):
+    tap = taps.start(ingest.target, memory=1 << 30)
+    for size in (30, 40):
+        with begin(tap, str(size)) as recording:
+            for _ in range(4):
+                recording.chunk("x" * (size << 18), range(500_000))
+            recording.end("OK")
+    records = await recorded(tap, ingest)
+    assert all(record.incomplete for record in records)
+    assert [len(record.text) for record in records] == [30 << 20, 40 << 20]
+    assert [len(record.chunks) for record in records] == [4, 0]
+    assert not records[0].chunks[0].token_ids
+
+
+async def test_a_record_that_no_message_can_take_is_dropped_and_not_sent_for_ever(taps, ingest):
+    tap = taps.start(ingest.target, memory=1 << 30)
+    begin(tap, prompt="x" * (64 << 20)).end("OK")
+    begin(tap, "next").end("OK")
+    assert [record.request_id for record in await recorded(tap, ingest)] == ["next"]
+    assert tap.dropped == {TOO_LARGE: 1}
+
+
+async def test_it_warns_of_drops_once_a_minute(taps, caplog):
+    tap = PayloadTap("127.0.0.1:1", spool=taps.spool, memory=1)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(50):
+            begin(tap).end("OK")
+    [warning] = caplog.records
+    assert warning.getMessage() == "payload record dropped in whole or part: memory (1 so far)"
+    assert tap.dropped == {MEMORY: 50}
+
+
+async def test_a_begin_lies_on_disk_before_the_first_chunk_leaves(taps):
+    tap = taps.start()
+    for number in range(20):
+        recording = begin(tap, prompt=f"prompt-{number}")
+        assert await recording.begun()
+        assert await recording.begun(), "asking again is free"
+        assert f"prompt-{number}".encode() in segments(taps.spool)[-1].read_bytes()
+
+
+async def test_a_begin_that_cannot_be_written_holds_nobody_up(taps, ingest, monkeypatch):
+    def full(file, data):
+        raise OSError(28, "No space left on device")
+
+    tap = taps.start(ingest.target)
+    with monkeypatch.context() as patch:
+        patch.setattr(payload_spool.os, "write", full)
+        lost = [begin(tap) for _ in range(3)]
+        assert [await recording.begun() for recording in lost] == [True] * 3
+    assert tap.dropped == {DISK: 3}
+    for recording in lost:
+        recording.chunk("x", [1])
+        recording.end("OK")
+
+    async def works():
+        with begin(tap, "after") as recording:
+            await recording.begun()
+        return await recorded(tap, ingest)
+
+    await until(works)
+    assert {record.request_id for record in ingest.records} == {"after"}
+
+
+async def test_an_end_waits_for_a_disk_that_fails(taps, ingest, monkeypatch):
+    def full(file, data):
+        raise OSError(28, "No space left on device")
+
+    tap = taps.start(ingest.target)
+    recording = begin(tap)
+    recording.chunk("kept", [1])
+    assert await recording.begun()
+    await until(lambda: tap.queued_bytes == 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(payload_spool.os, "write", full)
+        recording.chunk("lost", [2])
+        recording.end("OK")
+        await until(lambda: tap.queued_bytes == 0)
+        assert not ingest.calls or not ingest.records
+    [record] = await recorded(tap, ingest)
+    assert (record.status, record.text, record.incomplete) == ("OK", "kept", True)
+    assert tap.dropped == {DISK: 1}
+
+
+async def test_a_disk_that_hangs_holds_up_a_request_for_a_second_and_the_next_not_at_all(taps, monkeypatch):
+    answers = threading.Event()
+    write = payload_spool.os.write
+
+    def hanging(file, data):
+        answers.wait()
+        return write(file, data)
+
+    tap = taps.start()
+    monkeypatch.setattr(payload_spool.os, "write", hanging)
+    try:
+        assert not await begin(tap).begun()
+        later = begin(tap)
+        assert not await later.begun()
+        later.chunk("x", [1])
+        later.end("OK")
+    finally:
+        answers.set()
+    await until(later.begun)
+    assert await begin(tap).begun()
+
+
+async def test_what_is_not_started_or_closed_records_nothing_and_disturbs_nobody(taps):
+    tap = PayloadTap(away(), spool=taps.spool)
+    with begin(tap) as recording:
+        assert not await recording.begun()
+        recording.chunk("x", [1])
+    assert not await tap.drain(0)
+    tap = taps.start()
+    await taps.close(tap)
+    with begin(tap) as recording:
+        await recording.begun()
+        recording.chunk("x", [1])
+
+
+async def test_a_folder_that_cannot_be_used_is_a_start_up_error(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    for spool in (file, file / "below"):
+        with pytest.raises(StartupError, match="cannot be used"):
+            PayloadTap(away(), spool=spool).start()
+
+
+@given(st.lists(st.integers(0, 2**48 - 2), min_size=1))
+def test_record_ids_grow_whatever_the_clock_does(clock):
+    value, ids = 0, []
+    for now_ms in clock:
+        value = next_id(now_ms, value)
+        ids.append(as_uuid7(value))
+    assert all(made.version == 7 and made.variant == uuid.RFC_4122 for made in ids)
+    assert [str(made) for made in ids] == sorted({str(made) for made in ids})
+    assert ids[0].int >> 80 == clock[0]
+
+
+def test_a_record_id_is_laid_out_as_in_the_rfc():
+    # RFC 9562, appendix A.6.
+    value = 0x017F22E279B0 << 74 | 0xCC3 << 62 | 0x18C4DC0C0C07398F
+    assert str(as_uuid7(value)) == "017f22e2-79b0-7cc3-98c4-dc0c0c07398f"

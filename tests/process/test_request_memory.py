@@ -1,0 +1,142 @@
+"""What callers send makes a process grow by its budget and a bound beyond it, and is given back."""
+
+import asyncio
+import sys
+
+import grpc
+import psutil
+import pytest
+
+from millrace_protos import inference_pb2 as pb
+from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from tests.process.unfinished_calls import UnfinishedCalls
+
+MIB = 1 << 20
+BUDGET = 512 * MIB
+MESSAGE_BYTES = 58_000_000
+BEYOND_BUDGET = 300 * MIB
+KEPT = 40 * MIB  # Less than a message.
+RAW = "/inference.GRPCInferenceService/ModelInfer"
+RAW_STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
+LARGE = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
+
+
+class Process:
+    def __init__(self, process, port):
+        self._process = process
+        self._psutil = psutil.Process(process.pid)
+        self.port = port
+
+    @property
+    def rss(self):
+        return self._psutil.memory_info().rss
+
+    def go(self):
+        self._process.stdin.write(b"\n")
+
+    async def peak(self, until):
+        """The most memory that was seen until a task had ended."""
+        most = self.rss
+        while not until.done():
+            most = max(most, self.rss)
+            await asyncio.wait((until,), timeout=0.02)
+        return max(most, self.rss)
+
+    async def shrinks_to(self, size):
+        async with asyncio.timeout(60):
+            while self.rss > size:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+async def process():
+    command = (sys.executable, "-m", "tests.process.memory_server", str(BUDGET))
+    started = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    yield Process(started, int(await started.stdout.readline()))
+    started.kill()
+    await started.wait()
+
+
+@pytest.fixture
+async def channel(process):
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{process.port}", options=LARGE) as opened:
+        await GRPCInferenceServiceStub(opened).ServerLive(pb.ServerLiveRequest(), timeout=30)
+        yield opened
+
+
+async def status(call):
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return error
+    return None
+
+
+async def test_a_message_of_29_million_empty_messages_is_refused_unparsed(process, channel):
+    before = process.rss
+    bomb = b"\x2a\x00" * (MESSAGE_BYTES // 2)
+    sending = asyncio.create_task(status(channel.unary_unary(RAW)(bomb, timeout=60)))
+    peak = await process.peak(sending)
+    refused = await sending
+    assert refused.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "protobuf fields" in refused.details()
+    assert peak - before < BEYOND_BUDGET
+    for _ in range(3):
+        on_stream = channel.stream_stream(RAW_STREAM)(iter([bomb]), timeout=60)
+        assert await on_stream.code() is grpc.StatusCode.INVALID_ARGUMENT
+    await process.shrinks_to(before + KEPT)
+
+
+async def test_requests_in_flight_take_the_budget_at_most_and_their_memory_is_given_back(process, channel):
+    before = process.rss
+    request = pb.ModelInferRequest(id="x", raw_input_contents=[bytes(MESSAGE_BYTES)]).SerializeToString()
+    infer = channel.unary_unary(RAW)
+    calls = [asyncio.create_task(status(infer(request, timeout=120))) for _ in range(3)]
+    (refusal,), held = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+    refused = refusal.result()
+    assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    told = dict(refused.trailing_metadata())
+    assert told["x-http-status"] == "429"
+    assert "retry-after-ms" in told
+    small = asyncio.create_task(status(infer(pb.ModelInferRequest(id="small").SerializeToString(), timeout=60)))
+    assert process.rss - before < BUDGET + BEYOND_BUDGET
+    process.go()
+    assert await asyncio.gather(small, *held) == [None] * 3
+    await process.shrinks_to(before + KEPT)
+
+
+@pytest.mark.parametrize("path", [RAW, RAW_STREAM])
+async def test_messages_that_never_become_whole_are_bounded_and_end_no_call_that_was_silent(process, channel, path):
+    before = process.rss
+    silent = channel.stream_stream(RAW_STREAM)()
+    await silent.write(pb.ModelInferRequest(id="asked").SerializeToString())
+    process.go()
+    await asyncio.wait_for(silent.read(), 60)  # So it is silent for longer than those to come.
+    reading = asyncio.ensure_future(silent.read())
+    calls = await UnfinishedCalls.connected(process.port)
+    try:
+        sending = asyncio.create_task(calls.send(path, 24, 60_000_000))
+        peak = await process.peak(sending)
+        await sending
+        assert peak - before < BUDGET + BEYOND_BUDGET
+        assert calls.ended
+        assert not reading.done()
+        # Others are served meanwhile.
+        request = pb.ModelInferRequest(raw_input_contents=[bytes(MESSAGE_BYTES)]).SerializeToString()
+        for _ in range(3):
+            await channel.unary_unary(RAW)(request, timeout=60)
+    finally:
+        await calls.close()
+    await process.shrinks_to(before + KEPT)
+
+
+@pytest.mark.parametrize("tensors", [10, 2_000, 16_000])
+async def test_a_large_request_of_few_or_many_fields_is_read(process, channel, tensors):
+    process.go()
+    request = pb.ModelInferRequest(id="x", raw_input_contents=[bytes(100_000)])
+    for number in range(tensors):
+        request.inputs.add(name=str(number), datatype="FP32")
+    answer = await channel.unary_unary(RAW)(request.SerializeToString(), timeout=60)
+    assert pb.ModelInferResponse.FromString(answer).id == "x"

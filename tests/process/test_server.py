@@ -1,0 +1,345 @@
+"""The server that every service runs: health, reflection, and an orderly stop within the drain time."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from millrace.errors import StartupError
+from millrace.rpc.admission import MAX_MESSAGE_BYTES
+from millrace.rpc.hand_over import RETIRE
+from millrace.rpc.server import Server
+from millrace_protos import millrace_pb2, reflection_v1_pb2, reflection_v1_pb2_grpc
+from tests.support.logger_process import free_port
+from tests.waiting import until
+
+ROOT = Path(__file__).parents[2]
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+PUBLIC = [millrace_pb2.DESCRIPTOR.services_by_name[name].full_name for name in ("PayloadLog", "TextGeneration")]
+
+# A service as the others are made: `/test/count` sends a number every 50 ms, as many as it is asked for.
+SERVICE = """
+import asyncio
+import time
+import grpc
+from millrace.rpc.server import READY, Server
+from millrace.rpc.service import run_service
+from millrace.settings import ServiceSettings
+from pydantic_settings import SettingsConfigDict
+
+class Settings(ServiceSettings):
+    model_config = SettingsConfigDict(env_prefix="TEST_", frozen=True, env_ignore_empty=True)
+    fail: str = ""
+    drains: bool = False
+
+class Count(grpc.GenericRpcHandler):
+    def service(self, details):
+        async def block(request, context):
+            print("blocks", flush=True)
+            time.sleep(600)
+        if details.method == "/test/block":
+            return grpc.unary_unary_rpc_method_handler(block)
+        async def count(request, context):
+            for number in range(int(request)):
+                yield str(number).encode()
+                await asyncio.sleep(0.05)
+        return grpc.unary_stream_rpc_method_handler(count) if details.method == "/test/count" else None
+
+async def background():
+    try:
+        await asyncio.Event().wait()
+    finally:
+        print("task ended", flush=True)
+
+async def fails(how):
+    if how == "cancelled":
+        raise asyncio.CancelledError  # As a call whose channel is closed.
+    raise RuntimeError("the engine is dead")
+
+async def closed(name):
+    print(name, "closed", flush=True)
+
+async def drained(seconds):
+    print("drains for", seconds, flush=True)
+    raise RuntimeError("no water")
+
+async def serve(settings):
+    server = Server(
+        "test", settings.host, settings.port, settings.drain_s, ["millrace.v1.PayloadLog"],
+        loop_timeout_s=settings.loop_timeout, shares_port=settings.listen != "alone",
+    )
+    if settings.drains:
+        server.at_drain(drained)
+    server.grpc.add_generic_rpc_handlers((Count(),))
+    server.at_stop(lambda: closed("first"))
+    server.at_stop(lambda: closed("second"))
+    server.own("background", background())
+    if settings.fail:
+        server.own("engine", fails(settings.fail))
+    await server.set_serving(READY, True)
+    await server.run()
+
+run_service("test", Settings, serve)
+"""
+
+
+class Service:
+    """The service above as a process."""
+
+    def __init__(self, folder, **settings):
+        script = folder / "service.py"
+        script.write_text(SERVICE)
+        self.target = f"127.0.0.1:{free_port()}"
+        settings = {"TEST_PORT": self.target.rsplit(":", 1)[1]} | settings
+        self.process = subprocess.Popen(
+            [sys.executable, str(script)],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)} | settings,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    async def ended(self):
+        """(exit status, stdout, stderr)."""
+        stdout, stderr = await asyncio.to_thread(self.process.communicate, timeout=60)
+        return self.process.returncode, stdout, stderr
+
+
+@pytest.fixture
+def start(tmp_path):
+    services = []
+
+    def start(**settings):
+        services.append(Service(tmp_path, **settings))
+        return services[-1]
+
+    yield start
+    for service in services:
+        service.process.kill()
+        service.process.communicate()
+
+
+@pytest.fixture
+async def server():
+    server = Server("test", "127.0.0.1", 0, 0.0, PUBLIC)
+    server.target = f"127.0.0.1:{server.grpc.add_insecure_port('127.0.0.1:0')}"
+    await server.grpc.start()
+    yield server
+    await server.grpc.stop(None)
+
+
+def count(channel, numbers):
+    return channel.unary_stream("/test/count")(str(numbers).encode(), wait_for_ready=True)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_turns_health_first_and_lets_calls_finish(start, signum):
+    service = start(TEST_DRAIN_S="30")
+    async with grpc.aio.insecure_channel(service.target) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        calls = [count(channel, 30) for _ in range(3)]
+        for call in calls:
+            assert await call.read() == b"0"
+        watches = [health.Watch(health_pb2.HealthCheckRequest(service=name)) for name in ("", "ready")]
+        for watch in watches:
+            assert (await watch.read()).status == SERVING
+        service.process.send_signal(signum)
+        for watch in watches:
+            assert (await watch.read()).status == NOT_SERVING
+        assert not any(call.done() for call in calls), "health speaks before the calls end"
+        for watch in watches:
+            watch.cancel()
+        for call in calls:
+            assert [int(number) async for number in _rest(call)] == list(range(1, 30))
+            assert await call.code() is grpc.StatusCode.OK
+    status, stdout, stderr = await service.ended()
+    assert status == 0
+    assert stdout.splitlines() == ["task ended", "second closed", "first closed"]
+    assert "Traceback" not in stderr
+
+
+async def _rest(call):
+    while (response := await call.read()) is not grpc.aio.EOF:
+        yield response
+
+
+async def _last(call):
+    return [response async for response in _rest(call)][-1]
+
+
+async def test_a_call_that_outlasts_the_drain_is_told_that_the_service_stops(start):
+    service = start(TEST_DRAIN_S="0.2")
+    async with grpc.aio.insecure_channel(service.target) as channel:
+        call = count(channel, 100_000)
+        assert await call.read() == b"0"
+        begun = time.monotonic()
+        service.process.send_signal(signal.SIGTERM)
+        status, _, stderr = await service.ended()
+        assert time.monotonic() - begun < 20
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await _last(call)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert dict(caught.value.trailing_metadata())["x-http-status"] == "503"
+    assert status == 0
+    assert "Traceback" not in stderr
+
+
+async def test_what_drains_does_so_before_the_end_and_its_failure_does_not_prevent_that(start):
+    service = start(TEST_DRAIN_S="30", TEST_DRAINS="1")
+    async with grpc.aio.insecure_channel(service.target) as channel:
+        call = count(channel, 20)
+        assert await call.read() == b"0"
+        service.process.send_signal(signal.SIGTERM)
+        assert await _last(call) == b"19"
+    status, stdout, stderr = await service.ended()
+    assert status == 0
+    assert stdout.splitlines() == ["drains for 30.0", "task ended", "second closed", "first closed"]
+    assert "draining failed" in stderr
+
+
+async def test_an_event_loop_that_does_not_answer_ends_the_process_with_every_traceback(start):
+    service = start(TEST_LOOP_TIMEOUT="0.5")
+    async with grpc.aio.insecure_channel(service.target) as channel:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await channel.unary_unary("/test/block")(b"", wait_for_ready=True)
+    status, stdout, stderr = await service.ended()
+    assert (status, stdout) == (os.EX_SOFTWARE, "blocks\n")
+    assert "the event loop has not answered for 0.5 s" in stderr
+    assert "in block" in stderr
+
+
+async def test_a_process_that_was_stopped_is_not_taken_for_one_that_hangs(start):
+    service = start(TEST_LOOP_TIMEOUT="0.2")
+    async with grpc.aio.insecure_channel(service.target) as channel:
+        assert await _last(count(channel, 1)) == b"0"
+        service.process.send_signal(signal.SIGSTOP)
+        stopped_at = time.monotonic()
+        await until(lambda: time.monotonic() - stopped_at > 1.0)
+        service.process.send_signal(signal.SIGCONT)
+        # Long enough for several looks of the watchdog.
+        assert await _last(count(channel, 20)) == b"19"
+    assert service.process.poll() is None
+
+
+@pytest.mark.parametrize("how", ["raises", "cancelled"])
+async def test_a_background_task_that_fails_ends_the_process_non_zero(start, how):
+    service = start(TEST_FAIL=how)
+    status, stdout, stderr = await service.ended()
+    assert status not in (0, 78)
+    assert "task engine failed" in stderr
+    assert "task ended" in stdout, "the others are ended in order all the same"
+
+
+async def test_a_taken_port_is_one_line_and_exit_78(server, start):
+    service = start(TEST_PORT=server.target.rsplit(":", 1)[1])
+    status, _, stderr = await service.ended()
+    assert status == os.EX_CONFIG == 78
+    lines = [line for line in stderr.splitlines() if not line.startswith("E")]  # gRPC's own line
+    assert lines == [f"test: {server.target} cannot be listened on: is the port taken?"]
+
+
+async def test_a_taken_port_is_a_startup_error(server):
+    port = int(server.target.rsplit(":", 1)[1])
+    with pytest.raises(StartupError, match="is the port taken"):
+        await Server("test", "127.0.0.1", port, 0.0).run()
+
+
+async def test_a_malformed_setting_is_one_line_and_exit_78(start):
+    status, _, stderr = await start(TEST_DRAIN_S="soon").ended()
+    assert status == 78
+    assert stderr.startswith("test: TEST_DRAIN_S=soon: ")
+    assert stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("version", ["v1alpha", "v1"])
+async def test_reflection_lists_the_public_services(server, version):
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        if version == "v1":
+            stub, messages = reflection_v1_pb2_grpc.ServerReflectionStub(channel), reflection_v1_pb2
+        else:
+            stub, messages = reflection_pb2_grpc.ServerReflectionStub(channel), reflection_pb2
+        requests = [
+            messages.ServerReflectionRequest(list_services="*"),
+            messages.ServerReflectionRequest(file_containing_symbol="millrace.v1.TextGeneration"),
+            messages.ServerReflectionRequest(file_containing_symbol="no.such.Thing"),
+        ]
+        listed, file, missing = [response async for response in stub.ServerReflectionInfo(iter(requests))]
+    assert sorted(service.name for service in listed.list_services_response.service) == [
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1.ServerReflection",
+        "grpc.reflection.v1alpha.ServerReflection",
+        *PUBLIC,
+    ]
+    assert b"GenerateRequest" in file.file_descriptor_response.file_descriptor_proto[0]
+    assert missing.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
+
+
+async def test_health_says_what_it_is_told(server):
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for serving in (True, False, True):
+            await server.set_serving("ready", serving)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service="ready"))
+            assert answer.status == (SERVING if serving else NOT_SERVING)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Check(health_pb2.HealthCheckRequest(service="unheard of"))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_messages_up_to_the_limit_pass(server):
+    """60 MiB, which is what the gateway lets through."""
+
+    async def size(request, context):
+        return str(len(request)).encode()
+
+    handler = grpc.method_handlers_generic_handler("test", {"size": grpc.unary_unary_rpc_method_handler(size)})
+    server.grpc.add_generic_rpc_handlers((handler,))
+    options = (("grpc.max_send_message_length", -1),)
+    async with grpc.aio.insecure_channel(server.target, options=options) as channel:
+        call = channel.unary_unary("/test/size")
+        assert await call(bytes(60 * 1024 * 1024)) == str(60 * 1024 * 1024).encode()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(bytes(MAX_MESSAGE_BYTES + 1))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_health_lists_every_name_with_its_status(server):
+    await server.set_serving("ready", False)
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest(), timeout=10)
+    assert {name: status.status for name, status in answer.statuses.items()} == {"": SERVING, "ready": NOT_SERVING}
+
+
+async def test_a_retired_server_ends_with_its_last_call_and_its_successor_takes_the_new_ones(start):
+    old = start(TEST_LISTEN="shared")
+    async with grpc.aio.insecure_channel(old.target) as channel:
+        assert [number async for number in count(channel, 1)] == [b"0"]
+        new = start(TEST_LISTEN="take-over", TEST_PORT=old.target.rsplit(":", 1)[1])
+        await until(lambda: listens(new), timeout_s=60)
+        call = count(channel, 60)
+        assert await call.read() == b"0"
+        old.process.send_signal(RETIRE)
+        await until(lambda: not listens(old))
+        assert old.process.poll() is None
+        async with grpc.aio.insecure_channel(old.target, options=[("grpc.use_local_subchannel_pool", 1)]) as other:
+            assert [number async for number in count(other, 3)] == [b"0", b"1", b"2"]
+        assert [await call.read() for _ in range(60)] == [*(str(n).encode() for n in range(1, 60)), grpc.aio.EOF]
+    status, _, stderr = await old.ended()
+    assert status == 0
+    assert "a successor has taken over" in stderr
+    assert new.process.poll() is None
+
+
+def listens(service):
+    connections = psutil.Process(service.process.pid).net_connections("tcp")
+    return any(connection.status == psutil.CONN_LISTEN for connection in connections)

@@ -1,0 +1,390 @@
+"""Each call is one client span and one server span below it, ended once, with the status that it had, and is measured
+likewise."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, get_current_span
+from opentelemetry.trace import StatusCode as SpanStatus
+
+from millrace.errors import DeadlineError, InvalidRequestError, RequestFailedError
+from millrace.rpc.channel import open_channel
+from millrace.rpc.client_interceptors import CallSpan, telemetry_client_interceptors
+from millrace.rpc.handlers import ErrorServerInterceptor
+from millrace.rpc.telemetry_interceptor import TelemetryServerInterceptor
+from millrace.telemetry.identity import current_request_id, current_trace_id, set_request_id
+from millrace.telemetry.untraced import leave_untraced
+from millrace_protos import inference_pb2, millrace_pb2
+from tests.support.measured import Measured
+
+_INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+_TEXT = millrace_pb2.DESCRIPTOR.services_by_name["TextGeneration"].full_name
+_LOG = millrace_pb2.DESCRIPTOR.services_by_name["PayloadLog"].full_name
+# Methods that are declared, whatever the test has them do.
+METHODS = {
+    "unary": f"{_INFERENCE}/ModelInfer",
+    "stream": f"{_TEXT}/Generate",
+    "bidi": f"{_INFERENCE}/ModelStreamInfer",
+    "written": f"{_LOG}/Query",
+}
+KINDS = tuple(METHODS)
+FOREVER = 3600
+
+
+class Methods(grpc.GenericRpcHandler):
+    """A method of every kind; each answers once and then does what `then` says."""
+
+    def __init__(self):
+        self.then = None
+        self.answered = asyncio.Event()
+
+    def service(self, handler_call_details):
+        async def unary(request, context):
+            self.answered.set()
+            await self.then(context)
+            return request
+
+        async def stream(request, context):
+            yield request
+            self.answered.set()
+            await self.then(context)
+
+        async def bidi(requests, context):
+            async for request in requests:
+                yield request
+                self.answered.set()
+                await self.then(context)
+
+        async def written(request, context):
+            await context.write(request)
+            self.answered.set()
+            await self.then(context)
+
+        return {
+            f"/{METHODS['unary']}": grpc.unary_unary_rpc_method_handler(unary),
+            f"/{METHODS['stream']}": grpc.unary_stream_rpc_method_handler(stream),
+            f"/{METHODS['bidi']}": grpc.stream_stream_rpc_method_handler(bidi),
+            f"/{METHODS['written']}": grpc.unary_stream_rpc_method_handler(written),
+        }.get(handler_call_details.method)
+
+
+class Bench:
+    """A server and a channel with the interceptors, and the spans that both ended."""
+
+    def __init__(self, methods, exporter, measured, channel, target):
+        self.methods = methods
+        self.measured = measured
+        self.exporter = exporter
+        self.channel = channel
+        self.target = target
+
+    def open(self, kind, **options):
+        """The call object of a call just begun."""
+        method = f"/{METHODS[kind]}"
+        if kind == "unary":
+            return self.channel.unary_unary(method)(b"x", **options)
+        if kind == "bidi":
+            return self.channel.stream_stream(method)(iter([b"x"]), **options)
+        return self.channel.unary_stream(method)(b"x", **options)
+
+    async def call(self, kind, **options):
+        call = self.open(kind, **options)
+        return [await call] if kind == "unary" else [response async for response in call]
+
+    async def spans(self):
+        """The client's span and the server's, once both have ended."""
+        async with asyncio.timeout(10):
+            while len(self.exporter.get_finished_spans()) < 2:  # noqa: ASYNC110  (spans end without telling)
+                await asyncio.sleep(0.005)
+        by_kind = {span.kind: span for span in self.exporter.get_finished_spans()}
+        assert len(by_kind) == 2
+        return by_kind[SpanKind.CLIENT], by_kind[SpanKind.SERVER]
+
+
+@asynccontextmanager
+async def served(methods, tracer, meter):
+    interceptors = (TelemetryServerInterceptor(tracer, meter), ErrorServerInterceptor("predictor"))
+    server = grpc.aio.server(interceptors=interceptors)
+    server.add_generic_rpc_handlers((methods,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield server, f"127.0.0.1:{port}"
+    await server.stop(0)
+
+
+@pytest.fixture
+async def bench(monkeypatch):
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracer, measured = provider.get_tracer("test"), Measured()
+    client = telemetry_client_interceptors(tracer, measured.meter)
+    monkeypatch.setattr("millrace.rpc.channel.telemetry_client_interceptors", lambda: client)
+    methods = Methods()
+    async with served(methods, tracer, measured.meter) as (_, target), open_channel(target, "predictor") as channel:
+        yield Bench(methods, exporter, measured, channel, target)
+    # Whatever was still running has been ended by now, and nothing may have ended twice.
+    assert len(exporter.get_finished_spans()) <= 2
+    provider.shutdown()
+
+
+async def ends_well(context):
+    pass
+
+
+async def refuses(context):
+    raise InvalidRequestError("no")
+
+
+async def breaks(context):
+    raise ZeroDivisionError
+
+
+async def hangs(context):
+    await asyncio.sleep(FOREVER)
+
+
+async def check(bench, kind, code, client_error, server_error):
+    client, server = await bench.spans()
+    for span, in_error in ((client, client_error), (server, server_error)):
+        assert span.name == METHODS[kind]
+        assert span.attributes["rpc.system.name"] == "grpc"
+        assert span.attributes["rpc.method"] == METHODS[kind]
+        assert span.attributes.get("error.type") == (code if in_error else None)
+        assert [event.name for event in span.events][-1:] == ([] if kind == "unary" else ["end"])
+        assert span.attributes["rpc.response.status_code"] == code
+        assert span.status.status_code is (SpanStatus.ERROR if in_error else SpanStatus.UNSET)
+    assert client.parent is None
+    assert server.parent.span_id == client.context.span_id
+    assert server.context.trace_id == client.context.trace_id
+    told = {"rpc.system.name": "grpc", "rpc.method": METHODS[kind], "rpc.response.status_code": code}
+    assert bench.measured.count("rpc.client.call.duration", told) == 1
+    assert bench.measured.count("rpc.server.call.duration", told | {"millrace.protocol": "grpc"}) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_call_that_goes_well(bench, kind):
+    bench.methods.then = ends_well
+    assert await bench.call(kind) == [b"x"]
+    await check(bench, kind, "OK", client_error=False, server_error=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_refused_call_is_the_clients_error_and_not_the_servers(bench, kind):
+    bench.methods.then = refuses
+    with pytest.raises(InvalidRequestError):
+        await bench.call(kind)
+    await check(bench, kind, "INVALID_ARGUMENT", client_error=True, server_error=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_exception_is_an_error_on_both_sides(bench, kind):
+    bench.methods.then = breaks
+    with pytest.raises(RequestFailedError):
+        await bench.call(kind)
+    await check(bench, kind, "INTERNAL", client_error=True, server_error=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_cancelled_task_cancels_its_call(bench, kind):
+    bench.methods.then = hangs
+    task = asyncio.create_task(bench.call(kind))
+    await bench.methods.answered.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await check(bench, kind, "CANCELLED", client_error=True, server_error=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_cancelled_call_object(bench, kind):
+    bench.methods.then = hangs
+    call = bench.open(kind)
+    if kind != "unary":
+        assert await anext(aiter(call)) == b"x"
+    await bench.methods.answered.wait()
+    call.cancel()
+    await check(bench, kind, "CANCELLED", client_error=True, server_error=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_call_cancelled_before_anything_of_it_was_read(bench, kind):
+    bench.methods.then = hangs
+    call = bench.open(kind)
+    await bench.methods.answered.wait()
+    call.cancel()
+    del call
+    await check(bench, kind, "CANCELLED", client_error=True, server_error=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_deadline_that_passes(bench, kind):
+    bench.methods.then = hangs
+    with pytest.raises(DeadlineError):
+        await bench.call(kind, timeout=0.2)
+    await check(bench, kind, "DEADLINE_EXCEEDED", client_error=True, server_error=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_hop_that_is_not_there_is_a_client_span_alone(bench, kind):
+    async with open_channel("127.0.0.1:1", "predictor") as channel:
+        bench.channel = channel
+        with pytest.raises(Exception, match="no predictor is ready"):
+            await bench.call(kind)
+    [span] = bench.exporter.get_finished_spans()
+    assert span.attributes["rpc.response.status_code"] == "UNAVAILABLE"
+    assert span.status.status_code is SpanStatus.ERROR
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_the_handler_runs_in_the_servers_span(bench, kind):
+    seen = []
+
+    async def then(context):
+        seen.append((current_trace_id(), get_current_span().get_span_context().span_id))
+
+    bench.methods.then = then
+    await bench.call(kind)
+    _, server = await bench.spans()
+    assert seen == [(format(server.context.trace_id, "032x"), server.context.span_id)]
+
+
+async def test_a_callers_own_trace_is_continued(bench):
+    bench.methods.then = ends_well
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    async with grpc.aio.insecure_channel(bench.target) as channel:
+        await channel.unary_unary(f"/{METHODS['unary']}")(b"x", metadata=(("traceparent", parent),))
+    [span] = bench.exporter.get_finished_spans()
+    assert format(span.context.trace_id, "032x") == "0af7651916cd43dd8448eb211c80319c"
+    assert format(span.parent.span_id, "016x") == "b7ad6b7169203331"
+
+
+async def test_outside_of_a_trace_there_is_no_trace_id():
+    assert current_trace_id() == ""
+
+
+async def test_health_is_not_traced_by_the_server(bench):
+    health_stub = health_pb2_grpc.HealthStub
+    async with grpc.aio.insecure_channel(bench.target) as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match="is not implemented"):
+            await health_stub(channel).Check(health_pb2.HealthCheckRequest())
+    assert not bench.exporter.get_finished_spans()
+    assert bench.measured.names == set()
+
+
+async def test_what_a_service_asks_by_itself_is_neither_traced_nor_measured(bench):
+    bench.methods.then = ends_well
+
+    async def ask():
+        leave_untraced()
+        return await bench.call("unary")
+
+    assert await asyncio.create_task(ask()) == [b"x"]
+    assert not bench.exporter.get_finished_spans()
+    assert bench.measured.names == set()
+
+
+@pytest.mark.parametrize("kind", ["stream", "bidi"])
+async def test_the_first_message_is_an_event_of_the_server(bench, kind):
+    bench.methods.then = ends_well
+    await bench.call(kind)
+    _, server = await bench.spans()
+    assert [event.name for event in server.events] == ["first_message", "end"]
+
+
+async def test_one_answer_is_no_event(bench):
+    bench.methods.then = ends_well
+    await bench.call("unary")
+    assert [list(span.events) for span in await bench.spans()] == [[], []]
+
+
+async def test_a_request_keeps_its_id_from_hop_to_hop(bench):
+    seen = []
+
+    async def then(context):
+        seen.append(current_request_id())
+
+    async def ask():
+        set_request_id("mine é")
+        await bench.call("unary")
+
+    bench.methods.then = then
+    await asyncio.create_task(ask())
+    client, server = await bench.spans()
+    assert seen == ["mine ?"]
+    assert (client.attributes["millrace.request_id"], server.attributes["millrace.request_id"]) == ("mine é", "mine ?")
+
+
+async def test_a_call_that_goes_on_from_another_links_to_its_span_on_both_sides(bench):
+    bench.methods.then = ends_well
+    before = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    hook = CallSpan(follows=before)
+    with hook.of_next_call():
+        call = bench.open("stream")
+    assert [response async for response in call] == [b"x"]
+    hook.message()
+    client, server = await bench.spans()
+    for span in (client, server):
+        [link] = span.links
+        assert format(link.context.trace_id, "032x") == "0af7651916cd43dd8448eb211c80319c"
+        assert format(link.context.span_id, "016x") == "b7ad6b7169203331"
+    assert hook.traceparent.split("-")[2] == format(client.context.span_id, "016x")
+
+
+def test_the_first_message_of_an_answer_is_one_event():
+    span = TracerProvider().get_tracer("test").start_span("call")
+    hook = CallSpan()
+    hook.began(span)
+    for _ in range(3):
+        hook.message()
+    assert [event.name for event in span.events] == ["first_message"]
+
+
+@pytest.mark.parametrize("link", ["", "nonsense", "00-0-0-00"])
+async def test_a_link_that_is_none_is_left_out(bench, link):
+    bench.methods.then = ends_well
+    async with grpc.aio.insecure_channel(bench.target) as channel:
+        await channel.unary_unary(f"/{METHODS['unary']}")(b"x", metadata=(("x-millrace-link", link),))
+    [span] = bench.exporter.get_finished_spans()
+    assert not span.links
+
+
+async def test_a_method_that_nobody_declares_is_no_label(bench):
+    async with grpc.aio.insecure_channel(bench.target) as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match="is not implemented"):
+            await channel.unary_unary("/some.callers/Text")(b"x")
+    [span] = bench.exporter.get_finished_spans()
+    assert (span.name, span.attributes["rpc.method_original"]) == ("_OTHER", "some.callers/Text")
+    told = {"rpc.system.name": "grpc", "rpc.method": "_OTHER", "rpc.response.status_code": "UNIMPLEMENTED"}
+    assert bench.measured.count("rpc.server.call.duration", told | {"millrace.protocol": "grpc"}) == 1
+
+
+async def test_rest_is_told_from_grpc(bench):
+    bench.methods.then = ends_well
+    async with grpc.aio.insecure_channel(bench.target) as channel:
+        rest = (("x-envoy-original-path", "/v1/completions"),)
+        await channel.unary_unary(f"/{METHODS['unary']}")(b"x", metadata=rest)
+    [span] = bench.exporter.get_finished_spans()
+    assert span.attributes["millrace.protocol"] == "http"
+
+
+async def test_64_streams_that_are_cancelled_at_once_leave_no_span_open(bench, monkeypatch):
+    bench.methods.then = hangs
+    calls = [bench.open("stream") for _ in range(64)]
+    for call in calls:
+        assert await anext(aiter(call)) == b"x"
+    for call in calls:
+        call.cancel()
+    async with asyncio.timeout(10):
+        while len(bench.exporter.get_finished_spans()) < 128:  # noqa: ASYNC110  (spans end without telling)
+            await asyncio.sleep(0.005)
+    spans = bench.exporter.get_finished_spans()
+    bench.exporter.clear()
+    assert len({span.context.span_id for span in spans}) == 128
+    assert {span.attributes["rpc.response.status_code"] for span in spans} == {"CANCELLED"}

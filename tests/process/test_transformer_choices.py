@@ -1,0 +1,76 @@
+"""What is the same for all choices of a request is made once, and what is refused costs nothing before."""
+
+import asyncio
+
+import grpc
+import orjson
+import pytest
+from google.api.httpbody_pb2 import HttpBody
+
+from millrace_protos.rest_pb2_grpc import OpenAIStub
+from services.transformer.generation import recorded_prompt
+from services.transformer.text.tokenizer import TextTokenizer
+from tests.process.foreign_server import ForeignServer, foreign_server
+from tests.support.transformer_fixtures import transformer
+
+
+class Counted:
+    """Stands in for a function and counts its calls."""
+
+    def __init__(self, monkeypatch, owner, name):
+        self.calls = 0
+        made = getattr(owner, name)
+
+        def count(*arguments, **options):
+            self.calls += 1
+            return made(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, count)
+
+
+@pytest.fixture
+async def ask():
+    """Completes by OpenAI's API at a transformer before a server whose model repeats its prompt."""
+    async with foreign_server(ForeignServer()) as address, transformer(address, "ids=models/storyteller") as (stub, _):
+
+        async def completions(**body):
+            request = HttpBody(data=orjson.dumps({"model": "ids", "max_tokens": 2, **body}))
+            return [orjson.loads(answer.data) async for answer in OpenAIStub(stub.channel).Completions(request)]
+
+        yield completions
+
+
+@pytest.fixture
+def tokenised(monkeypatch):
+    return Counted(monkeypatch, TextTokenizer, "encode")
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    return Counted(monkeypatch, recorded_prompt, "_recorded_prompt")
+
+
+@pytest.mark.parametrize("seed", [{}, {"seed": 7}])
+async def test_each_prompt_is_tokenised_and_written_down_once_for_all_its_choices(ask, tokenised, recorded, seed):
+    prompts = ["Once upon a time", "There was a fox", "A dog", "The sun"]
+    (answer,) = await ask(prompt=prompts, n=16, **seed)
+    assert len(answer["choices"]) == 64
+    assert len({choice["text"] for choice in answer["choices"]}) == 4
+    assert (tokenised.calls, recorded.calls) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("stop", ["x"] * 5000), ("stop", ["x" * 2000]), ("prompt", "")], ids=["many", "long", "empty"]
+)
+async def test_what_is_refused_by_its_size_is_neither_tokenised_nor_written_down(
+    ask, tokenised, recorded, field, value
+):
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await ask(**{"prompt": ["Once"] * 4, "n": 16, field: value})
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (tokenised.calls, recorded.calls) == (0, 0)
+
+
+async def test_a_choice_that_leaves_takes_no_prompt_from_the_others(ask):
+    answers = await asyncio.gather(*(ask(prompt="Once upon a time", n=3) for _ in range(4)))
+    assert all(len(answer["choices"]) == 3 for (answer,) in answers)

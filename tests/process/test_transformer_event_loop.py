@@ -1,0 +1,124 @@
+"""The event loop serves everybody: no body that anybody can send holds it, whichever way it comes in."""
+
+import grpc
+import pytest
+from google.api.httpbody_pb2 import HttpBody
+
+from millrace_protos import inference_pb2 as pb
+from millrace_protos.rest_pb2 import ModelBody
+from millrace_protos.rest_pb2_grpc import OpenAIStub, OpenInferenceStub
+from tests.process.foreign_server import ForeignServer, foreign_server
+from tests.support.loop_lag import loop_lag
+from tests.support.transformer_fixtures import transformer
+
+# What held it before held it for seconds; what is left is the copying of the message.
+MAX_LAG_S = 0.5
+ATTEMPTS = 3
+INVALID, TOO_LARGE = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def listed(item, size):
+    """A JSON list of so many bytes."""
+    return b"[" + (item + b",") * (size // (len(item) + 1)) + item + b"]"
+
+
+def completion(**fields):
+    return b'{"model":"ids",' + b",".join(b'"%s":%s' % (name.encode(), value) for name, value in fields.items()) + b"}"
+
+
+def settings(size):
+    return b"{" + b",".join(b'"%07d":"1"' % number for number in range(size // 14)) + b"}"
+
+
+FOUR = b'["Once","upon","a","time"]'
+MESSAGE = b'{"role":"user","content":"%s"}'
+TENSOR = b'{"inputs":[{"name":"x","datatype":"FP32","shape":[1],"data":%s}]}'
+# method, body, the status
+OPENAI = {
+    "stop strings": ("Completions", completion(prompt=FOUR, n=b"16", stop=listed(b'"ab"', 7_500_000)), INVALID),
+    "stop tokens": ("Completions", completion(prompt=FOUR, n=b"16", stop_token_ids=listed(b"7", 7_500_000)), INVALID),
+    "prompts of ids": ("Completions", completion(prompt=listed(listed(b"7", 120_000), 7_000_000)), INVALID),
+    "a prompt": ("Completions", completion(prompt=b'"%s"' % (b"a " * 3_700_000), n=b"16"), INVALID),
+    "messages": ("ChatCompletions", completion(messages=listed(MESSAGE % (b"x" * 1800), 7_000_000), n=b"8"), INVALID),
+    "template variables": (
+        "ChatCompletions",
+        completion(
+            messages=listed(MESSAGE % b"x", 1), n=b"16", chat_template_kwargs=b'{"a":%s}' % listed(b"[]", 7_000_000)
+        ),
+        INVALID,
+    ),
+    "inputs": ("Embeddings", completion(input=listed(listed(b"17", 1_000), 2_000_000)), INVALID),
+}
+V2 = {
+    "a tensor": ("Infer", ModelBody(model="echo"), TENSOR % listed(b"1.5", 20_000_000), INVALID),
+    "lists": ("Infer", ModelBody(model="echo"), TENSOR % listed(b"[]", 20_000_000), INVALID),
+    "parameters": ("Infer", ModelBody(model="echo"), b'{"inputs":[],"parameters":%s}' % settings(10_000_000), INVALID),
+    "text": ("Generate", ModelBody(model="ids"), b'{"text_input":"%s"}' % (b"a " * 10_000_000), INVALID),
+    "stop": ("Generate", ModelBody(model="ids"), b'{"text_input":"a","stop":%s}' % listed(b'"a"', 20_000_000), INVALID),
+    "load": ("RepositoryLoad", ModelBody(model="x"), b'{"parameters":%s}' % settings(20_000_000), TOO_LARGE),
+    "trace": ("WriteTraceSetting", ModelBody(), settings(20_000_000), TOO_LARGE),
+}
+
+
+@pytest.fixture
+async def served():
+    """The stubs of a transformer before a server whose models repeat what they are sent."""
+    async with foreign_server(ForeignServer()) as address, transformer(address, "ids=models/storyteller") as (stub, _):
+        yield stub
+
+
+async def lag_of(call):
+    """The longest time that the event loop did not turn while a call was answered, and the call's status."""
+    code = grpc.StatusCode.OK
+    async with loop_lag() as lag:
+        try:
+            await call
+        except grpc.aio.AioRpcError as error:
+            code = error.code()
+    return lag.longest_s, code
+
+
+async def assert_turns(make, status):
+    lags = []
+    for _ in range(ATTEMPTS):
+        lag_s, code = await lag_of(make())
+        assert code is status
+        lags.append(lag_s)
+        if lag_s < MAX_LAG_S:
+            return
+    raise AssertionError(f"the event loop was held for {lags} s")
+
+
+async def test_it_turns_while_the_largest_bodies_of_openais_api_are_read(served):
+    for method, body, status in OPENAI.values():
+        call = getattr(OpenAIStub(served.channel), method)
+
+        async def answered(call=call, body=body):
+            async for _ in call(HttpBody(data=body), timeout=60):
+                pass
+
+        await assert_turns(answered, status)
+
+
+async def test_it_turns_while_large_bodies_of_the_v2_protocol_are_read(served):
+    for method, request, body, status in V2.values():
+        call = getattr(OpenInferenceStub(served.channel), method)
+        message = ModelBody(model=request.model, body=HttpBody(data=body))
+
+        async def answered(call=call, message=message):
+            await call(message, timeout=60)
+
+        await assert_turns(answered, status)
+
+
+async def test_large_bodies_are_answered_as_small_ones_are(served):
+    """JSON that is read and written elsewhere comes back as it was."""
+    numbers = ",".join(f"{number}.5" for number in range(300_000)).encode()
+    body = b'{"inputs":[{"name":"x","datatype":"FP64","shape":[300000],"data":[%s]}]}' % numbers
+    stub = OpenInferenceStub(served.channel)
+    answer = await stub.Infer(ModelBody(model="echo", body=HttpBody(data=body)), timeout=60)
+    assert b'"data":[%s]' % numbers in answer.data
+    text = b"Once upon a time " * 5000
+    answer = await stub.Generate(ModelBody(model="echo", body=HttpBody(data=b'{"x":"%s"}' % text)), timeout=60)
+    assert b'"x":"%s"' % text in answer.data
+    assert (await served.ServerLive(pb.ServerLiveRequest(), timeout=10)).live

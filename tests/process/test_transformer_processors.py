@@ -1,0 +1,230 @@
+"""A user's processor runs before and after the model, off the event loop, and its failures are its request's own."""
+
+import asyncio
+import textwrap
+import threading
+
+import grpc
+import numpy as np
+import pytest
+
+from millrace.errors import OverloadedError, StartupError
+from millrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
+from millrace_protos import inference_pb2 as pb
+from services.transformer.models.processor_sources import ProcessorSource, parse_processors
+from services.transformer.models.processors import RunningProcessor
+from services.transformer.models.work_pool import WorkPool
+from tests.process.foreign_server import ForeignServer, foreign_server
+from tests.support.transformer_fixtures import transformer
+from tests.system.calls import each
+
+CODE = """
+    import numpy as np
+    from millrace.errors import InvalidRequestError
+    from millrace.processor import Processor
+
+    class Doubled(Processor):
+        inputs = {"word": ("BYTES", [1])}
+        outputs = {"word": ("BYTES", [1]), "length": ("INT64", [1])}
+        model = "echo"
+
+        def load(self):
+            self.suffix = b"!"
+
+        def preprocess(self, request):
+            word = request.inputs["word"][0]
+            if word == b"bad":
+                raise InvalidRequestError("a bad word")
+            if word == b"broken":
+                raise RuntimeError("secret")
+            if word == b"list":
+                return [word]
+            if word == b"exit":
+                raise SystemExit(3)
+            request.state["length"] = len(word)
+            return {"x": np.array([word + word], dtype=object)}
+
+        async def postprocess(self, request, outputs):
+            word = outputs["x"][0] + self.suffix
+            return {"word": np.array([word], dtype=object), "length": np.array([request.state["length"]])}
+"""
+
+
+@pytest.fixture
+def processor(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(textwrap.dedent(CODE))
+    return f"doubled={path}:Doubled"
+
+
+def word_request(word, *outputs, **fields):
+    request = pb.ModelInferRequest(**{"model_name": "doubled", "id": "r", **fields})
+    add_input(request, bytes_tensor("word", [word]))
+    for name in outputs:
+        request.outputs.add(name=name)
+    return request
+
+
+async def test_a_request_runs_through_both_and_the_model(processor):
+    async with foreign_server(ForeignServer()) as address, transformer(address, processors=processor) as (stub, _):
+        answer = await stub.ModelInfer(word_request(b"ab"))
+        assert (answer.model_name, answer.id) == ("doubled", "r")
+        outputs = decode_outputs(answer)
+        assert outputs["word"].array.tolist() == [b"abab!"]
+        assert outputs["length"].array.tolist() == [2]
+        assert decode_outputs(await stub.ModelInfer(word_request(b"ab", "length"))).keys() == {"length"}
+
+        (streamed,) = [response async for response in stub.ModelStreamInfer(each(word_request(b"c")))]
+        assert decode_outputs(streamed.infer_response)["word"].array.tolist() == [b"cc!"]
+        assert (await stub.ModelReady(pb.ModelReadyRequest(name="doubled"))).ready
+
+
+async def test_metadata_are_the_processors_own(processor):
+    async with foreign_server(ForeignServer()) as address, transformer(address, processors=processor) as (stub, _):
+        metadata = await stub.ModelMetadata(pb.ModelMetadataRequest(name="doubled"))
+        assert [(tensor.name, tensor.datatype, list(tensor.shape)) for tensor in metadata.inputs] == [
+            ("word", "BYTES", [1])
+        ]
+        assert [tensor.name for tensor in metadata.outputs] == ["word", "length"]
+
+
+@pytest.mark.parametrize(
+    ("word", "status", "text"),
+    [
+        (b"bad", grpc.StatusCode.INVALID_ARGUMENT, "a bad word"),
+        (b"broken", grpc.StatusCode.INTERNAL, "the processor failed on this request"),
+        (b"exit", grpc.StatusCode.INTERNAL, "the processor failed on this request"),
+        (b"list", grpc.StatusCode.INTERNAL, "the processor answered with list, not with a dict"),
+    ],
+)
+async def test_what_it_raises_fails_its_request_alone(processor, word, status, text, caplog):
+    async with foreign_server(ForeignServer()) as address, transformer(address, processors=processor) as (stub, _):
+        good = asyncio.gather(*(stub.ModelInfer(word_request(b"ok")) for _ in range(2)))
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.ModelInfer(word_request(word))
+        assert raised.value.code() is status
+        assert text in raised.value.details()
+        assert "secret" not in raised.value.details()
+        assert dict(raised.value.trailing_metadata())["x-failed-hop"] == "transformer"
+        assert len(await good) == 2
+
+
+@pytest.mark.parametrize(
+    ("tensor", "text"),
+    [
+        (Tensor("word", "INT64", np.arange(1)), "input 'word' must be BYTES"),
+        (bytes_tensor("word", [b"a", b"b"]), r"must have shape \[1\]"),
+        (bytes_tensor("other", [b"a"]), "unknown input 'other'"),
+    ],
+)
+async def test_inputs_that_are_not_declared_are_refused_before_its_code_runs(processor, tensor, text):
+    server = ForeignServer()
+    async with foreign_server(server) as address, transformer(address, processors=processor) as (stub, _):
+        request = pb.ModelInferRequest(model_name="doubled")
+        add_input(request, tensor)
+        with pytest.raises(grpc.aio.AioRpcError, match=text) as raised:
+            await stub.ModelInfer(request)
+        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert server.requests == []
+
+
+async def test_a_processor_without_its_model_is_not_ready(processor):
+    server = ForeignServer(ready=("ids",))
+    async with foreign_server(server) as address, transformer(address, processors=processor) as (stub, _):
+        assert not (await stub.ModelReady(pb.ModelReadyRequest(name="doubled"))).ready
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.ModelInfer(word_request(b"a"))
+        assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_blocking_code_stops_nobody_and_its_queue_is_bounded():
+    pool, release = WorkPool(threads=1, max_waiting=1, name="test"), threading.Event()
+    blocked = [asyncio.create_task(pool.run(release.wait, 30)) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError):
+        await pool.run(int)
+    release.set()
+    assert all(await asyncio.gather(*blocked))
+    assert await pool.run(int) == 0
+    pool.close()
+
+
+async def test_a_caller_that_leaves_keeps_its_thread_taken_until_the_code_ends():
+    pool, release = WorkPool(threads=1, max_waiting=0, name="test"), threading.Event()
+    left = asyncio.create_task(pool.run(release.wait, 30))
+    await asyncio.sleep(0)
+    left.cancel()
+    await asyncio.gather(left, return_exceptions=True)
+    with pytest.raises(OverloadedError):
+        await pool.run(int)
+    release.set()
+    pool.close()
+
+
+async def test_a_deadline_ends_a_request_whose_code_still_runs(tmp_path):
+    path = tmp_path / "slow.py"
+    path.write_text(
+        textwrap.dedent("""
+        import threading
+        from millrace.processor import Processor
+
+        class Slow(Processor):
+            model = "echo"
+            def preprocess(self, request):
+                threading.Event().wait(3)
+                return {}
+        """)
+    )
+    async with (
+        foreign_server(ForeignServer()) as address,
+        transformer(address, processors=f"s={path}:Slow") as (stub, _),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.ModelInfer(pb.ModelInferRequest(model_name="s"), metadata=(("x-timeout-ms", "50"),))
+        assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_the_setting_names_modules_and_files():
+    assert parse_processors("a=package.module:Class, b=some/where.py:Other") == (
+        ProcessorSource("a", "package.module", "Class"),
+        ProcessorSource("b", "some/where.py", "Other"),
+    )
+    for text in ("a", "a=b", "a=:C", "=m:C", "a=m:C,a=m:D", "../a=m:C"):
+        with pytest.raises(ValueError, match=r"is not name=|twice"):
+            parse_processors(text)
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "text"),
+    [
+        ("", "Missing", "has no class Missing"),
+        ("class C: pass", "C", "C is no millrace.processor.Processor"),
+        ("import nothing_like_it", "C", "cannot be imported: ModuleNotFoundError"),
+        (
+            "from millrace.processor import Processor\nclass C(Processor):\n    inputs = {'x': 3}",
+            "C",
+            "inputs must look",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_processor_is_said_at_the_start_in_one_line(tmp_path, code, name, text):
+    (tmp_path / "it.py").write_text(code)
+    with pytest.raises(StartupError, match=text) as raised:
+        RunningProcessor(ProcessorSource("it", str(tmp_path / "it.py"), name), WorkPool(1, 1, "test"))
+    assert "\n" not in str(raised.value)
+
+
+async def test_a_load_that_fails_keeps_the_transformer_from_starting(tmp_path):
+    code = """
+        from millrace.processor import Processor
+
+        class C(Processor):
+            def load(self):
+                raise OSError("no file")
+    """
+    (tmp_path / "it.py").write_text(textwrap.dedent(code))
+    pool = WorkPool(1, 1, "test")
+    running = RunningProcessor(ProcessorSource("it", str(tmp_path / "it.py"), "C"), pool)
+    with pytest.raises(StartupError, match=r"processor it: load\(\) failed: OSError: no file"):
+        await running.load()
+    pool.close()

@@ -1,0 +1,179 @@
+"""Several replicas are told as one: a model is there where all have it, and counts are added up."""
+
+import asyncio
+import random
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from millrace.errors import HopBrokenError
+from millrace_protos import inference_pb2 as pb
+from services.transformer.predictors import replicas as module
+from services.transformer.predictors.client import PredictorClient
+from services.transformer.predictors.replicas import ModelState, Replicas, merged
+from services.transformer.predictors.statistics import summed
+from tests.support.scripted_predictor import MODEL, ScriptedPredictor, serving
+from tests.waiting import until
+
+
+def index(**states):
+    response = pb.RepositoryIndexResponse()
+    for name, state in states.items():
+        response.models.add(name=name, version="1", state=state, reason="broken" if state == "UNAVAILABLE" else "")
+    return response
+
+
+def test_one_replica_speaks_for_itself():
+    assert merged([index(a="READY", b="UNAVAILABLE")]) == {
+        "a": ModelState("READY", "", "1"),
+        "b": ModelState("UNAVAILABLE", "broken", "1"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("other", "state", "reason"),
+    [
+        (index(a="READY"), "READY", ""),
+        (index(a="LOADING"), "LOADING", "1 of 2 replicas lack it"),
+        (index(a="UNAVAILABLE"), "UNAVAILABLE", "1 of 2 replicas lack it: broken"),
+        (index(), "UNAVAILABLE", "1 of 2 replicas lack it"),
+    ],
+)
+def test_a_model_is_ready_where_every_replica_has_it(other, state, reason):
+    told = merged([index(a="READY"), other])["a"]
+    assert (told.state, told.reason) == (state, reason)
+
+
+def test_counts_of_replicas_are_added_up():
+    def statistics(count, last):
+        one = pb.ModelStatistics(name="m", version="1", last_inference=last, inference_count=count)
+        one.inference_stats.success.count = count
+        one.inference_stats.success.ns = 10 * count
+        one.inference_stats.fail.SetInParent()
+        one.response_stats["0"].success.count = count
+        one.batch_stats.add(batch_size=2).compute_infer.count = count
+        one.memory_usage.add(type="CPU", byte_size=5)
+        return pb.ModelStatisticsResponse(model_stats=[one])
+
+    (total,) = summed([statistics(3, 20), statistics(4, 10)]).model_stats
+    assert (total.name, total.version, total.inference_count, total.last_inference) == ("m", "1", 7, 20)
+    assert (total.inference_stats.success.count, total.inference_stats.success.ns) == (7, 70)
+    assert total.inference_stats.HasField("fail")
+    assert total.response_stats["0"].success.count == 7
+    assert [(batch.batch_size, batch.compute_infer.count) for batch in total.batch_stats] == [(2, 7)]
+    assert [usage.byte_size for usage in total.memory_usage] == [5, 5]
+
+
+def test_models_and_versions_are_kept_apart():
+    def one(name, version):
+        return pb.ModelStatisticsResponse(
+            model_stats=[pb.ModelStatistics(name=name, version=version, inference_count=1)]
+        )
+
+    totals = summed([one("a", "1"), one("a", "2"), one("b", "1"), one("a", "1")]).model_stats
+    assert {(each.name, each.version): each.inference_count for each in totals} == {
+        ("a", "1"): 2,
+        ("a", "2"): 1,
+        ("b", "1"): 1,
+    }
+
+
+# ------------------------------------------------------------------ replicas that come and go
+
+
+@asynccontextmanager
+async def replicas_at(monkeypatch, *addresses):
+    """Replicas behind one name, which stands for what the list that comes along holds at the moment."""
+    known = list(addresses)
+
+    async def resolve(address):
+        await asyncio.sleep(random.random() / 100)  # As a name service, which answers in any order.
+        return list(known)
+
+    monkeypatch.setattr(module, "_resolve", resolve)
+    client = PredictorClient("127.0.0.1:1")
+    replicas = Replicas(["predictor:9000"], client)
+    try:
+        yield replicas, known
+    finally:
+        await replicas.close()
+        await client.close()
+
+
+async def test_a_scale_down_amid_many_calls_fails_none(monkeypatch):
+    async with AsyncExitStack() as stack:
+        everyone = [await stack.enter_async_context(serving(ScriptedPredictor())) for _ in range(4)]
+        replicas, known = await stack.enter_async_context(replicas_at(monkeypatch, *everyone))
+
+        async def ask():
+            for _ in range(20):
+                assert set(await replicas.index()) == {MODEL}
+
+        asking = asyncio.gather(*(ask() for _ in range(8)))
+        while not asking.done():
+            known[:] = random.sample(everyone, random.randint(1, 4))
+            await asyncio.sleep(0.003)
+        await asking
+
+
+async def test_what_is_asked_of_a_replica_that_leaves_ends_with_an_error_and_not_as_a_cancel(monkeypatch):
+    monkeypatch.setattr(module, "_CLOSE_S", 0.1)
+    never = asyncio.Event()
+
+    class Hangs(ScriptedPredictor):
+        async def RepositoryModelLoad(self, request, context):  # noqa: N802
+            self.calls.append(request)
+            await never.wait()
+
+    leaves, stays = Hangs(), ScriptedPredictor()
+    async with (
+        serving(leaves) as first,
+        serving(stays) as second,
+        replicas_at(monkeypatch, first) as (replicas, known),
+    ):
+        loading = asyncio.create_task(replicas.load(pb.RepositoryModelLoadRequest(model_name=MODEL), None))
+        await leaves.wait_for_calls(1)
+        known[:] = [second]
+        assert set(await replicas.index()) == {MODEL}
+        with pytest.raises(HopBrokenError):
+            await loading
+        assert set(await replicas.index()) == {MODEL}
+
+
+async def test_who_asks_for_replicas_is_cancelled_by_its_own_cancel_alone(monkeypatch):
+    never = asyncio.Event()
+
+    class Hangs(ScriptedPredictor):
+        async def RepositoryModelLoad(self, request, context):  # noqa: N802
+            self.calls.append(request)
+            await never.wait()
+
+    predictor = Hangs()
+    async with serving(predictor) as address, replicas_at(monkeypatch, address) as (replicas, _):
+        loading = asyncio.create_task(replicas.load(pb.RepositoryModelLoadRequest(model_name=MODEL), None))
+        await predictor.wait_for_calls(1)
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+
+
+async def test_a_stream_has_a_taker_where_another_replica_has_its_weights(monkeypatch):
+    monkeypatch.setattr(module, "_TAKER_S", 0.2)
+    one, other = ScriptedPredictor(), ScriptedPredictor()
+    one.fingerprint, other.fingerprint = "a", "b"
+    async with (
+        serving(one) as first,
+        serving(other) as second,
+        replicas_at(monkeypatch, first, second) as (replicas, known),
+    ):
+        assert not replicas.have_taker(MODEL, "a"), "nobody waits for the answer"
+        await until(lambda: replicas.have_taker(MODEL, "a"))
+        await until(lambda: replicas.have_taker(MODEL, "b"))
+        await until(lambda: replicas.have_taker(MODEL, ""))
+        assert not replicas.have_taker(MODEL, "c")
+        known[:] = [second]
+        await until(lambda: not replicas.have_taker(MODEL, "a"))
+        for _ in range(100):
+            assert not replicas.have_taker(MODEL, "a")
+            assert not replicas.have_taker(MODEL, "c")
+            await asyncio.sleep(0.005)

@@ -1,0 +1,517 @@
+"""A generation goes on where its predictor left it: nothing repeated, nothing missing, and only as often as allowed."""
+
+import asyncio
+from contextlib import aclosing, asynccontextmanager
+
+import grpc
+import pytest
+
+from millrace.errors import (
+    DeadlineError,
+    HopBrokenError,
+    InvalidRequestError,
+    NotFoundError,
+    NotReadyError,
+    OtherWeightsError,
+    OverloadedError,
+    RequestFailedError,
+)
+from millrace.payload.call import Origin
+from millrace.sampling import SamplingParameters
+from services.transformer.predictors.client import Generation, PredictorClient
+from services.transformer.predictors.descriptions import Dialect
+from services.transformer.predictors.first_token import FirstToken
+from services.transformer.predictors.resuming import ResumingGenerator
+from tests.support.scripted_predictor import (
+    ANSWER,
+    MODEL,
+    ScriptedPredictor,
+    alone,
+    beats_until,
+    breaks,
+    breaks_before_its_end,
+    falls_silent,
+    hands_back,
+    holds_until,
+    raises,
+    serving,
+    whole,
+)
+from tests.waiting import until
+
+SAMPLING = SamplingParameters(max_tokens=100, seed=7)
+FOREIGN = Dialect("INT32", tells_reason=False)
+
+
+class Resuming:
+    """A generator and the predictor that it calls."""
+
+    def __init__(self, predictor, client):
+        self.predictor = predictor
+        self.client = client
+        self.generator = ResumingGenerator(client)
+        self.resumes = 0
+
+    def chunks(self, prompt=(1, 2, 3), timeout_s=None, sampling=SAMPLING, first_token_ms=None, **fields):
+        def resumed():
+            self.resumes += 1
+
+        asked = Generation(MODEL, "r", list(prompt), sampling, **fields)
+        metadata = () if first_token_ms is None else (("x-first-token-timeout-ms", str(first_token_ms)),)
+        first_token = FirstToken(Origin("p", "r", metadata))
+        made = self.generator.generate(asked, self.client.patience(timeout_s), first_token, resumed)
+        return first_token.bound(made)
+
+    async def generate(self, **arguments):
+        async with aclosing(self.chunks(**arguments)) as chunks:
+            return [chunk async for chunk in chunks]
+
+    @property
+    def continued_after(self):
+        """How many ids each call was given."""
+        return [len(call.request.inputs) > 1 and call.request.inputs[1].shape[0] for call in self.predictor.calls]
+
+    @property
+    def were_alone(self):
+        return [call.options.alone for call in self.predictor.calls]
+
+
+@asynccontextmanager
+async def resuming(*script, silence_limit_s=10.0, wait_s=30.0, answer=ANSWER):
+    predictor = ScriptedPredictor(*script, answer=answer)
+    async with serving(predictor) as address:
+        client = PredictorClient(address, silence_limit_s, wait_s)
+        try:
+            yield Resuming(predictor, client)
+        finally:
+            await client.close()
+
+
+def ids_of(chunks):
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def check_whole(chunks):
+    assert ids_of(chunks) == ANSWER
+    assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["stop"]
+    assert chunks[-1].usage.completion_tokens == len(ANSWER)
+
+
+async def test_an_undisturbed_generation_is_one_call():
+    async with resuming() as r:
+        check_whole(await r.generate())
+        (call,) = r.predictor.calls
+        assert (call.options.resumes, call.options.heartbeat_ms, call.options.alone) == (True, 1000, False)
+        assert r.resumes == 0
+
+
+@pytest.mark.parametrize("end", [breaks, hands_back, falls_silent, lambda n: raises(HopBrokenError("died"), n)])
+@pytest.mark.parametrize("after", [0, 1, 7, 19])
+async def test_it_goes_on_after_the_tokens_that_it_has(end, after):
+    async with resuming(end(after), silence_limit_s=0.3) as r:
+        check_whole(await r.generate())
+        assert r.continued_after == [False, after or False]
+        assert r.resumes == bool(after)
+
+
+async def test_it_goes_on_as_often_as_it_takes_where_tokens_come_between():
+    async with resuming(*(breaks(2) for _ in range(9))) as r:
+        check_whole(await r.generate())
+        assert r.continued_after == [False, *range(2, 20, 2)]
+        assert not any(r.were_alone)
+        assert r.resumes == 9
+
+
+async def test_an_answer_that_lacks_its_end_alone_gets_it():
+    async with resuming(breaks_before_its_end(5)) as r:
+        chunks = await r.generate(sampling=SamplingParameters(max_tokens=5, seed=1))
+        assert ids_of(chunks) == ANSWER[:5]
+        assert (chunks[-1].token_ids, chunks[-1].finish_reason) == ([], "length")
+        assert chunks[-1].usage.completion_tokens == 5
+        assert r.continued_after == [False, 5]
+
+
+async def test_a_call_that_breaks_after_its_last_chunk_is_complete():
+    async with resuming(breaks(len(ANSWER))) as r:
+        check_whole(await r.generate())
+        assert len(r.predictor.calls) == 1
+
+
+async def test_usage_has_the_prompt_once_and_what_the_first_call_found_in_its_cache():
+    async with resuming(breaks(3), hands_back(3)) as r:
+        usage = (await r.generate())[-1].usage
+        assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (5, 101, 20)
+
+
+async def test_log_probabilities_go_on_without_a_repeat():
+    async with resuming(breaks(3), breaks(4)) as r:
+        chunks = await r.generate(sampling=SamplingParameters(max_tokens=100, logprobs=True, seed=1))
+        values = [value for chunk in chunks for value in chunk.logprobs]
+        assert values == pytest.approx([-position / 10 for position in range(20)])
+
+
+async def test_the_seed_and_every_parameter_are_those_of_the_first_call():
+    async with resuming(breaks(3)) as r:
+        await r.generate()
+        first, second = (call.request for call in r.predictor.calls)
+        assert first.parameters == second.parameters
+        assert first.id == second.id
+
+
+async def test_heartbeats_keep_a_call_alive_and_are_nobodys_chunks():
+    released = asyncio.Event()
+    async with resuming(beats_until(released), silence_limit_s=0.5) as r:
+        asyncio.get_running_loop().call_later(1.2, released.set)
+        check_whole(await r.generate())
+        assert len(r.predictor.calls) == 1
+        assert r.predictor.calls[0].options.heartbeat_ms == 50
+
+
+async def test_a_silent_call_is_cancelled_before_the_next_begins():
+    async with resuming(falls_silent(4), silence_limit_s=0.3) as r:
+        check_whole(await r.generate())
+        async with asyncio.timeout(10):
+            await r.predictor.calls[0].ended.wait()
+        assert r.predictor.calls[0].was_cancelled
+
+
+# ------------------------------------------------------------------ deaths in a row
+
+
+async def test_after_two_deaths_in_a_row_it_runs_alone_and_then_beside_others_again():
+    async with resuming(breaks(), breaks(), breaks(3)) as r:
+        check_whole(await r.generate())
+        assert r.were_alone == [False, False, True, False]
+
+
+async def test_its_third_death_in_a_row_ends_it_and_the_same_request_is_refused():
+    async with resuming(breaks(5), breaks(), alone(breaks())) as r:
+        chunks = r.chunks()
+        assert ids_of([await anext(chunks) for _ in range(5)]) == ANSWER[:5]
+        with pytest.raises(RequestFailedError):
+            await anext(chunks)
+        assert r.were_alone == [False, False, True]
+        with pytest.raises(RequestFailedError, match="refused"):
+            await r.generate(sampling=SAMPLING.model_copy(update={"seed": 8}))
+        assert len(r.predictor.calls) == 3
+        check_whole(await r.generate(prompt=(1, 2, 4)))
+
+
+async def test_who_dies_before_its_turn_to_run_alone_is_not_guilty():
+    async with resuming(breaks(5), *(breaks() for _ in range(4)), alone(hands_back()), breaks()) as r:
+        check_whole(await r.generate())
+        assert r.were_alone == [False] * 2 + [True] * 6
+
+
+async def test_who_always_dies_before_its_turn_is_taken_for_guilty():
+    async with resuming(*(breaks() for _ in range(100))) as r:
+        with pytest.raises(RequestFailedError, match="refused"):
+            await r.generate()
+        assert r.were_alone == [False] * 2 + [True] * 5
+
+
+async def test_a_replica_that_lacks_the_model_of_a_moved_stream_is_away():
+    lacks = NotFoundError("no model 'teller'")
+    async with resuming(breaks(3), raises(lacks), raises(lacks)) as r:
+        check_whole(await r.generate())
+    async with resuming(raises(lacks)) as r:
+        with pytest.raises(NotFoundError):
+            await r.generate()
+
+
+async def test_drains_are_no_deaths():
+    async with resuming(*(hands_back() for _ in range(6))) as r:
+        check_whole(await r.generate())
+        assert not any(r.were_alone)
+
+
+async def test_one_request_runs_alone_at_a_time():
+    released = asyncio.Event()
+    async with resuming(*(breaks() for _ in range(4)), holds_until(released), holds_until(released)) as r:
+        both = [asyncio.create_task(r.generate(prompt=(number,))) for number in range(2)]
+        await r.predictor.wait_for_calls(5)
+        await asyncio.sleep(0.2)  # Time enough for a fifth and a sixth call, if there were nothing to wait for.
+        assert r.were_alone == [False] * 4 + [True]
+        released.set()
+        for chunks in await asyncio.gather(*both):
+            check_whole(chunks)
+        assert r.were_alone == [False] * 4 + [True] * 2
+
+
+async def test_a_replica_where_another_runs_alone_is_asked_again():
+    taken = NotReadyError("another request runs alone here", retry_after_ms=100)
+    async with resuming(breaks(), breaks(), raises(taken)) as r:
+        check_whole(await r.generate())
+        assert r.were_alone == [False, False, True, True]
+
+
+# ------------------------------------------------------------------ one answer, one model
+
+
+def with_weights(fingerprint, action):
+    """The predictor has other weights from this call on."""
+
+    async def answers(predictor, call):
+        predictor.fingerprint = fingerprint
+        async with aclosing(action(predictor, call)) as counts:
+            async for count in counts:
+                yield count
+
+    return answers
+
+
+async def test_it_goes_on_with_the_weights_that_began_it_and_with_no_others():
+    refused = raises(OtherWeightsError("model 'teller' has other weights here"))
+    async with resuming(with_weights("a", breaks(3)), refused, refused, refused, breaks(4)) as r:
+        chunks = await r.generate()
+        check_whole(chunks)
+        assert [call.options.fingerprint for call in r.predictor.calls] == ["", *["a"] * 5]
+        assert {chunk.fingerprint for chunk in chunks} == {"a"}
+        assert not any(r.were_alone)
+
+
+async def test_no_token_is_taken_of_other_weights_even_if_they_offer_them():
+    async with resuming(with_weights("a", breaks(3)), with_weights("b", whole), with_weights("a", whole)) as r:
+        check_whole(await r.generate())
+        assert r.continued_after == [False, 3, 3]
+    async with resuming(with_weights("a", breaks(3)), with_weights("", whole), with_weights("a", whole)) as r:
+        check_whole(await r.generate())
+
+
+async def test_a_stream_whose_weights_are_gone_ends_with_an_error_that_says_so():
+    refused = [raises(OtherWeightsError("other")) for _ in range(1000)]
+    async with resuming(with_weights("a", breaks(3)), *refused, wait_s=0.2) as r:
+        with pytest.raises(HopBrokenError, match="weights have changed"):
+            await r.generate()
+
+
+def leaves(action, after=0):
+    """The predictor is about to stop, and says so from the token after so many on."""
+
+    async def stays(predictor, call):
+        async with aclosing(action(predictor, call)) as counts:
+            async for count in counts:
+                call.is_leaving = len(call.output_ids) >= after
+                yield count
+
+    return stays
+
+
+async def test_a_stream_stays_where_it_is_until_another_predictor_can_go_on_with_it():
+    async with resuming(with_weights("a", leaves(whole, after=5)), with_weights("a", whole)) as r:
+        asked = []
+
+        def have_taker(model, fingerprint):
+            asked.append((model, fingerprint))
+            return len(asked) > 4
+
+        r.generator = ResumingGenerator(r.client, have_taker=have_taker)
+        check_whole(await r.generate())
+        assert r.continued_after == [False, 10]
+        assert set(asked) == {(MODEL, "a")}
+        assert not any(r.were_alone)
+        async with asyncio.timeout(10):
+            await r.predictor.calls[0].ended.wait()
+
+
+async def test_a_stream_that_nobody_can_take_ends_where_it_is():
+    async with resuming(with_weights("a", leaves(whole))) as r:
+        check_whole(await r.generate())
+        assert len(r.predictor.calls) == 1
+
+
+async def test_what_has_not_begun_takes_any_weights():
+    async with resuming(with_weights("a", breaks()), with_weights("b", breaks(2)), with_weights("b", whole)) as r:
+        chunks = await r.generate()
+        check_whole(chunks)
+        assert [call.options.fingerprint for call in r.predictor.calls] == ["", "", "b"]
+        assert chunks[0].fingerprint == "b"
+
+
+# ------------------------------------------------------------------ predictors that are away or full
+
+
+async def test_a_predictor_that_is_away_is_waited_for():
+    predictor = ScriptedPredictor(breaks(3))
+    async with serving(predictor) as address:
+        client = PredictorClient(address)
+        r = Resuming(predictor, client)
+        chunks = r.chunks()
+        made = [await anext(chunks) for _ in range(3)]
+    # A call on the connection that is about to end would be another death.
+    await until(lambda: client._channel.get_state() is not grpc.ChannelConnectivity.READY)
+    waiting = asyncio.create_task(anext(chunks))
+    await asyncio.sleep(0.2)
+    assert not waiting.done()
+    async with serving(predictor, int(address.rpartition(":")[2])):
+        made += [await waiting] + [chunk async for chunk in chunks]
+        check_whole(made)
+        assert not any(r.were_alone)
+        await client.close()
+
+
+async def test_a_stream_that_nobody_takes_ends_as_broken_and_one_that_has_not_begun_as_not_ready():
+    away = NotReadyError("loading")
+    async with resuming(breaks(3), *(raises(away) for _ in range(1000)), wait_s=0.2) as r:
+        with pytest.raises(HopBrokenError, match="no other one went on") as raised:
+            await r.generate()
+        assert raised.value.hop == "predictor"
+        with pytest.raises(NotReadyError, match="loading"):
+            await r.generate()
+
+
+async def test_an_answer_that_has_begun_is_given_more_time_than_one_that_has_not():
+    away = [raises(NotReadyError("loading")) for _ in range(4)]
+    for script, is_given_time in (((breaks(3), *away), True), (away, False)):
+        async with resuming(*script) as r:
+            r.client._start_wait_s = 0.01
+            if is_given_time:
+                check_whole(await r.generate())
+            else:
+                with pytest.raises(NotReadyError):
+                    await r.generate()
+
+
+async def test_a_predictor_that_never_answers_is_away_and_says_nothing_of_the_request():
+    async with resuming(*(falls_silent() for _ in range(5)), silence_limit_s=0.1) as r:
+        check_whole(await r.generate())
+        assert not any(r.were_alone)
+    async with resuming(*(falls_silent() for _ in range(99)), silence_limit_s=0.1, wait_s=0.5) as r:
+        with pytest.raises(NotReadyError, match="does not answer"):
+            await r.generate()
+
+
+async def test_a_predictor_that_falls_silent_after_a_heartbeat_has_died():
+    never = asyncio.Event()
+
+    async def one_beat(predictor, call):
+        async with aclosing(beats_until(never)(predictor, call)) as beats:
+            yield await anext(beats)
+            await never.wait()
+
+    async with resuming(one_beat, one_beat, alone(one_beat), silence_limit_s=0.2) as r:
+        with pytest.raises(RequestFailedError):
+            await r.generate()
+        assert r.were_alone == [False, False, True]
+
+
+async def test_a_death_without_a_successor_is_nobody_being_ready():
+    async with resuming(*(breaks() for _ in range(2)), wait_s=0) as r:
+        with pytest.raises(NotReadyError, match="no predictor answers"):
+            await r.generate()
+
+
+async def test_a_full_queue_refuses_a_new_request_and_keeps_a_moved_one_waiting():
+    full = OverloadedError("the queue is full", retry_after_ms=20)
+    async with resuming(raises(full)) as r:
+        with pytest.raises(OverloadedError) as raised:
+            await r.generate()
+        assert raised.value.retry_after_ms == 20
+    for moved in (breaks(3), breaks(), hands_back()):
+        async with resuming(moved, raises(full), raises(full)) as r:
+            check_whole(await r.generate())
+            assert len(r.predictor.calls) == 4
+
+
+@pytest.mark.parametrize("error", [InvalidRequestError("no"), RequestFailedError("no")])
+async def test_what_is_the_requests_own_ends_it(error):
+    async with resuming(breaks(3), raises(error)) as r:
+        with pytest.raises(type(error)):
+            await r.generate()
+        assert len(r.predictor.calls) == 2
+
+
+# ------------------------------------------------------------------ deadlines and cancels
+
+
+async def test_the_deadline_is_kept_in_a_call_and_between_calls():
+    for script in ([falls_silent(2)], [raises(NotReadyError("away")) for _ in range(1000)]):
+        async with resuming(*script) as r:
+            with pytest.raises(DeadlineError):
+                await r.generate(timeout_s=0.3)
+
+
+async def test_the_first_token_has_a_deadline_of_its_own_over_all_calls():
+    away = [raises(NotReadyError("away")) for _ in range(1000)]
+    for script in ([falls_silent()], away, [raises(DeadlineError("no token within 299 ms"))]):
+        async with resuming(*script) as r:
+            with pytest.raises(DeadlineError, match="no token within 300 ms" if script[1:] else "no token within"):
+                await r.generate(first_token_ms=300)
+            assert r.predictor.calls[0].options.first_token_timeout_ms <= 300
+
+
+async def test_the_first_tokens_deadline_does_not_concern_the_second():
+    released = asyncio.Event()
+    async with resuming(holds_until(released, after=1)) as r:
+        chunks = r.chunks(first_token_ms=400)
+        made = [await anext(chunks)]
+        asyncio.get_running_loop().call_later(0.6, released.set)
+        made += [chunk async for chunk in chunks]
+        check_whole(made)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "soon", "1.5", "100000000", "", "٣"])
+async def test_a_first_token_deadline_that_is_none_is_refused(value):
+    with pytest.raises(InvalidRequestError, match="x-first-token-timeout-ms"):
+        FirstToken(Origin("p", "r", (("x-first-token-timeout-ms", value),)))
+
+
+CANCELLED_IN = {
+    "a call": [falls_silent(1)],
+    "a back-off": [raises(NotReadyError("away", retry_after_ms=60_000))],
+    "the line for its turn alone": [breaks() for _ in range(2)],
+}
+
+
+@pytest.mark.parametrize("script", CANCELLED_IN.values(), ids=list(CANCELLED_IN))
+async def test_a_caller_who_leaves_ends_everything_at_once(script):
+    async with resuming(*script) as r:
+        await r.generator._alone.acquire()
+        asking = asyncio.create_task(r.generate())
+        await r.predictor.wait_for_calls(len(script))
+        await asyncio.sleep(0.1)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await until(lambda: all(call.ended.is_set() for call in r.predictor.calls))
+        r.generator._alone.release()
+        assert len(r.predictor.calls) == len(script)
+        check_whole(await r.generate())
+
+
+async def test_who_leaves_while_it_runs_alone_gives_the_turn_back():
+    async with resuming(breaks(), breaks(), falls_silent()) as r:
+        asking = asyncio.create_task(r.generate())
+        await r.predictor.wait_for_calls(3)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        assert not r.generator._alone.locked()
+
+
+# ------------------------------------------------------------------ others' predictors
+
+
+async def test_a_predictor_that_cannot_go_on_is_asked_again_only_before_its_first_token():
+    async with resuming(breaks()) as r:
+        check_whole(await r.generate(resumes=False))
+        assert [call.options for call in r.predictor.calls] == [r.predictor.calls[0].options] * 2
+        assert not r.predictor.calls[0].options.metadata()
+    async with resuming(breaks(1)) as r:
+        with pytest.raises(HopBrokenError):
+            await r.generate(resumes=False)
+        assert len(r.predictor.calls) == 1
+
+
+async def test_a_predictor_that_cannot_run_alone_is_not_asked_a_third_time():
+    async with resuming(breaks(), breaks()) as r:
+        with pytest.raises(HopBrokenError):
+            await r.generate(resumes=False)
+        assert len(r.predictor.calls) == 2
+
+
+async def test_a_predictor_without_heartbeats_may_be_silent():
+    released = asyncio.Event()
+    async with resuming(holds_until(released), silence_limit_s=0.1) as r:
+        asyncio.get_running_loop().call_later(0.5, released.set)
+        check_whole(await r.generate(resumes=False))
+        assert len(r.predictor.calls) == 1

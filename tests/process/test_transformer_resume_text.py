@@ -1,0 +1,199 @@
+"""What callers see of a generation that was moved: the same text, chunks that fit together, and models worth a wait."""
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import grpc
+import numpy as np
+import orjson
+import pytest
+from google.api.httpbody_pb2 import HttpBody
+from tokenizers import Tokenizer
+
+from millrace.errors import InvalidRequestError, NotReadyError
+from millrace.oip.tensors import Tensor, add_input, decode_outputs
+from millrace_protos import inference_pb2 as pb
+from tests.support.scripted_predictor import MODEL, ScriptedPredictor, breaks, falls_silent, raises, serving
+from tests.support.transformer_fixtures import transformer
+from tests.system.calls import each, text_request
+from tests.waiting import until
+
+STORY = "Once upon a time there was a little mill — “an old one”, said the miller — by the river."
+TELLER = f"{MODEL}=models/storyteller"
+DEADLINE = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+@pytest.fixture(scope="module")
+def answer():
+    tokenizer = Tokenizer.from_file("models/storyteller/tokenizer.json")
+    return tokenizer.encode(STORY, add_special_tokens=False).ids
+
+
+def asked(**parameters):
+    return text_request(MODEL, "Tell me", **{"max_tokens": 200, "seed": 1, **parameters})
+
+
+async def told(stub, request):
+    """Text, reason and log probabilities of one ModelStreamInfer."""
+    responses = [response.infer_response async for response in stub.ModelStreamInfer(each(request), timeout=60)]
+    outputs = [decode_outputs(response) for response in responses]
+    text = b"".join(each["text_output"].array[0] for each in outputs).decode()
+    values = [
+        entry["logprob"]
+        for each in outputs
+        if "logprobs" in each
+        for position in orjson.loads(each["logprobs"].array[0])
+        for entry in position.values()
+    ]
+    return text, responses[-1].parameters["finish_reason"].string_param, values
+
+
+async def test_text_is_the_same_wherever_the_call_breaks(answer):
+    predictor = ScriptedPredictor(answer=answer)
+    async with serving(predictor) as address, transformer(address, TELLER) as (stub, _):
+        for stop in (None, "little mill", "“an"):
+            request = asked()
+            if stop is not None:
+                request.parameters["stop"].string_param = stop
+            undisturbed = await told(stub, request)
+            assert undisturbed[0].strip() == (STORY.partition(stop)[0].strip() if stop else STORY)
+            for after in range(1, len(answer)):
+                predictor.script.append(breaks(after))
+                assert await told(stub, request) == undisturbed
+                predictor.script.clear()
+
+
+async def test_log_probabilities_belong_to_their_tokens(answer):
+    request = asked(logprobs=1)
+    add_input(request, Tensor("return_logprobs", "BOOL", np.array([True])))
+    predictor = ScriptedPredictor(breaks(3), breaks(2), answer=answer)
+    async with serving(predictor) as address, transformer(address, TELLER) as (stub, _):
+        _, _, values = await told(stub, request)
+    assert values == pytest.approx([-position / 10 for position in range(len(answer))])
+
+
+@pytest.mark.parametrize("stop", [None, "little mill"], ids=["to the end", "to a stop string"])
+@pytest.mark.parametrize(
+    ("salt", "tells_cached", "cached"),
+    [(None, False, 0), ("", False, 0), ("mine", False, 101), (None, True, 101)],
+    ids=["a stranger", "an empty salt", "the owner of a cache", "where all may know"],
+)
+async def test_usage_tells_what_was_cached_to_its_owner_alone(answer, stop, salt, tells_cached, cached):
+    predictor = ScriptedPredictor(breaks(2), answer=answer)
+    body = {"model": MODEL, "prompt": "Tell me", "max_tokens": 200}
+    body |= {name: value for name, value in (("stop", stop), ("cache_salt", salt)) if value is not None}
+    async with serving(predictor) as address, transformer(address, TELLER, tells_cached=tells_cached) as (stub, _):
+        completions = stub.channel.unary_stream(
+            "/millrace.rest.v1.OpenAI/Completions",
+            request_serializer=HttpBody.SerializeToString,
+            response_deserializer=HttpBody.FromString,
+        )
+        (whole,) = [orjson.loads(made.data) async for made in completions(HttpBody(data=orjson.dumps(body)))]
+    assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": cached}
+
+
+async def test_each_choice_goes_on_by_itself(answer):
+    predictor = ScriptedPredictor(breaks(2), breaks(5), breaks(7), answer=answer)
+    async with serving(predictor) as address, transformer(address, TELLER) as (stub, _):
+        body = {"model": MODEL, "prompt": "Tell me", "n": 2, "max_tokens": 200, "stream": True}
+        completions = stub.channel.unary_stream(
+            "/millrace.rest.v1.OpenAI/Completions",
+            request_serializer=HttpBody.SerializeToString,
+            response_deserializer=HttpBody.FromString,
+        )
+        texts = ["", ""]
+        async for event in completions(HttpBody(data=orjson.dumps(body))):
+            data = event.data.removeprefix(b"data: ").strip()
+            if data != b"[DONE]":
+                for choice in orjson.loads(data)["choices"]:
+                    texts[choice["index"]] += choice["text"]
+        assert [text.strip() for text in texts] == [STORY, STORY]
+        assert len(predictor.calls) == 5
+
+
+async def test_a_malformed_first_token_deadline_is_refused_and_one_that_passes_ends_the_request(answer):
+    predictor = ScriptedPredictor(falls_silent(), answer=answer)
+    async with serving(predictor) as address, transformer(address, TELLER) as (stub, _):
+        for value, code in (("soon", grpc.StatusCode.INVALID_ARGUMENT), ("200", DEADLINE)):
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await stub.ModelInfer(asked(), metadata=(("x-first-token-timeout-ms", value),))
+            assert raised.value.code() is code
+        assert raised.value.details() == "no token within 200 ms"
+        assert await stub.ModelInfer(asked(), metadata=(("x-first-token-timeout-ms", "60000"),))
+
+
+# ------------------------------------------------------------------ models that are not there just now
+
+
+async def test_a_request_waits_for_a_model_that_loads(answer):
+    predictor = ScriptedPredictor(answer=answer)
+    async with serving(predictor) as address, transformer(address, TELLER) as (stub, catalogue):
+        predictor.state = "LOADING"
+        await until(lambda: not catalogue.is_ready(MODEL))
+        asking = [asyncio.create_task(told(stub, asked())) for _ in range(3)]
+        with pytest.raises(grpc.aio.AioRpcError, match="no token within 300 ms"):
+            await stub.ModelInfer(asked(), metadata=(("x-first-token-timeout-ms", "300"),))
+        assert not predictor.calls
+        assert not any(task.done() for task in asking)
+        predictor.state = "READY"
+        assert {text.strip() for text, _, _ in await asyncio.gather(*asking)} == {STORY}
+
+
+async def test_a_request_for_a_model_that_is_none_does_not_wait(answer):
+    predictor = ScriptedPredictor(answer=answer)
+    async with serving(predictor) as address, transformer(address, TELLER) as (stub, catalogue):
+        for name in ("nobody", MODEL):
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await stub.ModelInfer(text_request(name, "Tell me"), timeout=30)
+            assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+            predictor.state = ""
+            await until(lambda: not catalogue.lists(MODEL))
+
+
+async def test_a_request_for_tensors_waits_for_its_predictor_and_for_nothing_else():
+    away = [NotReadyError("the model loads") for _ in range(3)]
+    predictor = ScriptedPredictor(*away, InvalidRequestError("wrong"))
+    request = pb.ModelInferRequest(model_name=MODEL)
+    request.parameters["max_tokens"].int64_param = 100
+    async with serving(predictor) as address, transformer(address) as (stub, _):
+        with pytest.raises(grpc.aio.AioRpcError, match="wrong"):
+            await stub.ModelInfer(request, timeout=30)
+        assert len(predictor.calls) == 4
+        predictor.script.extend(raises(error) for error in away)
+        responses = [response async for response in stub.ModelStreamInfer(each(request), timeout=30)]
+        assert responses[-1].infer_response.parameters["finish_reason"].string_param == "stop"
+        assert len(predictor.calls) == 8
+        predictor.script.append(raises(NotReadyError("the model loads"), after=1))
+        responses = [response async for response in stub.ModelStreamInfer(each(request), timeout=30)]
+        assert (len(responses), responses[-1].error_message) == (2, "the model loads")
+
+
+async def test_every_word_of_readiness_is_the_same_while_a_predictor_goes_and_comes(answer):
+    predictor = ScriptedPredictor(answer=answer)
+
+    async def ready(stub):
+        return [
+            (await stub.ServerReady(pb.ServerReadyRequest())).ready,
+            (await stub.ModelReady(pb.ModelReadyRequest(name=MODEL))).ready,
+            (await stub.ModelReady(pb.ModelReadyRequest(name=MODEL, version="1"))).ready,
+        ]
+
+    async with AsyncExitStack() as stack:
+        async with serving(predictor) as address:
+            stub, catalogue = await stack.enter_async_context(transformer(address, TELLER))
+            assert await ready(stub) == [True] * 3
+            predictor.is_ready = False
+            await until(lambda: not catalogue.ready)
+            assert await ready(stub) == [False] * 3
+            predictor.is_ready = True
+            await until(lambda: catalogue.ready)
+            assert await ready(stub) == [True] * 3
+        await until(lambda: not catalogue.ready)
+        assert await ready(stub) == [False] * 3
+        async with serving(predictor, int(address.rpartition(":")[2])):
+            await until(lambda: catalogue.ready)
+            assert await ready(stub) == [True] * 3
+            await catalogue.drain(5.0)
+            assert await ready(stub) == [False] * 3
+            await catalogue.refresh()
+            assert await ready(stub) == [False] * 3

@@ -1,0 +1,138 @@
+"""A model whose tokenizer cannot be read harms no other, and one of any name takes text where it can."""
+
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+
+from millrace.errors import StartupError
+from millrace.models.sources import ModelSource, parse_location
+from millrace_protos import inference_pb2 as pb
+from millrace_protos import model_config_pb2
+from services.transformer.text.model_text import read_text
+from tests.process.foreign_server import ForeignServer, foreign_server
+from tests.support.transformer_fixtures import transformer
+
+STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
+
+
+def storyteller(folder, **contents):
+    """A copy of the storyteller's text side; of each file the contents given, None for no file."""
+    folder.mkdir()
+    for path in STORYTELLER.glob("*.json"):
+        shutil.copy(path, folder)
+    for name, text in contents.items():
+        path = folder / f"{name}.json"
+        path.unlink()
+        if text is not None:
+            path.write_text(text)
+    return folder
+
+
+UNREADABLE = {
+    "no tokenizer": ({"tokenizer": None}, "no tokenizer in .*: it has none of tokenizer.json, vocab.txt"),
+    "a model that nobody knows": ({"tokenizer": '{"model": {"type": "X"}}'}, "cannot be read: .*"),
+    "no object": ({"tokenizer": "[]"}, "cannot be read: TypeError"),
+    "half a file": ({"tokenizer": '{"model": '}, "cannot be read: JSONDecodeError: Expecting value"),
+    "a wrong configuration": ({"tokenizer_config": "[]"}, "cannot be read: AttributeError"),
+    "a configuration of the model that is none": ({"config": "[1]"}, "TypeError|cannot convert|must be"),
+    "defaults that are none": ({"generation_config": '"x"'}, "dictionary|must be"),
+}
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
+
+
+@pytest.mark.parametrize("fault", UNREADABLE)
+def test_files_that_cannot_be_read_are_one_line_that_says_why(tmp_path, pool, fault):
+    contents, reason = UNREADABLE[fault]
+    folder = storyteller(tmp_path / "model", **contents)
+    with pytest.raises(StartupError, match=reason) as raised:
+        read_text(ModelSource("m", str(folder)), pool)
+    assert "\n" not in str(raised.value)
+    assert str(raised.value).startswith("model m: ")
+
+
+class Repository(ForeignServer):
+    """A predictor that loads generation models, each from a folder of its name's last part."""
+
+    def __init__(self, folders):
+        super().__init__(ready=())
+        self.folders = folders
+
+    async def RepositoryIndex(self, request, context):  # noqa: N802
+        models = pb.RepositoryIndexResponse.ModelIndex
+        return pb.RepositoryIndexResponse(models=[models(name=name, state="READY") for name in sorted(self.ready)])
+
+    async def RepositoryModelLoad(self, request, context):  # noqa: N802
+        self.ready.add(request.model_name)
+        return pb.RepositoryModelLoadResponse()
+
+    async def RepositoryModelUnload(self, request, context):  # noqa: N802
+        self.ready.discard(request.model_name)
+        return pb.RepositoryModelUnloadResponse()
+
+    async def ModelMetadata(self, request, context):  # noqa: N802
+        response = await super().ModelMetadata(request, context)
+        response.inputs.add(name="input_ids", datatype="INT64", shape=[1, -1])
+        response.outputs.add(name="output_ids", datatype="INT64", shape=[1, -1])
+        return response
+
+    async def ModelConfig(self, request, context):  # noqa: N802
+        config = model_config_pb2.ModelConfig(name=request.name)
+        config.parameters["source"].string_value = str(self.folders[request.name])
+        return pb.ModelConfigResponse(config=config)
+
+
+@pytest.fixture
+async def served(tmp_path):
+    """A transformer, and the predictor behind it."""
+    bad = storyteller(tmp_path / "bad", tokenizer='{"model": {"type": "X"}}')
+    bare = storyteller(tmp_path / "bare", tokenizer=None)
+    server = Repository({"good/story": STORYTELLER, "story": STORYTELLER, "bad": bad, "bare": bare})
+    server.ready.add("story")
+    async with foreign_server(server) as address, transformer(address) as (stub, catalogue):
+        yield stub, catalogue, server
+
+
+@pytest.mark.parametrize("name", ["bad", "bare"])
+async def test_a_model_whose_tokenizer_cannot_be_read_is_not_loaded_and_the_others_are_served(served, name):
+    stub, catalogue, server = served
+    with pytest.raises(grpc.aio.AioRpcError, match=f"model '{name}' was not loaded: model {name}: ") as raised:
+        await stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name=name), timeout=30)
+    assert raised.value.code() is grpc.StatusCode.INTERNAL
+    assert server.ready == {"story"}
+    assert not (await stub.ModelReady(pb.ModelReadyRequest(name=name))).ready
+    assert catalogue.is_ready("story")
+    await stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="good/story"), timeout=30)
+
+
+async def test_after_a_restart_such_a_model_is_named_and_the_others_are_served(tmp_path):
+    bad = storyteller(tmp_path / "bad", tokenizer=json.dumps({"model": {"type": "X"}}))
+    server = Repository({"story": STORYTELLER, "bad": bad})
+    server.ready.update(("story", "bad"))
+    async with foreign_server(server) as address, transformer(address) as (stub, catalogue):
+        assert catalogue.is_ready("story")
+        answer = await stub.ModelMetadata(pb.ModelMetadataRequest(name="story"), timeout=10)
+        assert answer.platform == "millrace_text"
+        assert "cannot be read" in catalogue.why_unreadable("bad")
+
+
+async def test_a_hub_model_that_is_called_by_its_own_id_takes_text(served):
+    stub, _, _ = served
+    await stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="good/story"), timeout=30)
+    answer = await stub.ModelMetadata(pb.ModelMetadataRequest(name="good/story"), timeout=10)
+    assert (answer.platform, answer.inputs[0].name) == ("millrace_text", "text_input")
+
+
+def test_a_location_is_a_folder_or_a_hub_id_whatever_the_models_name(tmp_path):
+    assert parse_location("good/story", "good/story@main") == ModelSource("good/story", "good/story", "main")
+    folder = tmp_path / "a,b=c"
+    folder.mkdir()
+    assert parse_location("good/story", str(folder)).is_local

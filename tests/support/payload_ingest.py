@@ -1,0 +1,118 @@
+"""A payload log that takes records and keeps them, for tests of who sends them."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import grpc
+
+from millrace.payload.tap import PayloadTap
+from millrace_protos import millrace_pb2_grpc
+from millrace_protos.millrace_pb2 import AppendResponse
+from tests.support.logger_process import free_port
+
+OPTIONS = (("grpc.max_receive_message_length", -1),)
+
+
+class Ingest(millrace_pb2_grpc.PayloadIngestServicer):
+    """Takes records; acknowledges each while `acknowledging`, ends the call after `end_after` of them."""
+
+    target: str
+
+    def __init__(self):
+        self.calls = []
+        self.acknowledging = True
+        self.end_after = None
+        self.refuses = lambda request: None  # The status with which a record is refused.
+        self.changed = asyncio.Condition()
+
+    async def Append(self, request_iterator, context):  # noqa: N802
+        received = []
+        self.calls.append(received)
+        async for request in request_iterator:
+            if (refusal := self.refuses(request)) is not None:
+                await context.abort(refusal, "no")
+            async with self.changed:
+                received.append(request)
+                self.changed.notify_all()
+            if self.end_after is not None and len(received) > self.end_after:
+                return
+            if self.acknowledging:
+                yield AppendResponse(sequence=request.sequence)
+
+    async def until(self, condition):
+        async with self.changed, asyncio.timeout(30):
+            await self.changed.wait_for(condition)
+
+    @property
+    def requests(self):
+        """What came, in the order of the calls, each of a source's sequences once."""
+        requests = {}
+        for call in self.calls:
+            for request in call:
+                known = requests.setdefault((request.source, request.sequence), request)
+                assert known == request, "a repeat says the same"
+        return list(requests.values())
+
+    @property
+    def records(self):
+        """The records that came, each once."""
+        return [request.record for request in self.requests]
+
+
+@asynccontextmanager
+async def listening(target=None):
+    """An ingest that listens at `ingest.target`."""
+    ingest = Ingest()
+    ingest.target = target or f"127.0.0.1:{free_port()}"
+    server = grpc.aio.server(options=OPTIONS)
+    millrace_pb2_grpc.add_PayloadIngestServicer_to_server(ingest, server)
+    server.add_insecure_port(ingest.target)
+    await server.start()
+    try:
+        yield ingest
+    finally:
+        await server.stop(None)
+
+
+class Taps:
+    """Makes taps, and closes those that are open at the end."""
+
+    def __init__(self, spool):
+        self.spool = spool
+        self._open = []
+
+    def start(self, target=None, rules=None, **options):
+        """A started tap; without a target, of a logger that is away."""
+        tap = PayloadTap(target or away(), rules, **{"spool": self.spool} | options)
+        tap.start()
+        self._open.append(tap)
+        return tap
+
+    async def close(self, tap):
+        self._open.remove(tap)
+        await asyncio.to_thread(tap.close)
+
+    async def close_all(self):
+        while self._open:
+            await self.close(self._open[-1])
+
+
+def away():
+    """An address where no logger is."""
+    return f"127.0.0.1:{free_port()}"
+
+
+def begin(tap, request_id="r", **fields):
+    return tap.begin(**{"request_id": request_id, "model": "m", "protocol": "p"} | fields)
+
+
+def folders(spool):
+    """The folders of sources."""
+    return [path for path in spool.iterdir() if path.is_dir()]
+
+
+def segments(spool):
+    """The segments of all sources."""
+    return sorted(spool.glob("*/*.segment"))
