@@ -15,8 +15,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
-
 from millrace.models.sources import ModelSource, read_config
 
 PYTHON_FILE = "model.py"
@@ -55,4 +53,7 @@ def kind_of(source: ModelSource, folder: Path) -> ModelKind:
 
 def _is_encoder(config: dict[str, Any]) -> bool:
     """Whether the model reads in both directions; of some such types transformers has a decoder's class as well."""
+    # Seconds to import, and whoever decides on other kinds does without.
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
     return config.get("model_type") in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not config.get("is_encoder_decoder")

@@ -48,7 +48,7 @@ async def serve_worker(settings: TransformerSettings, page: int) -> None:
 
 async def _serve(settings: TransformerSettings, metrics_port: int, is_worker: bool = False) -> None:
     # transformers takes seconds to import: a wrong setting is told before.
-    _leave_out_torch()
+    _import_transformers()
     from services.transformer.frontends.grpc.inference_servicer import InferenceServicer
     from services.transformer.frontends.grpc.text_generation_servicer import (
         RestTextGenerationServicer,
@@ -149,6 +149,12 @@ async def _serve(settings: TransformerSettings, metrics_port: int, is_worker: bo
     await server.run()
     pool.shutdown(wait=False, cancel_futures=True)
     work.close()
+
+
+def _import_transformers() -> None:
+    """Imports what reads tokenizers: it holds the interpreter, so not once anybody waits for the event loop."""
+    _leave_out_torch()
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase  # noqa: F401
 
 
 def _leave_out_torch() -> None:

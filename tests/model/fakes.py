@@ -14,12 +14,16 @@ from torch import Tensor
 
 from millrace.sampling import SamplingParameters
 from services.predictor.engine.engine import ContinuousBatchingEngine
-from services.predictor.engine.interface import Chunk, EngineLimits, GenerationRequest, OutputSlot
-from services.predictor.engine.sampling.sampler import SamplingRow, sample
+from services.predictor.engine.interface import Chunk, EngineLimits, OutputSlot
+from services.predictor.engine.sampling.sampler import sample
 from services.predictor.engine.scheduler import Scheduler
 from services.predictor.engine.solo import SoloPlace
 from services.predictor.engine.state.blocks import BlockManager
+from services.predictor.engine.state.sampling_row import SamplingRow
 from services.predictor.engine.state.sequence import Row
+from tests.support.requests import request
+
+__all__ = ["request"]
 
 VOCABULARY = 64
 END = 2
@@ -126,19 +130,6 @@ def engines() -> Iterator[Callable[..., ContinuousBatchingEngine]]:
     finally:
         for engine in made:
             engine.close()
-
-
-def request(
-    name: str = "a",
-    prompt: Rows[int] = (5, 6),
-    output_ids: Rows[int] = (),
-    deadline: float | None = None,
-    first_token_timeout_s: float | None = None,
-    alone: bool = False,
-    **parameters: Any,
-) -> GenerationRequest:
-    sampling = SamplingParameters(**{"max_tokens": 12, "seed": 3, **parameters})
-    return GenerationRequest(name, list(prompt), sampling, list(output_ids), deadline, first_token_timeout_s, alone)
 
 
 async def read_all(slot: OutputSlot) -> tuple[list[int], list[Chunk]]:

@@ -14,7 +14,7 @@ from millrace.oip.stream_infer import FINAL
 from millrace.oip.tensors import Tensor, add_input, decode_outputs
 from millrace.sampling import SamplingParameters, set_parameters
 from millrace_protos.inference_pb2 import ModelInferRequest
-from services.predictor.generation.loading import LoadedModel
+from services.predictor.generation.loaded_model import LoadedModel
 from services.predictor.generation.model import GenerationModel
 from services.predictor.generation.requests import read_request
 from services.predictor.models.served_model import NO_OPTIONS

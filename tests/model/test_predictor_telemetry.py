@@ -17,7 +17,7 @@ from millrace.oip.tensors import Tensor, add_input
 from millrace.sampling import SamplingParameters, set_parameters
 from millrace.telemetry.identity import MODEL
 from millrace_protos.inference_pb2 import ModelInferRequest
-from services.predictor.generation.loading import LoadedModel
+from services.predictor.generation.loaded_model import LoadedModel
 from services.predictor.generation.metrics import observe_engines
 from services.predictor.generation.model import GenerationModel
 from services.predictor.generation.served_engines import ServedEngines

@@ -15,7 +15,8 @@ from transformers import (
 )
 
 from millrace.sampling import SamplingParameters
-from services.predictor.engine.sampling.sampler import NO_TOKEN, SamplingRow, sample, uniform
+from services.predictor.engine.sampling.sampler import NO_TOKEN, sample, uniform
+from services.predictor.engine.state.sampling_row import SamplingRow
 from tests.random_models import ARCHITECTURES
 
 

@@ -16,7 +16,7 @@ import grpc._server
 import grpc.aio._channel
 import grpc.aio._server
 
-LIBRARIES = frozenset({"torch", "transformers", "tokenizers", "safetensors", "numba"})
+LIBRARIES = frozenset({"torch", "transformers", "safetensors", "numba"})
 EVENTS = frozenset(
     {
         "socket.bind",

@@ -15,7 +15,7 @@ import pytest
 from tests.unit.guard import NotUnitError
 
 
-@pytest.mark.parametrize("library", ["torch", "transformers", "tokenizers"])
+@pytest.mark.parametrize("library", ["torch", "transformers"])
 def test_a_model_library_is_not_imported(refusals, monkeypatch, library):
     for name in [name for name in sys.modules if name.partition(".")[0] == library]:
         monkeypatch.delitem(sys.modules, name)  # Tests of other folders may have run in this process.

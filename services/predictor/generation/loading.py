@@ -7,7 +7,6 @@ the first request.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +19,14 @@ from transformers.models.auto.modeling_auto import (
 
 from millrace.errors import StartupError
 from millrace.models.sources import read_config
-from millrace.sampling import SamplingParameters, defaults_of
+from millrace.sampling import defaults_of
 from services.predictor.engine.build import build_engine
-from services.predictor.engine.interface import Engine
+from services.predictor.generation.loaded_model import LoadedModel
 from services.predictor.models.fingerprint import fingerprint_of
 from services.predictor.models.weights import dtype_name, load_weights
 from services.predictor.settings import PredictorSettings
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model that generates: its engine and what is told of it."""
-
-    name: str
-    architecture: str
-    device: str
-    dtype: str
-    defaults: SamplingParameters
-    engine: Engine
-    fingerprint: str = ""
 
 
 def load_generation(

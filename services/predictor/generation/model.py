@@ -15,7 +15,7 @@ from millrace.oip.stream_infer import FINAL
 from millrace.telemetry.identity import traceparent_of
 from millrace_protos import inference_pb2 as pb
 from services.predictor.engine.interface import Engine, EngineStatistics, GenerationRequest, OutputSlot
-from services.predictor.generation.loading import LoadedModel
+from services.predictor.generation.loaded_model import LoadedModel
 from services.predictor.generation.requests import (
     INPUT_IDS,
     LOGPROBS,

@@ -27,7 +27,7 @@ from millrace.oip.tensors import Tensor, add_output, checked_shape, decode_input
 from millrace.sampling import MAX_TOP_LOGPROBS, parameters_of, set_parameters
 from millrace_protos import inference_pb2
 from services.predictor.engine.interface import Chunk, EngineLimits, GenerationRequest
-from services.predictor.generation.loading import LoadedModel
+from services.predictor.generation.loaded_model import LoadedModel
 from services.predictor.models.served_model import VERSION
 
 INPUT_IDS = "input_ids"

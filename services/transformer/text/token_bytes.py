@@ -8,11 +8,9 @@ text, whose leading space, if any, shows only behind another token.
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any
 
-from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-_BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -33,8 +31,8 @@ class TokenBytes:
         token: str | None = self._backend.id_to_token(token_id)
         if token is None:
             return b""
-        if self._is_byte_level and all(character in _BYTE_OF for character in token):
-            return bytes(_BYTE_OF[character] for character in token)
+        if self._is_byte_level and all(character in _bytes_of_characters() for character in token):
+            return bytes(_bytes_of_characters()[character] for character in token)
         if fallback := _FALLBACK.fullmatch(token):
             return bytes.fromhex(fallback[1])
         return self._decode([self._before, token_id])[len(self._text_before) :].encode()
@@ -49,3 +47,11 @@ class TokenBytes:
     def _decode(self, ids: list[int]) -> str:
         text: str = self._backend.decode(ids, skip_special_tokens=False)
         return text
+
+
+@cache
+def _bytes_of_characters() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]

@@ -15,12 +15,11 @@ import inspect
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import orjson
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from millrace.errors import ContextLengthError, InvalidRequestError, StartupError
 from millrace.models.kinds import MODULES_FILE
@@ -34,10 +33,6 @@ _VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")  # With
 _INLINE_BYTES = 8 * 1024
 _INLINE_MESSAGES = 64
 _MAX_REASON = 500
-# What `apply_chat_template` takes for itself, another template among it, and not for the template.
-_NOT_TEMPLATE_OPTIONS = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {
-    "add_generation_prompt"
-}
 
 Messages = Sequence[tuple[str, str]]  # (role, content)
 
@@ -156,8 +151,17 @@ class TextTokenizer:
         if not self.has_chat_template:
             raise InvalidRequestError(f"model {self._name!r} has no chat template; use completions with a prompt")
         for name in options:
-            if name in _NOT_TEMPLATE_OPTIONS:
+            if name in _not_template_options():
                 raise InvalidRequestError(f"{name!r} is no variable of a chat template", param="chat_template_kwargs")
+
+
+@cache
+def _not_template_options() -> frozenset[str]:
+    """What `apply_chat_template` takes for itself, another template among it, and not for the template."""
+    from transformers import PreTrainedTokenizerBase
+
+    own = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    return frozenset(own) - {"add_generation_prompt"}
 
 
 def _conversation(messages: Messages) -> list[dict[str, str]]:
@@ -170,6 +174,8 @@ def _has_vocabulary(folder: Path) -> bool:
 
 def _read_tokenizer(name: str, folder: Path) -> Any:
     """The tokenizer in a folder; raises StartupError, whatever is wrong with the files."""
+    from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except BaseException as error:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from torch import Tensor
 from millrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
 from services.predictor.engine.interface import Logprobs
 from services.predictor.engine.sampling.vocabulary import argmax, invert, largest, ordered
+from services.predictor.engine.state.sampling_row import SamplingRow
 
 NO_TOKEN = -1
 # Part of a model's fingerprint; to be raised where the same logits and seed may come to give another token.
@@ -42,18 +43,6 @@ SAMPLER_VERSION = 1
 # the same way, and gets the same rounding, in every batch.
 _CANDIDATES = (128, 1024, 4096)
 _MASK = (1 << 64) - 1
-
-
-class SamplingRow(NamedTuple):
-    """One row of logits: its parameters, the ids that penalties look at, and the model's own end tokens.
-
-    Ids may be arrays: lists are converted at each step where a row has penalties.
-    """
-
-    sampling: SamplingParameters
-    input_ids: Sequence[int] | NDArray[Any]
-    output_ids: Sequence[int] | NDArray[Any]
-    end_ids: frozenset[int]
 
 
 @dataclass(frozen=True)

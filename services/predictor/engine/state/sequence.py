@@ -14,8 +14,8 @@ from typing import Any
 from millrace.errors import DeadlineError
 from millrace.oip.prompt_logprobs import PromptLogprobs
 from services.predictor.engine.interface import GenerationRequest, Usage
-from services.predictor.engine.sampling.sampler import SamplingRow
 from services.predictor.engine.state.blocks import block_name, first_name
+from services.predictor.engine.state.sampling_row import SamplingRow
 from services.predictor.engine.state.slot import MergingSlot
 
 

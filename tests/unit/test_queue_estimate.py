@@ -6,7 +6,7 @@ from services.predictor.engine.interface import GenerationRequest
 from services.predictor.engine.load.queue_estimate import QueueEstimate
 from services.predictor.engine.state.sequence import Sequence
 from services.predictor.engine.state.slot import MergingSlot
-from tests.model.fakes import request
+from tests.support.requests import request
 
 
 def sequence(now, deadline_s=None, first_token_s=None, max_tokens=10):

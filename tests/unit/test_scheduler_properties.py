@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from millrace.errors import InvalidRequestError, OverloadedError
 from services.predictor.engine.scheduler import precedence
-from tests.model.test_scheduler import SIZE, scheduler_of, sequence
+from tests.unit.test_scheduler import SIZE, scheduler_of, sequence
 
 VOID = [-1] * SIZE
 

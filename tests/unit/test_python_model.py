@@ -14,7 +14,7 @@ from millrace.oip.tensors import Tensor, decode_outputs
 from services.predictor.engine.interface import EngineDeadError
 from services.predictor.models.served_model import config_of
 from services.predictor.repository.lease import Serving
-from tests.model.python_models import globals_of, infer, python_models, request
+from tests.unit.python_models import globals_of, infer, python_models, request
 from tests.waiting import until
 
 

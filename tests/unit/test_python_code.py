@@ -9,7 +9,7 @@ from millrace.errors import InvalidRequestError, NotReadyError, StartupError
 from millrace.oip.tensors import Tensor, bytes_tensor
 from millrace_protos.inference_pb2 import ModelInferRequest
 from services.predictor.models.served_model import config_of, metadata_of
-from tests.model.python_models import infer, python_models, request
+from tests.unit.python_models import infer, python_models, request
 
 
 @pytest.fixture

@@ -1,0 +1,22 @@
+"""Requests to an engine, whatever runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from typing import Any
+
+from millrace.sampling import SamplingParameters
+from services.predictor.engine.interface import GenerationRequest
+
+
+def request(
+    name: str = "a",
+    prompt: Rows[int] = (5, 6),
+    output_ids: Rows[int] = (),
+    deadline: float | None = None,
+    first_token_timeout_s: float | None = None,
+    alone: bool = False,
+    **parameters: Any,
+) -> GenerationRequest:
+    sampling = SamplingParameters(**{"max_tokens": 12, "seed": 3, **parameters})
+    return GenerationRequest(name, list(prompt), sampling, list(output_ids), deadline, first_token_timeout_s, alone)
