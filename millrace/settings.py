@@ -16,7 +16,6 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from millrace.errors import StartupError
 from millrace.models.sources import DEFAULT_MODELS, ModelSource, parse_models
-from millrace.rpc.hand_over import Listen
 from millrace.service_links import drop_service_links
 from millrace.telemetry.logs import LogFormat
 
@@ -34,7 +33,7 @@ class ServiceSettings(BaseSettings):
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: Port = Field(0, description="gRPC port.")
     metrics_port: Port = Field(0, description="Port of the Prometheus page, /metrics. 0: none.")
-    listen: Listen = Field(
+    listen: Literal["alone", "shared", "take-over"] = Field(
         "alone",
         description="alone; shared: a successor may listen on the ports beside this process; take-over: likewise, and "
         "this one is a successor, which listens once it can serve.",

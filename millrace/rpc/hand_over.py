@@ -12,15 +12,12 @@ import logging
 import os
 import signal
 import socket
-from typing import Literal
 
 logger = logging.getLogger(__name__)
 
 RETIRE = signal.SIGUSR1
 READY_MESSAGE = b"READY=1"
 NOTIFY_SOCKET = "NOTIFY_SOCKET"
-
-Listen = Literal["alone", "shared", "take-over"]
 
 
 def report_listening() -> None:

@@ -19,8 +19,8 @@ from millrace.rpc.threads import run_in_daemon_thread
 from millrace_protos import rest_pb2_grpc
 from millrace_protos.millrace_pb2_grpc import add_TextGenerationServicer_to_server
 from services.transformer.frontends.grpc import development
-from services.transformer.processes.supervisor import supervise, tell_page
 from services.transformer.settings import TransformerSettings
+from services.transformer.supervisor import supervise, tell_page
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ async def serve(settings: TransformerSettings) -> None:
 
 
 async def serve_worker(settings: TransformerSettings, page: int) -> None:
-    """Runs one of several transformers; `page` is a descriptor, see processes/supervisor.py."""
+    """Runs one of several transformers; `page` is a descriptor, see supervisor.py."""
     tell_page(page)
     await _serve(settings, metrics_port=0, is_worker=True)
 

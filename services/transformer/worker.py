@@ -1,6 +1,6 @@
 """Starts one of several transformers on a port: `python -m services.transformer.worker PARENT PAGE`.
 
-The parent is processes/supervisor.py.
+The parent is supervisor.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from functools import partial
 
 from millrace.rpc.service import run_service
 from services.transformer.__main__ import serve_worker
-from services.transformer.processes.supervisor import end_with_parent
+from services.transformer.processes.parent import end_with_parent
 from services.transformer.settings import TransformerSettings
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def _is_large() -> bool:
 if __name__ == "__main__":
     gc.disable()  # It would look at millions of new lists again and again; what a request leaves is measured.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's, which takes memory for each core.
-    from services.transformer.processes.supervisor import end_with_parent
+    from services.transformer.processes.parent import end_with_parent
 
     end_with_parent(int(sys.argv[1]))
     stay_behind(int(sys.argv[4]))

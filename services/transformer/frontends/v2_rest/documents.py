@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 
 from millrace.errors import InvalidRequestError, TooLargeError
 from millrace_protos import inference_pb2 as pb
-from services.transformer.frontends.v2_rest.json_text import load_object
+from services.transformer.frontends.json_text import load_object
 
 MAX_DOCUMENT_BYTES = 64 * 1024  # Larger than any settings; read on the event loop.
 _FILE = "file:"

@@ -21,7 +21,7 @@ import numpy as np
 
 from millrace.errors import HopBrokenError, InvalidRequestError
 from millrace.oip.tensors import BYTES, Array, RawTensor, checked_shape, decode_raw, dtype_of
-from services.transformer.frontends.v2_rest.json_text import SLICE, dump, dump_array
+from services.transformer.frontends.json_text import SLICE, dump, dump_array
 
 _LENGTH = struct.Struct("<I")
 _BINARY_ONLY = ("FP16", "BF16")

@@ -13,7 +13,6 @@ page is on a port of its own, which it tells the parent through a pipe; the pare
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
 import signal
@@ -34,7 +33,6 @@ logger = logging.getLogger(__name__)
 _FIRST_DELAY_S, _MAX_DELAY_S, _STEADY_S = 0.2, 10.0, 30.0
 _GRACE_S = 4.0  # Beyond the drain: for the records that are still to be shipped.
 _PORT_BYTES = 16
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 class _WorkerRefusedError(Exception):
@@ -124,14 +122,6 @@ def tell_page(descriptor: int) -> None:
     page = MetricsPage("127.0.0.1", 0)
     os.write(descriptor, str(page.port).encode())
     os.close(descriptor)
-
-
-def end_with_parent(parent: int) -> None:
-    """Has the kernel send this worker SIGTERM when its parent is gone; Linux alone can do that."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # It died before the kernel was told.
-        raise SystemExit(1)
 
 
 async def _keep(worker: str, environment: Mapping[str, str], orders: _Orders, grace_s: float, pages: _Pages) -> None:

@@ -1,0 +1,18 @@
+"""A process that another one started, and that must not outlive it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def end_with_parent(parent: int) -> None:
+    """Has the kernel send this process SIGTERM when its parent is gone; Linux alone can do that."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # It died before the kernel was told.
+        raise SystemExit(1)

@@ -1,0 +1,91 @@
+"""What modules of this repository import, read from their source: every `import`, those inside functions too."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Import:
+    """`name` is a module of ours or of another library.
+
+    One `inside` a function happens when that is called, and one under `if TYPE_CHECKING` never.
+    """
+
+    name: str
+    inside: bool
+    for_types: bool
+
+
+@cache
+def modules(*packages: str) -> dict[str, Path]:
+    """The modules of packages of ours, by name."""
+    return {_name(file): file for package in packages for file in (ROOT / package.replace(".", "/")).rglob("*.py")}
+
+
+@cache
+def imports(module: str) -> tuple[Import, ...]:
+    """What a module of ours imports; of `from a import b` the module `a.b` where that is one, else `a`."""
+    file = _file(module)
+    assert file is not None, module
+    return tuple(dict.fromkeys(_statements(ast.parse(file.read_text()))))
+
+
+def loaded_with(module: str) -> set[str]:
+    """Every module that comes with an import of one of ours, as far as our own modules go."""
+    seen, waiting = {module}, [module]
+    while waiting:
+        for found in imports(waiting.pop()):
+            if found.inside or found.for_types:
+                continue
+            parts = found.name.split(".")
+            for name in (".".join(parts[:length]) for length in range(1, len(parts) + 1)):
+                if name not in seen:
+                    seen.add(name)
+                    if _file(name) is not None:
+                        waiting.append(name)
+    return seen
+
+
+def _statements(node: ast.AST, inside: bool = False, for_types: bool = False) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            names = [alias.name for alias in child.names]
+        elif isinstance(child, ast.ImportFrom):
+            assert child.module is not None, "absolute imports alone"
+            names = [f"{child.module}.{alias.name}" for alias in child.names]
+        else:
+            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+            is_condition = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+            yield from _statements(child, inside or is_function, for_types or is_condition)
+            continue
+        yield from (Import(_module(name), inside, for_types) for name in names)
+
+
+@cache
+def _module(name: str) -> str:
+    """`name` itself where it is a module, else what it is a name of."""
+    parent = name.rpartition(".")[0]
+    if not parent or _file(name) is not None or (_file(parent) is None and (ROOT / name.split(".")[0]).is_dir()):
+        return name
+    return parent
+
+
+@cache
+def _file(module: str) -> Path | None:
+    place = ROOT / module.replace(".", "/")
+    for file in (place.with_suffix(".py"), place / "__init__.py"):
+        if file.is_file():
+            return file
+    return None
+
+
+def _name(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
