@@ -13,6 +13,7 @@ CLIENTS := .venv-clients/.installed
 TRITON := .venv-triton/.installed
 KSERVE := .venv-kserve/.installed
 TOOLS := .venv-tools/.installed
+DOCS := .venv-docs/.installed
 NODE_TOOLS := .tools/.installed
 BUF := @bufbuild/buf@1.75.0
 PARALLEL := $(VENV)/bin/python -m pytest -n 2
@@ -95,7 +96,12 @@ check: $(DEV_DEPENDENCIES) ## format, lint, types, stub drift, Envoy's configura
 	@drift=$$(mktemp -d) && trap 'rm -rf $$drift' EXIT && protos/generate.sh $$drift \
 	  && diff -r --exclude=__init__.py --exclude=__pycache__ $$drift/millrace_protos millrace_protos \
 	  && cmp $$drift/envoy/descriptors.pb envoy/descriptors.pb && echo "stubs: as generated"
+	$(VENV)/bin/python -m docs.generate_settings --check
 	@$(VENV)/bin/envoy --mode validate --log-level error --config-yaml "$$(sed "s#/etc/envoy/#envoy/#" envoy/envoy.yaml)"
+
+.PHONY: docs
+docs: $(DOCS) ## build the documentation into build/docs; a broken link fails
+	.venv-docs/bin/python -m sphinx --fail-on-warning --nitpicky --quiet docs build/docs && echo "docs: build/docs/index.html"
 
 .PHONY: protos
 protos: $(DEV_DEPENDENCIES) ## regenerate stubs and Envoy's descriptor set
@@ -151,6 +157,11 @@ $(TOOLS):
 	@.venv-tools/genai-perf/bin/python -m pip install --quiet --disable-pip-version-check --no-deps tritonclient==2.51.0
 	@.venv-tools/guidellm/bin/python -m pip install --quiet --disable-pip-version-check guidellm==0.8.1
 	@.venv-tools/lm-eval/bin/python -m pip install --quiet --disable-pip-version-check 'lm-eval[api]==0.4.13' transformers
+	@touch $@
+
+$(DOCS): docs/requirements.txt
+	@$(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
 $(NODE_TOOLS):

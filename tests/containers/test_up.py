@@ -11,7 +11,7 @@ import pytest
 
 from tests.containers.stack import ROOT
 
-README = (ROOT / "README.md").read_text()
+CLIENTS_PAGE = (ROOT / "docs" / "clients.md").read_text()
 BUF = ROOT / ".tools" / "node_modules" / ".bin"
 PATH = f"{BUF}{os.pathsep}{os.environ['PATH']}"
 CLIENTS = ROOT / ".venv-clients" / "bin" / "python"
@@ -58,7 +58,7 @@ def test_curl_streams(stack):
 def test_tritons_own_client_streams(stack):
     if not CLIENTS.exists():
         pytest.skip("the clients' own environment is not installed (make .venv-clients/.installed)")
-    (script,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (script,) = re.findall(r"```python\n(.*?)```", CLIENTS_PAGE, re.DOTALL)
     with stack.timed("tritonclient: 40 tokens"):
         output = run(stack, str(CLIENTS), "-c", script)
     assert len(output.splitlines()) > 10

@@ -1,4 +1,4 @@
-"""README's commands, run as a new user would run them; `make up` and its end."""
+"""The commands of README and docs/, run as a new user would run them; `make up` and its end."""
 
 import asyncio
 import os
@@ -14,20 +14,20 @@ from pathlib import Path
 import psutil
 import pytest
 
-from millrace.sampling import markdown_table
 from runner.free_ports import free_settings
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXT = "\n".join(page.read_text() for page in PAGES)
 BUF = ROOT / ".tools" / "node_modules" / ".bin"
 CLIENTS = ROOT / ".venv-clients" / "bin" / "python"
 PATH = f"{BUF}{os.pathsep}{os.environ['PATH']}"
-# Run by the container tests, started by the fixture, not to be had, or a download of gigabytes.
-NOT_RUN = ("docker compose", "make up", "grpcurl", "MODELS=", "TRANSFORMER_PAYLOAD_REDACT=")
+# Not to be had, a download of gigabytes, or what the fixture runs with other ports.
+NOT_RUN = ("grpcurl", "MODELS=", "PREDICTORS=", "TRANSFORMER_PAYLOAD_REDACT=")
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
 
 
 # With which the fixture's `make up` runs.
@@ -50,7 +50,7 @@ class MakeUp:
                 shutil.copy2(ROOT / name, folder / name)
         (folder / ".venv").symlink_to(ROOT / ".venv")
         settings = free_settings(folder)
-        # What the README says, and what it is here.
+        # The documented addresses, and those of this stack.
         self.addresses = {
             "127.0.0.1:8080": settings.gateway,
             "127.0.0.1:9101": f"127.0.0.1:{settings.transformer_metrics_port}",
@@ -124,11 +124,13 @@ def test_the_commands_of_the_readme_work(make_up, command):
     elif "export" in command:
         assert (make_up.folder / "payloads.parquet").stat().st_size > 1000
     else:
-        assert '"recordId"' in output
+        while '"recordId"' not in output:  # Until a record is committed, or pytest's timeout.
+            time.sleep(0.05)
+            output = run(["bash", "-c", command], make_up)
 
 
 def test_the_commands_of_the_readme_are_all_looked_at():
-    assert len(COMMANDS) == 7
+    assert len(COMMANDS) == 8
     assert all(any(block.startswith(start) for block in blocks("sh")) for start in NOT_RUN)
 
 
@@ -155,24 +157,16 @@ def test_buf_lists_the_public_services(make_up):
     ]
 
 
-@pytest.mark.parametrize("script", blocks("python"))
+@pytest.mark.parametrize("script", blocks("python"), ids=lambda script: re.findall(r"import (\w+)", script)[-1])
 def test_the_clients_of_the_readme_work(make_up, script):
     if not CLIENTS.exists():
         pytest.skip("the clients' own environment is not installed (make .venv-clients/.installed)")
     output = run([str(CLIENTS), "-c", script.replace("127.0.0.1:8080", make_up.gateway)], make_up)
-    assert len(output.splitlines()) > 10
-    assert all(line.startswith("[b") for line in output.splitlines())
-
-
-def test_the_sampling_table_is_that_of_the_code():
-    assert markdown_table() in README
-
-
-def test_every_path_that_the_readme_names_exists():
-    tree = README.split("## The tree")[1].split("```")[1]
-    names = [word for line in tree.splitlines() for word in re.findall(r"^\S+|(?<=  )\.env|\S+\.(?:toml|txt)", line)]
-    assert len(names) > 12
-    assert [name for name in names if not (ROOT / name).exists()] == []
+    if "tritonclient" in script:
+        assert len(output.splitlines()) > 10
+        assert all(line.startswith("[b") for line in output.splitlines())
+    else:
+        assert len(output.split()) > 20
 
 
 async def test_make_up_starts_fast_stops_in_order_and_starts_again(tmp_path):

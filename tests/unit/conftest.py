@@ -7,6 +7,8 @@ process.
 from __future__ import annotations
 
 from collections.abc import Generator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import pytest
 
@@ -16,17 +18,22 @@ from tests.unit.guard import Guard, guard
 __all__ = ["store"]
 
 
+def guarded(node: pytest.Item | pytest.Collector) -> AbstractContextManager[object]:
+    """The guard for what lies in this folder: pytest calls these hooks for every other folder of the run too."""
+    return guard if node.path.is_relative_to(Path(__file__).parent) else nullcontext()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    with guard:
+    with guarded(collector):
         return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    with guard:
+    with guarded(item):
         return (yield)
 
 
