@@ -90,6 +90,10 @@ class MakeUp:
 def make_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeUp]:
     running = MakeUp(tmp_path_factory.mktemp("copy"))
     running.start()
+    # Something to find in the payload log.
+    run(
+        ["curl", "-sf", "http://127.0.0.1:8080/v1/completions", "-d", '{"model": "normalizer", "prompt": "a"}'], running
+    )
     yield running
     running.stop()
 
@@ -124,7 +128,7 @@ def test_the_commands_of_the_readme_work(make_up, command):
     elif "export" in command:
         assert (make_up.folder / "payloads.parquet").stat().st_size > 1000
     else:
-        while '"recordId"' not in output:  # Until a record is committed, or pytest's timeout.
+        while not re.search('"record(Id|_id)"', output):  # Until a record is committed, or pytest's timeout.
             time.sleep(0.05)
             output = run(["bash", "-c", command], make_up)
 
