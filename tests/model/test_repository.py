@@ -1,7 +1,9 @@
 """Models come and go by name while the others are served: drained, freed, replaced, and refused in clear words."""
 
 import asyncio
+import concurrent.futures.thread
 import threading
+import time
 import weakref
 from contextlib import aclosing, asynccontextmanager, contextmanager
 
@@ -237,7 +239,14 @@ async def _read_all(serving):
         return [response async for response in responses]
 
 
-async def test_an_unloaded_engine_leaves_neither_threads_nor_memory(models):
+async def test_an_unloaded_engine_leaves_neither_threads_nor_memory(models, monkeypatch):
+    run = concurrent.futures.thread._WorkItem.run
+
+    def run_and_linger(item):  # As a thread of the pool may on a busy machine, its work still in its hands.
+        run(item)
+        time.sleep(0.2)
+
+    monkeypatch.setattr(concurrent.futures.thread._WorkItem, "run", run_and_linger)
     save_random_model("llama", models.folder / "llama")
     async with models.serve("first", kv_cache_memory="1MiB") as repository:
         await repository.load_all()

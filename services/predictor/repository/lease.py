@@ -81,7 +81,7 @@ class Serving:
 
     async def stop(self) -> None:
         """Closes the model, which takes seconds at most, and ends what is left in flight."""
-        await asyncio.to_thread(self.model.close)
+        await asyncio.to_thread(_close, [self.model])
         self._stopped = True
         for wait in self._waits:
             wait.reschedule(asyncio.get_running_loop().time())
@@ -151,3 +151,9 @@ class Serving:
             raise
         finally:
             self._waits.discard(wait)
+
+
+def _close(models: list[ServedModel]) -> None:
+    """Closes the only one. A thread of the pool keeps its arguments for a moment after this: it must not keep a model,
+    whose memory is about to be given back."""
+    models.pop().close()
