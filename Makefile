@@ -73,7 +73,7 @@ test-process: $(DEV_DEPENDENCIES) ## tests of one service, or of Envoy alone
 
 .PHONY: test-system
 test-system: $(DEV_DEPENDENCIES) $(CLIENTS) $(NODE_TOOLS) ## tests of whole stacks
-	$(PARALLEL) --dist loadfile tests/system tests/scenarios tests/conformance tests/fuzz $(PYTEST)
+	$(PARALLEL) --dist loadfile --no-loadscope-reorder tests/system tests/scenarios tests/conformance tests/fuzz $(PYTEST)
 
 .PHONY: test-containers
 test-containers: $(DEV_DEPENDENCIES) $(CLIENTS) $(NODE_TOOLS) ## the container tests, on a real Docker engine
