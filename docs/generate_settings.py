@@ -48,12 +48,10 @@ def _table(title: str, settings: type[ServiceSettings]) -> str:
 
 def _text(default: object) -> str:
     if isinstance(default, ByteSize):
-        return default.human_readable()
+        return default.human_readable().replace(".0", "")
     if isinstance(default, bool):
         return str(default).lower()
-    if default is None or default in ("", ()):
-        return ""
-    return str(default)
+    return "" if default is None or default in ("", (), frozenset()) else str(default)
 
 
 def _cell(text: str) -> str:

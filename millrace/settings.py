@@ -35,33 +35,43 @@ class ServiceSettings(BaseSettings):
     metrics_port: Port = Field(0, description="Port of the Prometheus page, /metrics. 0: none.")
     listen: Literal["alone", "shared", "take-over"] = Field(
         "alone",
-        description="alone; shared: a successor may listen on the ports beside this process; take-over: likewise, and "
-        "this one is a successor, which listens once it can serve.",
+        description=(
+            "alone; shared: a second process may listen on the same ports; take-over: likewise, and this "
+            "process replaces one that listens already, as soon as it can serve."
+        ),
     )
     log_format: LogFormat = Field(
         "auto",
-        description="What log lines look like: json, console, or auto: json unless standard error is a terminal.",
+        description="Format of log lines: json, console, or auto, which is json unless standard error is a terminal.",
     )
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least severe log level kept.")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
+        "INFO", description="Lowest severity that is logged."
+    )
     loop_timeout: float = Field(
-        60.0, gt=0, description="Seconds without an answer of the event loop after which the process ends."
+        60.0,
+        gt=0,
+        description="Seconds for which the event loop may be blocked; then the process ends and is restarted.",
     )
     request_memory: ByteSize = Field(
         ByteSize(768 << 20),
         gt=0,
-        description="Memory that requests above 16 KiB in flight may take together, each counted with its copies, four"
-        " times its size; more are refused.",
+        description=(
+            "Memory for all requests in flight above 16 KiB together, each counted as four times its size for"
+            " its copies; further ones are refused."
+        ),
     )
     max_idle_calls: int = Field(
         4096,
         ge=1,
-        description="Open calls that ask nothing, such as a ModelStreamInfer without a request; beyond that the one"
-        " that has been idle for longest ends.",
+        description=(
+            "Maximum of open calls without a request in flight, such as an idle ModelStreamInfer; beyond it "
+            "the one that has been idle longest ends."
+        ),
     )
     idle_timeout: float = Field(
-        3600.0, gt=0, description="Seconds after which an open call ends that has no request in flight."
+        3600.0, gt=0, description="Seconds after which an open call without a request in flight ends."
     )
-    drain_s: float = Field(5.0, ge=0, le=3600, description="Seconds that calls in flight are given at SIGTERM.")
+    drain_s: float = Field(5.0, ge=0, le=3600, description="Seconds that calls in flight have to end after SIGTERM.")
 
 
 def models_field() -> Any:

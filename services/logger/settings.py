@@ -23,28 +23,31 @@ class LoggerSettings(ServiceSettings):
     request_memory: ByteSize = Field(
         ByteSize(384 << 20), gt=0, description=f"{ServiceSettings.model_fields['request_memory'].description}"
     )
-    database: Path = Field(Path(".run/payloads.sqlite3"), description="SQLite file; made if missing.")
+    database: Path = Field(Path(".run/payloads.sqlite3"), description="SQLite file; created if missing.")
     fsync: bool = Field(
         True,
-        description="Whether an acknowledged record survives a power cut too, and not the process's death alone.",
+        description="Write acknowledged records through to the disk, so that they survive a power failure.",
     )
     retention_days: float = Field(
         7.0,
         ge=0,
         le=36500,
-        description="Days after which a record is deleted, whether sinks have had it or not; 0: never.",
+        description="Days after which a record is deleted, whether sinks have received it or not; 0: never.",
     )
     max_size: ByteSize = Field(
-        ByteSize(10 << 30), ge=1 << 20, description="Size of the database from which on the oldest records are deleted."
+        ByteSize(10 << 30), ge=1 << 20, description="Size of the database above which the oldest records are deleted."
     )
     sinks: Sinks = Field(
-        (), description="Comma list of http(s) URLs that every record is sent to as CloudEvents; a comma in one is %2C."
+        (),
+        description=(
+            "Comma list of http(s) URLs that receive every record as CloudEvents; write a comma in a URL as %2C."
+        ),
     )
     sink_from: Literal["now", "beginning"] = Field(
-        "now", description="Where a sink begins that this database has never sent to."
+        "now", description="Where a sink begins that has no position yet: now, or beginning, the oldest record."
     )
-    sink_timeout_s: float = Field(30.0, gt=0, le=3600, description="Seconds that a sink is given to take an event.")
-    sink_concurrency: int = Field(16, ge=1, le=256, description="Events on their way to a sink at a time.")
+    sink_timeout_s: float = Field(30.0, gt=0, le=3600, description="Seconds that a sink has to accept an event.")
+    sink_concurrency: int = Field(16, ge=1, le=256, description="Maximum of events in flight to a sink.")
     sink_source: str = Field(
         "/millrace",
         pattern="^[!-~]+$",

@@ -56,105 +56,137 @@ class TransformerSettings(ServiceSettings):
     models: Models = models_field()
     predictor: str = Field(
         "127.0.0.1:8090",
-        description="Where predictors are reached: Envoy's inner listener, or any other server of the protocol.",
+        description=(
+            "Address of the predictors: Envoy's inner listener, or any other server of the Open Inference Protocol."
+        ),
     )
     predictor_replicas: Addresses = Field(
         (),
-        description="Comma list of host:port of the predictors themselves, all addresses of a name; loading, unloading,"
-        " index and statistics concern each. Empty: there is one, behind TRANSFORMER_PREDICTOR.",
+        description=(
+            "Comma list of host:port of the single predictors; a name stands for all its addresses. Loading, "
+            "unloading, index and statistics call each. Empty: there is only the one behind "
+            "TRANSFORMER_PREDICTOR."
+        ),
     )
     silence_limit: float = Field(
         10.0,
         ge=0.1,
         le=3600,
-        description="Seconds without a word after which a predictor that generates counts as dead, and its streams go"
-        " on elsewhere; it says a word ten times as often, and every second at least.",
+        description=(
+            "Seconds without a message after which a generating predictor counts as dead and its streams "
+            "resume at another one. Predictors send a heartbeat ten times as often, and at least every "
+            "second."
+        ),
     )
     predictor_wait: float = Field(
         120.0,
         ge=0,
         le=3600,
-        description="Seconds that an answer which has begun waits, within its deadline, while no predictor goes on with"
-        " it; 0: not at all, so that no stream goes on.",
+        description=(
+            "Seconds that an answer which has begun waits, within its deadline, for a predictor to resume it;"
+            " 0: no stream is resumed."
+        ),
     )
     predictor_start_wait: float = Field(
         30.0,
         ge=0,
         le=3600,
-        description="The same for a request of which nothing has been answered yet; at most predictor_wait.",
+        description="The same for a request without any output yet; at most predictor_wait.",
     )
     cached_tokens: Literal["own", "all"] = Field(
         "own",
-        description="Whose usage says how many tokens of the prompt were cached: own, requests with a cache_salt, which"
-        " share nothing with others; all, every request, which tells a caller what strangers have asked.",
+        description=(
+            "Whose usage has the number of cached prompt tokens: own, only requests with a cache_salt, which "
+            "share no cache with others; all, every request, which reveals what others have sent."
+        ),
     )
     sse_keep_alive: float = Field(
         15.0,
         ge=0,
         le=3600,
-        description="Seconds of silence after which a stream of server-sent events gets a comment, so that no proxy on"
-        " the way takes it for dead; the first one sends the status 200. 0: never.",
+        description=(
+            "Seconds of silence after which a stream of server-sent events gets a comment, so that no proxy "
+            "closes it; the first comment sends status 200. 0: never."
+        ),
     )
     resume_limit: int = Field(
         2,
         ge=1,
         le=100,
-        description="Deaths of predictors in a row, without a new token between them, after which a request runs alone"
-        " on its next one; another one then ends it, and it is refused for ten minutes.",
+        description=(
+            "Deaths of predictors in a row, without a new token between them, after which a request runs "
+            "isolated on its next predictor; if that one dies too, the request fails and is refused for ten "
+            "minutes."
+        ),
     )
-    logger: str = Field("127.0.0.1:9002", description="The payload logger.")
+    logger: str = Field("127.0.0.1:9002", description="Address of the payload logger.")
     payload_spool: Path = Field(
-        Path(".run/spool"), description="Folder where records lie until the logger has them; made if missing."
+        Path(".run/spool"), description="Folder in which records wait for the logger; created if missing."
     )
     payload_spool_max: ByteSize = Field(
-        ByteSize(1 << 30), ge=1 << 20, description="What lies there at most, each worker; more is dropped and counted."
+        ByteSize(1 << 30),
+        ge=1 << 20,
+        description="Maximum size of that folder for each worker; further records are dropped and counted.",
     )
-    payload_spool_fsync: bool = Field(False, description="Whether what was written there outlives a loss of power too.")
+    payload_spool_fsync: bool = Field(
+        False, description="Write records through to the disk, so that they survive a power failure."
+    )
     payload_queue_memory: ByteSize = Field(
-        ByteSize(64 << 20), gt=0, description="What waits in memory to be written there; more is dropped and counted."
+        ByteSize(64 << 20),
+        gt=0,
+        description=(
+            "Maximum memory of records that wait to be written to that folder; further ones are dropped and counted."
+        ),
     )
     payload_log: LogModes = Field(
         Modes(),
-        description="What records keep: all, request, response, metadata (neither) or off (no record), and after it"
-        " model=mode for single models, as in all,storyteller=metadata.",
+        description=(
+            "What records contain: all, request, response, metadata (neither) or off (no record); model=mode "
+            "after it for single models, as in all,storyteller=metadata."
+        ),
     )
     payload_sample: float = Field(
-        1.0, ge=0, le=1, description="Share of the requests that are recorded, chosen by their ids."
+        1.0, ge=0, le=1, description="Fraction of requests that are recorded, selected by request id."
     )
     payload_redact: Redactions = Field(
         (),
-        description="What records leave out: a JSON list of rules, or a file that holds one:"
-        ' {"path": "$.parameters.user"}, {"pattern": "[0-9]{16}", "replace": "[card]"}, or both in one; see'
-        " millrace/payload/redaction.py.",
+        description=(
+            'Redaction: a JSON list of rules, or a file with one: {"path": "$.parameters.user"}, {"pattern": '
+            '"[0-9]{16}", "replace": "[card]"}, or both in one rule; see millrace/payload/redaction.py.'
+        ),
     )
     payload_metadata: LoggedMetadata = Field(
         frozenset(),
-        description="Comma list of the callers' headers that records keep; those that hold secrets are refused.",
+        description="Comma list of request headers that records contain; headers with secrets are refused.",
     )
     payload_tensor_bytes: ByteSize = Field(
         ByteSize(0),
         ge=0,
         le=16 << 20,
-        description="Contents of tensors up to so many bytes are kept, of larger ones the digest alone.",
+        description="Maximum size of a tensor whose contents are recorded; larger ones have a digest only.",
     )
     tokenizer_threads: int = Field(2, ge=1, le=64, description="Threads that tokenise prompts above 8 KiB.")
     processors: Processors = Field(
         (),
-        description="Comma list of name=package.module:Class or name=folder/file.py:Class: code of your own before and"
-        " after a model, see millrace/processor.py.",
+        description=(
+            "Comma list of name=package.module:Class or name=folder/file.py:Class: pre- and post-processing "
+            "code, see millrace/processor.py."
+        ),
     )
-    processor_threads: int = Field(4, ge=1, le=256, description="Threads that run blocking code of processors.")
-    processor_waiting: int = Field(64, ge=0, le=10_000, description="Calls that wait for such a thread at most.")
+    processor_threads: int = Field(4, ge=1, le=256, description="Threads for blocking code of processors.")
+    processor_waiting: int = Field(64, ge=0, le=10_000, description="Maximum of calls that wait for such a thread.")
     max_calls: int = Field(
         2048,
         ge=1,
-        description="Calls in flight that each worker takes at most; more are refused at once. Health is not counted.",
+        description=(
+            "Maximum of calls in flight for each worker; further ones are refused at once. Health checks do not count."
+        ),
     )
     development: bool = Field(
-        False, description="Whether callers may kill the predictor of a request of theirs; for demonstrations alone."
+        False, description="Allow callers to kill the predictor of their request; for demonstrations only."
     )
     workers: int = Field(
-        1, ge=1, le=64, description="Processes that share the port; more than one for more than one core of text."
+        1, ge=1, le=64, description="Processes that share the port, for text work that needs more than one core."
     )
 
     @property
