@@ -172,7 +172,7 @@ _BY_BOTH = {(error.status, error.http_status): error for error in _CLASSES}
 # Where only the gRPC status is known, the commoner of two meanings.
 _BY_STATUS = {error.status: error for error in reversed(_CLASSES)} | {StatusCode.RESOURCE_EXHAUSTED: OverloadedError}
 
-# Envoy's own answers when a cluster has no host to offer, and gRPC's when nobody listens: the call reached nobody.
+# Envoy's own answers when a cluster has no host, and gRPC's when no server listens: the call reached no service.
 _NO_REPLICA = (
     "no healthy upstream",
     "no_healthy_upstream",

@@ -1,7 +1,7 @@
 """Kubernetes' service links: variables that every container of a namespace is given for each of its services.
 
 A service named `predictor` brings `PREDICTOR_PORT=tcp://10.0.0.1:9000`, `PREDICTOR_SERVICE_HOST=10.0.0.1` and more,
-which are no settings of ours although they begin, or are named, like some. They are told by name and value together.
+which are no settings of ours although they begin, or are named, like some. Name and value together identify them.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ Models = Annotated[
 
 
 class ServiceSettings(BaseSettings):
-    """What every service can be told."""
+    """The settings that every service has."""
 
     model_config = SettingsConfigDict(frozen=True, env_ignore_empty=True)
 

@@ -113,13 +113,13 @@ class EnvoyProcess(Process):
             return
         calls = await predecessor.calls()
         if calls != 0:
-            told = "unknown" if calls is None else calls
-            self._say(f"reload waits, an hour at most: calls in flight in the Envoy before the running one: {told}")
+            reported = "unknown" if calls is None else calls
+            self._say(f"reload waits, an hour at most: calls in flight in the Envoy before the running one: {reported}")
         while calls != 0 and predecessor.is_running:
             await asyncio.sleep(_CALLS_POLL_S)
             calls = await predecessor.calls()
         if self._epoch == 0:
-            # It is no parent of the running one, and so nobody else ends it.
+            # It is no parent of the running one, which therefore does not end it.
             predecessor.terminate()
             await predecessor.end(self.spec.grace_s)
 
@@ -202,12 +202,12 @@ def _is_live(port: int, epoch: int) -> bool:
     connection = http.client.HTTPConnection(LOOPBACK, port, timeout=_ADMIN_TIMEOUT_S)
     try:
         connection.request("GET", "/server_info")
-        told: dict[str, Any] = json.load(connection.getresponse())
+        reported: dict[str, Any] = json.load(connection.getresponse())
     except (OSError, http.client.HTTPException, ValueError):
         return False
     finally:
         connection.close()
-    return (told["state"], told["command_line_options"]["restart_epoch"]) == ("LIVE", epoch)
+    return (reported["state"], reported["command_line_options"]["restart_epoch"]) == ("LIVE", epoch)
 
 
 async def _end(process: Running, signum: signal.Signals) -> None:

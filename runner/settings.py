@@ -35,7 +35,7 @@ MetricsPort = Annotated[int, Field(ge=0, le=65535)]  # 0: no page.
 
 
 class StackSettings(BaseSettings):
-    """What a stack can be told; ports are those of the local machine."""
+    """The settings of a stack; ports are those of the local machine."""
 
     model_config = SettingsConfigDict(env_file=_ENV_FILE, env_ignore_empty=True, extra="ignore", frozen=True)
 

@@ -18,7 +18,7 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 def main(parent: int, command: list[str]) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # It died before the kernel was told.
+        if os.getppid() != parent:  # It died before this process had registered with the kernel.
             raise SystemExit(1)
     os.execvp(command[0], command)  # noqa: S606
 

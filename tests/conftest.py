@@ -7,9 +7,14 @@ run side by side, and threads of small products spin on the cores of the others.
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ |= {f"{prefix}_METRICS_PORT": "0" for prefix in ("PREDICTOR", "TRANSFORMER", "LOGGER")}
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The time of an example says how busy the machine is.
+settings.register_profile("millrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("millrace")
 
 # The files that take longest, longest first: with two workers, the last file to begin decides when a run ends.
 LONGEST = (

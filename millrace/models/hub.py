@@ -70,7 +70,7 @@ def fetch(source: ModelSource, patterns: Sequence[str], report: Report = lambda 
 
 
 def _progress_told_to(tell: Report) -> type[tqdm_asyncio[Any]]:
-    """The hub's progress bars as lines of text, since nobody looks at a service's terminal."""
+    """The hub's progress bars as lines of text, for services have no terminal."""
 
     class Progress(tqdm_asyncio):  # type: ignore[type-arg]
         def __init__(self, *arguments: Any, **options: Any) -> None:

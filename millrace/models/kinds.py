@@ -53,7 +53,7 @@ def kind_of(source: ModelSource, folder: Path) -> ModelKind:
 
 def _is_encoder(config: dict[str, Any]) -> bool:
     """Whether the model reads in both directions; of some such types transformers has a decoder's class as well."""
-    # Seconds to import, and whoever decides on other kinds does without.
+    # Takes seconds to import, and other kinds do not need it.
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     return config.get("model_type") in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not config.get("is_encoder_decoder")

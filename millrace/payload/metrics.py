@@ -1,7 +1,7 @@
 """What the payload log has taken, what waits for the logger, and what was lost: the metrics of one `PayloadTap`.
 
 Gauges `millrace.payload.queued_bytes`, `…spool_bytes` and `…spool_age`, counters `…spooled` and `…dropped`, the latter
-by `millrace.reason`, each reason from the start on. They are asked for on the thread of whoever reads the metrics.
+by `millrace.reason`, each reason from the start on. They are collected on the metrics reader's thread.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ BEGIN_CHARACTERS = 16 << 10
 
 
 class RecordedTensor(NamedTuple):
-    """A tensor of a request or an answer; `data` are its raw contents, None where they cannot be told."""
+    """A tensor of a request or an answer; `data` are its raw contents, None where they are unknown."""
 
     name: str
     datatype: str
@@ -94,7 +94,7 @@ class RequestPart(NamedTuple):
 
 
 class InputsPart(NamedTuple):
-    """The tensors that the request brought."""
+    """The request's tensors."""
 
     record_id: bytes
     cost: int

@@ -67,7 +67,7 @@ class _Sent(NamedTuple):
 class SourceShipper:
     """Ships one spool.
 
-    With `ends` nobody appends to it any more: what is open is aborted, and `run` ends when the logger has it all.
+    With `ends` the spool has no writer any more: open records are aborted, and `run` ends when the logger has it all.
     `append` takes requests as they go over the wire.
     """
 
@@ -110,7 +110,7 @@ class SourceShipper:
 
     @property
     def idle(self) -> bool:
-        """Whether the logger has every record that has ended; of a spool that nobody appends to, every record."""
+        """Whether the logger has every record that has ended; of a spool without a writer, every record."""
         return self._caught_up_at == self.spool.next_number and not self._unacknowledged
 
     def wake(self) -> None:

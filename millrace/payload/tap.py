@@ -119,7 +119,7 @@ class PayloadTap:
         loop = asyncio.get_running_loop()
 
         def settle(parts: Sequence[BeginPart | RequestPart]) -> None:
-            with contextlib.suppress(RuntimeError):  # The loop has been closed: nobody waits any more.
+            with contextlib.suppress(RuntimeError):  # The loop has been closed: no task waits any more.
                 loop.call_soon_threadsafe(self._settle, parts)
 
         own, orphans = open_spools(self._root, self._spool_max, self._fsync)

@@ -87,7 +87,7 @@ def _tensors(message: memoryview, raw_field: int) -> list[RecordedTensor]:
     raw = found.get(raw_field, [])
     described = found.get(_TENSORS, [])
     if raw and len(raw) != len(described):
-        raw = []  # A request that is refused: whose contents they are cannot be told.
+        raw = []  # A request that will be refused: which tensor has which contents is unknown.
     return [_tensor(each, raw[number] if raw else None) for number, each in enumerate(described)]
 
 
@@ -127,7 +127,7 @@ def _as_raw(datatype: str, typed: memoryview) -> bytes | memoryview | None:
 
 
 def _integers(packed: list[memoryview], dtype: np.dtype[Any]) -> bytes | None:
-    """Varints as numbers of a fixed size, a piece at a time: nobody waits long for the interpreter."""
+    """Varints as numbers of a fixed size, a piece at a time, so that no thread waits long for the interpreter lock."""
     pieces: list[bytes] = []
     for part in packed:
         data, at = np.frombuffer(part, np.uint8), 0

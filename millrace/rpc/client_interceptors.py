@@ -82,7 +82,7 @@ class _Spans:
         self._duration = duration_histogram(meter or metrics.get_meter("millrace"), "rpc.client.call.duration")
 
     async def call(self, continuation: Any, details: Any, request: Any) -> Any:
-        """Makes the call in a span of its own, unless it is not told of."""
+        """Makes the call in its own span, unless tracing is suppressed."""
         method = details.method.decode() if isinstance(details.method, bytes) else details.method
         if method.startswith(UNTOLD) or is_untraced():
             return await continuation(_with_metadata(details, _carried()), request)

@@ -1,7 +1,7 @@
-"""How a service passes its port to its successor: both listen on it for a moment, so that no call finds nobody.
+"""How a service passes its port to its successor: both listen on it for a moment, so that no call is refused.
 
 The successor loads first, listens beside its predecessor (SO_REUSEPORT) and reports so by systemd's readiness protocol:
-the datagram `READY=1` to the socket that NOTIFY_SOCKET names. Then whoever started it sends RETIRE to the predecessor,
+the datagram `READY=1` to the socket that NOTIFY_SOCKET names. Then the supervisor sends RETIRE to the predecessor,
 which stops listening, sends its connections away by GOAWAY and ends when the calls that it has have ended. SIGTERM
 shortens that to the ordinary drain.
 """

@@ -67,7 +67,7 @@ def guard_handler(handler: Handler, guard: Guard, read: Reader | None = None) ->
 
     if inspect.isasyncgenfunction(behaviour):
         # It writes by itself: were it a generator, a call cancelled during a write would leave it open
-        # until the garbage collector came by, and the engine at work for nobody.
+        # until the garbage collector came by, and the engine at work without a reader.
         async def write_all(request: Any, context: Any) -> None:
             async with (
                 guard(context) as given,

@@ -80,7 +80,7 @@ class Listeners(grpc.aio.Server):
 
 @contextmanager
 def reserved(host: str, port: int, is_shared: bool = False) -> Iterator[int]:
-    """Holds a port that nobody else can take but processes of this user that ask to share it; gives its number.
+    """Holds a port, which only processes of this user that ask to share it can take too; returns its number.
 
     Where it `is_shared` one of those may have it already.
     """

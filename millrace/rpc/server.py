@@ -43,7 +43,7 @@ _CALLS_SHARE = 0.9  # Of that time.
 _NEVER_S = 10.0**6  # Who retires a process bounds that.
 
 _LISTENERS = 8  # See listeners.py.
-_STREAM_WINDOW_BYTES = 256 * 1024  # What gRPC takes of a message that nobody reads; as Envoy's.
+_STREAM_WINDOW_BYTES = 256 * 1024  # What gRPC buffers of a message before it is read; as Envoy's.
 MESSAGE_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -116,7 +116,7 @@ class Server:
         return self._stop
 
     async def set_serving(self, name: str, serving: bool) -> None:
-        """What the health service says of `name`; ignored once the stop has begun."""
+        """Sets the health status of `name`; ignored after the stop has begun."""
         status = health_pb2.HealthCheckResponse
         await self.health.set(name, status.SERVING if serving else status.NOT_SERVING)
 
@@ -194,7 +194,7 @@ class Server:
             await self._drain(drain)
         left_s = max(_LEAST_S, ends_at - time.monotonic())
         stopped = asyncio.create_task(self.grpc.stop(left_s))
-        # What is left is told why it ends, and has the rest of the time to be told.
+        # The remaining calls end with the reason, and have the rest of the time to send it.
         await asyncio.wait((stopped,), timeout=_CALLS_SHARE * left_s)
         self._admission.cut_off()
         await stopped

@@ -37,7 +37,7 @@ def run_service(
         sys.stderr.write(f"{name}: {error}\n")
         raise SystemExit(os.EX_CONFIG) from None
     # All is closed. What the interpreter would still do is to take gRPC's memory apart, piece by piece: after thousands
-    # of calls that takes seconds, and whoever stops the process would lose patience and kill it.
+    # of calls that takes seconds, and the supervisor would kill the process before its end.
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""How many bytes of messages have begun to arrive at this process and are not whole: gRPC holds them and does not say.
+"""How many bytes of incomplete messages this process has received: gRPC buffers them and does not report how many.
 
 What its sockets have received, less the messages that were read, is what gRPC holds. Headers and frames are part of
 what was received, and a call that ends takes its bytes along; so the estimate is never more than what the process has

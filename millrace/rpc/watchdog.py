@@ -97,7 +97,7 @@ class LoopWatchdog:
 
     def _give_up(self) -> None:
         dump_tracebacks()
-        # Not by the log, whose lock whoever is stuck may hold.
+        # Not by the log: the stuck thread may hold its lock.
         os.write(2, f"the event loop has not answered for {self._timeout_s:g} s: the process ends\n".encode())
         os._exit(os.EX_SOFTWARE)
 

@@ -1,6 +1,6 @@
 """The gateway's access log, taken by OTLP: the calls of models, and what the gateway refused or could not pass on.
 
-Each is brought to the store as a record of the call alone: joined there to the service's record of the same `call_id`,
+Each is stored as a record of the call alone: joined there to the service's record of the same `call_id`,
 or shown as it is where no service recorded the call, in the words of the services' own records. The attributes are
 those that envoy/envoy.yaml gives its access log; "-" is Envoy's word for none. What a client has sent need not be
 UTF-8, and Envoy passes it on as it is: hence messages of OTLP's shape whose strings are bytes. A value that cannot be
@@ -165,7 +165,7 @@ def _status(said: _Attributes, flags: set[str], gateway: GatewayCall) -> str:
 
 
 def _failed_hop(said: _Attributes, status: str, gateway: GatewayCall) -> str:
-    """What the caller was told; the gateway where nobody said anything and no service answered."""
+    """The hop that the caller's answer names; the gateway where none is named and no service answered."""
     if status in ("OK", "CANCELLED"):
         return ""
     told = (said.get("failed_hop") or said.get("failed_hop_trailer") or "")[:_MAX_ID]

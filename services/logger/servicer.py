@@ -108,7 +108,7 @@ class PayloadLogServicer:
 
     async def Tail(self, request: TailPayloadsRequest, context: Context) -> AsyncGenerator[Response, None]:
         with self._tails.open(Filters(request), caller_of(context)) as tail:
-            # Says that the tail has begun: whoever queries after this misses no record between the two.
+            # Headers mean that the tail has begun: a query after this misses no record between the two.
             await context.send_initial_metadata(())
             async with aclosing(self._follow(tail, context)) as records:
                 async for record in records:

@@ -14,7 +14,7 @@ Sinks = Annotated[tuple[HttpUrl, ...], NoDecode, BeforeValidator(lambda v: v.spl
 
 
 class LoggerSettings(ServiceSettings):
-    """What the logger can be told."""
+    """The logger's settings."""
 
     model_config = SettingsConfigDict(env_prefix="LOGGER_", frozen=True, env_ignore_empty=True)
 

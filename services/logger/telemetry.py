@@ -6,7 +6,7 @@ commit of more records there are several, of one trace and of the same time, the
 says in `millrace.records` how many records it stands for. Spans are made only where they are exported.
 
 `Commits.observe` is for the thread that commits, and costs a few microseconds a record; the gauge is asked for on the
-thread of whoever reads the metrics.
+metrics reader's thread.
 """
 
 from __future__ import annotations

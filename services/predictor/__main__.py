@@ -18,7 +18,7 @@ _TAP_DRAIN_S = 3.0
 
 
 async def serve(settings: PredictorSettings) -> None:
-    # Torch takes seconds to import: a wrong setting is told before.
+    # Torch takes seconds to import: wrong settings are reported before that.
     from services.predictor import development
     from services.predictor.generation.metrics import observe_engines
     from services.predictor.repository.repository import ModelRepository
@@ -70,7 +70,7 @@ async def serve(settings: PredictorSettings) -> None:
         await load()
         server.own("watch", repository.engine_death())
     else:
-        # It listens while it loads, so that a download of minutes can be told from a hang.
+        # It listens while it loads, so that a long download can be distinguished from a hang.
         server.own("load-and-watch", load_and_watch())
     if tap is not None:
         server.at_stop(partial(tap.stop, _TAP_DRAIN_S))

@@ -25,7 +25,7 @@ def _parse_patterns(value: object) -> object:
 
 
 class PredictorSettings(ServiceSettings):
-    """What the predictor can be told."""
+    """The predictor's settings."""
 
     model_config = SettingsConfigDict(env_prefix="PREDICTOR_", frozen=True, env_ignore_empty=True)
 

@@ -1,4 +1,4 @@
-"""What is told of a generation: its time in the queue as a metric, and what became of it as events of its call's span.
+"""Telemetry of a generation: its time in the queue as a metric, its phases as events of its call's span.
 
 The events are `queued`, `prefill`, `first_token`, `preempted` (each time) and `generation_end`, at the engine's own
 times: so a trace shows where the time went, whatever the reader and the event loop were busy with. They are written

@@ -47,7 +47,7 @@ async def serve_worker(settings: TransformerSettings, page: int) -> None:
 
 
 async def _serve(settings: TransformerSettings, metrics_port: int, is_worker: bool = False) -> None:
-    # transformers takes seconds to import: a wrong setting is told before.
+    # transformers takes seconds to import: wrong settings are reported before that.
     _import_transformers()
     from services.transformer.frontends.grpc.inference_servicer import InferenceServicer
     from services.transformer.frontends.grpc.text_generation_servicer import (
@@ -144,7 +144,7 @@ async def _serve(settings: TransformerSettings, metrics_port: int, is_worker: bo
         server.own("watch", catalogue.watch(tell))
         await catalogue.wait_ready(_WORKER_READY_S)
     else:
-        # It listens while it loads, so that a download of minutes can be told from a hang.
+        # It listens while it loads, so that a long download can be distinguished from a hang.
         server.own("load-and-watch", load_and_watch())
     await server.run()
     pool.shutdown(wait=False, cancel_futures=True)

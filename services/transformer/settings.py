@@ -47,7 +47,7 @@ LoggedMetadata = Annotated[
 
 
 class TransformerSettings(ServiceSettings):
-    """What the transformer can be told."""
+    """The transformer's settings."""
 
     model_config = SettingsConfigDict(env_prefix="TRANSFORMER_", frozen=True, env_ignore_empty=True)
 

@@ -86,7 +86,7 @@ class FrameEncoder:
         return frame.SerializeToString()
 
     def inputs(self, part: InputsPart) -> bytes:
-        """The frame with the tensors that the request brought."""
+        """The frame with the request's tensors."""
         frame = Frame(record_id=part.record_id, kind=Frame.CHUNK)
         self._add_tensors(part.tensors, frame.part.inputs)
         self._rules.redact(frame.part)

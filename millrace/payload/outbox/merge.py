@@ -4,7 +4,7 @@ An open record is kept as the serialized parts one behind the other, which is ho
 no further than a message may: beyond that its chunks are left out.
 
 Of a request that was refused, or that its caller left, before any of its answer, a record keeps the first
-`KEPT_CHARACTERS` of each text: whoever sends what is refused must not fill the log with it.
+`KEPT_CHARACTERS` of each text: refused requests must not fill the log.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CALLERS_OWN = frozenset(
     }
 )
 
-# Records that nobody ended have no END whose number they could have; above all numbers, the same at each reading.
+# An aborted record has no END frame and so no number. This one is above all others, and the same at each reading.
 _ABORTED = 1 << 62
 
 

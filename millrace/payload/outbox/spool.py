@@ -7,7 +7,7 @@
 
 Frames are numbered from 1 without gaps.
 
-A process appends to a folder of its own, which is new, and takes over those that nobody holds to read them to
+A process appends to a folder of its own, which is new, and takes over folders without an owner to read them to
 their end. So no frame is ever written behind what a crash left, and no number is given twice.
 
 A spool has one thread that appends and one that reads and deletes; each may use any method. Errors are OSError;
@@ -184,7 +184,7 @@ class Spool:
 
 
 def open_spools(root: Path, max_bytes: int, fsync: bool = False) -> tuple[Spool, list[Spool]]:
-    """A new spool to append to, and those that nobody holds; raises StartupError where `root` cannot be used."""
+    """A new spool to append to, and the spools without an owner; raises StartupError where `root` cannot be used."""
     segment_bytes = min(_MAX_SEGMENT_BYTES, max(1, max_bytes // _SEGMENTS))
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -206,7 +206,7 @@ def _create(folder: Path, segment_bytes: int, fsync: bool) -> Spool:
 
 
 def _take_over(folder: Path, segment_bytes: int) -> Spool | None:
-    """The spool in a folder that nobody holds; an empty one is removed."""
+    """The spool in a folder without an owner; an empty folder is removed."""
     if not _is_uuid(folder.name) or not folder.is_dir():
         return None
     try:

@@ -8,8 +8,8 @@ taken it does not reach that sink.
 An event that the sink cannot take now is tried again, for ever, at growing intervals with jitter; one that it refuses
 is logged and passed over. So is one with which the sink fails in a way that it does not know, after some tries, and a
 record of which it makes no events. Meanwhile at most `concurrency` records, 32 MiB and one page are in memory: the
-reading stops, and nobody else notices. Counted in `counts`: delivered, retried, refused, failed. Whatever else goes
-wrong is logged, and the sending begins again, after a while, where the cursor is.
+reading stops, and other sinks are not affected. Counted in `counts`: delivered, retried, refused, failed. Any other
+error is logged, and sending resumes later at the cursor.
 
 A sink that the store has never heard of starts at the present end, or at the beginning.
 
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 _PAGE = 64  # Records read at once.
 _WINDOW = 256  # Records from the cursor to the newest one begun.
 _MAX_BYTES = 32 * 1024 * 1024
-_POLL_S = 5.0  # A look at the store where no commit was told of.
+_POLL_S = 5.0  # How often the store is read without a notice of a commit.
 _SAVE_EVERY_S = 0.1  # A cursor for each record would cost the store a commit each.
 _MIN_DELAY_S, _MAX_DELAY_S = 0.2, 10.0
 _STORE_DELAY_S = 1.0

@@ -52,8 +52,8 @@ def take_no_more_of_calls(connection: sql.Connection, call_ids: Iterable[str]) -
 def expire_some(connection: sql.Connection, before_us: int | None, max_bytes: int | None) -> list[int]:
     """Deletes some of the oldest records, those before a time or above a size; returns their positions.
 
-    Above the size the client whose records take most loses its oldest; first of all, where refused requests take more
-    than their share, the client with most of those loses them. So nobody's records displace another's who has fewer.
+    Above the size, refused requests go first if they take more than their share: those of the client with most of them.
+    Then the client whose records take most loses its oldest. No client displaces records of one with fewer.
     Records of the gateway's log alone count as position 0.
     """
     rows: _Rows = ()

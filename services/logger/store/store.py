@@ -9,7 +9,7 @@ Threads: all writes happen on one thread, reads on a few others, none on the eve
 time, in a transaction of its own, and holds none while its reader takes its time. Whatever could take long (deleting,
 giving back space) is done in small steps, between which others write.
 
-A database whose files are removed is begun anew, and what was written to them is not acknowledged.
+If the database's files are removed, a new database is created, and what was written to the old one is not acknowledged.
 
 Errors: StartupError where the file cannot be used, NotReadyError where the database stops answering,
 InvalidRequestError for a page token that is none, DeadlineError where a search for text takes too long.
@@ -164,7 +164,7 @@ class SqliteStore:
         self._commits = commits or Commits()
         self._search_s = search_s
         self._deletions = Deletions()
-        self._lost_after: int | None = None  # The last position of a database that is gone and not begun anew yet.
+        self._lost_after: int | None = None  # The last position of a removed database that has no successor yet.
         self._open()
         self._writer = ThreadPoolExecutor(1, "store-writer")
         self._readers = ThreadPoolExecutor(_READERS, "store-reader")
@@ -216,7 +216,7 @@ class SqliteStore:
         return [request.record for key, request in {id(one): one for one in requests}.items() if key in new]
 
     async def _commit(self) -> set[int]:
-        """Commits what every caller has brought during the commit before; returns the `id` of each new request."""
+        """Commits what all callers submitted during the previous commit; returns the `id` of each new request."""
         async with self._committing:
             requests, self._gathered, self._next_commit = self._gathered, [], None
             new = await self._run_writing(self._commits.observe, requests, lambda: self._add(requests))

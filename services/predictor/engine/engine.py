@@ -2,7 +2,7 @@
 
 `_step` reads: schedule, run, sample, publish. A step that raises is replayed row by row, so that only
 the culprit fails (what a step writes is indexed by position: it can be run again). After a step of
-which no row came through, a probe of the model must: nobody learns of the failure before a real forward
+which no row came through, a probe of the model must: the failure is not reported before a real forward
 pass has gone well. Where it fails, or the device reports an error of its own, or a step takes longer
 than `step_timeout_s`, or for so long steps pass by a sequence that each should serve, the engine is
 dead: every request ends with HopBrokenError and `died` raises, so that the process ends and is started
@@ -167,7 +167,7 @@ class ContinuousBatchingEngine:
         self._dead.set()
         self._watchdog.end()
         for sequence in self._sequences():
-            # A death may be the doing of whoever took part: who goes on elsewhere has to count it.
+            # Any request of the step may have caused the death: callers that resume elsewhere have to count it.
             took_part = sequence.timeline.started is not None and not self._closing
             error = HopBrokenError("the engine died") if took_part else NotReadyError("the engine stopped")
             self._solo.leave(sequence)

@@ -123,7 +123,7 @@ class OutputSlot(Protocol):
         """The next chunk, as large as `chunk_tokens` and `chunk_ms` ask; raises the request's MillraceError."""
 
     def cancel(self) -> None:
-        """Ends a request whose output nobody wants; may be called at any time, and more than once."""
+        """Ends a request whose output is no longer wanted; may be called at any time, and more than once."""
 
     def fail(self, error: MillraceError) -> None:
         """Ends the output with an error, after what has been made; the request still has to be cancelled."""
@@ -152,7 +152,7 @@ class EngineStatistics(RequestCounts):
 
 class EngineTotals(NamedTuple):
     """Counted since the engine started: tokens of prompts, those that needed no computation, tokens that were made,
-    those for which nobody was there any more, and how often a sequence gave its place back."""
+    those generated after the caller had gone, and how often a sequence gave its place back."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0

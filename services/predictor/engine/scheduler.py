@@ -142,7 +142,7 @@ class Scheduler:
                     self.blocks.name(sequence.blocks[index], names[index])
 
     def remove(self, sequence: Sequence, forget: bool = False) -> list[int]:
-        """Takes out a sequence that has ended; the blocks that are void now. With `forget` nobody reuses any."""
+        """Takes out a sequence that has ended; the blocks that are void now. With `forget` none is reused."""
         if sequence in self.running:
             self.running.remove(sequence)
         else:
@@ -172,7 +172,7 @@ class Scheduler:
         if len(self.running) == 1:
             return newest
         self.preempt(newest)
-        # Else it would be back in the next step, and nobody would ever get on.
+        # Otherwise it would return in the next step, and no sequence would make progress.
         self.max_running = len(self.running)
         return None
 

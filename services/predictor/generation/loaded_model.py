@@ -1,4 +1,4 @@
-"""A model that generates, as its loading gives it to whoever serves it."""
+"""A model that generates, as the loader hands it to the served model."""
 
 from __future__ import annotations
 

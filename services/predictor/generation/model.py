@@ -130,7 +130,7 @@ class GenerationModel:
     def _generation(
         self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions
     ) -> Iterator[tuple[OutputSlot, ObservedGeneration]]:
-        """The request's output, and who is told of what is read of it; the engine stops when the caller does."""
+        """The request's output slot, and the observer of what is read; the engine stops when the caller does."""
         slot = self.engine.submit(read_request(self._loaded, request, time_remaining_s, options))
         with self._telemetry.observed(slot.timeline) as observed:
             try:
@@ -141,7 +141,7 @@ class GenerationModel:
 
 
 def _tell_span(response: pb.ModelInferResponse, span: str) -> str:
-    """Names the call's span in its first response; what is left to be told."""
+    """Names the call's span in its first response; returns what the next response still has to name."""
     if span:
         response.parameters[SPAN].string_param = span
     return ""

@@ -113,8 +113,8 @@ def write_response(
 ) -> inference_pb2.ModelInferResponse:
     """A chunk as a response to `request`.
 
-    How much of the prompt was cached is for the transformer, and for requests that share their cache with nobody else:
-    anybody else would find out which prompts of strangers were here before.
+    How much of the prompt was cached is reported to the transformer, and to requests that share their cache with no
+    other: otherwise a caller could find out which prompts others have sent.
     """
     response = inference_pb2.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
     wanted = {output.name for output in request.outputs} or {*OUTPUTS, *PROMPT_OUTPUTS}

@@ -89,7 +89,7 @@ class CountedRequest:
         self._statistics = statistics
         self._batch = batch
         self._timeout_ns = None if timeout_s is None else timeout_s * 1e9
-        self._empty_final = empty_final  # The front end ends the stream with a response that nobody tells of.
+        self._empty_final = empty_final  # The front end ends the stream with a response that statistics do not count.
         self._begun = self._last = time.monotonic_ns()
         self._responses = 0
         self._complete = False

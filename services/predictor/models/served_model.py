@@ -1,4 +1,4 @@
-"""What every model that the predictor serves can do, whatever its kind, and how it is told in the protocol.
+"""What every served model can do, whatever its kind, and how the protocol describes it.
 
 A request is answered by `infer` with one response or by `stream` with any number of them, each with
 the parameter `triton_final_response`. Both raise MillraceError; cancelling the one and closing the

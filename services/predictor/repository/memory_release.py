@@ -10,7 +10,7 @@ from millrace.rpc.byte_budget import give_memory_back
 
 
 def release_memory() -> None:
-    """Frees what nobody refers to any more, on the device and on the heap; blocks for a fraction of a second."""
+    """Frees unreferenced memory, on the device and on the heap; blocks for a fraction of a second."""
     gc.collect()  # Modules and what hooks into them may refer to each other.
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -9,7 +9,7 @@ leaves does not stop one, and finds out by the index what became of it.
   found, because its cache is planned by the memory that is free.
 - An unload drains: requests in flight have `drain_s`, then end as UNAVAILABLE; those that can go on elsewhere are
   handed back. Then its threads end and its memory is given back.
-- A load that fails is told to who asked for it, and leaves the rest as it is.
+- A load that fails returns its error to the caller, and changes nothing else.
 
 `ready` says that every model is there that should be: those of `MODELS` and those loaded later, but for
 what was unloaded or could not be loaded on request. Nothing is ready any more once the repository drains or
@@ -91,7 +91,7 @@ class _Entry:
 
 
 class ModelRepository:
-    """Owned by the event loop; `tell_ready` is told each time that `ready` changes. `engines` is for any thread."""
+    """Owned by the event loop; `tell_ready` is called each time that `ready` changes. `engines` is for any thread."""
 
     def __init__(self, settings: PredictorSettings, tell_ready: Callable[[bool], Awaitable[None]]) -> None:
         self.engines = ServedEngines()
@@ -274,7 +274,7 @@ class ModelRepository:
                 await self._changed()
 
     async def _take_out(self, entry: _Entry) -> None:
-        """Ends what is served; whoever holds the entry's turn says what comes next."""
+        """Ends what is served; the holder of the entry's turn sets its next state."""
         serving = entry.serving
         if serving is not None:
             entry.set(State.UNLOADING, "ends what is in flight")

@@ -22,7 +22,7 @@ _SHORTEST_BUCKET = 16
 
 @dataclass(eq=False)
 class Waiting(Generic[T]):
-    """A request in the queue; `deadline` is when nobody wants its answer any more."""
+    """A request in the queue; after `deadline` its answer is no longer wanted."""
 
     item: T
     rows: int

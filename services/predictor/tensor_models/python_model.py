@@ -28,7 +28,7 @@ wait, more are refused with OverloadedError. A result waits among a few until th
 with it the generator. A caller that leaves, or whose deadline passes, cancels the coroutine or closes
 the generator; its slot is free once that has ended.
 
-`triton_final_response` on a stream: nobody can know that a generator's latest result is its last one
+`triton_final_response` on a stream: it is unknown whether a generator's latest result is its last one
 before it goes on, and a result is not held back for that. It is marked as the last where the
 generator has ended by the time the result leaves; a client that must be sure asks for the empty final
 response.

@@ -135,7 +135,7 @@ class _Head:
 
 
 class _Comments:
-    """Writes comments into a call while nobody else writes: between `go_on`, or the beginning, and `pause`.
+    """Writes comments into a call while nothing else is written: between `go_on`, or the beginning, and `pause`.
 
     One timer, which looks whether there was silence: a body costs two assignments.
     """

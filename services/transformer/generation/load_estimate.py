@@ -54,7 +54,7 @@ class LoadEstimate:
         self.in_flight += 1
 
     def first_token(self, waited_s: float) -> None:
-        """Notes that an answer has begun so long after its request's arrival."""
+        """Records the time from a request's arrival to its first token."""
         self._answering += 1
         self._first_token_s += _WEIGHT * (waited_s - self._first_token_s)
 
@@ -73,7 +73,7 @@ class LoadEstimate:
             self._lengths.append(length)
 
     def answer_ended(self) -> None:
-        """Notes that an answer that had begun is over, however."""
+        """Records the end of an answer that had begun, whatever ended it."""
         self._answering -= 1
 
     def retry_after_s(self, left_s: float, max_tokens: int, now: float) -> float | None:

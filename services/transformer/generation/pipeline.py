@@ -174,7 +174,7 @@ class Pipeline:
                 raise
 
     def _told(self, chunk: TextChunk, request: TextRequest) -> TextChunk:
-        """The chunk as its caller sees it, who must not find out which prompts of strangers were here before."""
+        """The chunk as its caller may see it: cached tokens would reveal which prompts others have sent."""
         if chunk.usage is None or self._tells_cached or request.sampling.get("cache_salt"):
             return chunk
         usage = Usage(prompt_tokens=chunk.usage.prompt_tokens, completion_tokens=chunk.usage.completion_tokens)

@@ -2,7 +2,7 @@
 
 Names are OpenTelemetry's for generative AI, seen from the server's side and with the gateway's protocol beside the
 model, so that gRPC and HTTP can be compared; what they lack is `millrace.*`. A model that is not served is `_OTHER`: no
-label is a caller's text. Prompts and answers are told to nobody.
+label is a caller's text. Prompts and answers are never part of telemetry.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Behind every front end that speaks the protocol, gRPC and REST. Text is recorded by the pipeline, with
 what was said; of anything else the record has the tensors, those of a stream answer by answer. An answer is a
-message, or the bytes of one that the predictor sent and nobody here looked at. `timeout_s` is what a request's deadline
+message, or the unparsed bytes of the predictor's. `timeout_s` is what a request's deadline
 had left when it arrived. Raises MillraceError; closing a generator cancels the request.
 """
 

@@ -1,4 +1,4 @@
-"""A `ModelInferRequest` of which only the head is parsed until somebody asks for its tensors.
+"""A `ModelInferRequest` of which only the head is parsed until its tensors are needed.
 
 The head is what says where a request goes: model name and version, id and parameters. A request that
 is relayed is forwarded as the bytes it came in; its tensors are neither copied nor looked at. A head
@@ -19,7 +19,7 @@ from millrace_protos import inference_pb2 as pb
 
 # model_name, model_version, id, parameters.
 _HEAD_FIELDS = frozenset({1, 2, 3, 4})
-# Beyond so many fields the C parser is faster than this scan, and nobody can stop the event loop with it.
+# Beyond so many fields the C parser is faster than this scan, and no request can block the event loop with it.
 _MAX_SCANNED_FIELDS = 1024
 
 

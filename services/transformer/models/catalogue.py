@@ -82,7 +82,7 @@ class Catalogue:
     @property
     def names(self) -> list[str]:
         """The models that are loaded or will soon be."""
-        return [name for name, told in self.states.items() if told.state != UNAVAILABLE]
+        return [name for name, state_of_model in self.states.items() if state_of_model.state != UNAVAILABLE]
 
     def load_all(self) -> None:
         """Reads the text side of every model that is configured, one by one; blocks; raises StartupError."""
@@ -137,15 +137,19 @@ class Catalogue:
                     await patience.until(self._changed, error)
 
     def _called(self, name: str) -> TextModel | RelayedModel:
-        told = self._state(name)
-        if told.state == UNAVAILABLE:
+        state_of_model = self._state(name)
+        if state_of_model.state == UNAVAILABLE:
             if not self._is_told:
-                raise NotReadyError("no predictor has told its models yet", hop="predictor")
+                raise NotReadyError("no predictor has state_of_model its models yet", hop="predictor")
             if not self._is_complete and name not in self._states:
                 return RelayedModel(name)
-            raise NotFoundError(f"model {name!r} is not loaded: {told.reason}" if told.reason else f"no model {name!r}")
+            raise NotFoundError(
+                f"model {name!r} is not loaded: {state_of_model.reason}"
+                if state_of_model.reason
+                else f"no model {name!r}"
+            )
         if name not in self._models:
-            state = "about to be ready" if told.state == READY else told.state.lower()
+            state = "about to be ready" if state_of_model.state == READY else state_of_model.state.lower()
             raise NotReadyError(f"model {name!r} is {state}", hop="predictor")
         return self._models[name]
 
@@ -220,7 +224,7 @@ class Catalogue:
                 self._forget(name)
             if self._state(name).state == UNAVAILABLE:
                 self._texts.pop(name, None)
-        ready = [name for name, told in self._states.items() if told.state == READY]
+        ready = [name for name, state_of_model in self._states.items() if state_of_model.state == READY]
         for name in ready:
             if name not in self._learned and name not in self._learning and self._tasks is not None:
                 self._learning[name] = self._tasks.create_task(self._learn(name), name=f"learn-{name}")

@@ -172,7 +172,7 @@ class PredictorClient:
     ) -> AsyncGenerator[TokenChunk, None]:
         """Chunks of one call, which goes on after `output_ids`; closing the generator cancels it at the predictor.
 
-        `span` is told of the call's.
+        `span` receives the call's span.
         """
         span = span or CallSpan()
         request = inference_pb2.ModelInferRequest(model_name=asked.model, id=asked.request_id)

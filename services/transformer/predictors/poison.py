@@ -33,7 +33,7 @@ class Poison:
         self._until: OrderedDict[bytes, float] = OrderedDict()
 
     def __bool__(self) -> bool:
-        """Whether anything is refused: nobody need take a fingerprint to ask."""
+        """Whether anything is refused; if not, no fingerprint has to be computed."""
         return bool(self._until)
 
     def add(self, known: bytes) -> None:

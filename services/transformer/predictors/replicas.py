@@ -139,7 +139,7 @@ class Replicas:
         await asyncio.sleep(_TAKER_S / 2)
 
     def _run(self, key: object, work: Coroutine[Any, Any, None]) -> None:
-        """Runs something beside the calls; its errors are nobody's."""
+        """Runs something in the background; its errors are dropped."""
 
         def ended(task: asyncio.Task[None]) -> None:
             del self._tasks[key]
@@ -212,9 +212,9 @@ def merged(indexes: Iterable[pb.RepositoryIndexResponse]) -> dict[str, ModelStat
 
 
 def _worst(states: Sequence[ModelState]) -> ModelState:
-    known = [told for told in states if told.state in _WORST_FIRST]
-    worst = min(known, key=lambda told: _WORST_FIRST.index(told.state), default=ModelState(UNAVAILABLE))
-    lacking = sum(told.state != READY for told in states)
+    known = [model_state for model_state in states if model_state.state in _WORST_FIRST]
+    worst = min(known, key=lambda model_state: _WORST_FIRST.index(model_state.state), default=ModelState(UNAVAILABLE))
+    lacking = sum(model_state.state != READY for model_state in states)
     if 0 < lacking < len(states):
         reason = f"{lacking} of {len(states)} replicas lack it" + (f": {worst.reason}" if worst.reason else "")
         return ModelState(worst.state, reason, worst.version)

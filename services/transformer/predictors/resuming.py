@@ -7,7 +7,7 @@ Contract with the predictor: millrace/oip/resumable.py. What ends a call decides
 - a predictor that is about to stop: the stream stays there until another one can go on with it;
 - a predictor that is away, still loads, hands the stream back, or has not said a word since the call began, which is
   a hung process and none of the request's doing: the next call goes on likewise, as often as it takes;
-- an overloaded one: a new request is told so at once, one that was moved here waits its turn;
+- an overloaded one: a new request is refused at once, a resumed one waits;
 - anything else is the request's own, and ends it.
 
 An answer is of one model: once it has begun, only a predictor with the same weights goes on (`fingerprint`). One with
@@ -77,7 +77,7 @@ class ResumingGenerator:
     ) -> AsyncGenerator[TokenChunk, None]:
         """The chunks of the whole answer; raises MillraceError; closing the generator cancels what runs.
 
-        `on_resume` is told each time that another call has gone on where an earlier one broke off.
+        `on_resume` is called each time that another call has resumed the answer.
         """
         if self._poison and self._poison.refuses(_fingerprint(asked)):
             raise RequestFailedError(_REFUSED)
@@ -154,7 +154,7 @@ class _Progress:
         self.deaths = deaths
         self.output_ids: list[int] = []
         self.fingerprint = (
-            ""  # Of the weights that have given the ids so far; "" while there are none, or none is told.
+            ""  # Of the weights that have given the ids so far; "" while there are none, or the predictor reports none.
         )
         self._answering = ""  # Of those that answer the latest call.
         self._cached_tokens: int | None = None
@@ -195,7 +195,7 @@ class _Progress:
             raise error
         self.deaths.call_ended(died=isinstance(error, HopBrokenError))
         if not self.asked.resumes and self.deaths.next_call is not NextCall.SHARED:
-            raise error  # It cannot run alone, so that nobody can tell whose doing it is.
+            raise error  # It cannot run isolated, so the cause of the deaths cannot be found.
         if isinstance(error, (HopBrokenError, DrainingError)):
             self.was_moved = True
             told = (self.asked.request_id, len(self.output_ids), error.message)

@@ -144,7 +144,7 @@ class _Lane:
         connection = self._connected()
         try:
             connection.sendall(REQUEST.pack(len(request), len(body)) + request)
-        except OSError:  # It ended while nobody needed it.
+        except OSError:  # It ended while it was idle.
             self._end()
             connection = self._connected()
             connection.sendall(REQUEST.pack(len(request), len(body)) + request)

@@ -14,5 +14,5 @@ def end_with_parent(parent: int) -> None:
     """Has the kernel send this process SIGTERM when its parent is gone; Linux alone can do that."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # It died before the kernel was told.
+    if os.getppid() != parent:  # It died before this process had registered with the kernel.
         raise SystemExit(1)

@@ -85,7 +85,7 @@ def packs(model: Any) -> bool:
 
 
 def pack_linears(model: Any) -> None:
-    """Replaces the linear layers of a model that nobody trains, where they can be packed."""
+    """Replaces the linear layers of a model for inference, where they can be packed."""
     if not packs(model):
         return
     for module in list(model.modules()):

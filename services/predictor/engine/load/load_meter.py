@@ -16,7 +16,7 @@ from services.predictor.engine.state.sequence import Row
 
 
 class LoadMeter:
-    """See the module; `guard` is held by whoever changes the scheduler."""
+    """See the module; `guard` is held by the thread that changes the scheduler."""
 
     def __init__(self, scheduler: Scheduler, statistics: EngineStatistics, guard: threading.Condition) -> None:
         self._scheduler = scheduler

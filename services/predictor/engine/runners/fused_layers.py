@@ -6,7 +6,7 @@ are one kernel; activations and residual sums are part of the products. Only wha
 the same, not where it rounds: where transformers rounds to bfloat16 in between, this does not.
 
 The rest of the model (embeddings, rotary angles, last norm, head) stays transformers' own. Layers are
-told by their class; any other class, and a configuration beyond what is written here, stays as it is.
+recognised by their class; any other class, and a configuration beyond what is written here, stays as it is.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class PagedRunner:
 
 
 def detached_sequence(ids: list[int]) -> Sequence:
-    """A sequence that nobody asked for and nobody reads."""
+    """A sequence for the self-test, without a request or a reader."""
     sampling = SamplingParameters()
     return Sequence(GenerationRequest("", ids, sampling), MergingSlot(sampling), frozenset())
 

@@ -2,8 +2,8 @@
 
 Pure: block numbers and names, no tensors. A block holds the keys and values of `block_tokens` tokens.
 Full blocks are named by a hash of all ids up to their end, salted by the tenant's name, so equal names
-mean equal contents and nobody learns from the time it takes what another tenant asked. A block that
-nobody uses keeps its contents until it is the least recently used one and another is needed.
+mean equal contents and response times do not reveal what another tenant asked. A block that
+is not in use keeps its contents until it is the least recently used one and another is needed.
 Block 0 is never handed out: padding rows write there.
 Source: prefix caching by hashed blocks (Kwon et al. 2023, PagedAttention; vLLM's design notes).
 """
@@ -39,7 +39,7 @@ class BlockManager:
         self._names: list[bytes | None] = [None] * blocks
         self._by_name: dict[bytes, int] = {}
         self._announced: set[bytes] = set()
-        # Blocks that nobody uses, the least recently used one first.
+        # Blocks not in use, the least recently used one first.
         self._idle: OrderedDict[int, None] = OrderedDict.fromkeys(range(RESERVED, blocks))
 
     @property
@@ -67,7 +67,7 @@ class BlockManager:
         return found, False
 
     def idle(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks nobody uses."""
+        """How many of these blocks are not in use."""
         return sum(block in self._idle for block in blocks)
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -90,7 +90,7 @@ class BlockManager:
         self._announced.update(names)
 
     def withdraw(self, names: Iterable[bytes]) -> None:
-        """Takes an announcement back: whoever waits for it must compute the block itself."""
+        """Withdraws an announcement: a sequence that waits for the block must compute it itself."""
         self._announced.difference_update(names)
 
     def name(self, block: int, name: bytes) -> None:
@@ -102,7 +102,7 @@ class BlockManager:
             self._names[block] = name
 
     def release(self, blocks: Iterable[int], forget: bool = False) -> list[int]:
-        """Drops a reference to each; those whose contents nobody can use any more. With `forget` all are void."""
+        """Drops a reference to each; returns those whose contents cannot be reused. With `forget` all are void."""
         released = []
         # The end of a sequence is of less use to others than its beginning: it is evicted first.
         for block in reversed(list(blocks)):

@@ -1,4 +1,4 @@
-"""What the sampler needs to know of a row of logits. Without torch: whoever plans steps makes these as well."""
+"""What the sampler needs to know of a row of logits. Without torch, because the scheduler makes these too."""
 
 from __future__ import annotations
 

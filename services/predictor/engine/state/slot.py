@@ -49,7 +49,7 @@ class MergingSlot:
     def run_alone(self, timeout_s: float) -> bool:
         """Has the reader tell that nothing else is computed from now on; whether somebody waits for the next token.
 
-        Returns once the reader has, or nobody reads any more, or after the timeout.
+        Returns once the reader has, or the reader is gone, or after the timeout.
         """
         with self._lock:
             self.runs_alone = True

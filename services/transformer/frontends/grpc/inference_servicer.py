@@ -162,9 +162,11 @@ class InferenceServicer(OpenInferenceBase):
 
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
         response = pb.RepositoryIndexResponse()
-        for name, told in self._catalogue.states.items():
-            if told.state == READY or not request.ready:
-                response.models.add(name=name, version=told.version, state=told.state, reason=told.reason)
+        for name, model_state in self._catalogue.states.items():
+            if model_state.state == READY or not request.ready:
+                response.models.add(
+                    name=name, version=model_state.version, state=model_state.state, reason=model_state.reason
+                )
         return response
 
     async def RepositoryModelLoad(

@@ -57,7 +57,7 @@ async def answer(
             usages[index] = chunk.usage or usages[index]
             completion_tokens[index] += len(chunk.token_ids)
             is_first = index not in begun
-            # Text that is held back makes no event of its own, unless something else is told of its tokens.
+            # Text that is held back makes no event of its own, unless its tokens have log probabilities to report.
             if is_first or chunk.text or chunk.finish_reason is not None or chunk.logprobs:
                 begun.add(index)
                 choice = await _written(chunk, shape.chunk, index, chunk, is_first)

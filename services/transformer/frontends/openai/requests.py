@@ -1,6 +1,6 @@
 """What OpenAI's clients send, parsed and checked: the body of a request and its prompts.
 
-Fields that nobody knows are ignored, as OpenAI does, and named in the answer's header `x-ignored-fields`;
+Unknown fields are ignored, as OpenAI does, and named in the answer's header `x-ignored-fields`;
 fields that are known and not supported here are refused, unless their value asks for nothing. Null is as
 good as absent. All raises InvalidRequestError. Source: OpenAI's API reference, and vLLM's for the fields beyond it.
 """

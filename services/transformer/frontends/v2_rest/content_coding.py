@@ -21,7 +21,7 @@ def inflate(data: bytes) -> tuple[None, bytes]:
 
 
 def is_small(data: bytes, max_bytes: int) -> bool:
-    """Whether the body that was compressed has so many bytes at most, as far as it can be told."""
+    """Whether the body that was compressed has so many bytes at most, as far as that can be known."""
     if len(data) > max_bytes:
         return False
     try:

@@ -45,7 +45,7 @@ def read_generate(model: str, version: str, metadata: pb.ModelMetadataResponse, 
     if not isinstance(given, dict):
         raise InvalidRequestError(f"{_PARAMETERS} must be an object")
 
-    inputs = {told.name: told for told in metadata.inputs}
+    inputs = {declared.name: declared for declared in metadata.inputs}
     tensors: dict[str, RawTensor] = {}
     parameters = {name: value for name, value in given.items() if value is not None}
     if inputs:
@@ -113,11 +113,11 @@ def _move_to_sampling(parameters: dict[str, Any], inputs: Mapping[str, Any]) -> 
             raise InvalidRequestError("lists and objects are nested too deep") from None
 
 
-def _told_tensor(told: pb.ModelMetadataResponse.TensorMetadata, value: Any) -> RawTensor:
-    flat, shape = flattened(told.name, value)
+def _told_tensor(declared: pb.ModelMetadataResponse.TensorMetadata, value: Any) -> RawTensor:
+    flat, shape = flattened(declared.name, value)
     if len(shape) < 2:  # Deeper lists say their shape themselves.
-        shape = fitted_shape(told.name, told.shape, len(flat))
-    return tensor_of(told.name, told.datatype, shape, flat)
+        shape = fitted_shape(declared.name, declared.shape, len(flat))
+    return tensor_of(declared.name, declared.datatype, shape, flat)
 
 
 def _untold_tensor(name: str, value: Any) -> RawTensor:

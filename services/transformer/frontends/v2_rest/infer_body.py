@@ -133,16 +133,16 @@ def read_raw_body(model: str, version: str, metadata: pb.ModelMetadataResponse, 
         raise InvalidRequestError(
             f"a raw binary request needs a model of one input; {model!r} has {len(metadata.inputs)}"
         )
-    (told,) = metadata.inputs
+    (entry,) = metadata.inputs
     contents: list[bytes | memoryview] = [data]
-    if told.datatype == BYTES:
+    if entry.datatype == BYTES:
         count, contents = 1, [len(data).to_bytes(4, "little"), data]
     else:
-        count, rest = divmod(len(data), dtype_of(told.name, told.datatype).itemsize)
+        count, rest = divmod(len(data), dtype_of(entry.name, entry.datatype).itemsize)
         if rest:
-            raise InvalidRequestError(f"{len(data)} bytes are no whole number of elements of {told.datatype}")
+            raise InvalidRequestError(f"{len(data)} bytes are no whole number of elements of {entry.datatype}")
     request = pb.ModelInferRequest(model_name=model, model_version=version)
-    request.inputs.add(name=told.name, datatype=told.datatype, shape=fitted_shape(told.name, told.shape, count))
+    request.inputs.add(name=entry.name, datatype=entry.datatype, shape=fitted_shape(entry.name, entry.shape, count))
     return InferCall(_serialized(request, [contents]), binary=True)
 
 
@@ -154,16 +154,16 @@ def write_body(call: InferCall, response: pb.ModelInferResponse) -> tuple[bytes,
     """
     outputs, binary, size = [], [], 0
     for name, tensor in _wanted(call, response).items():
-        told: dict[str, Any] = {"name": name, "datatype": tensor.datatype, "shape": tensor.shape}
+        entry: dict[str, Any] = {"name": name, "datatype": tensor.datatype, "shape": tensor.shape}
         if call.named.get(name, call.binary):
-            told["parameters"] = {_BINARY_SIZE: len(tensor.data)}
+            entry["parameters"] = {_BINARY_SIZE: len(tensor.data)}
             binary.append(tensor.data)
             size += len(tensor.data)
         else:
             text = _json(name, tensor)
-            told["data"] = orjson.Fragment(text)
+            entry["data"] = orjson.Fragment(text)
             size += len(text)
-        outputs.append(told)
+        outputs.append(entry)
         _check_size(size)
     head: dict[str, Any] = {"id": response.id} if response.id else {}
     head |= {"model_name": response.model_name, "model_version": response.model_version}
@@ -227,40 +227,40 @@ def _add_inputs(
     names: set[str] = set()
     contents: list[tuple[bytes | memoryview]] = []
     at = 0
-    for told in inputs:
-        told.check()
-        if told.name in names:
-            raise InvalidRequestError(f"input {told.name!r} is given twice")
-        names.add(told.name)
-        size = told.parameter(_BINARY_SIZE)
+    for entry in inputs:
+        entry.check()
+        if entry.name in names:
+            raise InvalidRequestError(f"input {entry.name!r} is given twice")
+        names.add(entry.name)
+        size = entry.parameter(_BINARY_SIZE)
         if size is None:
-            if told.data is None:
-                raise InvalidRequestError(f"input {told.name!r} has neither data nor {_BINARY_SIZE}")
-            tensor = tensor_of(told.name, told.datatype, told.shape, told.data)
+            if entry.data is None:
+                raise InvalidRequestError(f"input {entry.name!r} has neither data nor {_BINARY_SIZE}")
+            tensor = tensor_of(entry.name, entry.datatype, entry.shape, entry.data)
             shape: tuple[int, ...] = tensor.shape
             contents.append((tensor.data,))
         else:
-            shape = _binary_shape(told, size, len(binary) - at)
+            shape = _binary_shape(entry, size, len(binary) - at)
             contents.append((binary[at : at + size],))
             at += size
-        request.inputs.add(name=told.name, datatype=told.datatype, shape=shape)
+        request.inputs.add(name=entry.name, datatype=entry.datatype, shape=shape)
     if at != len(binary):
         raise InvalidRequestError(f"the inputs take {at} bytes of binary data, the body has {len(binary)}")
     return contents
 
 
-def _binary_shape(told: _Input, size: Any, left: int) -> tuple[int, ...]:
+def _binary_shape(entry: _Input, size: Any, left: int) -> tuple[int, ...]:
     """The shape of an input of `size` bytes of binary data, of which so many are left."""
     if type(size) is not int or size < 0:
-        raise InvalidRequestError(f"input {told.name!r}: {_BINARY_SIZE} must be a whole number")
-    if told.data is not None:
-        raise InvalidRequestError(f"input {told.name!r} has both data and {_BINARY_SIZE}")
+        raise InvalidRequestError(f"input {entry.name!r}: {_BINARY_SIZE} must be a whole number")
+    if entry.data is not None:
+        raise InvalidRequestError(f"input {entry.name!r} has both data and {_BINARY_SIZE}")
     if size > left:
-        raise InvalidRequestError(f"input {told.name!r}: {_BINARY_SIZE} is {size}, the body has {left} bytes left")
-    dtype, shape = dtype_of(told.name, told.datatype), checked_shape(told.name, told.shape)
-    if told.datatype != BYTES and size != (needed := math.prod(shape) * dtype.itemsize):
+        raise InvalidRequestError(f"input {entry.name!r}: {_BINARY_SIZE} is {size}, the body has {left} bytes left")
+    dtype, shape = dtype_of(entry.name, entry.datatype), checked_shape(entry.name, entry.shape)
+    if entry.datatype != BYTES and size != (needed := math.prod(shape) * dtype.itemsize):
         raise InvalidRequestError(
-            f"input {told.name!r}: {told.datatype} of shape {list(shape)} is {needed} bytes, {_BINARY_SIZE} is {size}"
+            f"input {entry.name!r}: {entry.datatype} of shape {list(shape)} is {needed} bytes, {_BINARY_SIZE} is {size}"
         )
     return shape
 

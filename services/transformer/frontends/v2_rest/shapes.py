@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from millrace.errors import InvalidRequestError
 
 
-def fitted_shape(name: str, told: Sequence[int], count: int) -> tuple[int, ...]:
+def fitted_shape(name: str, declared: Sequence[int], count: int) -> tuple[int, ...]:
     """The shape in which `count` elements fill what a model says of an input; raises InvalidRequestError.
 
     Of the sizes that are open (-1) the innermost takes what is left, the others are 1, as Triton has it.
     """
-    shape = list(told)
+    shape = list(declared)
     is_open = [index for index, size in enumerate(shape) if size < 0]
     if is_open:
         fixed = math.prod(size for size in shape if size >= 0)
@@ -21,5 +21,5 @@ def fitted_shape(name: str, told: Sequence[int], count: int) -> tuple[int, ...]:
             shape[index] = 1
         shape[is_open[-1]] = count // fixed if fixed else 0
     if math.prod(shape) != count:
-        raise InvalidRequestError(f"input {name!r}: {count} elements do not fill the shape {list(told)}")
+        raise InvalidRequestError(f"input {name!r}: {count} elements do not fill the shape {list(declared)}")
     return tuple(shape)
