@@ -286,7 +286,11 @@ def test_a_reader_that_has_enough_and_an_interrupt_end_it_quietly(tmp_path):
         assert process.wait(60) == 0
         assert process.stderr.read() == b""
     with subprocess.Popen(
-        **command(tmp_path, "--format", "jsonl", "--output", "-"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        **command(tmp_path, "--format", "jsonl", "--output", "-"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # A shell's background job ignores the interrupt, and what it starts inherits that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     ) as process:
         process.stdout.read(1)
         process.send_signal(signal.SIGINT)
