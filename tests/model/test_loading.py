@@ -1,20 +1,23 @@
 """A model that cannot be served is refused when it is loaded, in one line that says what to do."""
 
+import logging
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub import constants
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from millrace.errors import StartupError
 from millrace.models.sources import ModelSource
-from services.predictor.models.weights import choose_device
+from services.predictor.models.weights import choose_device, load_weights
 from services.predictor.repository.loading import load
 from services.predictor.settings import PredictorSettings
 from tests.hub import GATED, serve_hub
 
-STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
+MODELS = Path(__file__).parents[2] / "models"
+STORYTELLER = MODELS / "storyteller"
 
 
 def refusal(location, **settings):
@@ -79,6 +82,15 @@ def test_a_hub_that_cannot_be_reached(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+@pytest.mark.parametrize("model", ["storyteller", "normalizer"])
+def test_a_model_loads_without_a_warning_of_its_libraries(caplog, monkeypatch, model):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    auto = AutoModelForCausalLM if model == "storyteller" else AutoModelForSeq2SeqLM
+    with caplog.at_level(logging.WARNING):
+        load_weights(model, MODELS / model, auto, "auto", torch.device("cpu"))
+    assert caplog.messages == []
+
+
 def test_a_device_that_is_not_there():
     with pytest.raises(StartupError, match="DEVICE=cuda, but torch finds no CUDA device; install its CUDA build"):
         choose_device("cuda")

@@ -12,6 +12,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from millrace.errors import StartupError
 
+# What these modules of transformers report is said here in one line, or does not concern a model on one device:
+# a table of missing weights of many lines; which layers a plan for tensor parallelism would leave whole.
+_QUIET_LOGGERS = ("transformers.modeling_utils", "transformers.distributed.tensor_parallel")
+
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
@@ -30,8 +34,8 @@ def load_weights(name: str, folder: Path, auto: Any, dtype: str, device: torch.d
     """
     if not any(folder.glob("*.safetensors")):
         raise StartupError(f"model {name}: {folder} has no *.safetensors; other formats are not loaded")
-    # Its table of what is missing has many lines; the caller says it in one.
-    logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
+    for logger in _QUIET_LOGGERS:
+        logging.getLogger(logger).setLevel(logging.ERROR)
     disable_progress_bar()  # type: ignore[no-untyped-call]  # Of the weights' reading, which takes seconds; a download's is shown.
     own = "auto" if device.type == "cuda" else torch.float32
     model, info = auto.from_pretrained(
