@@ -24,8 +24,8 @@ help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
 .PHONY: up
-up: $(RUN_DEPENDENCIES) ## start the whole stack as local processes (MODELS=, PREDICTORS=, DEVICE=, DEVELOPMENT=)
-	@exec $(VENV)/bin/python -m runner up
+up: $(RUN_DEPENDENCIES) ## start the whole stack as local processes (MODELS=, PREDICTORS=, DEVICE=, DEVELOPMENT=; V=1: every address)
+	@exec $(VENV)/bin/python -m runner up $(if $(V),--verbose)
 
 .PHONY: down
 down: $(RUN_DEPENDENCIES) ## stop a running stack

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import signal
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 from millrace.errors import StartupError
 from runner import roll
 from runner import settings as stack_settings
+from runner.report import Report, has_colours
 from runner.run_folder import RunFolder
 from runner.stack import Stack
 
@@ -29,11 +29,13 @@ _DOWN_TIMEOUT_S = 15.0
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m runner", description=__doc__)
     parser.add_argument("action", choices=("up", "down", "reload", "roll"))
-    action = parser.parse_args().action
+    parser.add_argument("-v", "--verbose", action="store_true", help="up: print every address and a call by gRPC")
+    arguments = parser.parse_args()
+    action = arguments.action
     try:
         settings = stack_settings.load()
         if action == "up":
-            asyncio.run(up(Stack(settings, say=_say)))
+            asyncio.run(up(Stack(settings, say=_say), verbose=arguments.verbose))
         elif action == "down":
             down(RunFolder(settings.run_folder))
         elif action == "reload":
@@ -46,9 +48,9 @@ def main() -> None:
         raise SystemExit(1) from None
 
 
-async def up(stack: Stack) -> None:
+async def up(stack: Stack, *, verbose: bool = False) -> None:
     """Runs a stack until a signal; StartupError if it cannot run."""
-    started = time.monotonic()
+    report = Report(stack, _say, coloured=has_colours(sys.stdout, os.environ), verbose=verbose)
     asked_to_stop, asked_to_reload, asked_to_roll = asyncio.Event(), asyncio.Event(), asyncio.Event()
     had_terminal = _has_terminal()
 
@@ -63,7 +65,7 @@ async def up(stack: Stack) -> None:
     loop.add_signal_handler(roll.SIGNAL, asked_to_roll.set)
 
     await stack.start()
-    serving = asyncio.create_task(_serve(stack, started), name="serve")
+    serving = asyncio.create_task(_serve(stack, report), name="serve")
     reloading = asyncio.create_task(_reload_when_asked(stack, asked_to_reload), name="reload")
     rolling = asyncio.create_task(roll.roll_when_asked(stack, asked_to_roll, _say), name="roll")
     stopping = asyncio.create_task(asked_to_stop.wait(), name="wait for a signal")
@@ -88,20 +90,10 @@ def _has_terminal() -> bool:
     return True
 
 
-async def _serve(stack: Stack, started: float) -> None:
-    _say(f"starting; logs are in {_short(stack.folder.logs)}")
-    await stack.wait_ready()
-    for name, address in stack.addresses.items():
-        _say(f"{name:<12} {address}")
-    for pages in stack.metrics_pages.values():
-        for host, port, path in pages:
-            _say(f"{'metrics':<12} http://{host}:{port}{path}")
-    _say(f"{'playground':<12} http://{stack.gateway}/")
-    _say(f"ready in {time.monotonic() - started:.1f} s. Try:")
-    request = json.dumps({"model": stack.settings.first_model, "prompt": "Once upon a time"})
-    method = "millrace.v1.TextGeneration/Generate"
-    _say(f"  grpcurl -plaintext -d '{request}' {stack.gateway} {method}")
-    _say(f"  buf curl --protocol grpc --http2-prior-knowledge -d '{request}' http://{stack.gateway}/{method}")
+async def _serve(stack: Stack, report: Report) -> None:
+    report.starting()
+    await stack.wait_ready(on_ready=report.ready)
+    report.all_ready()
     await stack.ended()
 
 
@@ -162,10 +154,6 @@ def _is_runner(pid: int) -> bool:
     """Whether a process is a runner, as far as the system tells."""
     command = Path(f"/proc/{pid}/cmdline")
     return not command.exists() or b"runner\0up" in command.read_bytes()
-
-
-def _short(path: Path) -> str:
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _say(line: str) -> None:

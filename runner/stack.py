@@ -14,7 +14,7 @@ import errno
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Self
@@ -194,9 +194,12 @@ class Stack:
             config.write_text(running)
             raise
 
-    async def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Returns when a generation would work; StartupError if one cannot come to be, TimeoutError if too late."""
-        ready = asyncio.create_task(self._become_ready(), name="readiness")
+    async def wait_ready(self, timeout_s: float | None = None, on_ready: Callable[[str], None] | None = None) -> None:
+        """Returns when a generation would work; StartupError if one cannot come to be, TimeoutError if too late.
+
+        `on_ready` gets the name of each process when it is ready, Envoy's last: the whole stack is ready then.
+        """
+        ready = asyncio.create_task(self._become_ready(on_ready or (lambda _: None)), name="readiness")
         ended = asyncio.create_task(self.ended(), name="watch processes")
         try:
             done, _ = await asyncio.wait({ready, ended}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -238,17 +241,24 @@ class Stack:
     ) -> None:
         await self.stop()
 
-    async def _become_ready(self) -> None:
+    async def _become_ready(self, on_ready: Callable[[str], None]) -> None:
         health = {name: process.spec.port for name, process in self._processes.items() if name != "envoy"}
         readiness = Readiness(self.settings, health)
         report_at = time.monotonic() + _REPORT_S
+        waited_for = set(health)
         try:
             while missing := await readiness.missing():
+                for name in sorted(waited_for - {*missing}):
+                    waited_for.remove(name)
+                    on_ready(name)
                 if time.monotonic() >= report_at:
                     report_at += _REPORT_S
                     for name in missing:
-                        self._say(f"waiting for {name}: {self._processes[name].last_line()}")
+                        line = self._processes[name].last_line()
+                        self._say(f"waiting for {name}{line and f': {line}'}")
                 await asyncio.sleep(_POLL_S)
+            for name in (*sorted(waited_for), "envoy"):
+                on_ready(name)
         finally:
             await readiness.close()
 

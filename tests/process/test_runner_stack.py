@@ -6,6 +6,7 @@ The services are fakes that speak gRPC health alone.
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import signal
@@ -214,7 +215,7 @@ class Runner:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.output.append(line)
-            if line.startswith("  buf curl"):
+            if line.startswith("logs "):
                 return psutil.Process(self.process.pid).children(recursive=True)
         raise AssertionError(f"never ready: {self.output}")
 
@@ -252,8 +253,17 @@ def test_a_signal_stops_everything_within_ten_seconds(runner: Runner, signum: si
     assert time.monotonic() - asked < 10
     assert gone(services, within_s=0)
     gateway = runner.settings.gateway
-    assert any(line.split() == ["gateway", gateway] for line in runner.output)
-    assert any("grpcurl -plaintext" in line and gateway in line for line in runner.output)
+    assert [line.split()[0] for line in runner.output[-6:]] == [
+        "gateway",
+        "ready",
+        "playground",
+        "call",
+        "check",
+        "logs",
+    ]
+    assert any(re.fullmatch(rf"gateway +{gateway} +\d+\.\d s\n", line) for line in runner.output)
+    assert {line.split()[0] for line in runner.output[1:-6]} == {"logger", "predictor-0", "transformer"}
+    assert "\033" not in "".join(runner.output)
 
 
 def test_a_killed_runner_leaves_no_process(runner: Runner) -> None:

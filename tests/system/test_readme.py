@@ -59,13 +59,17 @@ class MakeUp:
         ports = {name: str(ports[0]) for name, ports in settings.ports().items()}
         self._environment = os.environ | ports | REDACTION | {"DEVICE": "cpu"}
 
-    def start(self) -> float:
+    def start(self, *arguments: str) -> float:
         """Runs `make up` until it says that it is ready; how long that took, in seconds."""
         begun = time.monotonic()
         self.output = self.folder / "output"
         with self.output.open("w") as output:
             self.process = psutil.Popen(
-                ["make", "up"], cwd=self.folder, env=self._environment, stdout=output, stderr=subprocess.STDOUT
+                ["make", "up", *arguments],
+                cwd=self.folder,
+                env=self._environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
             )
         while "ready in" not in self.output.read_text():
             assert self.process.poll() is None, self.output.read_text()
@@ -181,6 +185,20 @@ async def test_make_up_starts_fast_stops_in_order_and_starts_again(tmp_path):
         print(f"make up: ready in {ready_s:.1f} s, stopped in {stopped_s:.1f} s")
         assert stopped_s < 10
     lines = running.output.read_text().splitlines()
-    assert any(line.strip().startswith("grpcurl -plaintext") for line in lines)
-    assert any(line.strip().startswith("buf curl") for line in lines)
     assert any(line.startswith("gateway") and running.gateway in line for line in lines)
+    last = lines[lines.index(next(line for line in lines if line.startswith("ready in"))) + 1 :]
+    assert [line.split()[0] for line in last[:4]] == ["playground", "call", "check", "logs"]
+    assert not any("grpcurl" in line or "metrics" in line for line in lines)
+
+
+def test_make_up_prints_every_address_on_request_and_a_call_that_works(tmp_path):
+    running = MakeUp(tmp_path)
+    running.start("V=1")
+    try:
+        lines = running.output.read_text().splitlines()
+        assert any(line.startswith("grpc ") and "grpcurl -plaintext" in line for line in lines)
+        assert sum(line.startswith("metrics ") for line in lines) == 4
+        (call,) = (line.removeprefix("call").strip() for line in lines if line.startswith("call "))
+        assert run(["bash", "-c", call], running).rstrip().endswith("data: [DONE]")
+    finally:
+        running.stop()

@@ -1,0 +1,91 @@
+"""What `up` prints: a line for each process that became ready, and four lines with what to do next.
+
+`--verbose` adds every address, the pages of the metrics, and a call by gRPC. Colours are for terminals only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+from runner.process import Say
+from runner.stack import Stack
+
+_BOLD, _GREEN, _PLAIN = "\033[1m", "\033[32m", "\033[0m"
+_METHOD = "millrace.v1.TextGeneration/Generate"
+# What `make smoke` has to be given again where `make up` was.
+_GATEWAY_SETTINGS = ("GATEWAY_BIND", "GATEWAY_PORT")
+
+
+def has_colours(stream: IO[str], environment: Mapping[str, str]) -> bool:
+    """Whether to colour: a terminal, and neither NO_COLOR (https://no-color.org) nor TERM=dumb."""
+    return stream.isatty() and not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
+
+
+class Report:
+    """Prints the start of one stack, line by line."""
+
+    def __init__(self, stack: Stack, say: Say, *, coloured: bool = False, verbose: bool = False) -> None:
+        self._stack = stack
+        self._say = say
+        self._coloured = coloured
+        self._verbose = verbose
+        self._started = time.monotonic()
+
+    def starting(self) -> None:
+        self._say(f"starting; logs are in {short(self._stack.folder.logs)}")
+
+    def ready(self, name: str) -> None:
+        """One process is ready."""
+        name = "gateway" if name == "envoy" else name
+        seconds = f"{self._seconds():5.1f} s"
+        self._say(f"{self._label(name)} {self._stack.addresses[name]:<21} {self._paint(_GREEN, seconds)}")
+
+    def all_ready(self) -> None:
+        """The whole stack is ready. The last lines are printed at once, for whoever waits for one of them."""
+        if self._verbose:
+            for name, value in self._details():
+                self._say(f"{self._label(name)} {value}")
+        lines = [f"{self._label(name)} {value}" for name, value in self._next_steps()]
+        self._say("\n".join([self._paint(_GREEN, f"ready in {self._seconds():.1f} s"), *lines]))
+
+    def _details(self) -> list[tuple[str, str]]:
+        stack = self._stack
+        pages = [page for kind in stack.metrics_pages.values() for page in kind]
+        request = json.dumps({"model": stack.settings.first_model, "prompt": "Once upon a time"})
+        return [
+            ("inner", stack.addresses["inner"]),
+            ("admin", f"127.0.0.1:{stack.settings.gateway_admin_port}"),
+            *(("metrics", f"http://{host}:{port}{path}") for host, port, path in pages),
+            ("grpc", f"grpcurl -plaintext -d '{request}' {stack.gateway} {_METHOD}"),
+            ("", f"buf curl --protocol grpc --http2-prior-knowledge -d '{request}' http://{stack.gateway}/{_METHOD}"),
+        ]
+
+    def _next_steps(self) -> list[tuple[str, str]]:
+        stack = self._stack
+        request = {"model": stack.settings.first_model, "stream": True, "prompt": "Once upon a time"}
+        again = "".join(f" {name}={os.environ[name]}" for name in _GATEWAY_SETTINGS if os.environ.get(name))
+        return [
+            ("playground", f"http://{stack.gateway}/"),
+            ("call", f"curl -N http://{stack.gateway}/v1/completions -d '{json.dumps(request)}'"),
+            ("check", f"make smoke{again}"),
+            ("logs", short(stack.folder.logs)),
+        ]
+
+    def _label(self, name: str) -> str:
+        return self._paint(_BOLD, f"{name:<12}")
+
+    def _paint(self, colour: str, text: str) -> str:
+        return f"{colour}{text}{_PLAIN}" if self._coloured else text
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._started
+
+
+def short(path: Path) -> str:
+    """A path as a user of this folder writes it."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
