@@ -75,7 +75,7 @@ class Recording:
         self._waiting: asyncio.Event | None = None
         self._has_waited = False
 
-    async def begun(self) -> bool:
+    async def flushed(self) -> bool:
         """Waits until the begin lies on disk or was dropped; False where that has not been within a second.
 
         To be awaited before each chunk leaves: only the first time may it wait.

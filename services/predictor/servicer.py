@@ -10,9 +10,10 @@ from millrace.errors import InvalidRequestError, NotFoundError, NotImplementedMe
 from millrace.oip.resumable import HEARTBEAT, call_options_of
 from millrace.oip.settings_servicer import OpenInferenceBase
 from millrace.oip.stream_infer import errors_as_status, multiplex
-from millrace.payload.call import is_recorded, origin_of, recorded
+from millrace.payload.call import is_recorded, recorded
 from millrace.payload.tap import PayloadTap, Recording
 from millrace.payload.tensors import answer_tensors, request_tensors, streamed_tensors
+from millrace.rpc.call_context import call_context
 from millrace.rpc.handlers import Context
 from millrace_protos import inference_pb2 as pb
 from services.predictor.models.served_model import VERSION, config_of, metadata_of
@@ -105,7 +106,7 @@ class InferenceServicer(OpenInferenceBase):
             response = await serving.infer(request, context.time_remaining(), options)
             if recording is not None:
                 recording.end("OK", outputs=answer_tensors(response))
-                await recording.begun()
+                await recording.flushed()
             return response
 
     async def ModelStreamInfer(
@@ -120,7 +121,7 @@ class InferenceServicer(OpenInferenceBase):
                     async for response in responses:
                         if recording is not None and HEARTBEAT not in response.parameters:
                             recording.chunk("", outputs=streamed_tensors(response))
-                            await recording.begun()
+                            await recording.flushed()
                         yield response
 
         async with aclosing(multiplex(request_iterator, answer, errors_as_status(context))) as responses:
@@ -133,9 +134,9 @@ class InferenceServicer(OpenInferenceBase):
         """Records what becomes of the request in the block, unless its caller does."""
         if self._tap is None or is_recorded(context):
             return nullcontext()
-        origin = origin_of(context, f"{_SERVICE}/{method}", request.id)
+        call = call_context(context, f"{_SERVICE}/{method}", request.id)
         inputs = request_tensors(request)
-        return recorded(self._tap, origin, request.model_name, context.time_remaining(), inputs=inputs)
+        return recorded(self._tap, call, request.model_name, inputs=inputs)
 
 
 def _check_repository_name(name: str) -> None:

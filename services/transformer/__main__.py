@@ -92,7 +92,7 @@ async def _serve(settings: TransformerSettings, metrics_port: int, is_worker: bo
     catalogue = Catalogue(settings.models, predictor, replicas, pool, processors)
     generator = ResumingGenerator(predictor, settings.resume_limit, replicas.have_taker)
     bodies = BodyProcesses()
-    pipeline = Pipeline(catalogue, predictor, generator, tap, bodies, settings.cached_tokens == "all")
+    pipeline = Pipeline(catalogue, generator, tap, bodies, settings.cached_tokens == "all")
     shares_port = is_worker or settings.listen != "alone"
     public = (*_OWN, _PAYLOAD_LOG, *development.services(settings.development))
     server = Server(

@@ -1,15 +1,13 @@
-"""What every front end reads from a gRPC call."""
+"""What every front end checks before it reads a request."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from millrace.errors import InvalidRequestError
-from millrace.payload.call import MAX_REQUEST_ID
-from millrace.rpc.handlers import Context
+from millrace.rpc.call_context import MAX_REQUEST_ID
 
 TTFT_MS = "x-ttft-ms"
-_TIMEOUT_MS = "x-timeout-ms"
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_MESSAGES = 4096  # Of one conversation: rendering more would stop the event loop.
@@ -39,17 +37,3 @@ def check_stop_count(count: int) -> None:
     """Refuses too many stop strings; to be asked before they are looked at."""
     if count > MAX_STOP_STRINGS:
         raise InvalidRequestError(f"{count} stop strings, at most {MAX_STOP_STRINGS} are allowed", param="stop")
-
-
-def timeout_of(context: Context) -> float | None:
-    """Seconds that a caller of any protocol has left: its gRPC deadline or its `x-timeout-ms`, whichever is sooner."""
-    given = [timeout for timeout in (_header_timeout_s(context), context.time_remaining()) if timeout is not None]
-    return min(given, default=None)
-
-
-def _header_timeout_s(context: Context) -> float | None:
-    """What the header of a REST request says, which the gateway has checked."""
-    for key, value in context.invocation_metadata() or ():
-        if key == _TIMEOUT_MS and isinstance(value, str) and value.isdecimal():
-            return int(value) / 1000
-    return None

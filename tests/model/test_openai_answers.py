@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from millrace_protos.millrace_pb2 import Usage
 from services.transformer.frontends.openai.answers import ChatFormat, CompletionFormat, Echoes, usage_of
-from services.transformer.generation.pipeline import TextChunk
+from services.transformer.generation.chunks import TextChunk
 from services.transformer.text.token_bytes import TokenBytes
 from services.transformer.text.tokenizer import TextTokenizer
 

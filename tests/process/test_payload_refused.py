@@ -57,7 +57,7 @@ async def test_a_long_request_that_is_answered_is_on_record_whole(taps, ingest, 
     tap = taps.start(ingest.target)
     recording = begin(tap, prompt=LONG, parameters=LONG_PARAMETERS)
     recording.chunk("Once", [1])
-    assert await recording.begun()
+    assert await recording.flushed()
     recording.end(status)
     [record] = await recorded(tap, ingest)
     assert (record.prompt, record.parameters) == (LONG, LONG_PARAMETERS)
@@ -77,7 +77,7 @@ async def test_an_end_before_the_wait_for_the_begin_loses_nothing(taps, ingest):
     recording = begin(tap, prompt=LONG)
     recording.chunk("all", [1])
     recording.end("OK")
-    assert await recording.begun()
+    assert await recording.flushed()
     [record] = await recorded(tap, ingest)
     assert (record.prompt, record.text, record.incomplete) == (LONG, "all", False)
 
@@ -85,7 +85,7 @@ async def test_an_end_before_the_wait_for_the_begin_loses_nothing(taps, ingest):
 async def test_all_of_a_long_request_is_on_disk_before_the_first_chunk_leaves(taps, ingest):
     tap = taps.start()
     recording = begin(tap, prompt=LONG)
-    assert await recording.begun()
+    assert await recording.flushed()
     assert bytes_on_disk(taps) > len(LONG)
     await taps.close(tap)
     tap = taps.start(ingest.target)  # As the next process does: the first was killed.
@@ -100,7 +100,7 @@ async def test_rules_see_what_lies_across_the_cut(taps, ingest):
     for kept in (KEPT_CHARACTERS, BEGIN_CHARACTERS):
         begin(tap, prompt="x" * (kept - 8) + secret + LONG).end("INVALID_ARGUMENT", "no")
     answered = begin(tap, prompt="x" * (BEGIN_CHARACTERS - 8) + secret + LONG)
-    await answered.begun()
+    await answered.flushed()
     answered.end("OK", text="yes")
     assert not any(b"4000" in path.read_bytes() for path in segments(taps.spool))
     records = await recorded(tap, ingest)
@@ -123,7 +123,7 @@ async def test_of_a_refused_request_s_tensors_names_are_kept_and_few(taps, inges
 async def test_many_long_requests_wait_for_their_begins_together(taps, ingest):
     tap = taps.start(ingest.target)
     recordings = [begin(tap, f"r{n}", prompt=f"{n} {LONG}") for n in range(10)]
-    assert all(await asyncio.gather(*(recording.begun() for recording in recordings)))
+    assert all(await asyncio.gather(*(recording.flushed() for recording in recordings)))
     for recording in recordings:
         recording.end("OK", text="a")
     records = await recorded(tap, ingest)

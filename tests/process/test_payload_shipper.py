@@ -193,7 +193,7 @@ async def test_ends_are_kept_when_the_spool_is_full(taps):
     target = away()
     tap = taps.start(target, spool_max=200_000)
     open_ones = [begin(tap, f"r{number}") for number in range(200)]
-    assert all([await recording.begun() for recording in open_ones])
+    assert all([await recording.flushed() for recording in open_ones])
     await written(tap)
     while not tap.dropped[FULL]:
         open_ones[0].chunk("x" * 1000, [1])
@@ -203,7 +203,7 @@ async def test_ends_are_kept_when_the_spool_is_full(taps):
         recording.end("OK", message="m" * 400)
     await written(tap)
     lost = begin(tap, "too late")
-    assert await lost.begun(), "nobody waits for room"
+    assert await lost.flushed(), "nobody waits for room"
     assert not await tap.drain(0)
     async with listening(target) as ingest:
         assert await tap.drain(30)
@@ -239,7 +239,7 @@ async def test_what_follows_a_dropped_begin_leaves_memory_without_another_push(t
     monkeypatch.setattr(payload_writer, "_IDLE_S", 3600)
     tap = taps.start(spool_max=1) if reason == FULL else taps.start()
     recording = begin(tap, "r" if reason == FULL else 7)
-    assert await recording.begun()
+    assert await recording.flushed()
     for _ in range(10):
         await written(tap)
         recording.chunk("x", [1])
@@ -266,14 +266,14 @@ async def main():
     for number in range(5):
         recording = tap.begin(request_id=f"open-{number}", model="m", protocol="p", prompt="prompt")
         recording.chunk("so far", [1])
-        assert await recording.begun()
+        assert await recording.flushed()
         cut_off.append(recording)
     while tap.queued_bytes:
         await asyncio.sleep(0.01)
     print("written", flush=True)
     for number in range(1_000_000):
         recording = tap.begin(request_id=f"load-{number}", model="m", protocol="p", prompt="prompt")
-        assert await recording.begun()
+        assert await recording.flushed()
         print(recording.request_id, flush=True)
         recording.chunk("text", [1])
         recording.end("OK")
@@ -368,7 +368,7 @@ async def test_a_full_disk_harms_no_request_and_is_recovered_from(small_disk):
     whole, broken = [], []
     for number in range(400):
         with begin(tap, f"r{number}", prompt="x" * 2000) as recording:
-            assert await recording.begun()
+            assert await recording.flushed()
             recording.chunk("y" * 2000, [1])
             recording.end("OK")
         await written(tap)
@@ -381,7 +381,7 @@ async def test_a_full_disk_harms_no_request_and_is_recovered_from(small_disk):
 
         async def recovered():
             with begin(tap, "after") as recording:
-                await recording.begun()
+                await recording.flushed()
                 recording.chunk("text", [1])
                 recording.end("OK")
             assert await tap.drain(30)

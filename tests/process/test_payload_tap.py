@@ -75,7 +75,7 @@ async def test_the_whole_answer_can_be_given_at_the_end(taps, ingest):
 async def test_fields_may_be_set_until_the_end(taps, ingest):
     tap = taps.start(ingest.target)
     recording = begin(tap, prompt="first")
-    assert await recording.begun()
+    assert await recording.flushed()
     recording.model = "found"
     recording.prompt = "second"
     recording.resumes = 2
@@ -150,7 +150,7 @@ async def test_misuse_is_counted_and_never_raised(taps, ingest, misuse):
 async def test_a_begin_that_cannot_be_kept_drops_its_record(taps, ingest, field):
     tap = taps.start(ingest.target)
     with begin(tap, **{field: 7}) as recording:
-        await recording.begun()
+        await recording.flushed()
         recording.chunk("x", [1])
     assert await recorded(tap, ingest) == []
     assert tap.dropped == {FAILED: 1}
@@ -171,7 +171,7 @@ async def test_a_mode_keeps_what_it_says(taps, ingest, mode):
     tap = taps.start(ingest.target, PayloadRules(models={"m": mode}))
     tensor = [RecordedTensor("x", "INT8", [1], b"\1")]
     with begin(tap, prompt="question", parameters="{}", inputs=tensor) as recording:
-        assert await recording.begun()
+        assert await recording.flushed()
         recording.chunk("answer", [1], outputs=tensor)
         recording.end("OK", finish_reason="stop", outputs=tensor, usage=Usage(prompt_tokens=1))
     records = await recorded(tap, ingest)
@@ -363,8 +363,8 @@ async def test_a_begin_lies_on_disk_before_the_first_chunk_leaves(taps):
     tap = taps.start()
     for number in range(20):
         recording = begin(tap, prompt=f"prompt-{number}")
-        assert await recording.begun()
-        assert await recording.begun(), "asking again is free"
+        assert await recording.flushed()
+        assert await recording.flushed(), "asking again is free"
         assert f"prompt-{number}".encode() in segments(taps.spool)[-1].read_bytes()
 
 
@@ -376,7 +376,7 @@ async def test_a_begin_that_cannot_be_written_holds_nobody_up(taps, ingest, monk
     with monkeypatch.context() as patch:
         patch.setattr(payload_spool.os, "write", full)
         lost = [begin(tap) for _ in range(3)]
-        assert [await recording.begun() for recording in lost] == [True] * 3
+        assert [await recording.flushed() for recording in lost] == [True] * 3
     assert tap.dropped == {DISK: 3}
     for recording in lost:
         recording.chunk("x", [1])
@@ -384,7 +384,7 @@ async def test_a_begin_that_cannot_be_written_holds_nobody_up(taps, ingest, monk
 
     async def works():
         with begin(tap, "after") as recording:
-            await recording.begun()
+            await recording.flushed()
         return await recorded(tap, ingest)
 
     await until(works)
@@ -398,7 +398,7 @@ async def test_an_end_waits_for_a_disk_that_fails(taps, ingest, monkeypatch):
     tap = taps.start(ingest.target)
     recording = begin(tap)
     recording.chunk("kept", [1])
-    assert await recording.begun()
+    assert await recording.flushed()
     await until(lambda: tap.queued_bytes == 0)
     with monkeypatch.context() as patch:
         patch.setattr(payload_spool.os, "write", full)
@@ -422,27 +422,27 @@ async def test_a_disk_that_hangs_holds_up_a_request_for_a_second_and_the_next_no
     tap = taps.start()
     monkeypatch.setattr(payload_spool.os, "write", hanging)
     try:
-        assert not await begin(tap).begun()
+        assert not await begin(tap).flushed()
         later = begin(tap)
-        assert not await later.begun()
+        assert not await later.flushed()
         later.chunk("x", [1])
         later.end("OK")
     finally:
         answers.set()
     await until(later.begun)
-    assert await begin(tap).begun()
+    assert await begin(tap).flushed()
 
 
 async def test_what_is_not_started_or_closed_records_nothing_and_disturbs_nobody(taps):
     tap = PayloadTap(away(), spool=taps.spool)
     with begin(tap) as recording:
-        assert not await recording.begun()
+        assert not await recording.flushed()
         recording.chunk("x", [1])
     assert not await tap.drain(0)
     tap = taps.start()
     await taps.close(tap)
     with begin(tap) as recording:
-        await recording.begun()
+        await recording.flushed()
         recording.chunk("x", [1])
 
 

@@ -8,7 +8,7 @@ import pytest
 from google.api.httpbody_pb2 import HttpBody
 
 from millrace_protos.rest_pb2_grpc import OpenAIStub
-from services.transformer.generation import recorded_prompt
+from services.transformer.generation import recording
 from services.transformer.text.tokenizer import TextTokenizer
 from tests.process.foreign_server import ForeignServer, foreign_server
 from tests.support.transformer_fixtures import transformer
@@ -47,7 +47,7 @@ def tokenised(monkeypatch):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    return Counted(monkeypatch, recorded_prompt, "_recorded_prompt")
+    return Counted(monkeypatch, recording, "_recorded_prompt")
 
 
 @pytest.mark.parametrize("seed", [{}, {"seed": 7}])

@@ -6,6 +6,7 @@ from contextlib import aclosing, asynccontextmanager
 import grpc
 import pytest
 
+from millrace.deadline import Deadline
 from millrace.errors import (
     DeadlineError,
     HopBrokenError,
@@ -16,7 +17,7 @@ from millrace.errors import (
     OverloadedError,
     RequestFailedError,
 )
-from millrace.payload.call import Origin
+from millrace.rpc.call_context import CallContext
 from millrace.sampling import SamplingParameters
 from services.transformer.predictors.client import Generation, PredictorClient
 from services.transformer.predictors.descriptions import Dialect
@@ -53,14 +54,17 @@ class Resuming:
         self.resumes = 0
 
     def chunks(self, prompt=(1, 2, 3), timeout_s=None, sampling=SAMPLING, first_token_ms=None, **fields):
-        def resumed():
-            self.resumes += 1
-
         asked = Generation(MODEL, "r", list(prompt), sampling, **fields)
         metadata = () if first_token_ms is None else (("x-first-token-timeout-ms", str(first_token_ms)),)
-        first_token = FirstToken(Origin("p", "r", metadata))
-        made = self.generator.generate(asked, self.client.patience(timeout_s), first_token, resumed)
-        return first_token.bound(made)
+        first_token = FirstToken(CallContext("p", "r", metadata))
+        generated = self.generator.generate(asked, Deadline.after(timeout_s), first_token)
+        return self._counted(first_token.bounded(generated))
+
+    async def _counted(self, chunks):
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                self.resumes += chunk.resumed
+                yield chunk
 
     async def generate(self, **arguments):
         async with aclosing(self.chunks(**arguments)) as chunks:
@@ -453,7 +457,7 @@ async def test_the_first_tokens_deadline_does_not_concern_the_second():
 @pytest.mark.parametrize("value", ["0", "-1", "soon", "1.5", "100000000", "", "٣"])
 async def test_a_first_token_deadline_that_is_none_is_refused(value):
     with pytest.raises(InvalidRequestError, match="x-first-token-timeout-ms"):
-        FirstToken(Origin("p", "r", (("x-first-token-timeout-ms", value),)))
+        FirstToken(CallContext("p", "r", (("x-first-token-timeout-ms", value),)))
 
 
 CANCELLED_IN = {

@@ -1,15 +1,15 @@
 """What resume decides without any call: how often, how long, and which requests not at all."""
 
 import asyncio
-import time
 
 import pytest
 
+from millrace.deadline import Deadline
 from millrace.errors import DeadlineError, DrainingError, NotReadyError
 from millrace.sampling import SamplingParameters
 from services.transformer.predictors.deaths import Deaths, NextCall
 from services.transformer.predictors.poison import Poison, fingerprint
-from services.transformer.predictors.retries import Patience
+from services.transformer.predictors.retries import Backoff
 
 SHARED, ALONE, NONE = NextCall.SHARED, NextCall.ALONE, NextCall.NONE
 AWAY = NotReadyError("no predictor is ready")
@@ -103,9 +103,13 @@ def test_the_oldest_poison_is_forgotten_first():
     assert poison.refuses(b"1")
 
 
-async def tries(patience, count, retry_after_ms=None):
+def retries(wait_s, timeout_s=None, start_wait_s=None):
+    return Backoff(Deadline.after(timeout_s), wait_s, start_wait_s)
+
+
+async def tries(backoff, count, retry_after_ms=None):
     for _ in range(count):
-        await patience.pause(AWAY, retry_after_ms)
+        await backoff.pause(AWAY, retry_after_ms)
 
 
 @pytest.fixture
@@ -121,98 +125,93 @@ def slept(monkeypatch):
 
 
 async def test_the_first_try_is_made_at_once_and_the_next_ones_ever_later(slept):
-    await tries(Patience(30), 9)
+    await tries(retries(30), 9)
     longest = [0, 0.02, 0.04, 0.08, 0.16, 0.32, 0.5, 0.5, 0.5]
     assert all(most / 2 <= pause <= most for pause, most in zip(slept, longest, strict=True))
 
 
 async def test_an_answer_that_has_begun_waits_longer_than_one_that_has_not():
     with pytest.raises(NotReadyError):
-        await tries(Patience(30, start_wait_s=0.05), 1000)
-    patience = Patience(30, start_wait_s=0.05)
-    patience.begun()
+        await tries(retries(30, start_wait_s=0.05), 1000)
+    backoff = retries(30, start_wait_s=0.05)
+    backoff.answer_began()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.5):
-            await tries(patience, 1000)
+            await tries(backoff, 1000)
 
 
 async def test_an_answer_makes_the_next_try_immediate_again(slept):
-    patience = Patience(30)
-    await tries(patience, 5)
-    patience.answered()
-    await tries(patience, 1)
+    backoff = retries(30)
+    await tries(backoff, 5)
+    backoff.reset()
+    await tries(backoff, 1)
     assert slept[-1] == 0
 
 
 async def test_a_predictor_that_says_when_to_come_back_is_heard(slept):
-    await tries(Patience(30), 1, 1500)
+    await tries(retries(30), 1, 1500)
     assert slept == [1.5]
 
 
 async def test_no_pause_is_longer_than_what_is_left(slept):
-    await tries(Patience(30), 1, 60_000)
-    await tries(Patience(30, timeout_s=5), 1, 60_000)
+    await tries(retries(30), 1, 60_000)
+    await tries(retries(30, timeout_s=5), 1, 60_000)
     assert slept == [pytest.approx(30, abs=1), pytest.approx(5, abs=1)]
 
 
 async def test_the_wait_ends_with_the_error_that_it_was_for():
     with pytest.raises(NotReadyError) as raised:
-        await tries(Patience(0.1), 1000)
+        await tries(retries(0.1), 1000)
     assert raised.value is AWAY
 
 
 async def test_a_wait_for_what_drains_ends_as_not_ready():
     draining = DrainingError("the predictor stops", hop="predictor")
     with pytest.raises(NotReadyError, match="the predictor stops") as raised:
-        await Patience(0).pause(draining)
+        await retries(0).pause(draining)
     assert type(raised.value) is NotReadyError
     assert raised.value.hop == "predictor"
 
 
 async def test_the_deadline_is_another_end():
     with pytest.raises(DeadlineError):
-        await tries(Patience(30, timeout_s=0.1), 1000)
-
-
-async def test_a_deadline_counts_from_the_arrival():
-    with pytest.raises(DeadlineError):
-        _ = Patience(30, timeout_s=5, since=time.monotonic() - 5).left_s
+        await tries(retries(30, timeout_s=0.1), 1000)
 
 
 async def test_who_may_not_wait_is_told_at_once():
     with pytest.raises(NotReadyError):
-        await tries(Patience(0), 1)
+        await tries(retries(0), 1)
 
 
 async def test_a_change_ends_a_wait_and_no_change_ends_it_with_the_error():
     changed = asyncio.Event()
-    waiting = asyncio.create_task(Patience(30).until(changed, AWAY))
+    waiting = asyncio.create_task(retries(30).wait_for(changed, AWAY))
     await asyncio.sleep(0)
     changed.set()
     await waiting
     with pytest.raises(NotReadyError):
-        await Patience(0.05).until(asyncio.Event(), AWAY)
+        await retries(0.05).wait_for(asyncio.Event(), AWAY)
     with pytest.raises(DeadlineError):
-        await Patience(30, timeout_s=0.05).until(asyncio.Event(), AWAY)
+        await retries(30, timeout_s=0.05).wait_for(asyncio.Event(), AWAY)
 
 
 async def test_a_turn_is_waited_for_within_the_deadline():
     turn = asyncio.Lock()
     await turn.acquire()
     with pytest.raises(DeadlineError):
-        await Patience(30, timeout_s=0.05).acquire(turn)
+        await retries(30, timeout_s=0.05).acquire(turn)
     turn.release()
-    await Patience(0.05).acquire(turn)
+    await retries(0.05).acquire(turn)
     assert turn.locked()
 
 
 async def test_waiting_for_others_is_not_waiting_for_a_predictor():
-    patience, turn = Patience(0.2), asyncio.Lock()
-    await patience.pause(AWAY)
+    backoff, turn = retries(0.2), asyncio.Lock()
+    await backoff.pause(AWAY)
     await turn.acquire()
     asyncio.get_running_loop().call_later(0.4, turn.release)
-    await patience.acquire(turn)
-    await patience.pause(AWAY)  # The limit would have been reached.
+    await backoff.acquire(turn)
+    await backoff.pause(AWAY)  # The limit would have been reached.
 
 
 async def test_insisting_ends_with_the_first_result_or_another_error():
@@ -224,7 +223,7 @@ async def test_insisting_ends_with_the_first_result_or_another_error():
             raise outcome
         return outcome
 
-    assert await Patience(30).insist(call) == 7
+    assert await retries(30).retry(call) == 7
     outcomes[:] = [AWAY, ZeroDivisionError()]
     with pytest.raises(ZeroDivisionError):
-        await Patience(30).insist(call)
+        await retries(30).retry(call)

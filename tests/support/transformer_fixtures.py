@@ -60,7 +60,7 @@ async def transformer(
     tap = PayloadTap(NOWHERE, spool=Path(spool.name))
     tap.start()
     bodies = BodyProcesses()
-    pipeline = Pipeline(catalogue, client, ResumingGenerator(client, resume_limit), tap, bodies, tells_cached)
+    pipeline = Pipeline(catalogue, ResumingGenerator(client, resume_limit), tap, bodies, tells_cached)
     inference = Inference(pipeline, catalogue, Relay(client), tap)
     options = [("grpc.max_receive_message_length", 64 * 1024 * 1024), ("grpc.max_send_message_length", -1)]
     server = grpc.aio.server(interceptors=(ErrorServerInterceptor("transformer"),), options=options)

@@ -4,8 +4,11 @@ import asyncio
 
 import pytest
 
+from millrace.deadline import NO_DEADLINE, Deadline
 from millrace.errors import HopBrokenError, InvalidRequestError, OverloadedError
-from millrace.payload.call import Origin
+from millrace.rpc.call_context import CallContext
+from services.transformer.generation.chunks import TextChunk
+from services.transformer.generation.requests import TextRequest
 from services.transformer.generation.telemetry import GenerationTelemetry
 from tests.support.measured import Measured
 
@@ -21,19 +24,32 @@ def measured():
 
 @pytest.fixture
 def telemetry(measured):
-    return GenerationTelemetry(measured.meter)
+    return GenerationTelemetry(lambda model: model == "storyteller", measured.meter)
 
 
-def origin(metadata=()):
-    return Origin("a.Service/Method", "id", metadata)
+def request(metadata=(), deadline=NO_DEADLINE, model="storyteller", **fields):
+    return TextRequest(CallContext("a.Service/Method", "id", metadata, deadline), model, **fields)
 
 
-def answer(course, finish_reason="length"):
+def chunk(tokens, elapsed_s, finish_reason=None, resumed=False):
+    return TextChunk("", [1] * tokens, [], [], finish_reason, None, elapsed_s, 7, resumed=resumed)
+
+
+async def answer(finish_reason="length"):
     """Four tokens in three chunks: after 0.5, 0.75 and 1.5 s."""
-    course.found("storyteller")
-    course.chunk(1, 0.5, 7, None)
-    course.chunk(1, 0.75, 7, None)
-    course.chunk(2, 1.5, 7, finish_reason)
+    yield chunk(1, 0.5)
+    yield chunk(1, 0.75)
+    yield chunk(2, 1.5, finish_reason)
+
+
+async def failing(error):
+    raise error
+    yield
+
+
+async def read(chunks):
+    async for _ in chunks:
+        pass
 
 
 def streams(measured):
@@ -46,9 +62,8 @@ def only(model, protocol, outcome):
     return {key: 1}
 
 
-def test_a_whole_answer(telemetry, measured):
-    with telemetry.generation(origin(), False, None) as course:
-        answer(course)
+async def test_a_whole_answer(telemetry, measured):
+    await read(telemetry.observed(answer(), request()))
     assert measured.sum("gen_ai.server.time_to_first_token", TOLD) == 0.5
     assert (
         measured.count("millrace.inter_token_latency", GAPS),
@@ -64,9 +79,8 @@ def test_a_whole_answer(telemetry, measured):
     assert streams(measured) == only("storyteller", "grpc", "completed")
 
 
-def test_chat_over_rest_is_told_from_text_over_grpc(telemetry, measured):
-    with telemetry.generation(origin(REST), True, None) as course:
-        answer(course)
+async def test_chat_over_rest_is_told_from_text_over_grpc(telemetry, measured):
+    await read(telemetry.observed(answer(), request(REST, messages=[("user", "Hello")])))
     told = TOLD | {"gen_ai.operation.name": "chat", "millrace.protocol": "http"}
     assert measured.count("gen_ai.server.time_to_first_token", told) == 1
     assert streams(measured) == only("storyteller", "http", "completed")
@@ -80,57 +94,47 @@ def test_chat_over_rest_is_told_from_text_over_grpc(telemetry, measured):
         (HopBrokenError("gone"), "failed", "UNAVAILABLE"),
         (ZeroDivisionError(), "failed", "INTERNAL"),
         (asyncio.CancelledError(), "cancelled", "CANCELLED"),
-        (GeneratorExit(), "cancelled", "CANCELLED"),
     ],
 )
-def test_every_other_end(telemetry, measured, error, outcome, status):
-    def fail():
-        with telemetry.generation(origin(), False, None) as course:
-            course.found("storyteller")
-            raise error
-
+async def test_every_other_end(telemetry, measured, error, outcome, status):
     with pytest.raises(type(error)):
-        fail()
+        await read(telemetry.observed(failing(error), request()))
     assert streams(measured) == only("storyteller", "grpc", outcome)
     assert measured.count("gen_ai.server.request.duration", TOLD | {"error.type": status}) == 1
     assert "gen_ai.server.time_to_first_token" not in measured.names
 
 
-def test_a_deadline_is_told_from_a_cancel(telemetry, measured):
-    def fail():
-        with telemetry.generation(origin(), False, 0.0) as course:
-            course.found("storyteller")
-            raise asyncio.CancelledError
+async def test_a_caller_who_leaves_has_cancelled(telemetry, measured):
+    chunks = telemetry.observed(answer(), request())
+    await anext(chunks)
+    await chunks.aclose()
+    assert streams(measured) == only("storyteller", "grpc", "cancelled")
 
+
+async def test_a_deadline_is_told_from_a_cancel(telemetry, measured):
     with pytest.raises(asyncio.CancelledError):
-        fail()
+        await read(telemetry.observed(failing(asyncio.CancelledError()), request(deadline=Deadline.after(0.0))))
     assert streams(measured) == only("storyteller", "grpc", "deadline_exceeded")
 
 
-def test_who_leaves_after_the_last_chunk_has_a_whole_answer(telemetry, measured):
-    def leave():
-        with telemetry.generation(origin(), False, None) as course:
-            answer(course)
-            raise GeneratorExit
-
-    with pytest.raises(GeneratorExit):
-        leave()
+async def test_who_leaves_after_the_last_chunk_has_a_whole_answer(telemetry, measured):
+    chunks = telemetry.observed(answer(), request())
+    for _ in range(3):
+        await anext(chunks)
+    await chunks.aclose()
     assert streams(measured) == only("storyteller", "grpc", "completed")
 
 
-def test_a_model_that_nobody_serves_is_no_label(telemetry, measured):
-    def fail():
-        with telemetry.generation(origin(), False, None):
-            raise InvalidRequestError("no such model")
-
+async def test_a_model_that_nobody_serves_is_no_label(telemetry, measured):
     with pytest.raises(InvalidRequestError):
-        fail()
+        await read(telemetry.observed(failing(InvalidRequestError("no such model")), request(model="what")))
     assert streams(measured) == only("_OTHER", "grpc", "refused")
 
 
-def test_resumes_are_counted(telemetry, measured):
-    with telemetry.generation(origin(), False, None) as course:
-        course.found("storyteller")
-        course.resumed()
-        answer(course)
+async def test_resumes_are_counted(telemetry, measured):
+    async def resumed_answer():
+        yield chunk(1, 0.5)
+        yield chunk(1, 0.75, "length", resumed=True)
+
+    await read(telemetry.observed(resumed_answer(), request()))
     assert measured.value("millrace.stream.resumed", {"gen_ai.request.model": "storyteller"}) == 1

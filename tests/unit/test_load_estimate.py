@@ -111,3 +111,15 @@ def test_callers_that_are_refused_together_come_back_one_by_one():
     assert holds[0] >= 2.5
     gaps = [later - earlier for earlier, later in pairwise(holds)]
     assert max(gaps) < 0.01
+
+
+def test_a_pause_of_all_answers_is_not_taken_for_slow_tokens():
+    load = loaded(answering=16, token_s=0.02)
+    resumed_at = NOW + 5.0
+    for number in range(16):
+        load.more_tokens(1, 5.0, resumed_at + number / 1000)
+    for step in range(1, 8):
+        for number in range(16):
+            load.more_tokens(1, 0.02, resumed_at + 0.02 * step + number / 1000)
+    assert load.retry_after_s(120.0, 140, resumed_at + 0.16) is None
+    assert load.retry_after_s(5.0, 140, resumed_at + 0.16) is not None

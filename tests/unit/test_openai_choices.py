@@ -6,14 +6,15 @@ from contextlib import aclosing
 import pytest
 
 from millrace.errors import InvalidRequestError
-from millrace.payload.call import Origin
+from millrace.rpc.call_context import CallContext
 from services.transformer.frontends.openai.choices import choice_seed, choices_of, generate_all
-from services.transformer.generation.pipeline import TextChunk, TextRequest
+from services.transformer.generation.chunks import TextChunk
+from services.transformer.generation.requests import TextRequest
 from tests.waiting import until
 
 
 def request(**fields):
-    return TextRequest(origin=Origin("test", "r"), model="m", prompt="p", **fields)
+    return TextRequest(call=CallContext("test", "r"), model="m", prompt="p", **fields)
 
 
 def chunk(text):

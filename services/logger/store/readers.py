@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from millrace.errors import OverloadedError
-from millrace.payload.call import CLIENT
+from millrace.rpc.call_context import CLIENT
 from millrace.rpc.handlers import Context
 
 FREE_BYTES = 64 * 1024

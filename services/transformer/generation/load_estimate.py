@@ -23,6 +23,7 @@ _BASE = 64  # Sequences at which a step takes twice as long as an empty one woul
 _MARGIN = 3.0  # Answers of one length differ by so much, and who is late by a little has cost all of its work.
 _MEMORY_S = 1.0  # What is older weighs less than a third.
 _ENOUGH = 64  # Tokens that were measured, and have not been forgotten.
+_PAUSE_S = 2.0  # Without a token of any answer: the predictor was away or stood still, which is no speed.
 _LENGTHS = 64  # Answers whose lengths are known.
 _FEW_LENGTHS = 16
 _LONG = 0.9  # Of ten answers nine are not longer than what is reckoned with.
@@ -46,6 +47,8 @@ class LoadEstimate:
     _token_s: float = 0.0
     _beside: float = 0.0
     _as_of: float = 0.0
+    _latest: float = -math.inf  # When the newest token came.
+    _running_since: float = -math.inf  # When the first token came after the latest pause.
     _first_token_s: float = 0.0  # From the arrival, on the average.
     _lengths: deque[int] = field(default_factory=lambda: deque(maxlen=_LENGTHS))
 
@@ -59,7 +62,15 @@ class LoadEstimate:
         self._first_token_s += _WEIGHT * (waited_s - self._first_token_s)
 
     def more_tokens(self, count: int, gap_s: float, now: float) -> None:
-        """Notes that so many tokens of an answer have come, so long after the ones before."""
+        """Notes that so many tokens of an answer have come, so long after the ones before.
+
+        A gap that a pause of all answers is part of does not count.
+        """
+        if now - self._latest > _PAUSE_S:
+            self._running_since = now
+        self._latest = now
+        if now - gap_s < self._running_since:
+            return
         self._forget(now)
         self._tokens += count
         self._token_s += gap_s

@@ -1,4 +1,4 @@
-"""What one generation, however many calls to predictors it takes, says to metrics and to its span.
+"""Metrics and span attributes of one generation, however many calls to predictors it takes.
 
 Names are OpenTelemetry's for generative AI, seen from the server's side and with the gateway's protocol beside the
 model, so that gRPC and HTTP can be compared; what they lack is `millrace.*`. A model that is not served is `_OTHER`: no
@@ -8,18 +8,20 @@ label is a caller's text. Prompts and answers are never part of telemetry.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 
 from grpc import StatusCode
 from opentelemetry import metrics, trace
 from opentelemetry.metrics import Meter
 
 from millrace.errors import MillraceError
-from millrace.payload.call import Origin, deadline_passed
 from millrace.rpc.admission import error_of_call
+from millrace.rpc.call_context import CallContext
 from millrace.telemetry.identity import MODEL, PROTOCOL, protocol_of
-from millrace.telemetry.rpc import OTHER, mark_failure
+from millrace.telemetry.rpc import DEADLINE_MARGIN_S, OTHER, mark_failure
+from services.transformer.generation.chunks import TextChunk
+from services.transformer.generation.requests import TextRequest
 
 OUTCOME = "millrace.outcome"
 _ERROR = "error.type"
@@ -43,9 +45,10 @@ _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576)
 
 
 class GenerationTelemetry:
-    """The instruments; one for all requests."""
+    """The instruments; one for all requests. `is_served(model)`: the model's name may be a label."""
 
-    def __init__(self, meter: Meter | None = None) -> None:
+    def __init__(self, is_served: Callable[[str], bool], meter: Meter | None = None) -> None:
+        self._is_served = is_served
         meter = meter or metrics.get_meter("millrace")
 
         def histogram(name: str, unit: str, description: str, buckets: tuple[float, ...]) -> metrics.Histogram:
@@ -69,36 +72,43 @@ class GenerationTelemetry:
             "millrace.stream.resumed", "{resume}", "How often a stream went on at another predictor."
         )
 
-    @contextmanager
-    def generation(self, origin: Origin, is_chat: bool, timeout_s: float | None) -> Iterator[GenerationCourse]:
-        """Tells what becomes of the generation in the block; `timeout_s` is what it had left when it arrived."""
-        course = GenerationCourse(self, origin, is_chat)
+    async def observed(
+        self, chunks: AsyncGenerator[TextChunk, None], request: TextRequest
+    ) -> AsyncGenerator[TextChunk, None]:
+        """The chunks, of which metrics and the span of the call are made; closes them."""
+        observation = _Observation(self, request, self._is_served(request.model))
         try:
-            yield course
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    observation.chunk(chunk)
+                    yield chunk
         except (asyncio.CancelledError, GeneratorExit):
-            passed, ended_with = deadline_passed(origin.arrived, timeout_s), error_of_call()
-            ended = StatusCode.CANCELLED if ended_with is None else ended_with.status
-            course.end(StatusCode.DEADLINE_EXCEEDED if passed else ended)
+            observation.end(_cancelled_with(request.call))
             raise
         except MillraceError as error:
-            course.end(error.status)
+            observation.end(error.status)
             raise
         except BaseException:
-            course.end(StatusCode.INTERNAL)
+            observation.end(StatusCode.INTERNAL)
             raise
-        course.end(StatusCode.OK)
+        observation.end(StatusCode.OK)
 
 
-class GenerationCourse:
-    """One generation; seconds are since the request arrived."""
+class _Observation:
+    """Of one generation; seconds are since the request arrived."""
 
-    def __init__(self, instruments: GenerationTelemetry, origin: Origin, is_chat: bool) -> None:
+    def __init__(self, instruments: GenerationTelemetry, request: TextRequest, is_served: bool) -> None:
         self._instruments = instruments
-        self._origin = origin
+        self._call = request.call
         self._span = trace.get_current_span()
-        operation = "chat" if is_chat else "text_completion"
-        self._gap_attributes = {MODEL: OTHER, PROTOCOL: protocol_of(origin.metadata)}
-        self._attributes = {"gen_ai.operation.name": operation, "gen_ai.provider.name": "millrace"}
+        operation = "chat" if request.messages else "text_completion"
+        model = request.model if is_served else OTHER
+        self._gap_attributes = {MODEL: model, PROTOCOL: protocol_of(request.call.metadata)}
+        self._attributes = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "millrace",
+            **self._gap_attributes,
+        }
         self._first_s: float | None = None
         self._latest_s = 0.0
         self._prompt_tokens = 0
@@ -106,38 +116,33 @@ class GenerationCourse:
         self._finish_reason: str | None = None
         self._ended = False
 
-    def found(self, model: str) -> None:
-        """The model is one that is served."""
-        self._gap_attributes[MODEL] = model
-
-    def chunk(self, tokens: int, elapsed_s: float, prompt_tokens: int, finish_reason: str | None) -> None:
-        """So many more tokens have come."""
+    def chunk(self, chunk: TextChunk) -> None:
+        """Measures the next chunk."""
+        instruments, tokens = self._instruments, len(chunk.token_ids)
+        if chunk.resumed:
+            self._span.add_event("resume", {"gen_ai.usage.output_tokens": self._tokens})
+            instruments.resumed.add(1, {MODEL: self._gap_attributes[MODEL]})
         if tokens:
             if self._first_s is None:
-                self._first_s = elapsed_s
-                self._prompt_tokens = prompt_tokens
-                self._instruments.first_token.record(elapsed_s, self._attributes | self._gap_attributes)
+                self._first_s = chunk.elapsed_s
+                self._prompt_tokens = chunk.prompt_tokens
+                instruments.first_token.record(chunk.elapsed_s, self._attributes)
             else:
-                self._instruments.gap.record((elapsed_s - self._latest_s) / tokens, self._gap_attributes)
-            self._latest_s = elapsed_s
+                instruments.gap.record((chunk.elapsed_s - self._latest_s) / tokens, self._gap_attributes)
+            self._latest_s = chunk.elapsed_s
             self._tokens += tokens
-        if finish_reason is not None:
-            self._finish_reason = finish_reason
+        if chunk.finish_reason is not None:
+            self._finish_reason = chunk.finish_reason
             self.end(StatusCode.OK)
 
-    def resumed(self) -> None:
-        """Another predictor has gone on with it."""
-        self._span.add_event("resume", {"gen_ai.usage.output_tokens": self._tokens})
-        self._instruments.resumed.add(1, {MODEL: self._gap_attributes[MODEL]})
-
     def end(self, status: StatusCode) -> None:
-        """The first end counts: who has got the last chunk may still go away."""
+        """The first end counts: a caller that has the last chunk may still leave."""
         if self._ended:
             return
         self._ended = True
-        instruments, attributes = self._instruments, self._attributes | self._gap_attributes
+        instruments, attributes = self._instruments, self._attributes
         failure = {} if status is StatusCode.OK else {_ERROR: status.name}
-        instruments.duration.record(self._origin.elapsed_s, attributes | failure)
+        instruments.duration.record(self._call.elapsed_s, attributes | failure)
         if self._first_s is not None:
             instruments.usage.record(self._prompt_tokens, attributes | {_TOKEN_TYPE: "input"})
             instruments.usage.record(self._tokens, attributes | {_TOKEN_TYPE: "output"})
@@ -146,15 +151,23 @@ class GenerationCourse:
                 instruments.per_token.record(per_token_s, attributes)
         instruments.streams.add(1, self._gap_attributes | {OUTCOME: _outcome(status)})
         if self._span.is_recording():
-            self._describe(attributes, status)
+            self._describe(status)
 
-    def _describe(self, attributes: dict[str, str], status: StatusCode) -> None:
+    def _describe(self, status: StatusCode) -> None:
         mark_failure(self._span, status)
-        self._span.set_attributes(attributes)
+        self._span.set_attributes(self._attributes)
         self._span.set_attribute("gen_ai.usage.input_tokens", self._prompt_tokens)
         self._span.set_attribute("gen_ai.usage.output_tokens", self._tokens)
         if self._finish_reason is not None:
             self._span.set_attribute("gen_ai.response.finish_reasons", [self._finish_reason])
+
+
+def _cancelled_with(call: CallContext) -> StatusCode:
+    """The status of a call that is being cancelled: gRPC cancels one whose deadline passes too."""
+    if call.deadline.passed(DEADLINE_MARGIN_S):
+        return StatusCode.DEADLINE_EXCEEDED
+    error = error_of_call()
+    return StatusCode.CANCELLED if error is None else error.status
 
 
 def _outcome(status: StatusCode) -> str:

@@ -29,11 +29,12 @@ from millrace.errors import InvalidRequestError
 from millrace.oip.declared_tensors import check_requested_outputs
 from millrace.oip.resumable import FINGERPRINT
 from millrace.oip.tensors import BYTES, Tensor, add_output, bytes_tensor, decode_inputs
-from millrace.payload.call import Origin
+from millrace.rpc.call_context import CallContext
 from millrace.sampling import parameters_of, set_parameters
 from millrace_protos import inference_pb2 as pb
 from millrace_protos import model_config_pb2
-from services.transformer.generation.pipeline import TextChunk, TextRequest, joined
+from services.transformer.generation.chunks import TextChunk, joined
+from services.transformer.generation.requests import TextRequest
 from services.transformer.models.models import TextModel
 
 TEXT_INPUT = "text_input"
@@ -77,7 +78,7 @@ class TextCall:
     wanted: frozenset[str]  # Outputs beside the text.
 
 
-def read_request(request: pb.ModelInferRequest, origin: Origin, timeout_s: float | None) -> TextCall:
+def read_request(request: pb.ModelInferRequest, call: CallContext) -> TextCall:
     """Everything that can be refused without the model is refused here; raises InvalidRequestError."""
     _check_shapes(request)
     check_requested_outputs(request)
@@ -89,13 +90,12 @@ def read_request(request: pb.ModelInferRequest, origin: Origin, timeout_s: float
     wanted = frozenset(name for name in _OUTPUTS if _flag(tensors.get(f"return_{name}"), default=name in named))
     _read_logprobs(sampling, wanted)
     text = TextRequest(
-        origin=origin,
+        call=call,
         model=request.model_name,
         version=request.model_version,
         prompt=prompt,
         stop=_stop(sampling.pop("stop", None)),
         sampling=sampling,
-        timeout_s=timeout_s,
     )
     exclude = _flag(tensors.get("exclude_input_in_output"), default=True)
     return TextCall(text, _flag(tensors.get("stream"), default=True), "" if exclude else prompt, wanted)

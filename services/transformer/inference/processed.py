@@ -7,13 +7,12 @@ but the last two end with DeadlineError when the time is up, wherever it was spe
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
-from millrace.errors import DeadlineError, InvalidRequestError
+from millrace.deadline import Deadline
+from millrace.errors import InvalidRequestError
 from millrace.oip.declared_tensors import DeclaredTensor, check_inputs, check_requested_outputs
 from millrace.oip.tensor_threads import decoding
 from millrace.oip.tensors import (
@@ -36,39 +35,37 @@ from services.transformer.models.models import ProcessedModel
 from services.transformer.predictors.answers import outputs_of, predictor_answers
 from services.transformer.predictors.relay import Relay
 
-T = TypeVar("T")
-
 _PLATFORM = "millrace_processor"
+_PASSED = "the deadline passed in the processor"
 
 
 async def infer(
-    model: ProcessedModel, request: InferRequest, relay: Relay, timeout_s: float | None
+    model: ProcessedModel, request: InferRequest, relay: Relay, deadline: Deadline
 ) -> pb.ModelInferResponse:
     """The one answer to a request."""
-    clock = _Clock(timeout_s)
-    asked = await clock.bound(_read(model, request))
-    inner = await clock.bound(_before(model, request, asked))
-    answer = await relay.infer(inner, clock.left_s)
-    return await clock.bound(_after(model, request, asked, _parsed(pb.ModelInferResponse(), answer)))
+    outer, inner = await _preprocessed(model, request, deadline)
+    answer = await relay.infer(inner, deadline)
+    async with deadline.scope(_PASSED):
+        return await _postprocessed(model, request, outer, _parsed(pb.ModelInferResponse(), answer))
 
 
 async def stream(
-    model: ProcessedModel, request: InferRequest, relay: Relay, timeout_s: float | None
+    model: ProcessedModel, request: InferRequest, relay: Relay, deadline: Deadline
 ) -> AsyncGenerator[pb.ModelInferResponse, None]:
     """The answers as they come; closing the generator cancels the request."""
-    clock = _Clock(timeout_s)
-    asked = await clock.bound(_read(model, request))
-    inner = await clock.bound(_before(model, request, asked))
-    async with aclosing(relay.stream(inner, clock.left_s)) as answers:
+    outer, inner = await _preprocessed(model, request, deadline)
+    async with aclosing(relay.stream(inner, deadline)) as answers:
         async for answer in answers:
-            response = _parsed(pb.ModelStreamInferResponse(), answer).infer_response
-            yield await clock.bound(_after(model, request, asked, response))
+            parsed = _parsed(pb.ModelStreamInferResponse(), answer).infer_response
+            async with deadline.scope(_PASSED):
+                response = await _postprocessed(model, request, outer, parsed)
+            yield response
 
 
 def metadata_of(model: ProcessedModel) -> pb.ModelMetadataResponse:
     """The answer of ModelMetadata: the processor's tensors."""
 
-    def told(tensors: Sequence[DeclaredTensor] | None) -> list[pb.ModelMetadataResponse.TensorMetadata]:
+    def metadata_of_tensors(tensors: Sequence[DeclaredTensor] | None) -> list[pb.ModelMetadataResponse.TensorMetadata]:
         metadata = pb.ModelMetadataResponse.TensorMetadata
         return [metadata(name=each.name, datatype=each.datatype, shape=each.shape) for each in tensors or ()]
 
@@ -77,8 +74,8 @@ def metadata_of(model: ProcessedModel) -> pb.ModelMetadataResponse:
         name=model.name,
         versions=model.versions,
         platform=_PLATFORM,
-        inputs=told(processor.inputs),
-        outputs=told(processor.outputs),
+        inputs=metadata_of_tensors(processor.inputs),
+        outputs=metadata_of_tensors(processor.outputs),
     )
 
 
@@ -104,32 +101,21 @@ def config_of(model: ProcessedModel, inner: model_config_pb2.ModelConfig) -> mod
     return config
 
 
-class _Clock:
-    """What a deadline has left."""
-
-    def __init__(self, timeout_s: float | None) -> None:
-        self._ends_at = None if timeout_s is None else time.monotonic() + timeout_s
-
-    @property
-    def left_s(self) -> float | None:
-        if self._ends_at is None:
-            return None
-        left = self._ends_at - time.monotonic()
-        if left <= 0:
-            raise DeadlineError("the deadline passed")
-        return left
-
-    async def bound(self, work: Awaitable[T]) -> T:
-        """The result of the work, which has the time that is left."""
-        try:
-            async with asyncio.timeout(self.left_s):
-                return await work
-        except TimeoutError:
-            raise DeadlineError("the deadline passed in the processor") from None
-
-
-async def _read(model: ProcessedModel, request: InferRequest) -> ProcessorRequest:
-    return await decoding(request.message.inputs, lambda: _decoded(model, request))
+async def _preprocessed(
+    model: ProcessedModel, request: InferRequest, deadline: Deadline
+) -> tuple[ProcessorRequest, bytes]:
+    """The request as the processor has it, and the serialized request to the predictor's model."""
+    async with deadline.scope(_PASSED):
+        outer = await decoding(request.message.inputs, lambda: _decoded(model, request))
+        inner = pb.ModelInferRequest(model_name=model.processor.model, id=request.id)
+        for name, tensor in await model.processor.preprocess(outer):
+            if isinstance(tensor, Tensor):
+                add_input(inner, tensor)
+            else:
+                inner.inputs.add(name=name, datatype=tensor.datatype, shape=tensor.shape)
+                inner.raw_input_contents.append(tensor.data)
+        set_parameters(inner.parameters, outer.parameters)
+        return outer, inner.SerializeToString()
 
 
 def _decoded(model: ProcessedModel, request: InferRequest) -> ProcessorRequest:
@@ -147,26 +133,13 @@ def _decoded(model: ProcessedModel, request: InferRequest) -> ProcessorRequest:
     return ProcessorRequest(request.id, inputs, parameters_of(request.parameters))
 
 
-async def _before(model: ProcessedModel, request: InferRequest, asked: ProcessorRequest) -> bytes:
-    """What goes to the predictor."""
-    message = pb.ModelInferRequest(model_name=model.processor.model, id=request.id)
-    for name, tensor in await model.processor.preprocess(asked):
-        if isinstance(tensor, Tensor):
-            add_input(message, tensor)
-        else:
-            message.inputs.add(name=name, datatype=tensor.datatype, shape=tensor.shape)
-            message.raw_input_contents.append(tensor.data)
-    set_parameters(message.parameters, asked.parameters)
-    return message.SerializeToString()
-
-
-async def _after(
-    model: ProcessedModel, request: InferRequest, asked: ProcessorRequest, answer: pb.ModelInferResponse
+async def _postprocessed(
+    model: ProcessedModel, request: InferRequest, outer: ProcessorRequest, answer: pb.ModelInferResponse
 ) -> pb.ModelInferResponse:
-    """The caller's answer, made of one of the model's."""
+    """The answer to the caller, made from one of the model's."""
     tensors = await decoding(answer.outputs, lambda: outputs_of(answer))
     outputs = {name: tensor.array for name, tensor in tensors.items()}
-    made = dict(await model.processor.postprocess(asked, outputs))
+    made = dict(await model.processor.postprocess(outer, outputs))
     response = pb.ModelInferResponse(model_name=model.name, model_version=model.versions[-1], id=request.id)
     for name in [output.name for output in request.message.outputs] or list(made):
         if name not in made:

@@ -23,7 +23,7 @@ from functools import partial
 
 from millrace.errors import InvalidRequestError, MillraceError, NotFoundError, NotReadyError, StartupError
 from millrace.models.sources import ModelSource, parse_location
-from millrace.payload.call import Origin
+from millrace.rpc.call_context import CallContext
 from millrace.rpc.threads import run_in_daemon_thread
 from millrace.telemetry.untraced import leave_untraced
 from services.transformer.models.models import Model, ProcessedModel, RelayedModel, TextModel, model_of
@@ -89,9 +89,9 @@ class Catalogue:
         for source in self._sources.values():
             self._texts[source.name] = read_text(source, self._pool)
 
-    async def get(self, name: str, version: str, origin: Origin, timeout_s: float | None) -> TextModel:
+    async def get(self, name: str, version: str, call: CallContext) -> TextModel:
         """The text model; waits and raises as `wait_for`, and InvalidRequestError where the model takes no text."""
-        model = await self.wait_for(name, version, origin, timeout_s)
+        model = await self.wait_for(name, version, call)
         if not isinstance(model, TextModel):
             reason = self._unreadable.get(name, "call it by ModelInfer")
             raise InvalidRequestError(f"model {name!r} takes tensors, not text; {reason}")
@@ -121,20 +121,17 @@ class Catalogue:
             raise NotFoundError(f"model {name!r} has no version {version!r}, only {', '.join(model.versions)}")
         return model
 
-    async def wait_for(self, name: str, version: str, origin: Origin, timeout_s: float | None) -> Model:
-        """As `find` for a request, which waits while the model is not ready, in time for its deadlines.
-
-        `timeout_s` is what its deadline had left when it arrived.
-        """
+    async def wait_for(self, name: str, version: str, call: CallContext) -> Model:
+        """As `find` for a request, which waits while the model is not ready, within its deadlines."""
         with suppress(NotReadyError):
             return self.find(name, version)
-        patience = self._predictor.patience(timeout_s, origin.arrived)
-        async with FirstToken(origin).in_time():
+        backoff = self._predictor.backoff(call.deadline)
+        async with FirstToken(call).in_time():
             while True:
                 try:
                     return self.find(name, version)
                 except NotReadyError as error:
-                    await patience.until(self._changed, error)
+                    await backoff.wait_for(self._changed, error)
 
     def _called(self, name: str) -> TextModel | RelayedModel:
         state_of_model = self._state(name)

@@ -16,6 +16,7 @@ import grpc
 import numpy as np
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from millrace.deadline import Deadline
 from millrace.errors import (
     DeadlineError,
     HopBrokenError,
@@ -37,7 +38,7 @@ from millrace_protos import inference_pb2, inference_pb2_grpc
 from millrace_protos.millrace_pb2 import Usage
 from services.transformer.predictors.answers import numbers_of, predictor_answers
 from services.transformer.predictors.descriptions import INPUT_IDS, OURS, OUTPUT_IDS, Dialect
-from services.transformer.predictors.retries import Patience
+from services.transformer.predictors.retries import Backoff
 
 PROBE_TIMEOUT_S = 2.0
 # Triton's own switch: an error ends the call with its status, not with a text inside the stream.
@@ -71,7 +72,8 @@ class TokenChunk:
     `cached_tokens` is how many of the prompt's tokens needed no computation, where this chunk tells. A chunk with
     neither ids nor a reason says that the predictor is alive; with `runs_alone`, that it computes nothing else from
     now on. `prompt` is in the first chunk with tokens, where asked for. `fingerprint`, of the weights, is in the first
-    chunk of a call, be it a sign of life. With `is_leaving` the predictor is about to stop.
+    chunk of a call, be it a sign of life. With `is_leaving` the predictor is about to stop. `resumed` marks the first
+    chunk of a call that resumed the answer.
     """
 
     token_ids: list[int]
@@ -84,11 +86,13 @@ class TokenChunk:
     fingerprint: str = ""
     is_leaving: bool = False
     prompt: PromptLogprobs | None = None
+    resumed: bool = False
 
 
 @contextmanager
-def answered_soon() -> Iterator[None]:
-    """A question about a model: its time limit is ours and not the caller's."""
+def probe_errors() -> Iterator[None]:
+    """Of a call about a model, whose timeout is ours and not the caller's: when it passes the predictor is not
+    ready."""
     try:
         yield
     except DeadlineError:
@@ -132,9 +136,9 @@ class PredictorClient:
     async def close(self) -> None:
         await self._channel.close()
 
-    def patience(self, timeout_s: float | None, since: float | None = None) -> Patience:
-        """How long a request waits whose deadline has `timeout_s` left, or had at the time `since`."""
-        return Patience(self._wait_s, timeout_s, since, self._start_wait_s)
+    def backoff(self, deadline: Deadline) -> Backoff:
+        """The retries of a request."""
+        return Backoff(deadline, self._wait_s, self._start_wait_s)
 
     async def ready(self) -> bool:
         """Whether a predictor says that a generation would work now."""
@@ -167,7 +171,7 @@ class PredictorClient:
         asked: Generation,
         output_ids: Sequence[int],
         options: CallOptions,
-        timeout_s: float | None,
+        deadline: Deadline,
         span: CallSpan | None = None,
     ) -> AsyncGenerator[TokenChunk, None]:
         """Chunks of one call, which goes on after `output_ids`; closing the generator cancels it at the predictor.
@@ -188,7 +192,7 @@ class PredictorClient:
         produced = 0
         silent: MillraceError = NotReadyError("the predictor does not answer", hop="predictor")
         with span.of_next_call():
-            call = self._stream(request, timeout=timeout_s, metadata=metadata)
+            call = self._stream(request, timeout=deadline.left(), metadata=metadata)
         try:
             async with aclosing(_chunks(call, span, len(asked.prompt_ids), scored)) as chunks:
                 while (chunk := await _unless_silent(chunks, silence_limit_s, silent)) is not None:

@@ -13,6 +13,7 @@ from contextlib import aclosing
 
 from google.protobuf.message import DecodeError
 
+from millrace.deadline import Deadline
 from millrace.errors import HopBrokenError, NotReadyError, RequestFailedError
 from millrace.oip.wire_fields import fields
 from millrace.payload.call import RECORDED
@@ -29,23 +30,22 @@ class Relay:
     def __init__(self, predictor: PredictorClient) -> None:
         self._predictor = predictor
 
-    async def infer(self, request: bytes, timeout_s: float | None) -> bytes:
+    async def infer(self, request: bytes, deadline: Deadline) -> bytes:
         """The one answer to a serialized ModelInferRequest, a serialized ModelInferResponse."""
-        patience = self._predictor.patience(timeout_s)
-        return await patience.insist(
-            lambda: self._predictor.infer_bytes(request, timeout=patience.left_s, metadata=(RECORDED,))
+        return await self._predictor.backoff(deadline).retry(
+            lambda: self._predictor.infer_bytes(request, timeout=deadline.left(), metadata=(RECORDED,))
         )
 
-    async def stream(self, request: bytes, timeout_s: float | None) -> AsyncGenerator[bytes, None]:
+    async def stream(self, request: bytes, deadline: Deadline) -> AsyncGenerator[bytes, None]:
         """The answers as they come, each a serialized ModelStreamInferResponse without error_message.
 
         Closing the generator cancels the request at the predictor. Marks of the last response are the
         predictor's: it reads what the request says of them.
         """
-        patience, begun = self._predictor.patience(timeout_s), False
+        backoff, begun = self._predictor.backoff(deadline), False
         while True:
             try:
-                async with aclosing(self._call(request, patience.left_s)) as responses:
+                async with aclosing(self._call(request, deadline)) as responses:
                     async for response in responses:
                         begun = True
                         yield response
@@ -54,12 +54,13 @@ class Relay:
                 if begun:
                     raise
                 not_ready = error
-            await patience.pause(not_ready, not_ready.retry_after_ms)
+            await backoff.pause(not_ready, not_ready.retry_after_ms)
 
-    async def _call(self, request: bytes, timeout_s: float | None) -> AsyncGenerator[bytes, None]:
+    async def _call(self, request: bytes, deadline: Deadline) -> AsyncGenerator[bytes, None]:
         span = CallSpan()
         with span.of_next_call():
-            call = self._predictor.stream_bytes(request, timeout=timeout_s, metadata=(ERRORS_AS_STATUS, RECORDED))
+            metadata = (ERRORS_AS_STATUS, RECORDED)
+            call = self._predictor.stream_bytes(request, timeout=deadline.left(), metadata=metadata)
         try:
             async for response in call:
                 _raise_error(response)

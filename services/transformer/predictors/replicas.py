@@ -18,13 +18,14 @@ from typing import Any, TypeAlias, TypeVar
 
 import grpc
 
+from millrace.deadline import Deadline
 from millrace.errors import HopBrokenError, MillraceError, NotImplementedMethodError, NotReadyError
 from millrace.oip.resumable import FINGERPRINT
 from millrace.rpc.channel import open_channel
 from millrace.rpc.health import is_serving
 from millrace_protos import inference_pb2 as pb
 from millrace_protos import inference_pb2_grpc
-from services.transformer.predictors.client import PROBE_TIMEOUT_S, PredictorClient, answered_soon
+from services.transformer.predictors.client import PROBE_TIMEOUT_S, PredictorClient, probe_errors
 from services.transformer.predictors.descriptions import PredictorModel, described
 from services.transformer.predictors.statistics import summed
 
@@ -86,7 +87,7 @@ class Replicas:
         """Every model's state over all replicas; None where the predictor has no index."""
 
         async def ask(stub: Stub) -> pb.RepositoryIndexResponse:
-            with answered_soon():
+            with probe_errors():
                 return await stub.RepositoryIndex(pb.RepositoryIndexRequest(), timeout=PROBE_TIMEOUT_S)
 
         try:
@@ -97,7 +98,7 @@ class Replicas:
     async def describe(self, name: str) -> PredictorModel:
         """What a replica says of a model that is READY, which is the same at all of them."""
         stub = (await self._serving())[0]
-        with answered_soon():
+        with probe_errors():
             asked = pb.ModelMetadataRequest(name=name)
             metadata = await stub.ModelMetadata(asked, timeout=PROBE_TIMEOUT_S)
             try:
@@ -106,19 +107,21 @@ class Replicas:
                 return described(metadata, None)
         return described(metadata, answer.config)
 
-    async def load(self, request: pb.RepositoryModelLoadRequest, timeout_s: float | None) -> None:
+    async def load(self, request: pb.RepositoryModelLoadRequest, deadline: Deadline) -> None:
         """Loads a model at each replica; the first error is raised once all have answered."""
+        timeout_s = deadline.left()
         await self._ask_serving(lambda stub: stub.RepositoryModelLoad(request, timeout=timeout_s), all_must=True)
 
-    async def unload(self, request: pb.RepositoryModelUnloadRequest, timeout_s: float | None) -> None:
+    async def unload(self, request: pb.RepositoryModelUnloadRequest, deadline: Deadline) -> None:
         """The same for unloading."""
+        timeout_s = deadline.left()
         await self._ask_serving(lambda stub: stub.RepositoryModelUnload(request, timeout=timeout_s), all_must=True)
 
     async def statistics(self, request: pb.ModelStatisticsRequest) -> pb.ModelStatisticsResponse:
         """The sum of what the replicas have counted."""
 
         async def ask(stub: Stub) -> pb.ModelStatisticsResponse:
-            with answered_soon():
+            with probe_errors():
                 return await stub.ModelStatistics(request, timeout=PROBE_TIMEOUT_S)
 
         return summed(await self._ask_serving(ask))

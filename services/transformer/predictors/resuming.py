@@ -28,6 +28,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack, aclosing
 
+from millrace.deadline import Deadline
 from millrace.errors import (
     DrainingError,
     HopBrokenError,
@@ -45,7 +46,7 @@ from services.transformer.predictors.client import Generation, PredictorClient, 
 from services.transformer.predictors.deaths import Deaths, NextCall
 from services.transformer.predictors.first_token import FirstToken
 from services.transformer.predictors.poison import Poison, fingerprint
-from services.transformer.predictors.retries import Patience
+from services.transformer.predictors.retries import Backoff
 
 logger = logging.getLogger(__name__)
 
@@ -73,18 +74,16 @@ class ResumingGenerator:
         self._heartbeat_ms = max(1, int(1000 * min(_MAX_HEARTBEAT_S, predictor.silence_limit_s / 10)))
 
     async def generate(
-        self, asked: Generation, patience: Patience, first_token: FirstToken, on_resume: Callable[[], None]
+        self, asked: Generation, deadline: Deadline, first_token: FirstToken
     ) -> AsyncGenerator[TokenChunk, None]:
-        """The chunks of the whole answer; raises MillraceError; closing the generator cancels what runs.
-
-        `on_resume` is called each time that another call has resumed the answer.
-        """
+        """The chunks of the whole answer; raises MillraceError; closing the generator cancels the running call."""
         if self._poison and self._poison.refuses(_fingerprint(asked)):
             raise RequestFailedError(_REFUSED)
         progress = _Progress(asked, Deaths(self._resume_limit))
+        backoff = self._predictor.backoff(deadline)
         while True:
             try:
-                async with aclosing(self._call(progress, patience, first_token, on_resume)) as chunks:
+                async with aclosing(self._call(progress, backoff, first_token)) as chunks:
                     async for chunk in chunks:
                         yield chunk
                 return
@@ -102,17 +101,17 @@ class ResumingGenerator:
                 self._poison.add(_fingerprint(asked))
                 logger.error("request %s has ended its predictor even alone and is refused", asked.request_id)
                 raise RequestFailedError(_REFUSED)
-            await patience.pause(progress.last_word(ended_by), ended_by.retry_after_ms)
+            await backoff.pause(progress.last_word(ended_by), ended_by.retry_after_ms)
 
     async def _call(
-        self, progress: _Progress, patience: Patience, first_token: FirstToken, on_resume: Callable[[], None]
+        self, progress: _Progress, backoff: Backoff, first_token: FirstToken
     ) -> AsyncGenerator[TokenChunk, None]:
         """The chunks of the next call, which goes on where the last one ended."""
         asked, goes_on = progress.asked, bool(progress.output_ids)
         alone = asked.resumes and progress.deaths.next_call is NextCall.ALONE
         with ExitStack() as turn:
             if alone:
-                await patience.acquire(self._alone)
+                await backoff.acquire(self._alone)
                 turn.callback(self._alone.release)
             options = CallOptions(
                 resumes=asked.resumes,
@@ -121,25 +120,23 @@ class ResumingGenerator:
                 first_token_timeout_ms=None if goes_on else first_token.left_ms,
                 fingerprint=progress.fingerprint,
             )
-            timeout_s, span = patience.left_s, progress.next_span()
+            span = progress.next_span()
             is_first = True
-            call = self._predictor.generate(asked, progress.output_ids, options, timeout_s, span)
+            call = self._predictor.generate(asked, progress.output_ids, options, backoff.deadline, span)
             async with aclosing(call) as chunks:
                 async for chunk in chunks:
                     if is_first:
                         is_first = False
                         progress.answers(chunk.fingerprint)
-                    patience.answered()
+                    backoff.reset()
                     if chunk.runs_alone:
                         progress.deaths.runs_alone()
                     if chunk.token_ids or chunk.finish_reason is not None:
                         turn.close()  # What it would do alone has been seen.
                         progress.take(chunk)
-                        patience.begun()
+                        backoff.answer_began()
                         chunk.fingerprint = progress.fingerprint
-                        if goes_on:
-                            goes_on = False
-                            on_resume()
+                        chunk.resumed, goes_on = goes_on, False
                         yield chunk
                     moves = chunk.is_leaving and chunk.finish_reason is None
                     if moves and self._have_taker(asked.model, progress.fingerprint):

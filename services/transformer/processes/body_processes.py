@@ -26,8 +26,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from millrace.deadline import NO_DEADLINE, Deadline
 from millrace.errors import (
-    DeadlineError,
     InvalidRequestError,
     MillraceError,
     OverloadedError,
@@ -45,6 +45,7 @@ _LIMITS = {BODIES: (5, 512 * _MIB, 5), LARGE_BODIES: (15, 1536 * _MIB, 10), TEMP
 _MAX_BYTES = 512 * _MIB
 _MAX_WAITING = 256
 _RETRY_AFTER_MS = 1000
+_PASSED = "the deadline passed while the body was read or written"
 _WORKER = "services.transformer.processes.body_worker"
 REQUEST, RESPONSE = struct.Struct("<QQ"), struct.Struct("<BQQ")  # Sizes of the pickle and of the bytes.
 DONE, ERROR = 0, 1
@@ -70,7 +71,7 @@ class BodyProcesses:
         work: Work[T],
         arguments: tuple[Any, ...],
         body: bytes,
-        timeout_s: float | None = None,
+        deadline: Deadline = NO_DEADLINE,
         lane: str | None = None,
     ) -> tuple[T, bytes]:
         """What `work(body, *arguments)` returns or raises; it is a module's own, and its arguments are small."""
@@ -93,11 +94,8 @@ class BodyProcesses:
         lane = lane or (LARGE_BODIES if size > LARGE_BYTES else BODIES)
         future = self._lanes[lane].submit(call, body)
         future.add_done_callback(done)
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await asyncio.wrap_future(future)
-        except TimeoutError:
-            raise DeadlineError("the deadline passed while the body was read or written") from None
+        async with deadline.scope(_PASSED):
+            return await asyncio.wrap_future(future)
 
     async def close(self) -> None:
         """Ends the processes; work that has not begun is given up."""

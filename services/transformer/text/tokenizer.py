@@ -21,6 +21,7 @@ from typing import Any
 
 import orjson
 
+from millrace.deadline import Deadline
 from millrace.errors import ContextLengthError, InvalidRequestError, StartupError
 from millrace.models.kinds import MODULES_FILE
 from services.transformer.processes.body_processes import TEMPLATES, BodyProcesses
@@ -116,7 +117,7 @@ class TextTokenizer:
         max_tokens: int,
         options: Mapping[str, Any] | None,
         bodies: BodyProcesses,
-        timeout_s: float | None,
+        deadline: Deadline,
     ) -> str:
         """As `render_chat`; what takes long is rendered in another process."""
         size = sum(len(content) for _, content in messages)
@@ -129,7 +130,7 @@ class TextTokenizer:
         variables = {**self._tokenizer.special_tokens_map, "add_generation_prompt": True, **(options or {})}
         arguments = (self._name, self._tokenizer.get_chat_template(), variables)
         conversation = orjson.dumps(_conversation(messages))
-        _, text = await bodies.run(render, arguments, conversation, timeout_s, lane=TEMPLATES)
+        _, text = await bodies.run(render, arguments, conversation, deadline, lane=TEMPLATES)
         return text.decode()
 
     def render_chat(self, messages: Messages, max_tokens: int, options: Mapping[str, Any] | None = None) -> str:

@@ -1,9 +1,8 @@
 """The Open Inference Protocol's `GRPCInferenceService`, as the gateway's callers see it.
 
 Thin: what a request does is `Inference`'s; which models there are is the catalogue's, which follows
-the predictor. Requests and answers of relayed models pass as bytes, see `add_to_server`. The other
-front ends of the protocol call the same object: `ModelInfer` for the one answer to a request, `answer` for all of
-them as they come.
+the predictor. Requests and answers of relayed models pass as bytes, see `add_to_server`. The REST front end of the
+protocol calls the same object: `infer` for the one answer to a request, `answers` for all of them as they come.
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ from millrace import __version__
 from millrace.errors import RequestFailedError
 from millrace.oip.settings_servicer import OpenInferenceBase
 from millrace.oip.stream_infer import errors_as_status, multiplex
-from millrace.payload.call import Origin, origin_of
+from millrace.rpc.call_context import CallContext, call_context, deadline_of
 from millrace.rpc.handlers import Context
 from millrace_protos import inference_pb2 as pb
 from millrace_protos.inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
-from services.transformer.calls import timeout_of
 from services.transformer.generation import text_tensors
 from services.transformer.inference import processed
 from services.transformer.inference.infer import Inference
@@ -30,7 +28,7 @@ from services.transformer.inference.request import InferRequest
 from services.transformer.models.catalogue import Catalogue
 from services.transformer.models.models import ProcessedModel, TextModel
 from services.transformer.predictors.answers import predictor_answers
-from services.transformer.predictors.client import PROBE_TIMEOUT_S, PredictorClient, answered_soon
+from services.transformer.predictors.client import PROBE_TIMEOUT_S, PredictorClient, probe_errors
 from services.transformer.predictors.replicas import READY, Replicas
 
 SERVICE = "inference.GRPCInferenceService"
@@ -61,14 +59,16 @@ class InferenceServicer(OpenInferenceBase):
 
     # ------------------------------------------------------------------ inference
 
-    async def answer(
-        self, request: InferRequest, context: Context, protocol: str = _STREAM
-    ) -> AsyncGenerator[pb.ModelInferResponse, None]:
+    async def infer(self, request: InferRequest, call: CallContext) -> pb.ModelInferResponse | bytes:
+        """The one answer to a request, as a message or as the bytes of one; raises MillraceError."""
+        return await self._inference.infer(request, call)
+
+    async def answers(self, request: InferRequest, call: CallContext) -> AsyncGenerator[pb.ModelInferResponse, None]:
         """All answers to one request, as they come, the last with `triton_final_response`; raises MillraceError.
 
-        `protocol` is what the record says of the method that was called. Closing it cancels the request.
+        Closing the generator cancels the request.
         """
-        async with aclosing(self._stream(request, context, protocol)) as answers:
+        async with aclosing(self._inference.stream(request, call)) as answers:
             async for answer in answers:
                 if isinstance(answer, bytes):
                     with predictor_answers():
@@ -79,7 +79,8 @@ class InferenceServicer(OpenInferenceBase):
         self, requests: AsyncIterator[InferRequest], context: Context
     ) -> AsyncGenerator[pb.ModelStreamInferResponse | bytes, None]:
         async def answer(request: InferRequest) -> AsyncGenerator[pb.ModelInferResponse | bytes, None]:
-            async with aclosing(self._stream(request, context, _STREAM)) as answers:
+            call = call_context(context, _STREAM, request.id)
+            async with aclosing(self._inference.stream(request, call)) as answers:
                 async for response in answers:
                     yield response
 
@@ -88,17 +89,9 @@ class InferenceServicer(OpenInferenceBase):
                 yield response
 
     async def ModelInfer(  # type: ignore[override]  # Its requests are those of `add_to_server`.
-        self, request: InferRequest, context: Context, protocol: str = _INFER
+        self, request: InferRequest, context: Context
     ) -> pb.ModelInferResponse | bytes:
-        """The one answer to a request, as a message or as the bytes of one; raises MillraceError."""
-        origin = origin_of(context, protocol, request.id)
-        return await self._inference.infer(request, origin, timeout_of(context))
-
-    def _stream(
-        self, request: InferRequest, context: Context, protocol: str
-    ) -> AsyncGenerator[pb.ModelInferResponse | bytes, None]:
-        origin = origin_of(context, protocol, request.id)
-        return self._inference.stream(request, origin, timeout_of(context))
+        return await self.infer(request, call_context(context, _INFER, request.id))
 
     # ------------------------------------------------------------------ the server and its models
 
@@ -123,24 +116,22 @@ class InferenceServicer(OpenInferenceBase):
             return text_tensors.metadata_of(model)
         if isinstance(model, ProcessedModel):
             return processed.metadata_of(model)
-        with answered_soon():
+        with probe_errors():
             return await self._predictor.inference.ModelMetadata(request, timeout=PROBE_TIMEOUT_S)
 
     async def metadata_of_called(
-        self, request: pb.ModelMetadataRequest, context: Context, origin: Origin
+        self, request: pb.ModelMetadataRequest, context: Context, call: CallContext
     ) -> pb.ModelMetadataResponse:
         """As ModelMetadata, for a request that calls the model: it waits for it as the call does."""
-        timeout_s = timeout_of(context)
-        await self._catalogue.wait_for(request.name, request.version, origin, timeout_s)
-        patience = self._predictor.patience(timeout_s, origin.arrived)
-        return await patience.insist(lambda: self.ModelMetadata(request, context))
+        await self._catalogue.wait_for(request.name, request.version, call)
+        return await self._predictor.backoff(call.deadline).retry(lambda: self.ModelMetadata(request, context))
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
         model = self._catalogue.find(request.name, request.version)
         if isinstance(model, TextModel):
             return pb.ModelConfigResponse(config=text_tensors.config_of(model))
         name = model.processor.model if isinstance(model, ProcessedModel) else model.name
-        with answered_soon():
+        with probe_errors():
             asked = pb.ModelConfigRequest(name=name, version=request.version)
             answer = await self._predictor.inference.ModelConfig(asked, timeout=PROBE_TIMEOUT_S)
         if isinstance(model, ProcessedModel):
@@ -177,10 +168,10 @@ class InferenceServicer(OpenInferenceBase):
         A model that should take text and whose tokenizer cannot be read is unloaded again.
         """
         name = request.model_name
-        await self._replicas.load(request, timeout_of(context))
+        await self._replicas.load(request, deadline_of(context))
         await self._catalogue.refresh(reloaded=name)
         if (reason := self._catalogue.why_unreadable(name)) is not None:
-            await self._replicas.unload(pb.RepositoryModelUnloadRequest(model_name=name), timeout_of(context))
+            await self._replicas.unload(pb.RepositoryModelUnloadRequest(model_name=name), deadline_of(context))
             await self._catalogue.refresh()
             raise RequestFailedError(f"model {name!r} was not loaded: {reason}")
         return pb.RepositoryModelLoadResponse()
@@ -188,7 +179,7 @@ class InferenceServicer(OpenInferenceBase):
     async def RepositoryModelUnload(
         self, request: pb.RepositoryModelUnloadRequest, context: Context
     ) -> pb.RepositoryModelUnloadResponse:
-        await self._replicas.unload(request, timeout_of(context))
+        await self._replicas.unload(request, deadline_of(context))
         await self._catalogue.refresh()
         return pb.RepositoryModelUnloadResponse()
 

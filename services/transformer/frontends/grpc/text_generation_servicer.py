@@ -8,16 +8,18 @@ from typing import Any
 
 from google.api.httpbody_pb2 import HttpBody
 
-from millrace.payload.call import Origin, origin_of
+from millrace.rpc.call_context import CallContext, call_context
 from millrace.rpc.handlers import Context
 from millrace.rpc.rest_streams import errors_in_band
 from millrace.sampling import MAX_STOP_TOKEN_IDS
 from millrace.telemetry.identity import REQUEST_ID_METADATA, as_metadata
 from millrace_protos import millrace_pb2 as pb
 from millrace_protos import millrace_pb2_grpc, rest_pb2_grpc
-from services.transformer.calls import TTFT_MS, check_message_count, check_request_id, check_stop_count, timeout_of
+from services.transformer.calls import TTFT_MS, check_message_count, check_request_id, check_stop_count
 from services.transformer.frontends.grpc.generate_json import MAX_BODY_BYTES, read_generate_request, read_large
-from services.transformer.generation.pipeline import Pipeline, TextChunk, TextRequest
+from services.transformer.generation.chunks import TextChunk
+from services.transformer.generation.pipeline import Pipeline
+from services.transformer.generation.requests import TextRequest
 from services.transformer.processes.body_processes import SMALL_BYTES, BodyProcesses
 
 _PROTOCOL = "millrace.v1.TextGeneration/Generate"
@@ -32,29 +34,28 @@ class TextGenerationServicer(millrace_pb2_grpc.TextGenerationServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        origin = origin_of(context, _PROTOCOL, request.request_id)
-        async with aclosing(self.generate(request, origin, context)) as responses:
+        call = call_context(context, _PROTOCOL, request.request_id)
+        async with aclosing(self.generate(request, call, context)) as responses:
             async for response in responses:
                 yield response
 
     async def generate(
-        self, request: pb.GenerateRequest, origin: Origin, context: Context
+        self, request: pb.GenerateRequest, call: CallContext, context: Context
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """The responses to a request; raises MillraceError."""
-        request_id = origin.request_id
+        request_id = call.request_id
         context.set_trailing_metadata(((REQUEST_ID_METADATA, as_metadata(request_id)),))
-        with self._pipeline.recording_refusals(origin, request.model):
+        with self._pipeline.recording_refusals(call, request.model):
             check_request_id(request.request_id)
             check_message_count(len(request.messages))
             check_stop_count(len(request.stop))
         asked = TextRequest(
-            origin=origin,
+            call=call,
             model=request.model,
             prompt=request.prompt if request.HasField("prompt") else None,
             messages=[(message.role, message.content) for message in request.messages],
             sampling=_sampling(request),
             stop=tuple(request.stop),
-            timeout_s=timeout_of(context),
         )
         first = True
         async with aclosing(self._pipeline.generate(asked)) as chunks:
@@ -76,19 +77,18 @@ class RestTextGenerationServicer(rest_pb2_grpc.TextGenerationServicer):
 
     @errors_in_band(pb.GenerateResponse)
     async def Generate(self, request: HttpBody, context: Context) -> AsyncGenerator[pb.GenerateResponse, None]:
-        origin = origin_of(context, _REST_PROTOCOL)
-        with self._pipeline.recording_refusals(origin):
-            message = await self._read(request.data, context)
-        if message.request_id:
-            origin = origin_of(context, _REST_PROTOCOL, message.request_id)
-        async with aclosing(self._servicer.generate(message, origin, context)) as responses:
+        call = call_context(context, _REST_PROTOCOL)
+        with self._pipeline.recording_refusals(call):
+            message = await self._read(request.data, call)
+        call = call.with_id(message.request_id)
+        async with aclosing(self._servicer.generate(message, call, context)) as responses:
             async for response in responses:
                 yield response
 
-    async def _read(self, data: bytes, context: Context) -> pb.GenerateRequest:
+    async def _read(self, data: bytes, call: CallContext) -> pb.GenerateRequest:
         if not SMALL_BYTES < len(data) <= MAX_BODY_BYTES:
             return read_generate_request(data)
-        _, message = await self._bodies.run(read_large, (), data, timeout_of(context))
+        _, message = await self._bodies.run(read_large, (), data, call.deadline)
         return pb.GenerateRequest.FromString(message)
 
 

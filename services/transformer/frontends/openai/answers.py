@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from millrace_protos.millrace_pb2 import Usage
 from services.transformer.frontends.openai.requests import Prompt
-from services.transformer.generation.pipeline import TextChunk, joined
+from services.transformer.generation.chunks import TextChunk, joined
 from services.transformer.text.token_bytes import TokenBytes
 from services.transformer.text.tokenizer import TextTokenizer
 

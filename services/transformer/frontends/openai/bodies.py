@@ -16,7 +16,9 @@ from services.transformer.frontends.http import EVENTS, event, json_body
 from services.transformer.frontends.openai.answers import Format, usage_of, usage_so_far
 from services.transformer.frontends.openai.choices import generate_all
 from services.transformer.frontends.openai.generation_requests import GenerationRequest
-from services.transformer.generation.pipeline import Pipeline, TextChunk, TextRequest
+from services.transformer.generation.chunks import TextChunk
+from services.transformer.generation.pipeline import Pipeline
+from services.transformer.generation.requests import TextRequest
 
 _DONE = b"data: [DONE]\n\n"
 # Numbers of a scored prompt that are written at once; more of them take longer than others should wait.

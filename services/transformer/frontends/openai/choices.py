@@ -13,7 +13,9 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from services.transformer.generation.pipeline import Pipeline, TextChunk, TextRequest
+from services.transformer.generation.chunks import TextChunk
+from services.transformer.generation.pipeline import Pipeline
+from services.transformer.generation.requests import TextRequest
 
 _UNREAD_CHUNKS = 16  # Beyond these, choices wait for the reader, and their own slots merge.
 

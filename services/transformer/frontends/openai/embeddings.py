@@ -16,15 +16,16 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from millrace.errors import DeadlineError, HopBrokenError, InvalidRequestError
+from millrace.errors import HopBrokenError, InvalidRequestError
 from millrace.oip.tensors import Tensor, add_input
-from millrace.payload.call import RECORDED, Origin, recorded
+from millrace.payload.call import RECORDED, recorded
 from millrace.payload.tap import PayloadTap
+from millrace.rpc.call_context import CallContext
 from millrace_protos import inference_pb2
 from millrace_protos.millrace_pb2 import Usage
 from services.transformer.frontends.openai.requests import Prompt
 from services.transformer.frontends.openai.text_requests import EmbeddingsRequest
-from services.transformer.generation.recorded_prompt import MAX_RECORDED_CHARACTERS, recorded_list
+from services.transformer.generation.recording import MAX_RECORDED_CHARACTERS, recorded_list
 from services.transformer.models.catalogue import Catalogue
 from services.transformer.models.models import RelayedModel, TextModel
 from services.transformer.predictors.answers import outputs_of
@@ -46,35 +47,28 @@ class Embedder:
         self._predictor = predictor
         self._tap = tap
 
-    async def embed(
-        self, asked: EmbeddingsRequest, origin: Origin, timeout_s: float | None
-    ) -> tuple[list[Vector], int]:
+    async def embed(self, asked: EmbeddingsRequest, call: CallContext) -> tuple[list[Vector], int]:
         """The inputs' vectors, and how many tokens they had; raises MillraceError."""
         ignored = asked.ignored_fields()
         parameters = orjson.dumps({"ignored_fields": ignored}).decode() if ignored else ""
         prompt = _recorded(asked.input)
-        with recorded(self._tap, origin, asked.model, timeout_s, prompt=prompt, parameters=parameters) as recording:
-            try:
-                # One limit for all calls, which do not begin at once.
-                async with asyncio.timeout(timeout_s):
-                    vectors, tokens = await self._embed(asked, origin, timeout_s)
-            except TimeoutError:
-                raise DeadlineError("the deadline passed") from None
+        with recorded(self._tap, call, asked.model, prompt=prompt, parameters=parameters) as recording:
+            # One scope for all calls, which do not begin at once.
+            async with call.deadline.scope():
+                vectors, tokens = await self._embed(asked, call)
             recording.end("OK", usage=Usage(prompt_tokens=tokens))
-            await recording.begun()
+            await recording.flushed()
             return vectors, tokens
 
-    async def _embed(
-        self, asked: EmbeddingsRequest, origin: Origin, timeout_s: float | None
-    ) -> tuple[list[Vector], int]:
-        tokenizer, context_length = await self._model(asked.model, origin, timeout_s)
+    async def _embed(self, asked: EmbeddingsRequest, call: CallContext) -> tuple[list[Vector], int]:
+        tokenizer, context_length = await self._model(asked.model, call)
         rows = [await _ids_of(item, i, tokenizer, context_length) for i, item in enumerate(asked.input)]
         vectors: list[Vector] = [np.empty(0, np.float32)] * len(rows)
         waiting = iter(range(len(rows)))
 
         async def work() -> None:
             for index in waiting:
-                vectors[index] = await self._vector(asked.model, origin.request_id, rows[index], timeout_s)
+                vectors[index] = await self._vector(asked.model, rows[index], call)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -84,9 +78,9 @@ class Embedder:
             raise failures.exceptions[0] from None
         return vectors, sum(map(len, rows))
 
-    async def _model(self, name: str, origin: Origin, timeout_s: float | None) -> tuple[TextTokenizer, int]:
+    async def _model(self, name: str, call: CallContext) -> tuple[TextTokenizer, int]:
         """The model's tokenizer, and how many tokens an input may have."""
-        model = await self._catalogue.wait_for(name, "", origin, timeout_s)
+        model = await self._catalogue.wait_for(name, "", call)
         if isinstance(model, TextModel):
             raise InvalidRequestError(f"model {name!r} generates text and makes no embeddings", param="model")
         if not isinstance(model, RelayedModel) or model.tokenizer is None:
@@ -95,12 +89,11 @@ class Embedder:
             )
         return model.tokenizer, model.context_length or _UNSTATED_LENGTH
 
-    async def _vector(self, model: str, request_id: str, ids: list[int], timeout_s: float | None) -> Vector:
-        request = inference_pb2.ModelInferRequest(model_name=model, id=request_id)
+    async def _vector(self, model: str, ids: list[int], call: CallContext) -> Vector:
+        request = inference_pb2.ModelInferRequest(model_name=model, id=call.request_id)
         add_input(request, Tensor("input_ids", "INT64", np.array(ids, dtype=np.int64)))
-        patience = self._predictor.patience(timeout_s)
-        answer = await patience.insist(
-            lambda: self._predictor.inference.ModelInfer(request, timeout=patience.left_s, metadata=(RECORDED,))
+        answer = await self._predictor.backoff(call.deadline).retry(
+            lambda: self._predictor.inference.ModelInfer(request, timeout=call.deadline.left(), metadata=(RECORDED,))
         )
         outputs = outputs_of(answer)
         if "embedding" not in outputs:

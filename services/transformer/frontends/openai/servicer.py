@@ -15,10 +15,9 @@ from google.protobuf.empty_pb2 import Empty
 
 from millrace import __version__
 from millrace.errors import NotReadyError
-from millrace.payload.call import Origin, origin_of
+from millrace.rpc.call_context import CallContext, call_context
 from millrace.rpc.handlers import Context
 from millrace_protos import rest_pb2, rest_pb2_grpc
-from services.transformer.calls import timeout_of
 from services.transformer.frontends.http import JSON, PLAIN, Body, Header, KeepAlive, json_body, rest_errors
 from services.transformer.frontends.openai.answers import ChatFormat, CompletionFormat, Echoes
 from services.transformer.frontends.openai.bodies import answer
@@ -34,7 +33,8 @@ from services.transformer.frontends.openai.models import Kind, OpenAIModels
 from services.transformer.frontends.openai.requests import IGNORED_FIELDS, MAX_BODY_BYTES, RequestT, parse, parse_large
 from services.transformer.frontends.openai.text_requests import DetokenizeRequest, EmbeddingsRequest, TokenizeRequest
 from services.transformer.frontends.openai.tokenizing import detokenize, tokenize, tokenizer_of
-from services.transformer.generation.pipeline import Pipeline, TextRequest
+from services.transformer.generation.pipeline import Pipeline
+from services.transformer.generation.requests import TextRequest
 from services.transformer.models.catalogue import Catalogue
 from services.transformer.processes.body_processes import SMALL_BYTES, BodyProcesses
 from services.transformer.text.tokenizer import TextTokenizer
@@ -78,16 +78,15 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
 
     @rest_errors(openai_error)
     async def Completions(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
-        origin = origin_of(context, "millrace.rest.v1.OpenAI/Completions")
-        asked = await self._read(CompletionRequest, request, context, origin, "generation")
+        call = call_context(context, "millrace.rest.v1.OpenAI/Completions")
+        asked = await self._read(CompletionRequest, request, call, "generation")
         if ignored := asked.ignored_fields():
             yield Header(IGNORED_FIELDS, ", ".join(ignored))
         if asked.stream:
             yield KeepAlive(self._keep_alive_s)
-        timeout_s = timeout_of(context)
         echoes = tokens = None
         if asked.echo or asked.logprobs is not None:
-            tokenizer = await self._tokenizer(origin, asked.model, timeout_s)
+            tokenizer = await self._tokenizer(call, asked.model)
             echoes = Echoes(asked.prompt, asked.n, tokenizer) if asked.echo else None
             tokens = None if asked.logprobs is None else tokenizer.token_bytes
         generations = [
@@ -95,14 +94,13 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
             for prompt in asked.prompt
             for choice in choices_of(
                 TextRequest(
-                    origin=origin,
+                    call=call,
                     model=asked.model,
                     prompt=prompt if isinstance(prompt, str) else None,
                     prompt_ids=None if isinstance(prompt, str) else prompt,
                     sampling=asked.sampling(),
                     default_max_tokens=COMPLETION_MAX_TOKENS,
                     stop=asked.stop,
-                    timeout_s=timeout_s,
                     ignored_fields=ignored,
                     prompt_logprobs=asked.prompt_logprobs,
                     choices=len(asked.prompt) * asked.n,
@@ -118,27 +116,25 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
 
     @rest_errors(openai_error)
     async def ChatCompletions(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
-        origin = origin_of(context, "millrace.rest.v1.OpenAI/ChatCompletions")
-        asked = await self._read(ChatCompletionRequest, request, context, origin, "generation")
+        call = call_context(context, "millrace.rest.v1.OpenAI/ChatCompletions")
+        asked = await self._read(ChatCompletionRequest, request, call, "generation")
         if ignored := asked.ignored_fields():
             yield Header(IGNORED_FIELDS, ", ".join(ignored))
         if asked.stream:
             yield KeepAlive(self._keep_alive_s)
-        timeout_s = timeout_of(context)
         generations = choices_of(
             TextRequest(
-                origin=origin,
+                call=call,
                 model=asked.model,
                 messages=[(message.role, message.content) for message in asked.messages],
                 template_options=asked.chat_template_kwargs,
                 sampling=asked.sampling(),
                 stop=asked.stop,
-                timeout_s=timeout_s,
                 ignored_fields=ignored,
             ),
             asked.n,
         )
-        tokens = (await self._tokenizer(origin, asked.model, timeout_s)).token_bytes if asked.logprobs else None
+        tokens = (await self._tokenizer(call, asked.model)).token_bytes if asked.logprobs else None
         shape = ChatFormat(tokens)
         async with aclosing(answer(self._pipeline, generations, asked, shape)) as bodies:
             async for body in bodies:
@@ -146,54 +142,54 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
 
     @rest_errors(openai_error)
     async def Embeddings(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
-        origin = origin_of(context, "millrace.rest.v1.OpenAI/Embeddings")
-        asked = await self._read(EmbeddingsRequest, request, context, origin, "embedding")
+        call = call_context(context, "millrace.rest.v1.OpenAI/Embeddings")
+        asked = await self._read(EmbeddingsRequest, request, call, "embedding")
         if ignored := asked.ignored_fields():
             yield Header(IGNORED_FIELDS, ", ".join(ignored))
-        vectors, tokens = await self._embedder.embed(asked, origin, timeout_of(context))
+        vectors, tokens = await self._embedder.embed(asked, call)
         for piece in embeddings_json(asked, vectors, tokens):
             yield HttpBody(content_type=JSON, data=piece)
 
     @rest_errors(openai_error)
     async def Tokenize(self, request: HttpBody, context: Context) -> AsyncGenerator[HttpBody, None]:
-        asked = await self._parsed(TokenizeRequest, request, context)
-        tokenizer, context_length = await self._tokenizer_for(asked.model, context)
-        yield json_body(await tokenize(asked, tokenizer, context_length, self._bodies, timeout_of(context)))
+        call = call_context(context, "millrace.rest.v1.OpenAI/Tokenize")
+        asked = await self._parsed(TokenizeRequest, request, call)
+        tokenizer, context_length = await self._tokenizer_for(asked.model, call)
+        yield json_body(await tokenize(asked, tokenizer, context_length, self._bodies, call.deadline))
 
     @rest_errors(openai_error)
     async def Detokenize(self, request: HttpBody, context: Context) -> AsyncGenerator[HttpBody, None]:
-        asked = await self._parsed(DetokenizeRequest, request, context)
-        tokenizer, _ = await self._tokenizer_for(asked.model, context)
+        call = call_context(context, "millrace.rest.v1.OpenAI/Detokenize")
+        asked = await self._parsed(DetokenizeRequest, request, call)
+        tokenizer, _ = await self._tokenizer_for(asked.model, call)
         yield json_body(detokenize(asked, tokenizer))
 
     @rest_errors(openai_error)
     async def TokenizerInfo(self, request: rest_pb2.ModelRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
-        tokenizer, context_length = await self._tokenizer_for(request.model, context)
+        call = call_context(context, "millrace.rest.v1.OpenAI/TokenizerInfo")
+        tokenizer, context_length = await self._tokenizer_for(request.model, call)
         yield json_body(tokenizer.description | {"model_max_length": context_length})
 
-    async def _tokenizer_for(self, name: str, context: Context) -> tuple[TextTokenizer, int | None]:
+    async def _tokenizer_for(self, name: str, call: CallContext) -> tuple[TextTokenizer, int | None]:
         """The tokenizer of a model, of the only one that generates where none is named, and the model's context."""
-        origin = origin_of(context, "millrace.rest.v1.OpenAI/Tokenize")
         name = self._models.resolve(name, "generation")
-        return tokenizer_of(await self._catalogue.wait_for(name, "", origin, timeout_of(context)))
+        return tokenizer_of(await self._catalogue.wait_for(name, "", call))
 
-    async def _read(
-        self, cls: type[RequestT], request: HttpBody, context: Context, origin: Origin, kind: Kind
-    ) -> RequestT:
+    async def _read(self, cls: type[RequestT], request: HttpBody, call: CallContext, kind: Kind) -> RequestT:
         """The request in a body, with its model's name; one that is refused is on record."""
-        with self._pipeline.recording_refusals(origin):
-            asked = await self._parsed(cls, request, context)
+        with self._pipeline.recording_refusals(call):
+            asked = await self._parsed(cls, request, call)
             asked.model = self._models.resolve(asked.model, kind)
             return asked
 
-    async def _parsed(self, cls: type[RequestT], request: HttpBody, context: Context) -> RequestT:
+    async def _parsed(self, cls: type[RequestT], request: HttpBody, call: CallContext) -> RequestT:
         """The request in a body; see `parse`."""
         data = request.data
         if not SMALL_BYTES < len(data) <= MAX_BODY_BYTES:
             return parse(cls, data)
-        parsed: tuple[RequestT, bytes] = await self._bodies.run(parse_large, (cls,), data, timeout_of(context))
+        parsed: tuple[RequestT, bytes] = await self._bodies.run(parse_large, (cls,), data, call.deadline)
         return parsed[0]
 
-    async def _tokenizer(self, origin: Origin, model: str, timeout_s: float | None) -> TextTokenizer:
-        with self._pipeline.recording_refusals(origin, model):
-            return (await self._catalogue.get(model, "", origin, timeout_s)).tokenizer
+    async def _tokenizer(self, call: CallContext, model: str) -> TextTokenizer:
+        with self._pipeline.recording_refusals(call, model):
+            return (await self._catalogue.get(model, "", call)).tokenizer

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from millrace.deadline import Deadline
 from millrace.errors import InvalidRequestError
 from services.transformer.frontends.openai.text_requests import DetokenizeRequest, TokenizeRequest
 from services.transformer.models.models import RelayedModel, TextModel
@@ -31,7 +32,7 @@ async def tokenize(
     tokenizer: TextTokenizer,
     context_length: int | None,
     bodies: BodyProcesses,
-    timeout_s: float | None,
+    deadline: Deadline,
 ) -> dict[str, Any]:
     """The answer of `/tokenize`."""
     if request.prompt is not None:
@@ -41,7 +42,7 @@ async def tokenize(
         if sum(len(content) for _, content in messages) > MAX_TEXT_BYTES:
             raise _too_long()
         options = {"add_generation_prompt": request.add_generation_prompt, **request.chat_template_kwargs}
-        text = await tokenizer.render(messages, MAX_TEXT_BYTES, options, bodies, timeout_s)
+        text = await tokenizer.render(messages, MAX_TEXT_BYTES, options, bodies, deadline)
         adds = request.add_special_tokens is True
     if len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
         raise _too_long()

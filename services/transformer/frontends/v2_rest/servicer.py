@@ -20,12 +20,11 @@ from millrace.errors import (
     NotImplementedMethodError,
     NotReadyError,
 )
-from millrace.payload.call import Origin, origin_of
+from millrace.rpc.call_context import CallContext, call_context
 from millrace.rpc.handlers import Context
 from millrace_protos import inference_pb2 as pb
 from millrace_protos import rest_pb2_grpc
 from millrace_protos.rest_pb2 import ModelBody, ModelRequest, SharedMemoryRequest
-from services.transformer.calls import timeout_of
 from services.transformer.frontends.grpc.inference_servicer import InferenceServicer
 from services.transformer.frontends.http import EVENTS, JSON, Body, KeepAlive, json_body, rest_errors
 from services.transformer.frontends.v2_rest import documents
@@ -112,95 +111,95 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
     # ------------------------------------------------------------------ inference
 
     async def Infer(self, request: ModelBody, context: Context) -> HttpBody:
-        method = f"{_SERVICE}/Infer"
-        call = await self._read(self._read_infer, request, context, method)
-        answer = await self._inference.ModelInfer(InferRequest.received(call.data), context, method)
-        body, header_length = await self._write_infer(call, answer, context)
+        call = call_context(context, f"{_SERVICE}/Infer")
+        infer_call = await self._read(self._read_infer, request, context, call)
+        asked = InferRequest.received(infer_call.data)
+        answer = await self._inference.infer(asked, call.with_id(asked.id))
+        body, header_length = await self._write_infer(infer_call, answer, call)
         if header_length is None:
             return HttpBody(content_type=JSON, data=body)
         await context.send_initial_metadata(((HEADER_LENGTH, str(header_length)),))
         return HttpBody(content_type=_BINARY, data=body)
 
     async def Generate(self, request: ModelBody, context: Context) -> HttpBody:
-        method = f"{_SERVICE}/Generate"
-        asked = await self._read(self._read_generate, request, context, method)
-        answer = await self._inference.ModelInfer(asked, context, method)
-        return HttpBody(content_type=JSON, data=await self._write(answer, context))
+        call = call_context(context, f"{_SERVICE}/Generate")
+        asked = await self._read(self._read_generate, request, context, call)
+        answer = await self._inference.infer(asked, call.with_id(asked.id))
+        return HttpBody(content_type=JSON, data=await self._write(answer, call))
 
     @rest_errors(v2_error)
     async def GenerateStream(self, request: ModelBody, context: Context) -> AsyncGenerator[Body, None]:
         yield KeepAlive(self._keep_alive_s)
-        method = f"{_SERVICE}/GenerateStream"
-        asked = await self._read(self._read_generate, request, context, method)
-        async with aclosing(self._inference.answer(asked, context, method)) as responses:
+        call = call_context(context, f"{_SERVICE}/GenerateStream")
+        asked = await self._read(self._read_generate, request, context, call)
+        async with aclosing(self._inference.answers(asked, call.with_id(asked.id))) as responses:
             async for response in responses:
                 if response.outputs:  # One without says only that there is no more.
-                    data = await self._write(response, context)
+                    data = await self._write(response, call)
                     yield HttpBody(content_type=EVENTS, data=b"data: " + data + b"\n\n")
 
     async def _read(
         self,
-        read: Callable[[ModelBody, Context, Origin], Awaitable[T]],
+        read: Callable[[ModelBody, Context, CallContext], Awaitable[T]],
         request: ModelBody,
         context: Context,
-        method: str,
+        call: CallContext,
     ) -> T:
         """What a body asks for; one that is refused is on record like any other request."""
-        origin = origin_of(context, method)
-        with self._pipeline.recording_refusals(origin, request.model):
-            return await read(request, context, origin)
+        with self._pipeline.recording_refusals(call, request.model):
+            return await read(request, context, call)
 
-    async def _read_infer(self, request: ModelBody, context: Context, origin: Origin) -> InferCall:
-        data, length = await self._body(request, context), _header_length(context)
+    async def _read_infer(self, request: ModelBody, context: Context, call: CallContext) -> InferCall:
+        data, length = await self._body(request, call), _header_length(call)
         if length == 0:
-            metadata = await self._metadata_of_called(request, context, origin)
+            metadata = await self._metadata_of_called(request, context, call)
             return read_raw_body(request.model, request.version, metadata, data)
         if min(len(data), len(data) if length is None else length) <= SMALL_BYTES:
             return read_body(request.model, request.version, data, length)
         asked = (request.model, request.version, length)
-        (binary, named), message = await self._bodies.run(parse_body, asked, data, timeout_of(context))
+        (binary, named), message = await self._bodies.run(parse_body, asked, data, call.deadline)
         return InferCall(message, binary, named)
 
-    async def _read_generate(self, request: ModelBody, context: Context, origin: Origin) -> InferRequest:
-        metadata = await self._metadata_of_called(request, context, origin)
-        data = await self._body(request, context)
+    async def _read_generate(self, request: ModelBody, context: Context, call: CallContext) -> InferRequest:
+        metadata = await self._metadata_of_called(request, context, call)
+        data = await self._body(request, call)
         if len(data) <= SMALL_BYTES:
             return InferRequest.parsed(read_generate(request.model, request.version, metadata, data))
         asked = (request.model, request.version, metadata.SerializeToString())
-        _, message = await self._bodies.run(parse_generate, asked, data, timeout_of(context))
+        _, message = await self._bodies.run(parse_generate, asked, data, call.deadline)
         return InferRequest.received(message)
 
-    async def _body(self, request: ModelBody, context: Context) -> bytes:
+    async def _body(self, request: ModelBody, call: CallContext) -> bytes:
         data: bytes = request.body.data
-        if (CONTENT_ENCODING, DEFLATE) not in tuple(context.invocation_metadata() or ()):
+        if (CONTENT_ENCODING, DEFLATE) not in call.metadata:
             return data
         if is_small(data, SMALL_BYTES):
             return inflated(data)
-        return (await self._bodies.run(inflate, (), data, timeout_of(context)))[1]
+        return (await self._bodies.run(inflate, (), data, call.deadline))[1]
 
     async def _write_infer(
-        self, call: InferCall, answer: pb.ModelInferResponse | bytes, context: Context
+        self, infer_call: InferCall, answer: pb.ModelInferResponse | bytes, call: CallContext
     ) -> tuple[bytes, int | None]:
-        if not call.wants_json or _size(answer) <= SMALL_BYTES:
-            return write_body(call, _parsed(answer))
-        asked = (call.binary, call.named)
-        length, body = await self._bodies.run(write_parsed_body, asked, _serialized(answer), timeout_of(context))
+        if not infer_call.wants_json or _size(answer) <= SMALL_BYTES:
+            return write_body(infer_call, _parsed(answer))
+        asked = (infer_call.binary, infer_call.named)
+        length, body = await self._bodies.run(write_parsed_body, asked, _serialized(answer), call.deadline)
         return body, length
 
-    async def _write(self, answer: pb.ModelInferResponse | bytes, context: Context) -> bytes:
+    async def _write(self, answer: pb.ModelInferResponse | bytes, call: CallContext) -> bytes:
         if _size(answer) <= SMALL_BYTES:
             return write_answer(_parsed(answer))
-        return (await self._bodies.run(write_parsed_answer, (), _serialized(answer), timeout_of(context)))[1]
+        return (await self._bodies.run(write_parsed_answer, (), _serialized(answer), call.deadline))[1]
 
     async def _metadata(self, request: ModelRequest, context: Context) -> pb.ModelMetadataResponse:
         asked = pb.ModelMetadataRequest(name=request.model, version=request.version)
         return await self._inference.ModelMetadata(asked, context)
 
     async def _metadata_of_called(
-        self, request: ModelBody, context: Context, origin: Origin
+        self, request: ModelBody, context: Context, call: CallContext
     ) -> pb.ModelMetadataResponse:
         asked = pb.ModelMetadataRequest(name=request.model, version=request.version)
-        return await self._inference.metadata_of_called(asked, context, origin)
+        return await self._inference.metadata_of_called(asked, context, call)
 
     # ------------------------------------------------------------------ administration
 
@@ -257,8 +256,8 @@ async def _tell_readiness(ready: bool, context: Context) -> None:
         await context.send_initial_metadata(NotReadyError("not ready", hop="predictor").trailing_metadata(""))
 
 
-def _header_length(context: Context) -> int | None:
-    for key, value in context.invocation_metadata() or ():
+def _header_length(call: CallContext) -> int | None:
+    for key, value in call.metadata:
         if key == HEADER_LENGTH:
             if not isinstance(value, str) or not value.isascii() or not value.isdigit() or len(value) > 18:
                 raise InvalidRequestError(f"{HEADER_LENGTH} must be a whole number")

@@ -1,29 +1,48 @@
-"""What records keep of a request's prompt and parameters.
+"""The record of one generation: its prompt and parameters, and every chunk of its answer.
 
-The end of what is far beyond any context is cut off, and of parameters that are too long to be right, which nobody
-has checked yet, little is kept.
+A prompt far beyond any context is cut off, and parameters, which are not checked yet, are shortened.
 """
 
 from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import orjson
 
+from millrace.payload.call import recorded
+from millrace.payload.tap import PayloadTap
 from millrace.sampling import MAX_STOP_TOKEN_IDS
-
-if TYPE_CHECKING:
-    from services.transformer.generation.pipeline import TextRequest
+from services.transformer.generation.chunks import TextChunk
+from services.transformer.generation.requests import TextRequest
 
 MAX_RECORDED_CHARACTERS = 1024 * 1024
 _MAX_IDS = 128 * 1024
 # Of the sampling parameters: how many, and the characters of a name and of a value.
 _MAX_NAMES, _MAX_NAME, _MAX_VALUE = 64, 256, 4096
+
+
+async def recorded_generation(
+    chunks: AsyncGenerator[TextChunk, None], request: TextRequest, tap: PayloadTap
+) -> AsyncGenerator[TextChunk, None]:
+    """The chunks, each recorded before it goes on; closes them."""
+    prompt, parameters = recorded_texts(request)
+    with recorded(tap, request.call, request.model, prompt=prompt, parameters=parameters) as recording:
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                recording.fingerprint = chunk.fingerprint
+                recording.resumes += chunk.resumed
+                recording.chunk(chunk.text, chunk.token_ids, chunk.logprobs)
+                if chunk.finish_reason is not None:
+                    recording.end("OK", finish_reason=chunk.finish_reason, usage=chunk.usage)
+                # What a client has received the begin of is on record, even if this process dies now.
+                await recording.flushed()
+                yield chunk
 
 
 def recorded_texts(request: TextRequest) -> tuple[str, str]:

@@ -1,0 +1,55 @@
+"""When a request must have been answered: one value from its arrival to the last call made for it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from millrace.errors import DeadlineError
+
+PASSED = "the deadline passed"
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """`at` is of the monotonic clock, in seconds; infinity is no deadline."""
+
+    at: float = math.inf
+
+    @classmethod
+    def after(cls, timeout_s: float | None) -> Deadline:
+        """The deadline of a request that has so many seconds left; None: it has no deadline."""
+        return cls() if timeout_s is None else cls(time.monotonic() + timeout_s)
+
+    def left(self, message: str = PASSED) -> float | None:
+        """The seconds that are left, as timeouts take them: None for no deadline; raises DeadlineError once it has
+        passed."""
+        if self.at == math.inf:
+            return None
+        left_s = self.at - time.monotonic()
+        if left_s <= 0:
+            raise DeadlineError(message)
+        return left_s
+
+    def passed(self, margin_s: float = 0.0) -> bool:
+        """Whether it has passed, or will have within the margin."""
+        return time.monotonic() >= self.at - margin_s
+
+    @asynccontextmanager
+    async def scope(self, message: str = PASSED) -> AsyncIterator[None]:
+        """Ends what the block waits for with DeadlineError once the deadline passes."""
+        timeout = asyncio.timeout(self.left(message))
+        try:
+            async with timeout:
+                yield
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            raise DeadlineError(message) from None
+
+
+NO_DEADLINE = Deadline()

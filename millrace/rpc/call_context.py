@@ -1,0 +1,72 @@
+"""What is known of a call besides its request: the method, the request's id, the metadata, the deadline.
+
+`CALL_ID` and `CLIENT` are set by the gateway, which overwrites or removes them whatever a caller sent.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from millrace.deadline import NO_DEADLINE, Deadline
+from millrace.rpc.handlers import Context
+from millrace.telemetry.identity import REQUEST_ID_METADATA, set_request_id
+
+MAX_REQUEST_ID = 256
+CALL_ID = "x-millrace-call-id"
+CLIENT = "x-millrace-client"
+_TIMEOUT_MS = "x-timeout-ms"
+
+
+@dataclass(frozen=True)
+class CallContext:
+    """`protocol` is the method called, `request_id` the caller's or the gateway's, `arrived` a time of the monotonic
+    clock."""
+
+    protocol: str
+    request_id: str
+    metadata: Sequence[tuple[str, str | bytes]] = ()
+    deadline: Deadline = NO_DEADLINE
+    arrived: float = field(default_factory=time.monotonic, compare=False)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since the arrival."""
+        return time.monotonic() - self.arrived
+
+    def header(self, name: str) -> str:
+        """The metadata's value by a name, several values joined by commas as in HTTP; "" for none."""
+        return ", ".join(value for key, value in self.metadata if key == name and isinstance(value, str))
+
+    def with_id(self, request_id: str) -> CallContext:
+        """The same call under the id that its request gives, if it gives one; spans and log lines of the task have it
+        from now on."""
+        if not request_id:
+            return self
+        request_id = request_id[:MAX_REQUEST_ID]
+        set_request_id(request_id)
+        return replace(self, request_id=request_id)
+
+
+def call_context(context: Context, protocol: str, request_id: str = "") -> CallContext:
+    """The context of a call that arrives now; spans and log lines of the task have its request's id from now on.
+
+    The id is `request_id`, the caller's own, else the gateway's, else a new one.
+    """
+    call = CallContext(protocol, "", tuple(context.invocation_metadata() or ()), deadline_of(context))
+    return call.with_id(request_id or call.header(REQUEST_ID_METADATA) or str(uuid.uuid4()))
+
+
+def deadline_of(context: Context) -> Deadline:
+    """A call's gRPC deadline, or that of the REST header `x-timeout-ms`, which the gateway has checked; the sooner."""
+    left = [left_s for left_s in (context.time_remaining(), _header_timeout_s(context)) if left_s is not None]
+    return Deadline.after(min(left, default=None))
+
+
+def _header_timeout_s(context: Context) -> float | None:
+    for key, value in context.invocation_metadata() or ():
+        if key == _TIMEOUT_MS and isinstance(value, str) and value.isdecimal():
+            return int(value) / 1000
+    return None

@@ -1,0 +1,84 @@
+"""Which generations are taken: those that would end within their deadline as things are.
+
+A generation that would end too late is refused before any work is done for it, see load_estimate.py; a refusal may be
+held back, see `RefusalPace`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+
+from millrace.errors import OverloadedError
+from services.transformer.generation.chunks import TextChunk
+from services.transformer.generation.load_estimate import LoadEstimate, RefusalPace
+from services.transformer.generation.requests import TextRequest
+from services.transformer.models.models import TextModel
+
+
+class Admission:
+    """Owned by the event loop; one for all requests."""
+
+    def __init__(self) -> None:
+        self._loads: dict[str, LoadEstimate] = {}  # By model, of those that are served.
+        self._pace = RefusalPace()
+
+    @contextmanager
+    def admitted(self, request: TextRequest, model: TextModel) -> Iterator[AdmittedGeneration]:
+        """Counts the generation in the block, or raises OverloadedError."""
+        load = self._loads.setdefault(model.name, LoadEstimate())
+        now, given = time.monotonic(), request.sampling.get("max_tokens")
+        max_tokens = given if isinstance(given, int) else request.default_max_tokens or model.limits.context_length
+        retry_after_s = load.retry_after_s(request.call.deadline.at - now, max_tokens, now)
+        if retry_after_s is not None:
+            message = "as many are served as can be in the request's time"
+            raise OverloadedError(message, retry_after_ms=int(1000 * retry_after_s))
+        load.began()
+        generation = AdmittedGeneration(load, request.call.arrived)
+        try:
+            yield generation
+        finally:
+            generation.end()
+
+    async def held_back(
+        self, chunks: AsyncGenerator[TextChunk, None], request: TextRequest
+    ) -> AsyncGenerator[TextChunk, None]:
+        """The chunks; a refusal among many others comes later than at once."""
+        try:
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    yield chunk
+        except OverloadedError:
+            now = time.monotonic()
+            await asyncio.sleep(self._pace.hold_s(request.call.deadline.at - now, now))
+            raise
+
+
+class AdmittedGeneration:
+    """One generation, as its model's load estimate sees it."""
+
+    def __init__(self, load: LoadEstimate, arrived: float) -> None:
+        self._load = load
+        self._arrived = arrived
+        self._tokens = 0
+        self._latest_s: float | None = None  # Since the arrival.
+        self._ended = False
+
+    def chunk(self, chunk: TextChunk) -> None:
+        """Measures a chunk that has come; the time until an answer is resumed is not that of a token."""
+        if self._latest_s is None:
+            self._load.first_token(chunk.elapsed_s)
+        elif not chunk.resumed:
+            gap_s = chunk.elapsed_s - self._latest_s
+            self._load.more_tokens(len(chunk.token_ids), gap_s, self._arrived + chunk.elapsed_s)
+        self._latest_s = chunk.elapsed_s
+        self._tokens += len(chunk.token_ids)
+        self._ended = chunk.finish_reason is not None
+
+    def end(self) -> None:
+        """Ends the measurement, however the generation ended."""
+        if self._latest_s is not None:
+            self._load.answer_ended()
+        self._load.ended(self._tokens if self._ended else None)

@@ -1,0 +1,130 @@
+"""The chunks of an answer: a predictor's token ids become text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from millrace.oip.prompt_logprobs import PromptLogprobs
+from millrace_protos.millrace_pb2 import Usage
+from services.transformer.predictors.client import TokenChunk
+from services.transformer.text.detokenizer import Detokenizer
+
+
+@dataclass(frozen=True)
+class ScoredPrompt:
+    """A prompt's ids, and the log probabilities of all but the first."""
+
+    ids: Sequence[int]
+    logprobs: PromptLogprobs
+
+
+@dataclass(frozen=True)
+class TextChunk:
+    """New text and its token ids; the last chunk has `finish_reason` and `usage`.
+
+    `logprobs` has one value for each id where the request asks for them, and `top_logprobs` the likeliest tokens at
+    that position with their log probabilities, best first. `prompt_tokens` is the same in every chunk. `prompt` is in
+    the first chunk where the request asks for it. `resumed` marks the first chunk after another predictor has resumed
+    the answer; `fingerprint` is that of the weights.
+    """
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    top_logprobs: list[list[tuple[int, float]]]
+    finish_reason: str | None = None
+    usage: Usage | None = None
+    elapsed_s: float = 0.0  # Since the request arrived.
+    prompt_tokens: int = 0
+    stop_reason: str | int | None = None  # The stop string or the id of `stop_token_ids` that ended the answer.
+    prompt: ScoredPrompt | None = None
+    resumed: bool = False
+    fingerprint: str = ""
+
+    def without_output(self) -> TextChunk:
+        """Of an answer that is to have no token: a predictor makes at least one."""
+        usage = self.usage
+        if usage is not None:
+            usage = Usage(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
+        reason = None if self.finish_reason is None else "length"
+        return replace(
+            self,
+            text="",
+            token_ids=[],
+            logprobs=[],
+            top_logprobs=[],
+            finish_reason=reason,
+            usage=usage,
+            stop_reason=None,
+        )
+
+    def without_cached_tokens(self) -> TextChunk:
+        """The chunk for a caller who must not learn which prompts others have sent."""
+        if self.usage is None:
+            return self
+        usage = Usage(prompt_tokens=self.usage.prompt_tokens, completion_tokens=self.usage.completion_tokens)
+        return replace(self, usage=usage)
+
+
+def joined(chunks: Sequence[TextChunk]) -> TextChunk:
+    """A whole answer as one chunk."""
+    return replace(
+        chunks[-1],
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=[token_id for chunk in chunks for token_id in chunk.token_ids],
+        logprobs=[logprob for chunk in chunks for logprob in chunk.logprobs],
+        top_logprobs=[top for chunk in chunks for top in chunk.top_logprobs],
+        prompt=chunks[0].prompt,
+    )
+
+
+class Assembler:
+    """Turns a predictor's chunks into text chunks; a stop string ends the answer before the predictor does.
+
+    The stop token that ends an answer is among its ids, and its text is not in the answer's.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, prompt_ids: Sequence[int], stop_token_ids: Iterable[int]) -> None:
+        self._detokenizer = detokenizer
+        self._prompt_ids = prompt_ids
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._produced = 0
+
+    def take(self, chunk: TokenChunk, elapsed_s: float) -> TextChunk:
+        """The text of the next chunk."""
+        text, used = "", 0
+        ends_with_stop_token = chunk.finish_reason == "stop" and not self._stop_token_ids.isdisjoint(
+            chunk.token_ids[-1:]
+        )
+        written = len(chunk.token_ids) - ends_with_stop_token
+        for token_id in chunk.token_ids:
+            if used < written:
+                text += self._detokenizer.push(token_id)
+            used += 1
+            if self._detokenizer.stopped:
+                break
+        self._produced += used
+        reason, usage = chunk.finish_reason, chunk.usage
+        stop_reason: str | int | None = chunk.token_ids[-1] if ends_with_stop_token else None
+        if reason is not None and not self._detokenizer.stopped:
+            text += self._detokenizer.flush()
+        prompt_tokens = len(self._prompt_ids)
+        if self._detokenizer.stopped:
+            reason, stop_reason = "stop", self._detokenizer.stop_string
+            cached = chunk.cached_tokens or 0
+            usage = Usage(prompt_tokens=prompt_tokens, cached_tokens=cached, completion_tokens=self._produced)
+        return TextChunk(
+            text,
+            chunk.token_ids[:used],
+            chunk.logprobs[:used],
+            chunk.top_logprobs[:used],
+            reason,
+            usage,
+            elapsed_s,
+            prompt_tokens,
+            stop_reason,
+            None if chunk.prompt is None else ScoredPrompt(self._prompt_ids, chunk.prompt),
+            chunk.resumed,
+            chunk.fingerprint,
+        )

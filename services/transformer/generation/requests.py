@@ -1,0 +1,61 @@
+"""What a front end asks the pipeline for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from millrace.errors import InvalidRequestError, MillraceError
+from millrace.rpc.call_context import CallContext
+from millrace.sampling import DEFAULT_MAX_TOKENS
+from services.transformer.calls import check_stop
+
+
+class SharedPrompt:
+    """What is made once for all choices of a request: the ids of its prompt, and what records hold of it.
+
+    Owned by the event loop; it belongs to the requests that differ in their seeds alone.
+    """
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.ids: list[int] | None = None
+        self.refusal: MillraceError | None = None
+        self.recorded: tuple[str, dict[str, Any]] | None = None  # The prompt, and the parameters without the seed.
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """One generation: one of `prompt`, `prompt_ids` and `messages`, and the sampling parameters given.
+
+    `template_options` are variables of the chat template. Without max_tokens in `sampling`, `default_max_tokens` or
+    the room left in the context counts. `prompt_logprobs` asks for the prompt's own log probabilities, and for so many
+    of the likeliest tokens at each position; `choices` is how many such requests make one answer. With `prompt_only`
+    the answer has no token of its own. `ignored_fields` are names, for the record.
+    """
+
+    call: CallContext
+    model: str
+    prompt: str | None = None
+    prompt_ids: Sequence[int] | None = None
+    messages: Sequence[tuple[str, str]] = ()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    default_max_tokens: int = DEFAULT_MAX_TOKENS
+    stop: Sequence[str] = ()
+    version: str = ""
+    shared: SharedPrompt = field(default_factory=SharedPrompt, repr=False, compare=False)
+    ignored_fields: Sequence[str] = ()
+    prompt_logprobs: int | None = None
+    choices: int = 1
+    prompt_only: bool = False
+
+    def check(self) -> None:
+        """Refuses what can be refused without the model; raises InvalidRequestError."""
+        check_stop(self.stop)
+        if (self.prompt is not None) + (self.prompt_ids is not None) + bool(self.messages) != 1:
+            raise InvalidRequestError("give either a prompt or messages")
+        if self.prompt == "":
+            raise InvalidRequestError("the prompt is empty")
