@@ -429,7 +429,7 @@ async def test_a_disk_that_hangs_holds_up_a_request_for_a_second_and_the_next_no
         later.end("OK")
     finally:
         answers.set()
-    await until(later.begun)
+    await until(later.flushed)
     assert await begin(tap).flushed()
 
 

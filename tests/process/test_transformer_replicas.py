@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
+from millrace.deadline import NO_DEADLINE
 from millrace.errors import HopBrokenError
 from millrace_protos import inference_pb2 as pb
 from services.transformer.predictors import replicas as module
@@ -131,7 +132,7 @@ async def test_what_is_asked_of_a_replica_that_leaves_ends_with_an_error_and_not
         serving(stays) as second,
         replicas_at(monkeypatch, first) as (replicas, known),
     ):
-        loading = asyncio.create_task(replicas.load(pb.RepositoryModelLoadRequest(model_name=MODEL), None))
+        loading = asyncio.create_task(replicas.load(pb.RepositoryModelLoadRequest(model_name=MODEL), NO_DEADLINE))
         await leaves.wait_for_calls(1)
         known[:] = [second]
         assert set(await replicas.index()) == {MODEL}
@@ -150,7 +151,7 @@ async def test_who_asks_for_replicas_is_cancelled_by_its_own_cancel_alone(monkey
 
     predictor = Hangs()
     async with serving(predictor) as address, replicas_at(monkeypatch, address) as (replicas, _):
-        loading = asyncio.create_task(replicas.load(pb.RepositoryModelLoadRequest(model_name=MODEL), None))
+        loading = asyncio.create_task(replicas.load(pb.RepositoryModelLoadRequest(model_name=MODEL), NO_DEADLINE))
         await predictor.wait_for_calls(1)
         loading.cancel()
         with pytest.raises(asyncio.CancelledError):

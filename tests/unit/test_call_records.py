@@ -1,0 +1,72 @@
+"""A record ends with the status that its caller gets, however late the recording of the call began."""
+
+import asyncio
+import time
+
+import pytest
+
+from millrace.deadline import NO_DEADLINE, Deadline
+from millrace.errors import NotFoundError
+from millrace.payload.call import recorded
+from millrace.rpc.call_context import CallContext
+
+
+class FakeRecording:
+    def __init__(self):
+        self.ends = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        if kind is not None:
+            self.end(kind.__name__)
+
+    def end(self, status, message=""):
+        self.ends.append(status)
+
+
+class FakeTap:
+    class rules:  # noqa: N801
+        metadata = ("x-team",)
+
+    def begin(self, **fields):
+        self.fields, self.recording = fields, FakeRecording()
+        return self.recording
+
+
+def record(deadline, error=None):
+    """The statuses that the record is given, the first of which counts."""
+    tap = FakeTap()
+    call = CallContext("a.Service/Method", "id", (("x-team", "a"), ("x-team", "b"), ("x-other", "c")), deadline)
+
+    def work():
+        with recorded(tap, call, "m"):
+            if error is not None:
+                raise error
+
+    if error is None:
+        work()
+    else:
+        with pytest.raises(type(error)):
+            work()
+    assert tap.fields["metadata"] == {"x-team": "a, b"}
+    return tap.recording.ends
+
+
+def test_a_call_that_is_answered_ends_well():
+    assert record(NO_DEADLINE) == ["OK"]
+
+
+def test_a_cancel_after_the_deadline_is_the_deadlines():
+    assert record(Deadline(time.monotonic() - 1), asyncio.CancelledError())[0] == "DEADLINE_EXCEEDED"
+    assert record(Deadline.after(0.01), GeneratorExit())[0] == "DEADLINE_EXCEEDED"
+
+
+def test_a_cancel_before_it_is_the_callers():
+    assert record(Deadline.after(60.0), asyncio.CancelledError())[0] == "CancelledError"
+    assert record(NO_DEADLINE, asyncio.CancelledError())[0] == "CancelledError"
+
+
+def test_an_error_is_its_own_end():
+    assert record(Deadline(time.monotonic() - 1), NotFoundError("no model"))[0] == "NotFoundError"

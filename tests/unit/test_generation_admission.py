@@ -1,0 +1,63 @@
+"""What would end too late is refused before work is done for it; a resumed answer does not make others look slow."""
+
+import time
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+
+from millrace.deadline import NO_DEADLINE, Deadline
+from millrace.errors import OverloadedError
+from millrace.rpc.call_context import CallContext
+from services.transformer.generation.admission import Admission
+from services.transformer.generation.chunks import TextChunk
+from services.transformer.generation.requests import TextRequest
+
+MODEL = SimpleNamespace(name="m", limits=SimpleNamespace(context_length=1024))
+
+
+def request(deadline=NO_DEADLINE, arrived=None, **sampling):
+    arrived = time.monotonic() if arrived is None else arrived
+    call = CallContext("a.Service/Method", "id", (), deadline, arrived)
+    return TextRequest(call, "m", prompt="p", sampling=sampling)
+
+
+@contextmanager
+def answering(admission, token_s, away=range(0), answers=32, steps=40):
+    """Answers that run side by side until now; half of them have no token in the steps `away`, then are resumed."""
+    arrived = time.monotonic() - steps * token_s
+    with ExitStack() as stack:
+        admitted = [stack.enter_context(admission.admitted(request(arrived=arrived), MODEL)) for _ in range(answers)]
+        for step in range(steps):
+            for answer, one in enumerate(admitted):
+                if answer % 2 or step not in away:
+                    is_resumed = answer % 2 == 0 and step == away.stop
+                    one.chunk(TextChunk("", [1], [], [], elapsed_s=step * token_s, resumed=is_resumed))
+        yield
+
+
+def is_refused(admission, timeout_s=None):
+    try:
+        with admission.admitted(request(Deadline.after(timeout_s), max_tokens=200), MODEL):
+            return False
+    except OverloadedError:
+        return True
+
+
+def test_a_resumed_answer_is_no_slow_one():
+    admission = Admission()
+    with answering(admission, token_s=0.01, away=range(5, 195), steps=200):
+        assert not is_refused(admission, 30.0)
+
+
+def test_slow_answers_have_those_refused_that_would_be_late():
+    admission = Admission()
+    with answering(admission, token_s=0.2):
+        assert is_refused(admission, 5.0)
+        assert not is_refused(admission, 500.0)
+        assert not is_refused(admission)
+
+
+def test_where_nothing_runs_nobody_is_refused():
+    admission = Admission()
+    with answering(admission, token_s=0.2):
+        pass
+    assert not is_refused(admission, 0.1)
