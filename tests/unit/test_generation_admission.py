@@ -45,7 +45,7 @@ def is_refused(admission, timeout_s=None):
 def test_a_resumed_answer_is_no_slow_one():
     admission = Admission()
     with answering(admission, token_s=0.01, away=range(5, 195), steps=200):
-        assert not is_refused(admission, 30.0)
+        assert not is_refused(admission, 12.0)
 
 
 def test_slow_answers_have_those_refused_that_would_be_late():
