@@ -6,7 +6,8 @@ TORCH_INDEX ?= $(shell sed -n 's/^TORCH_INDEX=//p' .env)
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 
 VENV := .venv
-PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+INSTALL := runner/install.py
+PIP := $(VENV)/bin/python -P $(INSTALL)
 RUN_DEPENDENCIES := $(VENV)/.installed-run
 DEV_DEPENDENCIES := $(VENV)/.installed-dev
 CLIENTS := .venv-clients/.installed
@@ -120,31 +121,31 @@ $(VENV)/bin/python:
 # torch comes first and alone: a wheel that pip finds on disk, else the index that TORCH_INDEX names.
 # Left to the general install, a plain `torch` would bring gigabytes of CUDA to a machine without one.
 $(RUN_DEPENDENCIES): pyproject.toml constraints.txt | $(VENV)/bin/python
-	@echo "installing into $(VENV), once"
-	@$(PIP) --no-index --no-deps '$(TORCH)' 2>/dev/null \
-	  || $(PIP) --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
-	@$(PIP) -c constraints.txt -e '.[transformer,predictor,logger,runner]'
+	@echo "installing into $(VENV), once: about 2 minutes, 1.9 GB on disk"
+	@$(PIP) torch --no-index --no-deps '$(TORCH)' 2>/dev/null \
+	  || $(PIP) torch --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	@$(PIP) packages -c constraints.txt -e '.[transformer,predictor,logger,runner]'
 	@touch $@
 
 $(DEV_DEPENDENCIES): $(RUN_DEPENDENCIES)
-	@$(PIP) -c constraints.txt -e '.[transformer,predictor,logger,runner,loadtest,dev]'
+	@$(PIP) "packages for development" -c constraints.txt -e '.[transformer,predictor,logger,runner,loadtest,dev]'
 	@touch $@
 
 # Clients of other projects bring their own protobuf, and their own stubs of the same packages.
 $(CLIENTS): tests/clients/requirements.txt
 	@$(PYTHON) -m venv .venv-clients
-	@.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@.venv-clients/bin/python -P $(INSTALL) clients -r $<
 	@touch $@
 
 # Other servers, which tests put before or behind ours where these are installed.
 $(TRITON): tests/triton/requirements.txt
 	@$(PYTHON) -m venv .venv-triton
-	@.venv-triton/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@.venv-triton/bin/python -P $(INSTALL) triton --no-deps -r $<
 	@touch $@
 
 $(KSERVE): tests/kserve/requirements.txt
 	@$(PYTHON) -m venv .venv-kserve
-	@.venv-kserve/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@.venv-kserve/bin/python -P $(INSTALL) kserve -r $<
 	@touch $@
 
 # One environment each, for their dependencies exclude each other; torch first, as above.
@@ -161,7 +162,7 @@ $(TOOLS):
 
 $(DOCS): docs/requirements.txt
 	@$(PYTHON) -m venv .venv-docs
-	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@.venv-docs/bin/python -P $(INSTALL) "documentation tools" -r $<
 	@touch $@
 
 $(NODE_TOOLS):
