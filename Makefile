@@ -2,7 +2,9 @@
 .DEFAULT_GOAL := help
 SHELL := bash
 PYTHON ?= python3.11
-TORCH_INDEX ?= $(shell sed -n 's/^TORCH_INDEX=//p' .env)
+# A setting of .env, where there is one, else its default.
+setting = $(shell cat .env.example .env 2>/dev/null | sed -n 's/^$(1)=//p' | tail -n 1)
+TORCH_INDEX ?= $(call setting,TORCH_INDEX)
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 
 VENV := .venv
@@ -42,8 +44,9 @@ roll: $(RUN_DEPENDENCIES) ## replace every process of a running stack, with the 
 
 .PHONY: load
 load: $(DEV_DEPENDENCIES) ## Locust's browser UI against a running stack
-	@port=$${LOCUST_PORT:-$$(sed -n 's/^LOCUST_PORT=//p' .env)}; gateway=$${GATEWAY_PORT:-$$(sed -n 's/^GATEWAY_PORT=//p' .env)}; \
-	exec $(VENV)/bin/locust -f loadtest/locustfile.py --web-host 127.0.0.1 --web-port $$port --host http://127.0.0.1:$$gateway
+	@exec $(VENV)/bin/locust -f loadtest/locustfile.py --web-host 127.0.0.1 \
+	  --web-port $${LOCUST_PORT:-$(call setting,LOCUST_PORT)} \
+	  --host http://127.0.0.1:$${GATEWAY_PORT:-$(call setting,GATEWAY_PORT)}
 
 .PHONY: smoke
 smoke: $(RUN_DEPENDENCIES) ## every endpoint of a model, against a running stack (MODEL=, GATEWAY_PORT=)
@@ -83,7 +86,7 @@ test-containers: $(DEV_DEPENDENCIES) $(CLIENTS) $(NODE_TOOLS) ## the container t
 
 .PHONY: test-tools
 test-tools: $(TOOLS) ## perf_analyzer, genai-perf, guidellm and lm-eval against a running stack (GATEWAY_PORT=); installs gigabytes
-	@port=$${GATEWAY_PORT:-$$(sed -n 's/^GATEWAY_PORT=//p' .env)}; exec tests/tools/run 127.0.0.1:$$port
+	@exec tests/tools/run 127.0.0.1:$${GATEWAY_PORT:-$(call setting,GATEWAY_PORT)}
 
 .PHONY: chaos
 chaos: $(DEV_DEPENDENCIES) ## random faults under mixed load, each answer held against the right one (SEEDS=, SECONDS_EACH=, OUT=)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from dotenv import dotenv_values
+
 from bench import cases
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -114,10 +116,9 @@ CONTENDERS = {
 
 
 def _torch_index() -> str:
-    """As in the Makefile: the environment's, else that of `.env`; empty is pip's own configuration."""
-    lines = (ROOT / ".env").read_text().splitlines()
-    named = next((line.partition("=")[2] for line in lines if line.startswith("TORCH_INDEX=")), "")
-    return os.environ.get("TORCH_INDEX", named)
+    """As in the Makefile: the environment's, else that of `.env`, else the default; empty is pip's configuration."""
+    settings = dotenv_values(ROOT / ".env.example") | dotenv_values(ROOT / ".env") | os.environ
+    return settings["TORCH_INDEX"] or ""
 
 
 def _run(*command: str) -> None:

@@ -1,4 +1,4 @@
-"""The runner's settings: `.env` at the repository's root, and the environment, which wins.
+"""The runner's settings: `.env` at the repository's root, where there is one, and the environment, which wins.
 
 A malformed value or an unknown `GATEWAY_*` is refused with one line. Settings of the services
 (`TRANSFORMER_*`, `PREDICTOR_*`, `LOGGER_*`, `OTEL_*`) are theirs to check: they are passed on.

@@ -65,9 +65,9 @@ class Outcome:
 
 
 def limits_mb() -> dict[str, int]:
-    """Each container's memory limit, as `.env` sets it, by the kind of process."""
+    """Each container's memory limit, as `.env.example` has it, by the kind of process."""
     found = re.findall(
-        r"^MEMORY_(ENVOY|TRANSFORMER|PREDICTOR|LOGGER)=(\S+)$", (ROOT / ".env").read_text(), re.MULTILINE
+        r"^MEMORY_(ENVOY|TRANSFORMER|PREDICTOR|LOGGER)=(\S+)$", (ROOT / ".env.example").read_text(), re.MULTILINE
     )
     size = TypeAdapter(ByteSize)
     return {name.lower(): size.validate_python(f"{value}ib") // 2**20 for name, value in found}

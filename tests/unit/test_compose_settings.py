@@ -1,4 +1,7 @@
-"""compose.yaml and `.env` name every setting, so that none is known to the code alone; its overlays fit."""
+"""compose.yaml and `.env.example` name every setting, so that none is known to the code alone; its overlays fit.
+
+A default is written in the code, in `.env.example` and in the compose files: here they are held equal.
+"""
 
 import json
 import re
@@ -8,6 +11,7 @@ import pytest
 import yaml
 
 from millrace.settings import ServiceSettings
+from runner.settings import StackSettings
 from services.logger.settings import LoggerSettings
 from services.predictor.settings import PredictorSettings
 from services.transformer.settings import TransformerSettings
@@ -17,8 +21,12 @@ COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
 OVERLAYS = sorted(ROOT.glob("compose.*.yaml"))
 OBSERVABILITY = yaml.safe_load((ROOT / "compose.observability.yaml").read_text())
 SCRAPED = yaml.safe_load((ROOT / "observability" / "prometheus.yaml").read_text())["scrape_configs"]
+EXAMPLE = (ROOT / ".env.example").read_text()
+LINES = dict(re.findall(r"^([A-Z_]+)=(.*)$", EXAMPLE, re.MULTILINE))
 # A name that containers alone know; `make up` reads the same line.
-EMPTY_IN_ENV = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"}
+EMPTY_IN_EXAMPLE = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"}
+# Settings of `make up` that few need: docs/settings.md names them.
+NOT_IN_EXAMPLE = {"OTEL_EXPORTER_OTLP_ENDPOINT", "ROLL_PATIENCE_S", "RUN_FOLDER"}
 
 
 @pytest.mark.parametrize("settings", [TransformerSettings, PredictorSettings, LoggerSettings])
@@ -32,23 +40,37 @@ def test_a_container_can_be_told_every_setting(settings: type[ServiceSettings]) 
     assert told == known
 
 
-def test_every_variable_of_the_compose_files_is_a_line_of_env() -> None:
-    env = (ROOT / ".env").read_text()
-    lines = set(re.findall(r"^([A-Z_]+)=", env, re.MULTILINE))
-    used = {
-        name: default
-        for path in (ROOT / "compose.yaml", *OVERLAYS)
-        for name, default in re.findall(r"\$\{([A-Z_]+):?-([^}]*)\}", path.read_text())
-    }
-    assert used.keys() <= lines
-    # Without .env (`--env-file` names another) the same stack comes up.
-    for name, default in used.items():
-        assert f"\n{name}={'' if name in EMPTY_IN_ENV else default}\n" in env
+def test_every_variable_of_the_compose_files_has_the_default_of_the_example() -> None:
+    texts = [path.read_text() for path in (ROOT / "compose.yaml", *OVERLAYS)]
+    used = [found for text in texts for found in re.findall(r"\$\{([A-Z_]+):?-([^}]*)\}", text)]
+    assert len(used) > 20
+    for name, default in used:
+        assert LINES[name] == ("" if name in EMPTY_IN_EXAMPLE else default)
+    # Each has a default, so that a fresh clone needs no .env.
+    assert sum(len(re.findall(r"(?<!\$)\$\{?[A-Z_]", text)) for text in texts) == len(used)
 
 
-def test_every_line_of_env_is_explained() -> None:
-    blocks = [block for block in re.split(r"\n\n+", (ROOT / ".env").read_text()) if "=" in block]
+def test_every_setting_of_the_runner_has_the_default_of_the_example() -> None:
+    fields = {name.upper(): field for name, field in StackSettings.model_fields.items()}
+    assert fields.keys() - LINES.keys() == NOT_IN_EXAMPLE
+    for name in fields.keys() & LINES.keys():
+        default = fields[name].default
+        assert LINES[name] == (str(default).lower() if isinstance(default, bool) else str(default))
+
+
+def test_every_line_of_the_example_is_read_by_the_runner_or_by_compose() -> None:
+    read = "\n".join(path.read_text() for path in (ROOT / "compose.yaml", *OVERLAYS, ROOT / "Makefile"))
+    known = {name.upper() for name in StackSettings.model_fields}
+    assert [name for name in LINES if name not in known and name not in read] == []
+
+
+def test_every_line_of_the_example_is_explained() -> None:
+    blocks = [block for block in re.split(r"\n\n+", EXAMPLE) if re.search(r"^[A-Z_]+=", block, re.MULTILINE)]
     assert all(block.startswith("#") for block in blocks)
+
+
+def test_what_a_user_writes_is_no_part_of_the_repository() -> None:
+    assert ".env" in (ROOT / ".gitignore").read_text().splitlines()
 
 
 def scraped_addresses() -> dict[str, tuple[str, int]]:
@@ -104,9 +126,7 @@ def test_no_page_of_metrics_is_published():
 
 def test_a_span_links_to_the_payload_record_at_the_gateways_port():
     (pattern,) = json.loads((ROOT / "observability" / "jaeger-ui.json").read_text())["linkPatterns"]
-    port = re.search(r"^GATEWAY_PORT=(\d+)$", (ROOT / ".env").read_text(), re.MULTILINE)
-    assert port is not None
-    assert pattern["url"].startswith(f"http://127.0.0.1:{port[1]}/millrace/v1/payloads?request_id=")
+    assert pattern["url"].startswith(f"http://127.0.0.1:{LINES['GATEWAY_PORT']}/millrace/v1/payloads?request_id=")
     assert f"#{{{pattern['key']}}}" in pattern["url"]
     jaeger = COMPOSE["services"]["jaeger"]
     assert jaeger["command"] == ["--set=extensions.jaeger_query.ui.config_file=/etc/jaeger/ui.json"]

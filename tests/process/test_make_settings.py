@@ -1,0 +1,48 @@
+"""`make` and the runner read `.env` where there is one, and need none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from runner.settings import ROOT, StackSettings
+
+CUDA = "https://download.pytorch.org/whl/cu130"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    for name in ("Makefile", ".env.example", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    return tmp_path
+
+
+def commands(checkout: Path, target: str) -> str:
+    """What make would run, with the settings of no shell."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("TORCH_INDEX", "GATEWAY_PORT")}
+    command = ["make", "--dry-run", "--always-make", target]
+    done = subprocess.run(command, cwd=checkout, env=inherited, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_without_a_file_make_has_the_defaults(checkout: Path) -> None:
+    assert "--index-url https://download.pytorch.org/whl/cpu '" in commands(checkout, ".venv/.installed-run")
+    assert "127.0.0.1:${GATEWAY_PORT:-8080}" in commands(checkout, "test-tools")
+
+
+def test_a_line_of_the_file_wins(checkout: Path) -> None:
+    (checkout / ".env").write_text(f"GATEWAY_PORT=8085\nTORCH_INDEX={CUDA}\n")
+    assert f"--index-url {CUDA} '" in commands(checkout, ".venv/.installed-run")
+    assert "127.0.0.1:${GATEWAY_PORT:-8085}" in commands(checkout, "test-tools")
+    settings = StackSettings(_env_file=checkout / ".env")  # type: ignore[call-arg]
+    assert settings.gateway_port == int(os.environ.get("GATEWAY_PORT", "8085"))
+
+
+def test_an_empty_index_is_pips_own(checkout: Path) -> None:
+    (checkout / ".env").write_text("TORCH_INDEX=\n")
+    assert "--index-url" not in commands(checkout, ".venv/.installed-run")
