@@ -44,9 +44,7 @@ roll: $(RUN_DEPENDENCIES) ## replace every process of a running stack, with the 
 
 .PHONY: load
 load: $(DEV_DEPENDENCIES) ## Locust's browser UI against a running stack
-	@exec $(VENV)/bin/locust -f loadtest/locustfile.py --web-host 127.0.0.1 \
-	  --web-port $${LOCUST_PORT:-$(call setting,LOCUST_PORT)} \
-	  --host http://127.0.0.1:$${GATEWAY_PORT:-$(call setting,GATEWAY_PORT)}
+	@exec $(VENV)/bin/python -m runner.command load
 
 .PHONY: smoke
 smoke: $(RUN_DEPENDENCIES) ## every endpoint of a model, against a running stack (MODEL=, GATEWAY_PORT=)

@@ -19,9 +19,10 @@ from pathlib import Path
 from millrace.errors import StartupError
 from runner import roll
 from runner import settings as stack_settings
-from runner.report import Report, has_colours
+from runner.report import Report
 from runner.run_folder import RunFolder
 from runner.stack import Stack
+from runner.terminal import has_colours
 
 _DOWN_TIMEOUT_S = 15.0
 

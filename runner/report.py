@@ -8,22 +8,15 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
 
 from runner.process import Say
 from runner.stack import Stack
+from runner.terminal import BOLD, GREEN, Painter
 
-_BOLD, _GREEN, _PLAIN = "\033[1m", "\033[32m", "\033[0m"
 _METHOD = "millrace.v1.TextGeneration/Generate"
 # What `make smoke` has to be given again where `make up` was.
 _GATEWAY_SETTINGS = ("GATEWAY_BIND", "GATEWAY_PORT")
-
-
-def has_colours(stream: IO[str], environment: Mapping[str, str]) -> bool:
-    """Whether to colour: a terminal, and neither NO_COLOR (https://no-color.org) nor TERM=dumb."""
-    return stream.isatty() and not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
 
 
 class Report:
@@ -32,7 +25,7 @@ class Report:
     def __init__(self, stack: Stack, say: Say, *, coloured: bool = False, verbose: bool = False) -> None:
         self._stack = stack
         self._say = say
-        self._coloured = coloured
+        self._paint = Painter(coloured)
         self._verbose = verbose
         self._started = time.monotonic()
 
@@ -43,7 +36,7 @@ class Report:
         """One process is ready."""
         name = "gateway" if name == "envoy" else name
         seconds = f"{self._seconds():5.1f} s"
-        self._say(f"{self._label(name)} {self._stack.addresses[name]:<21} {self._paint(_GREEN, seconds)}")
+        self._say(f"{self._label(name)} {self._stack.addresses[name]:<21} {self._paint(GREEN, seconds)}")
 
     def all_ready(self) -> None:
         """The whole stack is ready. The last lines are printed at once, for whoever waits for one of them."""
@@ -51,7 +44,7 @@ class Report:
             for name, value in self._details():
                 self._say(f"{self._label(name)} {value}")
         lines = [f"{self._label(name)} {value}" for name, value in self._next_steps()]
-        self._say("\n".join([self._paint(_GREEN, f"ready in {self._seconds():.1f} s"), *lines]))
+        self._say("\n".join([self._paint(GREEN, f"ready in {self._seconds():.1f} s"), *lines]))
 
     def _details(self) -> list[tuple[str, str]]:
         stack = self._stack
@@ -77,10 +70,7 @@ class Report:
         ]
 
     def _label(self, name: str) -> str:
-        return self._paint(_BOLD, f"{name:<12}")
-
-    def _paint(self, colour: str, text: str) -> str:
-        return f"{colour}{text}{_PLAIN}" if self._coloured else text
+        return self._paint(BOLD, f"{name:<12}")
 
     def _seconds(self) -> float:
         return time.monotonic() - self._started

@@ -60,6 +60,7 @@ class StackSettings(BaseSettings):
         9100, description="The first predictor's page; the next ones are +10, +20, … 0: none."
     )
     logger_metrics_port: MetricsPort = Field(9102, description="The logger's page. 0: none.")
+    locust_port: Port = Field(8089, description="The page of `make load`.")
     models: str = Field(DEFAULT_MODELS, description="Comma list of name=folder-or-hub-id[@revision].")
     predictors: int = Field(1, ge=1, le=64, description="How many predictors.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes CUDA where there is one.")

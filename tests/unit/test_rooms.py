@@ -66,7 +66,7 @@ LOGGER = (
     ("services.logger.gateway_calls", "services.logger.servicer"),
     ("services.logger.__main__",),
 )
-RUNNER = (("runner",), ("runner.smoke",))
+RUNNER = (("runner",), ("runner.smoke",), ("runner.command",))
 PACKAGES = {"millrace", "services", "runner"}
 SERVICES = {"services.transformer": TRANSFORMER, "services.predictor": PREDICTOR, "services.logger": LOGGER}
 FLOORS = {"millrace": MILLRACE, **SERVICES, "runner": RUNNER}

@@ -1,4 +1,4 @@
-"""Colours are for terminals alone, and for those who want them."""
+"""Colours are for terminals alone; what others wrote has no power over a terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from runner.report import has_colours
+from runner.terminal import has_colours, one_line, printable
 
 
 class Terminal(io.StringIO):
@@ -26,3 +26,9 @@ class Terminal(io.StringIO):
 )
 def test_colours(stream: io.StringIO, environment: dict[str, str], coloured: bool) -> None:
     assert has_colours(stream, environment) is coloured
+
+
+def test_control_characters_are_shown_and_not_obeyed() -> None:
+    assert printable("a\x1b[2Jb\n\u200bé") == "a\\x1b[2Jb\n\\u200bé"
+    assert one_line("two\nlines \x9b31m", 80) == "two lines \\x9b31m"
+    assert one_line("abcdef", 4) == "abc…"

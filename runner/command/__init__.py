@@ -1,0 +1,1 @@
+"""The command `millrace`: starts a stack, and talks to a running one."""

@@ -1,0 +1,227 @@
+"""The command `millrace`: `millrace --help`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from datetime import datetime
+from typing import Any
+
+from millrace.errors import StartupError
+from runner import settings as stack_settings
+from runner.command import chat, records, start
+from runner.command.gateway import Gateway
+from runner.terminal import Painter, has_colours
+
+_UP = """Starts the whole stack as local processes, as `make up` does, and stops it at Ctrl-C.
+
+  millrace up
+  millrace up PREDICTORS=2 DEVICE=cpu
+  millrace up 'MODELS=a=./folder,b=organisation/name'
+
+docs/settings.md lists the settings; lines NAME=value of a file .env in the checkout are read too."""
+_SERVE = """Starts the whole stack with one model, and stops it at Ctrl-C.
+
+  millrace serve ./my-model                  a folder that save_pretrained wrote, or one with a model.py
+  millrace serve Qwen/Qwen3-0.6B             a model of the hub, downloaded once
+  millrace serve org/name@revision --name chat DEVICE=cuda"""
+_CHAT = """Talks to a text model of a running stack; the answer is printed as it comes.
+
+  millrace chat                              a conversation on the terminal
+  millrace chat "Tell me a story."           one answer
+  echo "Once upon a time" | millrace chat    one answer to what is piped in
+
+A model without a chat template continues each line."""
+_SMOKE = """Calls every endpoint that a model should answer, and those that it must refuse, on a running stack: a table
+of pass and FAIL, and exit code 1 where one fails. As `make smoke`."""
+_LOAD = """Starts Locust's page, with which to put load on a running stack; Ctrl-C ends it. As `make load`."""
+_LOG = """Lists the newest records of the payload log, the newest last: time, model, status, prompt and answer tokens,
+milliseconds to the first token and in all, request id, prompt and answer.
+
+  millrace log -n 50 --model storyteller --since 1h
+  millrace log --status UNAVAILABLE
+  millrace log --follow
+  millrace log --json | jq .text
+  millrace log ID                            one record whole, by its own or its request's id"""
+_TRACE = """Shows the calls of one trace with what each hop says of them, and where its spans are.
+
+ID is the id of a trace, of a request (the answer's x-request-id) or of a record, or a traceparent. The spans are at a
+collector such as Jaeger: `docker compose up` has one; with `make up`, set OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, and
+GATEWAY_TRACE_PAGE for the link."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    try:
+        options.run(options)
+        sys.stdout.flush()
+    except StartupError as error:
+        sys.stderr.write(f"{error}\n")
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        # The reader of a pipe is gone; without this Python reports it once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The arguments; settings may stand anywhere, which argparse allows for no subcommand."""
+    own = parser()
+    options, others = own.parse_known_args(arguments)
+    if others and (not hasattr(options, "settings") or any(other.startswith("-") for other in others)):
+        own.error(f"unknown arguments: {' '.join(others)}")
+    if others:
+        options.settings = [*options.settings, *others]
+    return options
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line; `run` of the result is what was asked for."""
+    top = argparse.ArgumentParser(
+        prog="millrace",
+        description="Starts a stack that serves language models, and talks to a running one.",
+        epilog="`millrace COMMAND --help` has examples of each.",
+    )
+    commands = top.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(name: str, run: Any, summary: str, description: str, *, calls: bool = True) -> argparse.ArgumentParser:
+        own = commands.add_parser(
+            name, help=summary, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        own.set_defaults(run=run)
+        if calls:
+            text = "host:port of the gateway; without it that of GATEWAY_BIND and GATEWAY_PORT (127.0.0.1:8080)"
+            own.add_argument("--gateway", default="", metavar="ADDRESS", help=text)
+        return own
+
+    up = command("up", _up, "start the stack", _UP, calls=False)
+    serve = command("serve", _serve, "start the stack with one model", _SERVE, calls=False)
+    serve.add_argument("model", metavar="MODEL", help="a folder, or a hub id with or without @revision")
+    serve.add_argument("--name", default="", help="what clients call it; without it the last part of MODEL")
+    for starting in (up, serve):
+        starting.add_argument("settings", nargs="*", metavar="NAME=value", help="settings of this stack")
+        starting.add_argument("-v", "--verbose", action="store_true", help="print every address and a call by gRPC")
+    command("down", _down, "stop the stack of this checkout", "Stops the stack of this checkout.", calls=False)
+
+    talking = command("chat", _chat, "talk to a model", _CHAT)
+    talking.add_argument("prompt", nargs="?", metavar="PROMPT", help="without it: what is typed, or piped in")
+    talking.add_argument("--model", default="", help="without it the first text model that is ready")
+    talking.add_argument("--system", default="", metavar="TEXT", help="a system message, for models with a template")
+    talking.add_argument("--max-tokens", type=int, metavar="N", help="at most so many tokens an answer")
+    talking.add_argument("--temperature", type=float, metavar="T", help="0 always takes the likeliest token")
+    talking.add_argument("--seed", type=int, metavar="N", help="the same seed and prompt give the same answer")
+
+    smoke = command("smoke", _smoke, "check every endpoint", _SMOKE)
+    smoke.add_argument("model", nargs="?", default="", metavar="MODEL", help="without it every model that is ready")
+    command("load", _load, "open the load test's page", _LOAD)
+
+    log = command("log", _log, "list the requests so far", _LOG)
+    log.add_argument("id", nargs="?", metavar="ID", help="show this record whole")
+    log.add_argument("-n", "--number", type=_count, default=20, metavar="N", help="so many records (20; at most 1000)")
+    log.add_argument("-f", "--follow", action="store_true", help="then print each new record as it is written")
+    log.add_argument("--json", action="store_true", help="print each record whole, as a line of JSON")
+    log.add_argument("--since", type=_since, metavar="TIME", help="90s, 15m, 24h, 7d ago, or a time in ISO 8601")
+    for name, text in (
+        ("model", "of this model"),
+        ("status", "with this gRPC status, such as OK or UNAVAILABLE"),
+        ("request-id", "with this request id"),
+        ("trace-id", "of this trace"),
+        ("client", "of this client"),
+    ):
+        log.add_argument(f"--{name}", help=f"only records {text}")
+    log.add_argument("--contains", dest="text_contains", metavar="TEXT", help="only records whose text contains it")
+
+    trace = command("trace", _trace, "show one trace", _TRACE)
+    trace.add_argument("id", metavar="ID", help="of a trace, a request or a record, or a traceparent")
+    return top
+
+
+def _up(options: argparse.Namespace) -> None:
+    start.run_up(options.settings, options.verbose)
+
+
+def _serve(options: argparse.Namespace) -> None:
+    models = start.models_setting(options.model, options.name)
+    start.run_up([*options.settings, f"MODELS={models}"], options.verbose)
+
+
+def _down(_: argparse.Namespace) -> None:
+    start.run_down()
+
+
+def _chat(options: argparse.Namespace) -> None:
+    gateway = _gateway(options)
+    model = chat.choose_model(gateway, options.model)
+    conversation = chat.Conversation(
+        model,
+        gateway.has_chat_template(model),
+        options.system,
+        chat.Sampling(options.max_tokens, options.temperature, options.seed),
+    )
+    paint = Painter(has_colours(sys.stderr, os.environ))
+    if options.prompt is None and sys.stdin.isatty():
+        chat.talk(gateway, conversation, paint)
+    else:
+        prompt = sys.stdin.read().rstrip("\n") if options.prompt is None else options.prompt
+        chat.answer(gateway, conversation, prompt, paint)
+
+
+def _smoke(options: argparse.Namespace) -> None:
+    gateway = _gateway(options)
+    gateway.check()
+    start.run_smoke(gateway.address, options.model)
+
+
+def _load(options: argparse.Namespace) -> None:
+    gateway = _gateway(options)
+    gateway.check()
+    start.run_load(gateway.address, stack_settings.load().locust_port)
+
+
+def _log(options: argparse.Namespace) -> None:
+    gateway, paint = _gateway(options), _painter()
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    if options.id:
+        record = records.one(gateway, options.id)
+        print(records.as_json(record) if options.json else records.as_text(record, paint))
+        return
+    names = ("model", "status", "request_id", "trace_id", "client", "text_contains", "since")
+    filters = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    read = records.follow if options.follow else records.latest
+    for record in read(gateway, options.number, filters):
+        print(records.as_json(record) if options.json else records.as_line(record, paint, width), flush=options.follow)
+
+
+def _trace(options: argparse.Namespace) -> None:
+    gateway = _gateway(options)
+    print(records.as_trace(records.of_trace(gateway, options.id), records.trace_page(gateway), _painter()))
+
+
+def _gateway(options: argparse.Namespace) -> Gateway:
+    return Gateway(options.gateway or stack_settings.load().gateway)
+
+
+def _painter() -> Painter:
+    return Painter(has_colours(sys.stdout, os.environ))
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if not 1 <= number <= records.MAX_RECORDS:
+        raise argparse.ArgumentTypeError(f"{text} is not between 1 and {records.MAX_RECORDS}")
+    return number
+
+
+def _since(text: str) -> datetime:
+    try:
+        return records.since(text)
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither 90s, 15m, 24h, 7d nor a time in ISO 8601") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""A running stack as the command sees it: gRPC at its gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from millrace.errors import StartupError
+from millrace_protos import inference_pb2, millrace_pb2_grpc
+from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+
+TIMEOUT_S = 10.0
+_MAX_MESSAGE = 64 * 1024 * 1024
+
+
+class Gateway:
+    """See the module."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        options = (("grpc.max_receive_message_length", _MAX_MESSAGE), ("grpc.enable_http_proxy", 0))
+        self._channel = grpc.insecure_channel(address, options=options)
+        self.inference: Any = GRPCInferenceServiceStub(self._channel)
+        self.text: Any = millrace_pb2_grpc.TextGenerationStub(self._channel)
+        self.log: Any = millrace_pb2_grpc.PayloadLogStub(self._channel)
+
+    def check(self) -> None:
+        """StartupError unless a stack answers."""
+        with self.errors():
+            self.inference.ServerLive(inference_pb2.ServerLiveRequest(), timeout=TIMEOUT_S)
+
+    def ready_models(self) -> list[str]:
+        with self.errors():
+            index = self.inference.RepositoryIndex(inference_pb2.RepositoryIndexRequest(ready=True), timeout=TIMEOUT_S)
+        return [model.name for model in index.models]
+
+    def generates_text(self, model: str) -> bool:
+        with self.errors():
+            metadata = self.inference.ModelMetadata(inference_pb2.ModelMetadataRequest(name=model), timeout=TIMEOUT_S)
+        return any(tensor.name == "text_input" for tensor in metadata.inputs)
+
+    def has_chat_template(self, model: str) -> bool:
+        with self.errors():
+            answer = self.inference.ModelConfig(inference_pb2.ModelConfigRequest(name=model), timeout=TIMEOUT_S)
+        return bool(answer.config.parameters["chat_template"].string_value == "true")
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Raises StartupError with one line for what gRPC raises."""
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise StartupError(self._line(error)) from None
+
+    def _line(self, error: Any) -> str:
+        # An answer of Envoy's or a service's names the hop.
+        answered = {key for key, _ in error.trailing_metadata() or ()}
+        if error.code() is grpc.StatusCode.UNAVAILABLE and "x-failed-hop" not in answered:
+            return f"no stack answers at {self.address}; `millrace up` or `make up` starts one, --gateway names another"
+        return f"{error.code().name}: {error.details()}"

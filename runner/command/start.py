@@ -1,0 +1,69 @@
+"""`millrace up`, `serve`, `smoke` and `load`: this process becomes the program that does it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NoReturn
+
+from millrace.errors import StartupError
+from millrace.models.sources import is_name, parse_location
+from runner.settings import ROOT
+
+
+def run_up(settings: Iterable[str], verbose: bool) -> NoReturn:
+    """`settings` are NAME=value."""
+    if not (ROOT / "envoy" / "envoy.yaml").exists():
+        raise StartupError(f"{ROOT} is no checkout; a stack starts in one: clone the repository, then `make up`")
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals or not name:
+            raise StartupError(f"{setting!r} is not NAME=value")
+        os.environ[name] = value
+    _become("runner", "up", *(("--verbose",) if verbose else ()))
+
+
+def run_down() -> NoReturn:
+    _become("runner", "down")
+
+
+def models_setting(location: str, name: str) -> str:
+    """MODELS for one model: a folder as its absolute path, for the services run elsewhere; StartupError."""
+    folder = Path(location).expanduser()
+    path = os.path.abspath(folder) if folder.is_dir() else location
+    name = name or _name_of(path)
+    try:
+        source = parse_location(name, path)
+    except ValueError as error:
+        raise StartupError(str(error)) from None
+    if not is_name(name) or "," in path:
+        raise StartupError(f"{name!r} cannot be a model's name; give another with --name")
+    return f"{name}={source.where}"
+
+
+def run_smoke(address: str, model: str) -> NoReturn:
+    _become("runner.smoke", "--gateway", address, "--model", model)
+
+
+def run_load(address: str, port: int) -> NoReturn:
+    """Locust's page against the gateway."""
+    if importlib.util.find_spec("locust") is None:
+        raise StartupError("Locust is not installed; `make load` installs and starts it")
+    script = ROOT / "loadtest" / "locustfile.py"
+    page = ("--web-host", "127.0.0.1", "--web-port", str(port))
+    print(f"the load test's page: http://127.0.0.1:{port}/", flush=True)
+    _become("locust", "-f", str(script), *page, "--host", f"http://{address}")
+
+
+def _name_of(location: str) -> str:
+    """The last part of a path or of a hub id."""
+    return Path(location).name if Path(location).is_dir() else location.partition("@")[0].rpartition("/")[2]
+
+
+def _become(module: str, *arguments: str) -> NoReturn:
+    sys.stdout.flush()
+    # -P: the folder that the user is in is no place for modules.
+    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])  # noqa: S606

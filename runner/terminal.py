@@ -1,0 +1,43 @@
+"""What is printed on a terminal: colours for those who want them, and no control characters of others."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Mapping
+from typing import IO
+
+BOLD, DIM, GREEN, RED = "\033[1m", "\033[2m", "\033[32m", "\033[31m"
+_PLAIN = "\033[0m"
+
+
+def has_colours(stream: IO[str], environment: Mapping[str, str]) -> bool:
+    """Whether to colour: a terminal, and neither NO_COLOR (https://no-color.org) nor TERM=dumb."""
+    return stream.isatty() and not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
+
+
+class Painter:
+    """Colours text, or leaves it as it is."""
+
+    def __init__(self, coloured: bool) -> None:
+        self._coloured = coloured
+
+    def __call__(self, colour: str, text: str) -> str:
+        return f"{colour}{text}{_PLAIN}" if self._coloured else text
+
+
+def printable(text: str, keep: str = "\n\t") -> str:
+    """Text of a client or a model without its power over a terminal: control characters become their escapes."""
+    return "".join(
+        character if character in keep or unicodedata.category(character)[0] != "C" else _escaped(character)
+        for character in text
+    )
+
+
+def one_line(text: str, width: int) -> str:
+    """Text on one line, cut to a width."""
+    line = printable(" ".join(text.split()), keep="")
+    return line if len(line) <= width else f"{line[: width - 1]}…"
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode()

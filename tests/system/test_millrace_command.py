@@ -1,0 +1,141 @@
+"""The command `millrace` starts a stack with one model, talks to it, checks it, and shows its records and traces."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from runner.free_ports import free_settings
+from runner.settings import ROOT
+
+TRACE_PAGE = "http://127.0.0.1:16686/trace/"
+TIMEOUT_S = 90
+
+
+class Served:
+    """A stack that `millrace serve` started, and the commands that talk to it."""
+
+    def __init__(self, folder: Path) -> None:
+        settings = free_settings(folder / "run")
+        ports = {name: str(numbers[0]) for name, numbers in settings.ports().items()}
+        own = {"RUN_FOLDER": str(folder / "run"), "DEVICE": "cpu", "GATEWAY_TRACE_PAGE": TRACE_PAGE}
+        self.environment = os.environ | ports | own
+        self.folder = folder
+
+    async def start(self, *arguments: str) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "runner.command", *arguments),
+            cwd=self.folder,
+            env=self.environment | {"PYTHONPATH": str(ROOT)},
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+
+    async def run(self, *arguments: str, given: str = "") -> tuple[int, str, str]:
+        """Exit code, output and errors of a command."""
+        process = await self.start(*arguments)
+        output, errors = await asyncio.wait_for(process.communicate(given.encode()), TIMEOUT_S)
+        return process.returncode or 0, output.decode(), errors.decode()
+
+    async def output(self, *arguments: str, given: str = "") -> str:
+        """The output of a command, which must succeed."""
+        code, output, errors = await self.run(*arguments, given=given)
+        assert (code, errors) == (0, "")
+        return output
+
+
+@pytest_asyncio.fixture(scope="module")
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    """`millrace serve` with a folder's relative path, in another folder than the checkout."""
+    folder = tmp_path_factory.mktemp("served")
+    (folder / "tale").symlink_to(ROOT / "models" / "storyteller")
+    own = Served(folder)
+    process = await own.start("serve", "./tale", "--name", "teller", "GATEWAY_TRACE_PERCENT=100")
+    assert process.stdout is not None
+    lines = []
+    async with asyncio.timeout(TIMEOUT_S):
+        while not lines or not lines[-1].startswith("logs "):
+            line = (await process.stdout.readline()).decode()
+            assert line, lines
+            lines.append(line)
+    assert any('"model": "teller"' in line for line in lines)
+    yield own
+    process.send_signal(signal.SIGTERM)
+    await asyncio.wait_for(process.communicate(), TIMEOUT_S)
+    assert process.returncode == 0
+
+
+async def record_of(served: Served, text: str) -> dict[str, object]:
+    """The record of a prompt, once it is written."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while not (found := await served.output("log", "--json", "--contains", text, "--since", "1h")):
+            pass  # The command takes a while by itself.
+    return dict(json.loads(found.splitlines()[-1]))
+
+
+async def test_a_prompt_is_answered_and_recorded(served: Served) -> None:
+    told = await served.output("chat", "--max-tokens", "20", "--temperature", "0", "Tell me of a fox.")
+    again = await served.output("chat", "--max-tokens", "20", "--temperature", "0", given="Tell me of a fox.\n")
+    assert told == again
+    assert len(told.split()) > 5
+    record = await record_of(served, "Tell me of a fox.")
+    assert str(record["text"]).strip() == told.strip()
+
+    line = (await served.output("log", "-n", "1", "--request-id", str(record["request_id"]))).split()
+    assert line[2:5] == ["teller", "OK", "length"]
+    whole = await served.output("log", str(record["record_id"]))
+    assert f"request      {record['request_id']}\n" in whole
+    for wanted in ("trace_id", "request_id", "record_id"):
+        shown = await served.output("trace", str(record[wanted]))
+        assert f"spans {TRACE_PAGE}{record['trace_id']}\n" in shown
+        assert "millrace.v1.TextGeneration/Generate: OK length" in shown
+
+
+async def test_the_log_is_followed(served: Served) -> None:
+    process = await served.start("log", "--follow", "-n", "1", "--contains", "a small owl", "--json")
+    assert process.stdout is not None
+    following = asyncio.create_task(process.stdout.readline())
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            while not following.done():  # Until the command has begun to follow.
+                await served.output("chat", "--max-tokens", "2", "Tell me of a small owl.")
+                await asyncio.wait({following}, timeout=1)
+        assert json.loads(following.result())["model"] == "teller"
+    finally:
+        process.send_signal(signal.SIGINT)
+        _, errors = await process.communicate()
+    assert (process.returncode, errors) == (130, b"")
+
+
+async def test_every_endpoint_is_checked(served: Served) -> None:
+    code, output, _ = await served.run("smoke", "teller")
+    assert code == 0, output
+    assert output.startswith("teller: text generation, decoder, with chat template\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("chat", "--model", "nothing", "x"), "NOT_FOUND: "),
+        (("chat", "--max-tokens", "0", "x"), "INVALID_ARGUMENT: max_tokens"),
+        (("trace", "nothing"), "no record of 'nothing'"),
+        (("log", "--gateway", "127.0.0.1:9"), "no stack answers at 127.0.0.1:9; `millrace up`"),
+        (("smoke", "--gateway", "127.0.0.1:9"), "no stack answers at 127.0.0.1:9; `millrace up`"),
+        (("serve", "./nothing"), "'./nothing' is not a folder"),
+        (("serve", "./tale"), "a stack is running in "),
+    ],
+)
+async def test_what_is_wrong_is_one_line(served: Served, arguments: tuple[str, ...], message: str) -> None:
+    code, output, errors = await served.run(*arguments)
+    assert (code, output) == (1, "")
+    assert errors.startswith(message)
+    assert errors.count("\n") == 1

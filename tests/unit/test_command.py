@@ -1,0 +1,146 @@
+"""The command `millrace` reads its arguments, and shows records in plain text."""
+
+from __future__ import annotations
+
+import tomllib
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from millrace.errors import StartupError
+from millrace_protos import millrace_pb2 as pb
+from runner.command import records, start
+from runner.command.__main__ import main, parse
+from runner.command.chat import Conversation, Sampling
+from runner.settings import ROOT
+from runner.terminal import Painter
+
+PLAIN = Painter(coloured=False)
+COMMANDS = ("up", "serve", "down", "chat", "smoke", "load", "log", "trace")
+NOW = datetime(2026, 5, 4, 12, tzinfo=UTC)
+
+
+def record(**fields: object) -> pb.PayloadRecord:
+    base = {"record_id": "r", "request_id": "q", "model": "m", "status": "OK", "time": NOW, "duration_ms": 31.4}
+    return pb.PayloadRecord(**{**base, **fields})
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_a_help_page(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse([command, "--help"])
+    assert ended.value.code == 0
+    page = capsys.readouterr().out
+    assert page.startswith(f"usage: millrace {command}")
+    assert all(len(line) <= 120 for line in page.splitlines())
+
+
+def test_settings_and_options_may_be_mixed() -> None:
+    options = parse(["serve", "org/model", "--name", "chat", "DEVICE=cpu", "-v"])
+    assert (options.model, options.name, options.settings, options.verbose) == (
+        "org/model",
+        "chat",
+        ["DEVICE=cpu"],
+        True,
+    )
+    options = parse(["log", "-f", "--contains", "fox", "--since", "2h", "-n", "5"])
+    assert (options.follow, options.text_contains, options.number, options.id) == (True, "fox", 5, None)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["start"],
+        ["log", "-n", "0"],
+        ["log", "-n", "1001"],
+        ["log", "--since", "soon"],
+        ["trace"],
+        ["trace", "x", "y"],
+        ["up", "--all"],
+    ],
+)
+def test_a_wrong_command_line_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(arguments)
+    assert ended.value.code == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def test_a_setting_without_a_value_is_refused() -> None:
+    with pytest.raises(StartupError, match="'PREDICTORS' is not NAME=value"):
+        start.run_up(["PREDICTORS"], verbose=False)
+
+
+def test_a_folder_or_a_hub_id_is_served_under_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my-model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert start.models_setting("./my-model/", "") == f"my-model={tmp_path}/my-model"
+    assert start.models_setting("my-model", "chat") == f"chat={tmp_path}/my-model"
+    assert start.models_setting("org/Model-1.5@v2", "") == "Model-1.5=org/Model-1.5@v2"
+    assert start.models_setting("gpt2", "") == "gpt2=gpt2"
+
+
+@pytest.mark.parametrize(
+    ("location", "name", "message"),
+    [("./nothing", "", "'./nothing' is not a folder"), ("gpt2", "a b", "give another with --name"), ("a b", "", "a b")],
+)
+def test_what_cannot_be_served_is_one_line(location: str, name: str, message: str) -> None:
+    with pytest.raises(StartupError) as refused:
+        start.models_setting(location, name)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_times() -> None:
+    assert records.since("90s", NOW) == datetime(2026, 5, 4, 11, 58, 30, tzinfo=UTC)
+    assert records.since("7d", NOW) == datetime(2026, 4, 27, 12, tzinfo=UTC)
+    assert records.since("2026-05-04T10:00:00+02:00") == datetime(2026, 5, 4, 8, tzinfo=UTC)
+
+
+def test_a_line_of_the_log() -> None:
+    chat = '[{"role": "system", "content": "be brief"}, {"role": "user", "content": "a\\u001b[2J\\nfox"}]'
+    usage = pb.Usage(prompt_tokens=9, completion_tokens=4)
+    line = records.as_line(record(prompt=chat, text="yes", finish_reason="stop", usage=usage, ttft_ms=7.0), PLAIN)
+    assert line.split()[2:] == ["m", "OK", "stop", "9+4", "7/31", "ms", "q", "a\\x1b[2J", "fox", "→", "yes"]
+    assert len(records.as_line(record(prompt="long " * 100), PLAIN, 100)) <= 100
+    refused = records.as_line(record(status="INVALID_ARGUMENT"), Painter(coloured=True))
+    assert "\033[31mINVALID_ARGUMENT" in refused
+
+
+def test_a_trace_shows_each_hop_and_where_its_spans_are() -> None:
+    call = pb.GatewayCall(path="/v1/completions", http_status=503, response_flags="UF", duration_ms=2.0)
+    failed = record(
+        trace_id="ab" * 16, protocol="p/M", status="UNAVAILABLE", message="no replica", failed_hop="predictor",
+        gateway=call, resumes=1, chunks=[pb.PayloadChunk(offset_ms=ms) for ms in (1, 3, 10)],
+    )  # fmt: skip
+    assert records.hops(failed) == {
+        "gateway": "/v1/completions: 503, UF after 2.0 ms",
+        "transformer": "p/M: UNAVAILABLE, 0+0 tokens, 31 ms in all",
+        "chunks": "3, the longest pause 7.0 ms",
+        "resumed": "1 times at another predictor",
+        "error": "predictor: no replica",
+    }
+    assert f"spans http://jaeger/trace/{'ab' * 16}\n" in records.as_trace([failed], "http://jaeger/trace/", PLAIN)
+    assert "GATEWAY_TRACE_PAGE" in records.as_trace([failed], "", PLAIN)
+
+
+def test_a_conversation_is_remembered_where_the_model_has_a_template() -> None:
+    talk = Conversation("m", True, "be brief", Sampling(max_tokens=3))
+    talk.answered("a", "b")
+    request = talk.request("c")
+    assert [(m.role, m.content) for m in request.messages] == [
+        ("system", "be brief"), ("user", "a"), ("assistant", "b"), ("user", "c"),
+    ]  # fmt: skip
+    assert (request.max_tokens, request.HasField("temperature")) == (3, False)
+    talk.forget()
+    assert len(talk.request("c").messages) == 2
+    alone = Conversation("m", False)
+    alone.answered("a", "b")
+    assert (alone.request("c").prompt, len(alone.request("c").messages)) == ("c", 0)
+
+
+def test_the_package_installs_the_command() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"millrace": f"{main.__module__}:{main.__name__}"}
