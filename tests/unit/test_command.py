@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from datetime import UTC, datetime
 from pathlib import Path
@@ -139,6 +140,11 @@ def test_a_conversation_is_remembered_where_the_model_has_a_template() -> None:
     alone = Conversation("m", False)
     alone.answered("a", "b")
     assert (alone.request("c").prompt, len(alone.request("c").messages)) == ("c", 0)
+
+
+def test_the_documentation_lists_every_command() -> None:
+    page = (ROOT / "docs" / "command.md").read_text()
+    assert tuple(re.findall(r"^\| `millrace (\w+)", page, re.MULTILINE)) == COMMANDS
 
 
 def test_the_package_installs_the_command() -> None:
