@@ -13,7 +13,7 @@ from millrace.oip.stream_infer import errors_as_status, multiplex
 from millrace.payload.call import is_recorded, recorded
 from millrace.payload.tap import PayloadTap, Recording
 from millrace.payload.tensors import answer_tensors, request_tensors, streamed_tensors
-from millrace.rpc.call_context import call_context
+from millrace.rpc.call_context import call_context, deadline_of
 from millrace.rpc.handlers import Context
 from millrace_protos import inference_pb2 as pb
 from services.predictor.models.served_model import VERSION, config_of, metadata_of
@@ -87,7 +87,7 @@ class InferenceServicer(OpenInferenceBase):
         _check_repository_name(request.repository_name)
         _check_parameters(request.parameters, {_SOURCE: "string_param"})
         source = request.parameters[_SOURCE].string_param if _SOURCE in request.parameters else ""
-        await self._repository.load(request.model_name, source, context.time_remaining())
+        await self._repository.load(request.model_name, source, deadline_of(context))
         return pb.RepositoryModelLoadResponse()
 
     async def RepositoryModelUnload(
@@ -96,14 +96,14 @@ class InferenceServicer(OpenInferenceBase):
         _check_repository_name(request.repository_name)
         # No model depends on another: there is nothing more to unload.
         _check_parameters(request.parameters, {"unload_dependents": "bool_param"})
-        await self._repository.unload(request.model_name, context.time_remaining())
+        await self._repository.unload(request.model_name, deadline_of(context))
         return pb.RepositoryModelUnloadResponse()
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
         with self._recorded(request, context, "ModelInfer") as recording:
             serving = self._repository.get(request.model_name, request.model_version)
             options = call_options_of(context.invocation_metadata())
-            response = await serving.infer(request, context.time_remaining(), options)
+            response = await serving.infer(request, deadline_of(context), options)
             if recording is not None:
                 recording.end("OK", outputs=answer_tensors(response))
                 await recording.flushed()
@@ -117,7 +117,7 @@ class InferenceServicer(OpenInferenceBase):
         async def answer(request: pb.ModelInferRequest) -> AsyncGenerator[pb.ModelInferResponse, None]:
             with self._recorded(request, context, "ModelStreamInfer") as recording:
                 serving = self._repository.get(request.model_name, request.model_version)
-                async with aclosing(serving.stream(request, context.time_remaining(), options)) as responses:
+                async with aclosing(serving.stream(request, deadline_of(context), options)) as responses:
                     async for response in responses:
                         if recording is not None and HEARTBEAT not in response.parameters:
                             recording.chunk("", outputs=streamed_tensors(response))

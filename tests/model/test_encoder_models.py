@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millrace.deadline import NO_DEADLINE
 from millrace.errors import InvalidRequestError, StartupError
 from millrace.models.kinds import ModelKind, kind_of
 from millrace.models.sources import ModelSource
@@ -60,7 +61,7 @@ def request(ids, datatype="INT64", **more):
 
 
 async def answer(model, message):
-    (tensor,) = decode_outputs(await model.infer(message, None)).values()
+    (tensor,) = decode_outputs(await model.infer(message, NO_DEADLINE)).values()
     return tensor.array
 
 
@@ -172,7 +173,7 @@ async def test_what_the_model_cannot_take_is_refused(saved, serve, case):
     make, text = REFUSALS[case]
     served = serve(saved["bert-classifier"][0])
     with pytest.raises(InvalidRequestError, match=text):
-        await served.infer(make(), None)
+        await served.infer(make(), NO_DEADLINE)
     assert served.statistics.steps == 0
 
 
@@ -181,11 +182,11 @@ async def test_other_types_and_outputs_are_refused(saved, serve):
     message = ModelInferRequest(model_name="m")
     add_input(message, Tensor("input_ids", "FP32", np.ones(3, np.float32)))
     with pytest.raises(InvalidRequestError, match="must be INT64 or INT32, not FP32"):
-        await served.infer(message, None)
+        await served.infer(message, NO_DEADLINE)
     message = request([5])
     message.outputs.add(name="logits")
     with pytest.raises(InvalidRequestError, match="unknown output 'logits'; the model gives embedding"):
-        await served.infer(message, None)
+        await served.infer(message, NO_DEADLINE)
 
 
 @pytest.mark.parametrize(("kind", "length"), [("bert", 66), ("roberta", 64), ("t5-encoder", 512)])
@@ -193,12 +194,12 @@ async def test_the_longest_row_is_served_and_one_longer_is_refused(saved, serve,
     served = serve(saved[kind][0])
     assert (await answer(served, request(ids_of(length)))).shape == (1, 32)
     with pytest.raises(InvalidRequestError, match=f"the model takes {length}"):
-        await served.infer(request(ids_of(length + 1)), None)
+        await served.infer(request(ids_of(length + 1)), NO_DEADLINE)
 
 
 async def test_one_response_is_streamed_and_marked_as_the_last(saved, serve):
     served = serve(saved["bert"][0])
-    async with aclosing(served.stream(request([5, 6]), None)) as responses:
+    async with aclosing(served.stream(request([5, 6]), NO_DEADLINE)) as responses:
         marks = [response.parameters[FINAL].bool_param async for response in responses]
     assert marks == [True]
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from millrace.deadline import NO_DEADLINE
 from millrace.errors import DrainingError, InvalidRequestError, OtherWeightsError
 from millrace.oip.prompt_logprobs import OUTPUTS as PROMPT_OUTPUTS
 from millrace.oip.resumable import HEARTBEAT, RUNS_ALONE, CallOptions
@@ -58,7 +59,7 @@ class Reader:
         self._task = asyncio.create_task(self._read(model, message(**parameters), options))
 
     async def _read(self, model, request, options):
-        async with aclosing(model.stream(request, None, options)) as responses:
+        async with aclosing(model.stream(request, NO_DEADLINE, options)) as responses:
             async for response in responses:
                 if HEARTBEAT in response.parameters:
                     assert (response.model_name, response.id, len(response.outputs)) == ("fake", "r", 0)
@@ -87,7 +88,7 @@ async def test_the_first_response_names_the_weights_and_a_stream_of_others_is_re
     assert "a" in serving.model.description.parameters.values()
 
     async def read(options):
-        async with aclosing(serving.stream(message(), None, options)) as responses:
+        async with aclosing(serving.stream(message(), NO_DEADLINE, options)) as responses:
             return [response.parameters["fingerprint"].string_param async for response in responses]
 
     with pytest.raises(OtherWeightsError):
@@ -97,7 +98,7 @@ async def test_the_first_response_names_the_weights_and_a_stream_of_others_is_re
     first, *others = await reading
     assert first == "a"
     assert not any(others)
-    assert (await serving.infer(message(), None)).parameters["fingerprint"].string_param == "a"
+    assert (await serving.infer(message(), NO_DEADLINE)).parameters["fingerprint"].string_param == "a"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ async def test_what_was_cached_is_nobodys_but_its_owners_and_the_transformers(mo
         return request
 
     for is_repeat in (False, True):
-        whole = await model.infer(asked(), None, options)
+        whole = await model.infer(asked(), NO_DEADLINE, options)
         assert bool(whole.parameters["cached_tokens"].int64_param) == (is_repeat and is_told)
 
 
@@ -158,7 +159,7 @@ async def test_one_that_runs_alone_says_so_before_its_first_step_and_only_then(m
     gate.open(1)
     model = model_of(Runner(gate))
     options = CallOptions(resumes=True, heartbeat_ms=5, alone=True)
-    async with aclosing(model.stream(message(), None, options)) as responses:
+    async with aclosing(model.stream(message(), NO_DEADLINE, options)) as responses:
         async for response in responses:
             if HEARTBEAT not in response.parameters:
                 break
@@ -305,7 +306,7 @@ async def test_more_than_was_asked_for_is_refused(model_of):
 
 
 async def test_a_whole_answer_is_one_response_even_where_only_its_end_was_lost(model_of):
-    response = await model_of(FakeRunner()).infer(message(output_ids=tuple(range(10, 22))), None)
+    response = await model_of(FakeRunner()).infer(message(output_ids=tuple(range(10, 22))), NO_DEADLINE)
     assert ids_of(response) == []
     assert response.parameters["finish_reason"].string_param == "length"
     whole = await model_of(Ending()).infer(message(temperature=0), None)
@@ -325,12 +326,12 @@ class Scoring(FakeRunner):
 async def test_a_prompts_log_probabilities_come_with_the_first_tokens(model_of):
     model = model_of(Scoring())
     assert [output.name for output in model.description.outputs][4:] == list(PROMPT_OUTPUTS)
-    whole = decode_outputs(await model.infer(message(prompt_logprobs=2), None))
+    whole = decode_outputs(await model.infer(message(prompt_logprobs=2), NO_DEADLINE))
     logprobs = logits_after([5]).log_softmax(-1)
     assert whole["prompt_logprobs"].array.tolist() == pytest.approx([float(logprobs[6])])
     assert whole["prompt_top_logprobs"].array.tolist() == [pytest.approx(logprobs.topk(2).values.tolist())]
     assert whole["prompt_top_logprob_ids"].array.shape == (1, 2)
-    assert not set(PROMPT_OUTPUTS) & set(decode_outputs(await model.infer(message(), None)))
+    assert not set(PROMPT_OUTPUTS) & set(decode_outputs(await model.infer(message(), NO_DEADLINE)))
     reader = Reader(model, RESUMES, prompt_logprobs=0)
     await reader.end()
     first, *others = map(decode_outputs, reader.responses)
@@ -356,4 +357,4 @@ async def test_a_model_that_scores_no_prompts_says_so(model_of):
     model = model_of(FakeRunner())
     assert len(model.description.outputs) == 4
     with pytest.raises(InvalidRequestError, match="gives no log probabilities of prompts"):
-        await model.infer(message(prompt_logprobs=1), None)
+        await model.infer(message(prompt_logprobs=1), NO_DEADLINE)

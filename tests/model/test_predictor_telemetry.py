@@ -11,6 +11,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from millrace.deadline import NO_DEADLINE, Deadline
 from millrace.errors import DeadlineError, DrainingError, OverloadedError
 from millrace.oip.resumable import HEARTBEAT, SPAN, CallOptions
 from millrace.oip.tensors import Tensor, add_input
@@ -87,9 +88,9 @@ def message(prompt=(5, 6), name="fake", **parameters):
     return request
 
 
-async def read(model, options=NO_OPTIONS, time_remaining_s=None, **parameters):
+async def read(model, options=NO_OPTIONS, timeout_s=None, **parameters):
     """Every response of a stream."""
-    async with aclosing(model.stream(message(**parameters), time_remaining_s, options)) as responses:
+    async with aclosing(model.stream(message(**parameters), Deadline.after(timeout_s), options)) as responses:
         return [response async for response in responses]
 
 
@@ -113,7 +114,7 @@ async def test_the_events_of_a_generation_are_at_the_engines_own_times(model_of,
 
 async def test_one_answer_in_one_response_has_the_same_events(model_of, spans):
     with spans.call():
-        await model_of(FakeRunner()).infer(message(max_tokens=5), None)
+        await model_of(FakeRunner()).infer(message(max_tokens=5), NO_DEADLINE)
     assert spans.names == ["queued", "prefill", "first_token", "generation_end"]
     assert spans.events[-1].attributes["gen_ai.usage.output_tokens"] == 5
 
@@ -122,7 +123,7 @@ async def test_a_generation_that_is_cancelled_tells_what_it_came_to(model_of, sp
     gate = Gate()
     model = model_of(FakeRunner(gate))
     with spans.call():
-        async with aclosing(model.stream(message(), None)) as responses:
+        async with aclosing(model.stream(message(), NO_DEADLINE)) as responses:
             gate.open(1)
             await anext(responses)
     assert spans.names == ["queued", "prefill", "first_token", "generation_end"]
@@ -152,7 +153,7 @@ async def test_a_deadline_at_work_is_told_with_what_it_came_to(model_of, spans):
     gate = Gate()
     model = model_of(FakeRunner(gate))
     with spans.call():
-        reader = asyncio.create_task(read(model, time_remaining_s=1.0))
+        reader = asyncio.create_task(read(model, timeout_s=1.0))
         deadline = time.monotonic() + 1.1
         gate.open(2)
         await until(lambda: model.engine.load.totals.tokens == 2)
@@ -242,7 +243,7 @@ async def test_a_heartbeat_names_it_where_that_is_first(model_of, spans):
     gate = Gate()
     model = model_of(FakeRunner(gate))
     with spans.call():
-        async with aclosing(model.stream(message(), None, CallOptions(True, 5))) as responses:
+        async with aclosing(model.stream(message(), NO_DEADLINE, CallOptions(True, 5))) as responses:
             first, second = await anext(responses), await anext(responses)
             gate.open(100)
             others = [response async for response in responses]
@@ -348,7 +349,7 @@ async def test_models_come_and_go_with_the_repository_that_serves_them(tmp_path,
         await repository.load_all()
         for tokens in (4, 8):
             await repository.load("llama")
-            await repository.get("llama").infer(message(name="llama", max_tokens=4, ignore_eos=True), None)
+            await repository.get("llama").infer(message(name="llama", max_tokens=4, ignore_eos=True), NO_DEADLINE)
             assert metrics.values_by(MODEL, "millrace.tokens") == {"llama": tokens}
             assert metrics.values_by(MODEL, "millrace.sequences.running") == {"llama": 0}
             await repository.unload("llama")

@@ -10,6 +10,7 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 import numpy as np
 import pytest
 
+from millrace.deadline import NO_DEADLINE, Deadline
 from millrace.errors import (
     DeadlineError,
     DrainingError,
@@ -205,7 +206,7 @@ async def test_an_unload_lets_what_is_in_flight_end_and_refuses_what_is_new(mode
     async with models.serve("first", "waits") as repository:
         await repository.load_all()
         serving, own = repository.get("waits"), variables(repository, "waits")
-        async with aclosing(serving.stream(ModelInferRequest(id="r"), None)) as responses:
+        async with aclosing(serving.stream(ModelInferRequest(id="r"), NO_DEADLINE)) as responses:
             await anext(responses)
             unloading = asyncio.create_task(repository.unload("waits"))
             await until(lambda: not repository.is_ready("waits"))
@@ -235,7 +236,7 @@ async def test_what_does_not_end_in_time_ends_as_unavailable(models, code):
 
 
 async def _read_all(serving):
-    async with aclosing(serving.stream(ModelInferRequest(id="r"), None)) as responses:
+    async with aclosing(serving.stream(ModelInferRequest(id="r"), NO_DEADLINE)) as responses:
         return [response async for response in responses]
 
 
@@ -301,7 +302,7 @@ async def test_loads_run_one_by_one_and_outlive_a_caller_that_leaves(models):
     async with models.serve("first") as repository:
         await repository.load_all()
         with pytest.raises(DeadlineError, match="goes on"):
-            await repository.load("slow", time_remaining_s=0.01)
+            await repository.load("slow", deadline=Deadline.after(0.01))
         await until((slow / "begun").exists)
         with pytest.raises(NotReadyError, match="loading"):
             repository.get("slow")
@@ -349,7 +350,7 @@ def generation(max_tokens):
 
 async def read_ids(serving, options, max_tokens, offers=None):
     ids = []
-    async with aclosing(serving.stream(generation(max_tokens), None, options)) as responses:
+    async with aclosing(serving.stream(generation(max_tokens), NO_DEADLINE, options)) as responses:
         async for response in responses:
             if offers is not None:
                 offers[options] += LEAVING in response.parameters

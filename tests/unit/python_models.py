@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from millrace.deadline import NO_DEADLINE
 from millrace.oip.tensors import Tensor, add_input, decode_outputs
 from millrace_protos.inference_pb2 import ModelInferRequest
 from services.predictor.tensor_models.python_model import PythonModel
@@ -42,7 +43,7 @@ def request(*tensors, outputs=(), **parameters):
 
 
 async def infer(model, message):
-    return {name: tensor.array for name, tensor in decode_outputs(await model.infer(message, None)).items()}
+    return {name: tensor.array for name, tensor in decode_outputs(await model.infer(message, NO_DEADLINE)).items()}
 
 
 def globals_of(model):

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from millrace.deadline import Deadline
 from millrace.errors import (
     DeadlineError,
     HopBrokenError,
@@ -52,8 +53,8 @@ def worker(doubler):
     made.close()
 
 
-def submit(worker, item, time_remaining_s=None, rows=1):
-    return asyncio.create_task(worker.submit(item, rows, 5, time_remaining_s))
+def submit(worker, item, timeout_s=None, rows=1):
+    return asyncio.create_task(worker.submit(item, rows, 5, Deadline.after(timeout_s)))
 
 
 async def gathered(worker, doubler, *items):
@@ -105,7 +106,7 @@ async def test_who_leaves_while_it_runs_is_counted_as_cancelled(worker, doubler)
 
 async def test_what_is_out_of_time_is_not_run(worker, doubler):
     first, _ = await gathered(worker, doubler)
-    late = submit(worker, 1, time_remaining_s=0.0)
+    late = submit(worker, 1, timeout_s=0.0)
     await until(lambda: len(worker._queue) == 1)
     doubler.gate.set()
     with pytest.raises(DeadlineError):

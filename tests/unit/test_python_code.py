@@ -5,6 +5,7 @@ import threading
 import numpy as np
 import pytest
 
+from millrace.deadline import NO_DEADLINE
 from millrace.errors import InvalidRequestError, NotReadyError, StartupError
 from millrace.oip.tensors import Tensor, bytes_tensor
 from millrace_protos.inference_pb2 import ModelInferRequest
@@ -58,7 +59,7 @@ async def test_damaged_tensors_are_refused_though_nothing_is_declared(make):
         message = ModelInferRequest(model_name="mine", raw_input_contents=[raw])
         message.inputs.add(name="x", datatype=datatype, shape=[1])
         with pytest.raises(InvalidRequestError):
-            await model.infer(message, None)
+            await model.infer(message, NO_DEADLINE)
 
 
 async def test_only_the_outputs_asked_for_are_sent(make):

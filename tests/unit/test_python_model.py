@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from millrace.deadline import NO_DEADLINE
 from millrace.errors import HopBrokenError, InvalidRequestError, NotReadyError, OverloadedError, RequestFailedError
 from millrace.oip.stream_infer import FINAL
 from millrace.oip.tensors import Tensor, decode_outputs
@@ -25,7 +26,7 @@ def make(tmp_path):
 
 
 async def stream(model, message):
-    async with aclosing(model.stream(message, None)) as responses:
+    async with aclosing(model.stream(message, NO_DEADLINE)) as responses:
         return [response async for response in responses]
 
 
@@ -86,7 +87,7 @@ async def test_a_generator_answers_once_for_each_yield(make):
 
 async def test_the_last_response_is_marked_where_the_generator_has_ended(make):
     model = make(COUNT)
-    async with aclosing(model.stream(request(n=2), None)) as responses:
+    async with aclosing(model.stream(request(n=2), NO_DEADLINE)) as responses:
         await anext(responses)
         await idle(model)
         assert (await anext(responses)).parameters[FINAL].bool_param
@@ -104,7 +105,7 @@ async def test_infer_takes_one_response_or_none_and_refuses_more(make):
 
 async def test_a_slow_reader_holds_the_generator_back(make):
     model = make(COUNT)
-    async with aclosing(model.stream(request(n=1000), None)) as responses:
+    async with aclosing(model.stream(request(n=1000), NO_DEADLINE)) as responses:
         await anext(responses)
         await until(lambda: len(globals_of(model)["made"]) >= 5)
         # As many as may wait, the one that was read, and the one that waits to be put.
@@ -119,7 +120,7 @@ async def test_a_slow_reader_holds_the_generator_back(make):
 async def test_a_caller_that_leaves_ends_the_generator_and_frees_its_slot(make, n):
     model = make(COUNT, max_running=1)
     for _ in range(3):
-        async with aclosing(model.stream(request(n=n, wait=1), None)) as responses:
+        async with aclosing(model.stream(request(n=n, wait=1), NO_DEADLINE)) as responses:
             await anext(responses)
     await idle(model)
     assert globals_of(model)["closed"] == [True] * 3
@@ -138,7 +139,7 @@ async def test_a_cancelled_call_ends_the_function(make):
             finally:
                 state.append("ended")
     """)
-    call = asyncio.create_task(model.infer(request(), None))
+    call = asyncio.create_task(model.infer(request(), NO_DEADLINE))
     await until(lambda: globals_of(model)["state"])
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -162,7 +163,7 @@ async def test_callers_that_leave_at_any_moment_leave_nothing_behind(make):
     assert (await infer(model, request(n=1)))["i"].tolist() == [0]
     # Every slot is free again: as many as may run do so at the same time.
     async with AsyncExitStack() as stack:
-        streams = [model.stream(request(n=1, wait=1), None) for _ in range(4)]
+        streams = [model.stream(request(n=1, wait=1), NO_DEADLINE) for _ in range(4)]
         for one in streams:
             stack.push_async_callback(one.aclose)
         await asyncio.gather(*map(anext, streams))
@@ -176,9 +177,9 @@ async def test_code_that_blocks_does_not_hold_up_the_event_loop(make):
             gate.wait(30)
             return {}
     """)
-    call = asyncio.create_task(model.infer(request(), None))
+    call = asyncio.create_task(model.infer(request(), NO_DEADLINE))
     await until(lambda: model.thread.tasks == 1)
-    gave_up = asyncio.create_task(model.infer(request(), None))
+    gave_up = asyncio.create_task(model.infer(request(), NO_DEADLINE))
     await asyncio.sleep(0)
     gave_up.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -191,7 +192,7 @@ async def test_code_that_blocks_does_not_hold_up_the_event_loop(make):
 
 async def test_more_than_may_wait_are_refused(make):
     model = make(COUNT, max_running=1, max_waiting=1)
-    async with aclosing(model.stream(request(n=1, wait=1), None)) as first:
+    async with aclosing(model.stream(request(n=1, wait=1), NO_DEADLINE)) as first:
         await anext(first)
         waiting = asyncio.create_task(infer(model, request(n=1)))
         await asyncio.sleep(0)
@@ -242,7 +243,7 @@ async def test_a_generator_that_fails_has_sent_what_it_yielded(make, caplog):
             yield {"i": numpy.array([1])}
             raise ValueError("secret")
     """)
-    async with aclosing(model.stream(request(), None)) as responses:
+    async with aclosing(model.stream(request(), NO_DEADLINE)) as responses:
         assert not (await anext(responses)).parameters[FINAL].bool_param
         with pytest.raises(RequestFailedError, match="the model failed on this request"):
             await anext(responses)
@@ -265,7 +266,7 @@ async def test_a_task_of_the_code_cannot_end_the_loop(make, caplog):
 
 async def test_the_stop_ends_what_is_in_flight(make):
     model = make(COUNT)
-    async with aclosing(model.stream(request(n=1, wait=1), None)) as responses:
+    async with aclosing(model.stream(request(n=1, wait=1), NO_DEADLINE)) as responses:
         await anext(responses)
         await asyncio.to_thread(model.close)
         with pytest.raises(NotReadyError):
@@ -287,7 +288,7 @@ async def test_a_model_that_blocks_for_ever_is_taken_for_dead_and_its_callers_ar
         timeout_s=0.5,
     )
     dies = asyncio.create_task(model.died())
-    calls = [asyncio.create_task(model.infer(request(), None)) for _ in range(3)]
+    calls = [asyncio.create_task(model.infer(request(), NO_DEADLINE)) for _ in range(3)]
     try:
         outcomes = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 30)
         assert [type(outcome) for outcome in outcomes] == [HopBrokenError] * 3
@@ -309,7 +310,7 @@ async def test_an_optional_input_may_be_left_out_and_a_response_has_parameters(m
             return Response({"y": request.inputs["x"] * k}, {"took": 0.5, "k": int(k[0]), "how": "fast", "ok": True})
     """)
     x, k = Tensor("x", "INT32", np.arange(3, dtype=np.int32)), Tensor("k", "INT32", np.array([2], dtype=np.int32))
-    response = await model.infer(request(x), None)
+    response = await model.infer(request(x), NO_DEADLINE)
     assert decode_outputs(response)["y"].array.tolist() == [0, 1, 2]
     told = response.parameters
     values = (told["took"].double_param, told["k"].int64_param, told["how"].string_param, told["ok"].bool_param)
@@ -317,7 +318,7 @@ async def test_an_optional_input_may_be_left_out_and_a_response_has_parameters(m
     assert (await infer(model, request(x, k)))["y"].tolist() == [0, 2, 4]
     assert [(each.name, each.optional) for each in config_of(model).input] == [("x", False), ("k", True)]
     with pytest.raises(InvalidRequestError, match="'x' is missing"):
-        await model.infer(request(k), None)
+        await model.infer(request(k), NO_DEADLINE)
 
 
 @pytest.mark.parametrize("parameters", ['{"triton_final_response": True}', "{1: 2}", "[1]", '{"x": object()}'])
@@ -329,7 +330,7 @@ async def test_parameters_that_cannot_be_sent_fail_the_request(make, parameters)
             return Response({{}}, {parameters})
     """)
     with pytest.raises(RequestFailedError, match="parameters"):
-        await model.infer(request(), None)
+        await model.infer(request(), NO_DEADLINE)
 
 
 @pytest.mark.parametrize("how", ["twice", "classified"])
@@ -343,6 +344,6 @@ async def test_outputs_that_no_model_gives_as_they_are_asked_for_are_refused(mak
         message.outputs[0].parameters["classification"].int64_param = 1
     serving = Serving(model)
     with pytest.raises(InvalidRequestError, match="'y' is given twice" if how == "twice" else "class_count"):
-        await serving.infer(message, None)
+        await serving.infer(message, NO_DEADLINE)
     with pytest.raises(InvalidRequestError, match="'y'"):
-        await anext(serving.stream(message, None))
+        await anext(serving.stream(message, NO_DEADLINE))

@@ -6,6 +6,7 @@ from contextlib import aclosing
 import numpy as np
 import pytest
 
+from millrace.deadline import NO_DEADLINE, Deadline
 from millrace.errors import InvalidRequestError, NotReadyError
 from millrace.oip.resumable import HEARTBEAT, CallOptions
 from millrace.oip.stream_infer import EMPTY_FINAL, FINAL
@@ -28,11 +29,11 @@ class FakeModel:
         self.statistics = RequestCounts(steps=3, succeeded=1, queue_ns=5, compute_ns=7)
         self.asked = []
 
-    async def infer(self, request, time_remaining_s, options):
-        async with aclosing(self.stream(request, time_remaining_s, options)) as responses:
+    async def infer(self, request, deadline, options):
+        async with aclosing(self.stream(request, deadline, options)) as responses:
             return [response async for response in responses][-1]
 
-    async def stream(self, request, time_remaining_s, options):
+    async def stream(self, request, deadline, options):
         self.asked.append(request.id)
         if request.id == "bad":
             raise InvalidRequestError("bad")
@@ -67,7 +68,7 @@ async def stream(serving, name, limit=None, **options):
     message = ModelInferRequest(id=name)
     if options.get("empty_final"):
         message.parameters[EMPTY_FINAL].bool_param = True
-    async with aclosing(serving.stream(message, options.get("timeout_s"))) as responses:
+    async with aclosing(serving.stream(message, Deadline.after(options.get("timeout_s")))) as responses:
         async for _ in responses:
             if limit is not None and (limit := limit - 1) == 0:
                 return
@@ -120,7 +121,7 @@ async def test_a_long_stream_makes_no_long_answer(serving):
 
 async def test_a_heartbeat_is_no_response(serving):
     options = CallOptions(heartbeat_ms=5)
-    async with aclosing(serving.stream(ModelInferRequest(id="1"), None, options)) as responses:
+    async with aclosing(serving.stream(ModelInferRequest(id="1"), NO_DEADLINE, options)) as responses:
         assert len([response async for response in responses]) == 2
     assert counted(serving) == ((1, 0), {"0": (1, 0, 0, 0)})
 
@@ -132,7 +133,7 @@ async def test_the_empty_final_response_is_counted(serving):
 
 async def test_what_is_refused_or_fails_later_is_a_failure(serving):
     with pytest.raises(InvalidRequestError):
-        await serving.infer(ModelInferRequest(id="bad"), None)
+        await serving.infer(ModelInferRequest(id="bad"), NO_DEADLINE)
     with pytest.raises(InvalidRequestError):
         await stream(serving, "fails")
     assert counted(serving) == ((0, 2), {"0": (1, 0, 1, 0), "1": (0, 0, 1, 0)})
@@ -160,10 +161,10 @@ async def test_a_batch_counts_as_many_inferences():
     serving = Serving(FakeModel(max_batch_size=8))
     message = ModelInferRequest(id="1")
     add_input(message, Tensor("input_ids", "INT64", np.ones((5, 3), dtype=np.int64)))
-    await serving.infer(message, None)
+    await serving.infer(message, NO_DEADLINE)
     one = ModelInferRequest(id="1")
     add_input(one, Tensor("input_ids", "INT64", np.ones(3, dtype=np.int64)))
-    await serving.infer(one, None)
+    await serving.infer(one, NO_DEADLINE)
     assert serving.statistics().inference_count == 6
     assert counted(serving)[0] == (2, 0)
 

@@ -6,6 +6,7 @@ reader takes `Chunk`s until one has a `finish_reason`, or which it cancels. Its 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -24,8 +25,8 @@ class GenerationRequest:
     Generation continues after `output_ids`, tokens that were produced before: `max_tokens`,
     `min_tokens`, penalties and positions count them. `sampling` is resolved (seed, max_tokens).
     `moved`: its caller was in the middle of it elsewhere, and goes before those that begin.
-    `deadline` is on the clock of time.monotonic(); `first_token_timeout_s` begins with the submission. While a
-    request that runs `alone` is computed, until its next token, the engine computes nothing else.
+    `deadline` is on the clock of time.monotonic(), infinity for none; `first_token_timeout_s` begins with the
+    submission. While a request that runs `alone` is computed, until its next token, the engine computes nothing else.
     `prompt_logprobs`: of each token of the prompt its log probability, and so many of the likeliest; None is neither.
     """
 
@@ -33,7 +34,7 @@ class GenerationRequest:
     input_ids: list[int]
     sampling: SamplingParameters
     output_ids: list[int] = field(default_factory=list)
-    deadline: float | None = None
+    deadline: float = math.inf
     first_token_timeout_s: float | None = None
     alone: bool = False
     moved: bool = False

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from opentelemetry.metrics import Meter
 from opentelemetry.trace import get_current_span
 
+from millrace.deadline import Deadline
 from millrace.errors import DrainingError, MillraceError, StartupError
 from millrace.oip.prompt_logprobs import PROMPT_LOGPROBS, PROMPT_TOP_LOGPROB_IDS, PROMPT_TOP_LOGPROBS
 from millrace.oip.resumable import FINGERPRINT, LEAVING, SPAN, CallOptions
@@ -58,19 +59,19 @@ class GenerationModel:
         return self.engine.statistics
 
     async def infer(
-        self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions = NO_OPTIONS
+        self, request: pb.ModelInferRequest, deadline: Deadline, options: CallOptions = NO_OPTIONS
     ) -> pb.ModelInferResponse:
-        with self._generation(request, time_remaining_s, options) as (slot, observed):
+        with self._generation(request, deadline, options) as (slot, observed):
             chunks = [observed.take(await slot.read())]
             while chunks[-1].finish_reason is None:
                 chunks.append(observed.take(await slot.read()))
         return write_response(request, merged(chunks), options)
 
     async def stream(
-        self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions = NO_OPTIONS
+        self, request: pb.ModelInferRequest, deadline: Deadline, options: CallOptions = NO_OPTIONS
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
         heartbeat_s = None if options.heartbeat_ms is None else options.heartbeat_ms / 1000
-        with self._generation(request, time_remaining_s, options) as (slot, observed):
+        with self._generation(request, deadline, options) as (slot, observed):
             span = traceparent_of(get_current_span()) if options.resumes else ""
             tells_cached = options.resumes
             if tells_cached:
@@ -128,10 +129,10 @@ class GenerationModel:
 
     @contextmanager
     def _generation(
-        self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions
+        self, request: pb.ModelInferRequest, deadline: Deadline, options: CallOptions
     ) -> Iterator[tuple[OutputSlot, ObservedGeneration]]:
         """The request's output slot, and the observer of what is read; the engine stops when the caller does."""
-        slot = self.engine.submit(read_request(self._loaded, request, time_remaining_s, options))
+        slot = self.engine.submit(read_request(self._loaded, request, deadline, options))
         with self._telemetry.observed(slot.timeline) as observed:
             try:
                 yield slot, observed

@@ -11,7 +11,6 @@ asks for: millrace/oip/prompt_logprobs.py.
 from __future__ import annotations
 
 import math
-import time
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.deadline import Deadline
 from millrace.errors import InvalidRequestError
 from millrace.oip.prompt_logprobs import OUTPUTS as PROMPT_OUTPUTS
 from millrace.oip.prompt_logprobs import PROMPT_LOGPROBS, check_size
@@ -41,7 +41,7 @@ _SCORED = frozenset(PROMPT_OUTPUTS)
 
 
 def read_request(
-    model: LoadedModel, request: inference_pb2.ModelInferRequest, time_remaining_s: float | None, options: CallOptions
+    model: LoadedModel, request: inference_pb2.ModelInferRequest, deadline: Deadline, options: CallOptions
 ) -> GenerationRequest:
     """Everything that can be refused is refused here, before the engine sees it."""
     _check_lengths(request, model.engine.limits)
@@ -78,14 +78,13 @@ def read_request(
     # As many as that, or with an end token last, are an answer of which only the end was lost.
     if len(output_ids) > (sampling.max_tokens or 0):
         raise InvalidRequestError(f"output_ids has {len(output_ids)} tokens, max_tokens is {sampling.max_tokens}")
-    deadline = None if time_remaining_s is None else time.monotonic() + time_remaining_s
     timeout_ms = options.first_token_timeout_ms
     return GenerationRequest(
         request.id or str(uuid.uuid4()),
         input_ids,
         sampling,
         output_ids,
-        deadline,
+        deadline.at,
         None if timeout_ms is None else timeout_ms / 1000,
         options.alone,
         # Anybody may send output_ids; that it is in the middle of an answer only the transformer can say.

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
+from millrace.deadline import Deadline
 from millrace.oip.stream_infer import FINAL, wants_empty_final
 from millrace_protos import inference_pb2 as pb
 
@@ -72,10 +73,10 @@ class RequestStatistics:
         self.responses: dict[str, ResponseTally] = {}
         self._batches = max_batch_size > 0
 
-    def begin(self, request: pb.ModelInferRequest, timeout_s: float | None) -> CountedRequest:
+    def begin(self, request: pb.ModelInferRequest, deadline: Deadline) -> CountedRequest:
         """Counts the request that the block answers."""
         shape = list(request.inputs[0].shape) if self._batches and request.inputs else []
-        return CountedRequest(self, shape[0] if len(shape) > 1 else 1, timeout_s, wants_empty_final(request))
+        return CountedRequest(self, shape[0] if len(shape) > 1 else 1, deadline, wants_empty_final(request))
 
     def at(self, index: int) -> ResponseTally:
         """The tally of the responses at an index."""
@@ -85,10 +86,10 @@ class RequestStatistics:
 class CountedRequest:
     """A context manager around one request; tell it of each response."""
 
-    def __init__(self, statistics: RequestStatistics, batch: int, timeout_s: float | None, empty_final: bool) -> None:
+    def __init__(self, statistics: RequestStatistics, batch: int, deadline: Deadline, empty_final: bool) -> None:
         self._statistics = statistics
         self._batch = batch
-        self._timeout_ns = None if timeout_s is None else timeout_s * 1e9
+        self._deadline = deadline
         self._empty_final = empty_final  # The front end ends the stream with a response that statistics do not count.
         self._begun = self._last = time.monotonic_ns()
         self._responses = 0
@@ -112,7 +113,7 @@ class CountedRequest:
         statistics.last_inference_ms = int(time.time() * 1000)
         # A reader may leave after the last response without asking for the end.
         left = isinstance(error, asyncio.CancelledError | GeneratorExit) and not self._complete
-        if left and (self._timeout_ns is None or took < self._timeout_ns):
+        if left and not self._deadline.passed():
             self._tally().cancel.add(self._lap())
         elif left or isinstance(error, Exception):
             self._tally().fail.add(self._lap())

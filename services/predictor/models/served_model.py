@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from millrace.deadline import Deadline
 from millrace.oip.resumable import CallOptions
 from millrace_protos import inference_pb2 as pb
 from millrace_protos import model_config_pb2
@@ -70,12 +71,12 @@ class ServedModel(Protocol):
     def statistics(self) -> Counts: ...
 
     async def infer(
-        self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions
+        self, request: pb.ModelInferRequest, deadline: Deadline, options: CallOptions
     ) -> pb.ModelInferResponse:
         """The one answer to a request."""
 
     def stream(
-        self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions
+        self, request: pb.ModelInferRequest, deadline: Deadline, options: CallOptions
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
         """The answers to a request, as they are made; heartbeats among them, where the options ask for them."""
 

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 
+from millrace.deadline import Deadline
 from millrace.errors import DrainingError, NotReadyError, OtherWeightsError
 from millrace.oip.declared_tensors import check_requested_outputs
 from millrace.oip.resumable import FINGERPRINT, HEARTBEAT, CallOptions
@@ -36,28 +37,28 @@ class Serving:
         self._fingerprint = model.description.parameters.get(FINGERPRINT, "")
 
     async def infer(
-        self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions = NO_OPTIONS
+        self, request: pb.ModelInferRequest, deadline: Deadline, options: CallOptions = NO_OPTIONS
     ) -> pb.ModelInferResponse:
         """The model's `infer`."""
         self._check_weights(options)
-        with self._counted(request, time_remaining_s) as counted:
+        with self._counted(request, deadline) as counted:
             check_requested_outputs(request)
             async with self._until_stopped(NotReadyError):
-                response = await self.model.infer(request, time_remaining_s, options)
+                response = await self.model.infer(request, deadline, options)
             self._sign(response)
             counted.response(response)
             return response
 
     async def stream(
-        self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions = NO_OPTIONS
+        self, request: pb.ModelInferRequest, deadline: Deadline, options: CallOptions = NO_OPTIONS
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
         """The model's `stream`."""
         self._check_weights(options)
         stopped = DrainingError if options.resumes else NotReadyError
         is_first = True
-        with self._counted(request, time_remaining_s) as counted:
+        with self._counted(request, deadline) as counted:
             check_requested_outputs(request)
-            async with aclosing(self.model.stream(request, time_remaining_s, options)) as responses:
+            async with aclosing(self.model.stream(request, deadline, options)) as responses:
                 while True:
                     async with self._until_stopped(stopped):
                         response = await anext(responses, None)
@@ -121,12 +122,12 @@ class Serving:
             response.parameters[FINGERPRINT].string_param = self._fingerprint
 
     @contextmanager
-    def _counted(self, request: pb.ModelInferRequest, time_remaining_s: float | None) -> Iterator[CountedRequest]:
+    def _counted(self, request: pb.ModelInferRequest, deadline: Deadline) -> Iterator[CountedRequest]:
         self.request_ids.append(request.id)
         self._in_flight += 1
         self._idle.clear()
         try:
-            with self.requests.begin(request, time_remaining_s) as counted:
+            with self.requests.begin(request, deadline) as counted:
                 yield counted
         finally:
             self.request_ids.remove(request.id)

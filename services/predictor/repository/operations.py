@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Coroutine
 from functools import partial
 from typing import Any
 
+from millrace.deadline import Deadline
 from millrace.errors import DeadlineError, MillraceError, NotReadyError, OverloadedError
 
 logger = logging.getLogger(__name__)
@@ -22,7 +24,7 @@ class Operations:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def run(self, what: str, work: Coroutine[Any, Any, None], time_remaining_s: float | None) -> None:
+    async def run(self, what: str, work: Coroutine[Any, Any, None], deadline: Deadline) -> None:
         """Runs `work` and waits for it as long as the caller may; raises what it raises, or DeadlineError."""
         if len(self._tasks) >= _MAX_OPERATIONS:
             work.close()
@@ -30,8 +32,8 @@ class Operations:
         task = asyncio.create_task(work, name=what)
         self._tasks.add(task)
         task.add_done_callback(partial(self._ended, what))
-        limit_s = _MAX_WAIT_S if time_remaining_s is None else min(_MAX_WAIT_S, time_remaining_s)
-        done, _ = await asyncio.wait((task,), timeout=limit_s)
+        left_s = max(0.0, deadline.at - time.monotonic())
+        done, _ = await asyncio.wait((task,), timeout=min(_MAX_WAIT_S, left_s))
         if not done:
             raise DeadlineError(f"the {what} is not done yet, and goes on; RepositoryIndex tells what becomes of it")
         if task.cancelled():

@@ -28,6 +28,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
+from millrace.deadline import NO_DEADLINE, Deadline
 from millrace.errors import (
     DrainingError,
     InvalidRequestError,
@@ -118,23 +119,23 @@ class ModelRepository:
             if entry.serving is None:
                 await self._load(entry, entry.source)
 
-    async def load(self, name: str, source: str = "", time_remaining_s: float | None = None) -> None:
+    async def load(self, name: str, source: str = "", deadline: Deadline = NO_DEADLINE) -> None:
         """Loads a model, or once more one that is loaded; `source` is a hub id where the name is not its own."""
         if not name:
             raise InvalidRequestError("the request names no model")
         if self._ending:
             raise _stopping()
         found = await asyncio.to_thread(self._locations.find, name, source)
-        await self._operations.run(f"load of {name}", self._load_for_caller(found), time_remaining_s)
+        await self._operations.run(f"load of {name}", self._load_for_caller(found), deadline)
 
-    async def unload(self, name: str, time_remaining_s: float | None = None) -> None:
+    async def unload(self, name: str, deadline: Deadline = NO_DEADLINE) -> None:
         """Takes a model out; one that is not loaded stays so; raises NotFoundError for one that is not known."""
         entry = self._entries.get(name)
         if entry is None:
             if name not in await asyncio.to_thread(self._locations.names):
                 raise NotFoundError(f"no model {name!r}")
             return
-        await self._operations.run(f"unload of {name}", self._unload(entry), time_remaining_s)
+        await self._operations.run(f"unload of {name}", self._unload(entry), deadline)
 
     async def index(self) -> list[IndexRow]:
         """Every model that is known, and those of the repository folder that could be loaded."""

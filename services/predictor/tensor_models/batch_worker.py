@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
+from millrace.deadline import Deadline
 from millrace.errors import DeadlineError, HopBrokenError, MillraceError, NotReadyError, RequestFailedError
 from millrace.rpc.watchdog import Watchdog, dump_tracebacks
 from services.predictor.counts import Outcome, RequestCounts
@@ -76,11 +77,11 @@ class BatchWorker(Generic[T, R]):
         self._thread.start()
         self._watchdog.start()
 
-    async def submit(self, item: T, rows: int, length: int, time_remaining_s: float | None) -> R:
+    async def submit(self, item: T, rows: int, length: int, deadline: Deadline) -> R:
         """The item's result; cancelling it takes it out of the queue."""
         now = time.monotonic()
         job: _Job[T, R] = _Job(item, asyncio.get_running_loop().create_future())
-        entry = Waiting(job, rows, length, now, None if time_remaining_s is None else now + time_remaining_s)
+        entry = Waiting(job, rows, length, now, deadline.at)
         with self._changed:
             if self._stopping or self._dead.is_set():
                 raise NotReadyError("the model is stopping")

@@ -10,6 +10,7 @@ comes first. A batch takes a bucket's requests in their order, as many as fit `m
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -28,7 +29,7 @@ class Waiting(Generic[T]):
     rows: int
     length: int
     since: float
-    deadline: float | None = None
+    deadline: float = math.inf
 
 
 class BatchQueue(Generic[T]):
@@ -69,7 +70,7 @@ class BatchQueue(Generic[T]):
         """Takes out the requests whose deadline has passed."""
         expired: list[Waiting[T]] = []
         for bucket, entries in list(self._buckets.items()):
-            late = [entry for entry in entries if entry.deadline is not None and entry.deadline <= now]
+            late = [entry for entry in entries if entry.deadline <= now]
             self._take(bucket, late)
             expired += late
         return expired

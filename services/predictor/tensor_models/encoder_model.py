@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from millrace.deadline import NO_DEADLINE, Deadline
 from millrace.errors import MillraceError, StartupError
 from millrace.oip.resumable import CallOptions
 from millrace.oip.stream_infer import FINAL
@@ -64,17 +65,17 @@ class EncoderModel:
         return self._worker.counts
 
     async def infer(
-        self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions = NO_OPTIONS
+        self, request: pb.ModelInferRequest, deadline: Deadline, options: CallOptions = NO_OPTIONS
     ) -> pb.ModelInferResponse:
-        vectors = await self._run(read_rows(request, self._output, self._limits), time_remaining_s)
+        vectors = await self._run(read_rows(request, self._output, self._limits), deadline)
         response = pb.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
         add_output(response, Tensor(self._output, "FP32", vectors))
         return response
 
     async def stream(
-        self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions = NO_OPTIONS
+        self, request: pb.ModelInferRequest, deadline: Deadline, options: CallOptions = NO_OPTIONS
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
-        response = await self.infer(request, time_remaining_s)
+        response = await self.infer(request, deadline)
         response.parameters[FINAL].bool_param = True
         yield response
 
@@ -87,7 +88,7 @@ class EncoderModel:
     async def warm_up(self) -> None:
         ids = np.zeros((1, 1), dtype=np.int64)
         try:
-            await self._run({INPUT_IDS: ids, ATTENTION_MASK: np.ones_like(ids)}, None)
+            await self._run({INPUT_IDS: ids, ATTENTION_MASK: np.ones_like(ids)}, NO_DEADLINE)
         except MillraceError as error:
             raise StartupError(f"model {self.name} is not served: {error.message}") from None
 
@@ -97,6 +98,6 @@ class EncoderModel:
     def close(self) -> None:
         self._worker.close()
 
-    async def _run(self, rows: Rows, time_remaining_s: float | None) -> Vectors:
+    async def _run(self, rows: Rows, deadline: Deadline) -> Vectors:
         count, length = rows[INPUT_IDS].shape
-        return await self._worker.submit(rows, count, length, time_remaining_s)
+        return await self._worker.submit(rows, count, length, deadline)

@@ -44,6 +44,7 @@ from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 
+from millrace.deadline import Deadline
 from millrace.errors import HopBrokenError, InvalidRequestError, MillraceError, NotReadyError, RequestFailedError
 from millrace.oip.declared_tensors import check_inputs
 from millrace.oip.resumable import CallOptions
@@ -88,7 +89,7 @@ class PythonModel:
         logger.info("model %s: %s of %s", name, "a generator" if self._code.streams else "a function", folder)
 
     async def infer(
-        self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions = NO_OPTIONS
+        self, request: pb.ModelInferRequest, deadline: Deadline, options: CallOptions = NO_OPTIONS
     ) -> pb.ModelInferResponse:
         answer = None
         async with aclosing(self._answers(request)) as answers:
@@ -103,7 +104,7 @@ class PythonModel:
         return answer
 
     async def stream(
-        self, request: pb.ModelInferRequest, time_remaining_s: float | None, options: CallOptions = NO_OPTIONS
+        self, request: pb.ModelInferRequest, deadline: Deadline, options: CallOptions = NO_OPTIONS
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
         async with aclosing(self._answers(request)) as answers:
             async for response, last in answers:

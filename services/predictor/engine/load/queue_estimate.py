@@ -65,8 +65,8 @@ class QueueEstimate:
 
     def is_hopeless(self, sequence: Sequence, now: float) -> bool:
         """Whether a sequence would not be done by its deadline if it began now, as far as anybody knows."""
-        deadline = sequence.request.deadline
-        return deadline is not None and self._knows and now + _MARGIN * self._token_s * sequence.asked > deadline
+        done_at = now + _MARGIN * self._token_s * sequence.asked
+        return self._knows and done_at > sequence.request.deadline
 
     @property
     def _knows(self) -> bool:

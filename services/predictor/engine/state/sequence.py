@@ -94,7 +94,7 @@ class Sequence:
     def overdue(self, now: float) -> DeadlineError | None:
         """The error of a deadline that has passed."""
         request = self.request
-        if request.deadline is not None and now >= request.deadline:
+        if now >= request.deadline:
             return DeadlineError("the deadline passed during generation")
         limit = self.first_token_deadline
         if limit is not None and now >= limit:
