@@ -1,6 +1,6 @@
 """The client's side of a call: one span around it, and its duration.
 
-What a service asks by itself for ever (untraced.py) has neither. The span ends with the call, whether that is read to
+A background call (telemetry/suppression.py) has neither. The span ends with the call, whether that is read to
 the end, cancelled or dropped. grpc.aio takes a client interceptor for one kind of call only, hence one class a kind.
 """
 
@@ -29,7 +29,7 @@ from millrace.telemetry.identity import (
     traceparent_of,
 )
 from millrace.telemetry.rpc import DEADLINE_MARGIN_S, LINK, UNTOLD, attributes_of, duration_histogram, end_span, name_of
-from millrace.telemetry.untraced import is_untraced
+from millrace.telemetry.suppression import is_tracing_suppressed
 
 _hooks: ContextVar[CallSpan | None] = ContextVar("call_span", default=None)
 
@@ -84,7 +84,7 @@ class _Spans:
     async def call(self, continuation: Any, details: Any, request: Any) -> Any:
         """Makes the call in its own span, unless tracing is suppressed."""
         method = details.method.decode() if isinstance(details.method, bytes) else details.method
-        if method.startswith(UNTOLD) or is_untraced():
+        if method.startswith(UNTOLD) or is_tracing_suppressed():
             return await continuation(_with_metadata(details, _carried()), request)
         began, attributes = time.monotonic(), attributes_of(name_of(method))
         hook = _hooks.get()

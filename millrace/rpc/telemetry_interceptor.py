@@ -1,7 +1,7 @@
 """The server's side of a call: one span, child of the caller's, its duration, and a log line.
 
 The published instrumentation for grpc.aio breaks handlers that write to their context and reports cancelled streams as
-OK, hence our own. What a service asks by itself for ever (untraced.py) is not measured, and like the probes of
+OK, hence our own. A background call (telemetry/suppression.py) is not measured, and like the probes of
 readiness it leaves no line at INFO.
 """
 
@@ -43,7 +43,7 @@ from millrace.telemetry.rpc import (
     name_of,
     status_of,
 )
-from millrace.telemetry.untraced import is_untraced
+from millrace.telemetry.suppression import is_tracing_suppressed
 
 logger = logging.getLogger(CALLS)
 
@@ -111,7 +111,7 @@ class _Call:
         self._attributes = attributes_of(name_of(method)) | {PROTOCOL: protocol}
         request_id = carrier.get(REQUEST_ID_METADATA, "")
         self._span = self._start(tracer, method, parent, carrier.get(LINK, ""), request_id)
-        self._is_measured = not is_untraced(parent)
+        self._is_measured = not is_tracing_suppressed(parent)
         self._level = logging.INFO if self._is_measured and method not in _PROBES else logging.DEBUG
         # Never detached: a call runs in a task, and so in a context, of its own.
         otel_context.attach(trace.set_span_in_context(self._span, parent))

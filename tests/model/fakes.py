@@ -15,9 +15,9 @@ from torch import Tensor
 from millrace.sampling import SamplingParameters
 from services.predictor.engine.engine import ContinuousBatchingEngine
 from services.predictor.engine.interface import Chunk, EngineLimits, OutputSlot
+from services.predictor.engine.isolation import Isolation
 from services.predictor.engine.sampling.sampler import sample
 from services.predictor.engine.scheduler import Scheduler
-from services.predictor.engine.solo import SoloPlace
 from services.predictor.engine.state.blocks import BlockManager
 from services.predictor.engine.state.sampling_row import SamplingRow
 from services.predictor.engine.state.sequence import Row
@@ -107,13 +107,13 @@ def make_engine(
     max_waiting: int = 8,
     step_tokens: int = 64,
     step_timeout_s: float = 60,
-    solo: SoloPlace | None = None,
+    isolation: Isolation | None = None,
 ) -> ContinuousBatchingEngine:
     scheduler = Scheduler(
         BlockManager(len(runner.memory), BLOCK_TOKENS), max_running, max_waiting, step_tokens, runner.reuses_prefixes
     )
     limits = EngineLimits(1024, False, VOCABULARY, getattr(runner, "scores_prompts", False))
-    return ContinuousBatchingEngine("fake", runner, scheduler, limits, {END}, step_timeout_s, solo or SoloPlace())
+    return ContinuousBatchingEngine("fake", runner, scheduler, limits, {END}, step_timeout_s, isolation or Isolation())
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from millrace.errors import DeadlineError, HopBrokenError, InvalidRequestError, NotReadyError, RequestFailedError
-from services.predictor.engine.solo import SoloPlace
+from services.predictor.engine.isolation import Isolation
 from tests.model.crowd import CROWD, assert_crowd_is_unharmed, outcome, submit_crowd
 from tests.model.fakes import FakeRunner, Gate, engines, expected, read_all, request
 from tests.waiting import until
@@ -56,11 +56,11 @@ async def test_what_it_has_produced_before_counts_and_one_token_is_enough(engine
 
 async def test_a_process_holds_one_that_is_still_to_run_alone(engine_of):
     gate = Gate()
-    solo = SoloPlace()
-    engine, other = engine_of(FakeRunner(gate), solo=solo), engine_of(FakeRunner(), solo=solo)
+    isolation = Isolation()
+    engine, other = engine_of(FakeRunner(gate), isolation=isolation), engine_of(FakeRunner(), isolation=isolation)
     first = engine.submit(request("first", alone=True))
     for refusing in (engine, other):
-        with pytest.raises(NotReadyError, match="another request runs alone here") as raised:
+        with pytest.raises(NotReadyError, match="another request runs in isolation here") as raised:
             refusing.submit(request("second", alone=True))
         assert raised.value.retry_after_ms == 100
     # Others are welcome.
@@ -138,14 +138,14 @@ async def test_its_end_lets_the_others_go_on(engine_of, monkeypatch, how):
 
 
 async def test_the_end_of_its_engine_gives_the_place_back(engine_of):
-    solo = SoloPlace()
+    isolation = Isolation()
 
     class Dying(FakeRunner):
         def run(self, rows):
             raise SystemExit
 
     for runner, error in ((Dying(), HopBrokenError), (FakeRunner(Gate()), NotReadyError)):
-        engine = engine_of(runner, solo=solo, step_timeout_s=5)
+        engine = engine_of(runner, isolation=isolation, step_timeout_s=5)
         slot = engine.submit(request("alone", alone=True))
         if error is NotReadyError:
             await until(lambda runner=runner: runner.steps)
@@ -154,5 +154,5 @@ async def test_the_end_of_its_engine_gives_the_place_back(engine_of):
             await asyncio.to_thread(engine.close)
         else:
             assert await outcome(slot) is error
-        solo.take("next")
-        solo.leave("next")
+        isolation.acquire("next")
+        isolation.release("next")

@@ -19,7 +19,7 @@ from millrace.rpc.client_interceptors import CallSpan, telemetry_client_intercep
 from millrace.rpc.handlers import ErrorServerInterceptor
 from millrace.rpc.telemetry_interceptor import TelemetryServerInterceptor
 from millrace.telemetry.identity import current_request_id, current_trace_id, set_request_id
-from millrace.telemetry.untraced import leave_untraced
+from millrace.telemetry.suppression import suppress_tracing
 from millrace_protos import inference_pb2, millrace_pb2
 from tests.support.measured import Measured
 
@@ -282,7 +282,7 @@ async def test_what_a_service_asks_by_itself_is_neither_traced_nor_measured(benc
     bench.methods.then = ends_well
 
     async def ask():
-        leave_untraced()
+        suppress_tracing()
         return await bench.call("unary")
 
     assert await asyncio.create_task(ask()) == [b"x"]

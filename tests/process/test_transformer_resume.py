@@ -243,7 +243,7 @@ async def test_one_request_runs_alone_at_a_time():
 
 
 async def test_a_replica_where_another_runs_alone_is_asked_again():
-    taken = NotReadyError("another request runs alone here", retry_after_ms=100)
+    taken = NotReadyError("another request runs in isolation here", retry_after_ms=100)
     async with resuming(breaks(), breaks(), raises(taken)) as r:
         check_whole(await r.generate())
         assert r.were_alone == [False, False, True, True]
@@ -470,7 +470,7 @@ CANCELLED_IN = {
 @pytest.mark.parametrize("script", CANCELLED_IN.values(), ids=list(CANCELLED_IN))
 async def test_a_caller_who_leaves_ends_everything_at_once(script):
     async with resuming(*script) as r:
-        await r.generator._alone.acquire()
+        await r.generator._isolation.acquire()
         asking = asyncio.create_task(r.generate())
         await r.predictor.wait_for_calls(len(script))
         await asyncio.sleep(0.1)
@@ -478,7 +478,7 @@ async def test_a_caller_who_leaves_ends_everything_at_once(script):
         with pytest.raises(asyncio.CancelledError):
             await asking
         await until(lambda: all(call.ended.is_set() for call in r.predictor.calls))
-        r.generator._alone.release()
+        r.generator._isolation.release()
         assert len(r.predictor.calls) == len(script)
         check_whole(await r.generate())
 
@@ -489,7 +489,7 @@ async def test_who_leaves_while_it_runs_alone_gives_the_turn_back():
         await r.predictor.wait_for_calls(3)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        assert not r.generator._alone.locked()
+        assert not r.generator._isolation.locked()
 
 
 # ------------------------------------------------------------------ others' predictors

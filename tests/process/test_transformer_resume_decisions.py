@@ -7,11 +7,10 @@ import pytest
 from millrace.deadline import Deadline
 from millrace.errors import DeadlineError, DrainingError, NotReadyError
 from millrace.sampling import SamplingParameters
-from services.transformer.predictors.deaths import Deaths, NextCall
-from services.transformer.predictors.poison import Poison, fingerprint
+from services.transformer.predictors.crashes import CrashCount, NextCall, Quarantine, request_fingerprint
 from services.transformer.predictors.retries import Backoff
 
-SHARED, ALONE, NONE = NextCall.SHARED, NextCall.ALONE, NextCall.NONE
+SHARED, ALONE, NONE = NextCall.SHARED, NextCall.ISOLATED, NextCall.NONE
 AWAY = NotReadyError("no predictor is ready")
 
 
@@ -42,65 +41,65 @@ AWAY = NotReadyError("no predictor is ready")
         (2, "ddatddd", ALONE),
     ],
 )
-def test_only_deaths_in_a_row_count(limit, events, next_call):
-    deaths = Deaths(limit)
+def test_only_crashes_in_a_row_count(limit, events, next_call):
+    crashes = CrashCount(limit)
     happen = {
-        "d": lambda: deaths.call_ended(died=True),
-        "e": lambda: deaths.call_ended(died=False),
-        "a": deaths.runs_alone,
-        "t": deaths.token,
+        "d": lambda: crashes.call_ended(crashed=True),
+        "e": lambda: crashes.call_ended(crashed=False),
+        "a": crashes.isolated,
+        "t": crashes.token,
     }
     for event in events:
         happen[event]()
-    assert deaths.next_call is next_call
+    assert crashes.next_call is next_call
 
 
 SAMPLING = SamplingParameters(max_tokens=10, seed=1)
 
 
 def test_a_request_is_known_by_all_but_its_seed():
-    known = fingerprint("m", [1, 2], SAMPLING)
-    assert fingerprint("m", [1, 2], SAMPLING.model_copy(update={"seed": 2})) == known
+    known = request_fingerprint("m", [1, 2], SAMPLING)
+    assert request_fingerprint("m", [1, 2], SAMPLING.model_copy(update={"seed": 2})) == known
     others = [
-        fingerprint("n", [1, 2], SAMPLING),
-        fingerprint("m", [1, 3], SAMPLING),
-        fingerprint("m", [1], SAMPLING),
-        fingerprint("m", [1, 2], SAMPLING.model_copy(update={"max_tokens": 11})),
+        request_fingerprint("n", [1, 2], SAMPLING),
+        request_fingerprint("m", [1, 3], SAMPLING),
+        request_fingerprint("m", [1], SAMPLING),
+        request_fingerprint("m", [1, 2], SAMPLING.model_copy(update={"max_tokens": 11})),
     ]
     assert known not in others
 
 
-def test_poison_is_refused_for_ten_minutes():
+def test_quarantine_is_refused_for_ten_minutes():
     now = [0.0]
-    poison = Poison(lambda: now[0])
-    assert not poison
-    poison.add(b"a")
+    quarantine = Quarantine(lambda: now[0])
+    assert not quarantine
+    quarantine.add(b"a")
     now[0] = 599
-    poison.add(b"b")
-    assert (poison.refuses(b"a"), poison.refuses(b"b"), poison.refuses(b"c")) == (True, True, False)
+    quarantine.add(b"b")
+    assert (quarantine.refuses(b"a"), quarantine.refuses(b"b"), quarantine.refuses(b"c")) == (True, True, False)
     now[0] = 600
-    assert (poison.refuses(b"a"), poison.refuses(b"b")) == (False, True)
+    assert (quarantine.refuses(b"a"), quarantine.refuses(b"b")) == (False, True)
     now[0] = 1199
-    assert not poison.refuses(b"b")
-    assert not poison
+    assert not quarantine.refuses(b"b")
+    assert not quarantine
 
 
-def test_poison_that_comes_again_is_refused_from_then_on():
+def test_quarantine_that_comes_again_is_refused_from_then_on():
     now = [0.0]
-    poison = Poison(lambda: now[0])
-    poison.add(b"a")
+    quarantine = Quarantine(lambda: now[0])
+    quarantine.add(b"a")
     now[0] = 300
-    poison.add(b"a")
+    quarantine.add(b"a")
     now[0] = 601
-    assert poison.refuses(b"a")
+    assert quarantine.refuses(b"a")
 
 
-def test_the_oldest_poison_is_forgotten_first():
-    poison = Poison()
+def test_the_oldest_quarantine_is_forgotten_first():
+    quarantine = Quarantine()
     for number in range(1025):
-        poison.add(str(number).encode())
-    assert not poison.refuses(b"0")
-    assert poison.refuses(b"1")
+        quarantine.add(str(number).encode())
+    assert not quarantine.refuses(b"0")
+    assert quarantine.refuses(b"1")
 
 
 def retries(wait_s, timeout_s=None, start_wait_s=None):

@@ -31,7 +31,7 @@ MILLRACE = (
 PREDICTOR = (
     ("services.predictor.counts", "services.predictor.settings"),
     ("services.predictor.engine.interface",),
-    ("services.predictor.engine.faults", "services.predictor.engine.solo", "services.predictor.engine.state"),
+    ("services.predictor.engine.faults", "services.predictor.engine.isolation", "services.predictor.engine.state"),
     (
         "services.predictor.engine.cpu",
         "services.predictor.engine.sampling",

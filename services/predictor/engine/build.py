@@ -16,6 +16,7 @@ import torch
 from services.predictor.engine.cpu.packed_linear import pack_linears
 from services.predictor.engine.engine import ContinuousBatchingEngine
 from services.predictor.engine.interface import Engine, EngineLimits
+from services.predictor.engine.isolation import Isolation
 from services.predictor.engine.runners.decode_graphs import record_cuda_graph
 from services.predictor.engine.runners.fused_layers import fuse_layers
 from services.predictor.engine.runners.interface import ModelRunner
@@ -24,14 +25,13 @@ from services.predictor.engine.runners.paged import PagedRunner, self_test
 from services.predictor.engine.runners.row import CachelessRunner, CausalRunner, EncoderDecoderRunner
 from services.predictor.engine.runners.t5 import T5Runner
 from services.predictor.engine.scheduler import Scheduler
-from services.predictor.engine.solo import SoloPlace
 from services.predictor.engine.state.blocks import BlockManager
 from services.predictor.engine.state.cache import BLOCK_TOKENS, CacheShape
 from services.predictor.settings import PredictorSettings
 
 logger = logging.getLogger(__name__)
 
-_SOLO = SoloPlace()  # The process has one.
+_ISOLATION = Isolation()  # The process has one.
 
 
 def build_engine(name: str, model: Any, settings: PredictorSettings) -> Engine:
@@ -55,7 +55,7 @@ def build_engine(name: str, model: Any, settings: PredictorSettings) -> Engine:
         EngineLimits(context, bool(model.config.is_encoder_decoder), vocabulary, runner.scores_prompts),
         _end_ids(model.generation_config.eos_token_id),
         settings.step_timeout,
-        _SOLO,
+        _ISOLATION,
     )
 
 

@@ -34,13 +34,13 @@ from services.predictor.engine.interface import (
     GenerationRequest,
     Logprobs,
 )
+from services.predictor.engine.isolation import Isolation
 from services.predictor.engine.load.load_meter import LoadMeter
 from services.predictor.engine.load.pace import PrefillPace
 from services.predictor.engine.load.progress import ProgressWatch
 from services.predictor.engine.load.queue_estimate import QueueEstimate
 from services.predictor.engine.runners.interface import ModelRunner
 from services.predictor.engine.scheduler import Scheduler
-from services.predictor.engine.solo import SoloPlace
 from services.predictor.engine.state.sequence import Row, Sequence
 from services.predictor.engine.state.slot import MergingSlot, Reader, wake
 from services.predictor.engine.step import Result, StepRunner
@@ -53,7 +53,7 @@ _TELL_S, _ON_ITS_WAY_S = 0.5, 0.05
 
 
 class ContinuousBatchingEngine:
-    """See the module. `end_ids` end a sequence; `name` is for logs and threads; `solo` is the process's."""
+    """See the module. `end_ids` end a sequence; `name` is for logs and threads; `isolation` is the process's."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class ContinuousBatchingEngine:
         limits: EngineLimits,
         end_ids: Iterable[int],
         step_timeout_s: float,
-        solo: SoloPlace,
+        isolation: Isolation,
     ) -> None:
         self.limits = limits
         self.statistics = EngineStatistics()
@@ -76,7 +76,7 @@ class ContinuousBatchingEngine:
         self._meter = LoadMeter(scheduler, self.statistics, self._changed)
         self._closing = False
         self._dead = threading.Event()
-        self._solo = solo
+        self._isolation = isolation
         self._estimate = QueueEstimate(scheduler.max_running)
         self._progress = ProgressWatch(step_timeout_s)
         self._step_timeout_s = step_timeout_s
@@ -130,11 +130,11 @@ class ContinuousBatchingEngine:
         if self._estimate.is_late(sequence, self._scheduler.queue_before(sequence), time.monotonic()):
             raise self._too_late()
         if sequence.alone:
-            self._solo.take(sequence)
+            self._isolation.acquire(sequence)
         try:
             self._scheduler.add(sequence, retry_after_ms=self._estimate.retry_after_ms)
         except MillraceError:
-            self._solo.leave(sequence)
+            self._isolation.release(sequence)
             raise
 
     def _too_late(self) -> OverloadedError:
@@ -170,7 +170,7 @@ class ContinuousBatchingEngine:
             # Any request of the step may have caused the death: callers that resume elsewhere have to count it.
             took_part = sequence.timeline.started is not None and not self._closing
             error = HopBrokenError("the engine died") if took_part else NotReadyError("the engine stopped")
-            self._solo.leave(sequence)
+            self._isolation.release(sequence)
             sequence.slot.fail(error)
 
     def _wait_for_work(self) -> bool:
@@ -256,7 +256,7 @@ class ContinuousBatchingEngine:
     def _publish_token(self, sequence: Sequence, token_id: int, logprobs: Logprobs | None) -> Reader | None:
         """Hands a sequence its next token; the reader that has to be woken."""
         if sequence.alone:
-            self._solo.leave(sequence)
+            self._isolation.release(sequence)
         if sequence.timeline.first_token is None:
             sequence.timeline.first_token = time.monotonic()
         prompt = sequence.take_prompt()
@@ -292,7 +292,7 @@ class ContinuousBatchingEngine:
                 self._estimate.ended(now)
             if outcome == "succeeded":
                 self._estimate.succeeded(sequence.asked, now - started_at)
-        self._solo.leave(sequence)
+        self._isolation.release(sequence)
         self.statistics.add(outcome, submitted_at, started_at, now)
         return released
 

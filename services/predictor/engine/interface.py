@@ -200,7 +200,7 @@ class Engine(Protocol):
         """Queues a request; one that is complete already gets an empty last chunk.
 
         Raises OverloadedError, also where the queue is longer than the request can wait; NotReadyError, also where
-        another request runs alone; and InvalidRequestError for what can never fit.
+        another request runs in isolation; and InvalidRequestError for what can never fit.
         """
 
     async def died(self) -> None:

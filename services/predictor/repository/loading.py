@@ -32,37 +32,37 @@ _FILES = ("*.json", "*.safetensors")
 
 def load(source: ModelSource, settings: PredictorSettings, device: torch.device, report: Report) -> ServedModel:
     """The model, running; tells `report` how far it is; raises StartupError."""
-    return build(source, bring(source, report), settings, device, report)
+    return build(source, fetch_model(source, report), settings, device, report)
 
 
 @dataclass(frozen=True)
-class Brought:
+class FetchedModel:
     """A model's files on the local disk, and its kind."""
 
     folder: Path
     kind: ModelKind
 
 
-def bring(source: ModelSource, report: Report) -> Brought:
+def fetch_model(source: ModelSource, report: Report) -> FetchedModel:
     """Downloads what is not here yet; takes no memory worth mentioning; raises StartupError."""
     with _told_in_one_line(source.name):
         folder = fetch(source, _FILES, report)
-        return Brought(folder, kind_of(source, folder))
+        return FetchedModel(folder, kind_of(source, folder))
 
 
 def build(
-    source: ModelSource, brought: Brought, settings: PredictorSettings, device: torch.device, report: Report
+    source: ModelSource, fetched: FetchedModel, settings: PredictorSettings, device: torch.device, report: Report
 ) -> ServedModel:
     """The model, running; raises StartupError."""
     with _told_in_one_line(source.name):
-        if brought.kind is ModelKind.PYTHON:
+        if fetched.kind is ModelKind.PYTHON:
             report("loading model.py")
             limits = (settings.max_running, settings.max_waiting, settings.python_timeout)
-            return PythonModel(source.name, brought.folder, *limits)
+            return PythonModel(source.name, fetched.folder, *limits)
         report("loading the weights")
-        if brought.kind is ModelKind.GENERATION:
-            return GenerationModel(load_generation(source.name, brought.folder, source.is_local, settings, device))
-        return load_encoder(source.name, brought.folder, source.is_local, brought.kind, settings, device)
+        if fetched.kind is ModelKind.GENERATION:
+            return GenerationModel(load_generation(source.name, fetched.folder, source.is_local, settings, device))
+        return load_encoder(source.name, fetched.folder, source.is_local, fetched.kind, settings, device)
 
 
 @contextmanager

@@ -46,7 +46,7 @@ from services.predictor.generation.served_engines import ServedEngines
 from services.predictor.models.served_model import VERSION
 from services.predictor.models.weights import choose_device
 from services.predictor.repository.lease import Serving
-from services.predictor.repository.loading import bring, build
+from services.predictor.repository.loading import build, fetch_model
 from services.predictor.repository.locations import ModelLocations
 from services.predictor.repository.memory_release import release_memory
 from services.predictor.repository.operations import Operations
@@ -248,11 +248,11 @@ class ModelRepository:
                 entry.reason = progress
 
         thread = f"load-{source.name}"
-        brought = await run_in_daemon_thread(thread, partial(bring, source, report))
-        if brought.kind is ModelKind.GENERATION and entry.serving is not None:
+        fetched = await run_in_daemon_thread(thread, partial(fetch_model, source, report))
+        if fetched.kind is ModelKind.GENERATION and entry.serving is not None:
             await self._take_out(entry)
             entry.set(State.LOADING, "loading")
-        building = partial(build, source, brought, self._settings, self._device, report)
+        building = partial(build, source, fetched, self._settings, self._device, report)
         try:
             model = await run_in_daemon_thread(thread, building)
             try:

@@ -25,7 +25,7 @@ from millrace.errors import InvalidRequestError, MillraceError, NotFoundError, N
 from millrace.models.sources import ModelSource, parse_location
 from millrace.rpc.call_context import CallContext
 from millrace.rpc.threads import run_in_daemon_thread
-from millrace.telemetry.untraced import leave_untraced
+from millrace.telemetry.suppression import suppress_tracing
 from services.transformer.models.models import Model, ProcessedModel, RelayedModel, TextModel, model_of
 from services.transformer.models.processors import RunningProcessor
 from services.transformer.predictors.client import PredictorClient
@@ -155,7 +155,7 @@ class Catalogue:
 
     async def watch(self, tell: Callable[[bool], Awaitable[None]]) -> None:
         """Follows the predictor for ever; keeps `ready` true to whether a generation would work now, and tells it."""
-        leave_untraced()
+        suppress_tracing()
         self._tell = tell
         async with asyncio.TaskGroup() as self._tasks:
             while True:

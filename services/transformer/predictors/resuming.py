@@ -1,22 +1,21 @@
-"""One generation out of as many calls as it takes: it goes on at another predictor when one dies under it.
+"""One generation made of as many calls as it takes: another predictor resumes it when its predictor crashes.
 
-Contract with the predictor: millrace/oip/resumable.py. What ends a call decides what comes next:
+Contract with the predictor: millrace/oip/resumable.py. The end of a call decides what follows:
 
-- a death (the connection broke, the engine died, or the predictor fell silent): the next call goes on after the ids so
-  far; deaths.py says how often, and when alone;
-- a predictor that is about to stop: the stream stays there until another one can go on with it;
-- a predictor that is away, still loads, hands the stream back, or has not said a word since the call began, which is
-  a hung process and none of the request's doing: the next call goes on likewise, as often as it takes;
-- an overloaded one: a new request is refused at once, a resumed one waits;
-- anything else is the request's own, and ends it.
+- a crash (the connection broke, the engine died, or the predictor became silent): the next call resumes after the ids
+  so far; crashes.py decides how often, and when in isolation;
+- a predictor that drains: the stream stays there until another one can resume it;
+- a predictor that is unreachable, still loads, hands the stream back, or has not answered since the call began (the
+  process hangs, which the request has not caused): the next call resumes in the same way, without a limit;
+- an overloaded predictor: a new request is refused at once, a resumed one waits;
+- any other error is the request's own, and ends it.
 
-An answer is of one model: once it has begun, only a predictor with the same weights goes on (`fingerprint`). One with
-others refuses, and the request waits for the right one, through Envoy, which tries several replicas a call.
+An answer comes from one set of weights: once it has begun, only a predictor with the same `fingerprint` resumes it.
+Others refuse, and the request waits for the right one, through Envoy, which tries several replicas for each call.
 
-Before the first token the same is a retry. A predictor that cannot go on after given ids is asked again only before it.
-Between calls the request waits, see retries.py. A request that ends a predictor even alone is not called again, and
-the same one is refused for a while (poison.py): thus it cannot walk through all replicas, and requests that merely
-stood beside it go on.
+Before the first token a resume is a plain retry; a server that cannot resume after given ids is retried only then.
+Between calls the request waits, see retries.py. A request that crashes its predictor in isolation is not retried, and
+identical requests are quarantined: so it cannot crash all replicas, and requests beside it continue.
 
 Owned by the event loop; one for all requests.
 """
@@ -43,9 +42,8 @@ from millrace.oip.resumable import CallOptions
 from millrace.rpc.client_interceptors import CallSpan
 from services.transformer.predictors.answers import BrokenAnswerError
 from services.transformer.predictors.client import Generation, PredictorClient, TokenChunk
-from services.transformer.predictors.deaths import Deaths, NextCall
+from services.transformer.predictors.crashes import CrashCount, NextCall, Quarantine, request_fingerprint
 from services.transformer.predictors.first_token import FirstToken
-from services.transformer.predictors.poison import Poison, fingerprint
 from services.transformer.predictors.retries import Backoff
 
 logger = logging.getLogger(__name__)
@@ -55,31 +53,31 @@ _REFUSED = "this request has ended its predictor again and again; it is refused 
 
 
 class ResumingGenerator:
-    """See the module; `resume_limit` is how many deaths in a row are taken for bad luck.
+    """See the module; after `resume_limit` crashes in a row a request runs in isolation.
 
-    `have_taker(model, fingerprint)` says whether some replica would take a stream of these weights.
+    `can_resume(model, fingerprint)`: some replica would resume a stream of these weights.
     """
 
     def __init__(
         self,
         predictor: PredictorClient,
         resume_limit: int = 2,
-        have_taker: Callable[[str, str], bool] = lambda model, fingerprint: False,
+        can_resume: Callable[[str, str], bool] = lambda model, fingerprint: False,
     ) -> None:
-        self._have_taker = have_taker
+        self._can_resume = can_resume
         self._predictor = predictor
         self._resume_limit = resume_limit
-        self._poison = Poison()
-        self._alone = asyncio.Lock()
+        self._quarantine = Quarantine()
+        self._isolation = asyncio.Lock()  # One request at a time runs in isolation.
         self._heartbeat_ms = max(1, int(1000 * min(_MAX_HEARTBEAT_S, predictor.silence_limit_s / 10)))
 
     async def generate(
-        self, asked: Generation, deadline: Deadline, first_token: FirstToken
+        self, generation: Generation, deadline: Deadline, first_token: FirstToken
     ) -> AsyncGenerator[TokenChunk, None]:
         """The chunks of the whole answer; raises MillraceError; closing the generator cancels the running call."""
-        if self._poison and self._poison.refuses(_fingerprint(asked)):
+        if self._quarantine and self._quarantine.refuses(_fingerprint(generation)):
             raise RequestFailedError(_REFUSED)
-        progress = _Progress(asked, Deaths(self._resume_limit))
+        progress = _Progress(generation, CrashCount(self._resume_limit))
         backoff = self._predictor.backoff(deadline)
         while True:
             try:
@@ -97,9 +95,9 @@ class ResumingGenerator:
                 # A replica that has started again may lack what was loaded later; another one has it.
                 ended_by = NotReadyError(error.message, hop=error.hop)
             progress.ended(ended_by)
-            if asked.resumes and progress.deaths.next_call is NextCall.NONE:
-                self._poison.add(_fingerprint(asked))
-                logger.error("request %s has ended its predictor even alone and is refused", asked.request_id)
+            if generation.resumes and progress.crashes.next_call is NextCall.NONE:
+                self._quarantine.add(_fingerprint(generation))
+                logger.error("request %s has ended its predictor even alone and is refused", generation.request_id)
                 raise RequestFailedError(_REFUSED)
             await backoff.pause(progress.last_word(ended_by), ended_by.retry_after_ms)
 
@@ -107,48 +105,48 @@ class ResumingGenerator:
         self, progress: _Progress, backoff: Backoff, first_token: FirstToken
     ) -> AsyncGenerator[TokenChunk, None]:
         """The chunks of the next call, which goes on where the last one ended."""
-        asked, goes_on = progress.asked, bool(progress.output_ids)
-        alone = asked.resumes and progress.deaths.next_call is NextCall.ALONE
+        generation, is_resume = progress.generation, bool(progress.output_ids)
+        alone = generation.resumes and progress.crashes.next_call is NextCall.ISOLATED
         with ExitStack() as turn:
             if alone:
-                await backoff.acquire(self._alone)
-                turn.callback(self._alone.release)
+                await backoff.acquire(self._isolation)
+                turn.callback(self._isolation.release)
             options = CallOptions(
-                resumes=asked.resumes,
-                heartbeat_ms=self._heartbeat_ms if asked.resumes else None,
+                resumes=generation.resumes,
+                heartbeat_ms=self._heartbeat_ms if generation.resumes else None,
                 alone=alone,
-                first_token_timeout_ms=None if goes_on else first_token.left_ms,
+                first_token_timeout_ms=None if is_resume else first_token.left_ms,
                 fingerprint=progress.fingerprint,
             )
             span = progress.next_span()
             is_first = True
-            call = self._predictor.generate(asked, progress.output_ids, options, backoff.deadline, span)
+            call = self._predictor.generate(generation, progress.output_ids, options, backoff.deadline, span)
             async with aclosing(call) as chunks:
                 async for chunk in chunks:
                     if is_first:
                         is_first = False
-                        progress.answers(chunk.fingerprint)
+                        progress.check_weights(chunk.fingerprint)
                     backoff.reset()
                     if chunk.runs_alone:
-                        progress.deaths.runs_alone()
+                        progress.crashes.isolated()
                     if chunk.token_ids or chunk.finish_reason is not None:
-                        turn.close()  # What it would do alone has been seen.
+                        turn.close()  # It has run in isolation without a crash.
                         progress.take(chunk)
                         backoff.answer_began()
                         chunk.fingerprint = progress.fingerprint
-                        chunk.resumed, goes_on = goes_on, False
+                        chunk.resumed, is_resume = is_resume, False
                         yield chunk
                     moves = chunk.is_leaving and chunk.finish_reason is None
-                    if moves and self._have_taker(asked.model, progress.fingerprint):
+                    if moves and self._can_resume(generation.model, progress.fingerprint):
                         raise DrainingError("it stops, and another one goes on", hop="predictor")
 
 
 class _Progress:
     """What a generation has so far, over all its calls."""
 
-    def __init__(self, asked: Generation, deaths: Deaths) -> None:
-        self.asked = asked
-        self.deaths = deaths
+    def __init__(self, generation: Generation, crashes: CrashCount) -> None:
+        self.generation = generation
+        self.crashes = crashes
         self.output_ids: list[int] = []
         self.fingerprint = (
             ""  # Of the weights that have given the ids so far; "" while there are none, or the predictor reports none.
@@ -159,8 +157,8 @@ class _Progress:
         self._span: CallSpan | None = None  # The latest call's.
         self._follows = ""
 
-    def answers(self, fingerprint: str) -> None:
-        """Takes note of which weights answer a call; raises OtherWeightsError where they cannot go on."""
+    def check_weights(self, fingerprint: str) -> None:
+        """Notes which weights answer a call; raises OtherWeightsError where these cannot resume the answer."""
         if self.fingerprint and fingerprint != self.fingerprint:
             raise OtherWeightsError("a predictor would have gone on with other weights", hop="predictor")
         self._answering = fingerprint
@@ -170,7 +168,7 @@ class _Progress:
         if not self.output_ids:
             self.fingerprint = self._answering
         self.output_ids += chunk.token_ids
-        self.deaths.token()
+        self.crashes.token()
         if self._cached_tokens is None:
             self._cached_tokens = chunk.cached_tokens
         chunk.cached_tokens = self._cached_tokens
@@ -186,16 +184,16 @@ class _Progress:
 
     def ended(self, error: MillraceError) -> None:
         """Takes note of what ended a call; raises it where it ends the request too."""
-        if self.output_ids and not self.asked.resumes:
+        if self.output_ids and not self.generation.resumes:
             raise error
         if isinstance(error, OverloadedError) and not (self.output_ids or self.was_moved):
             raise error
-        self.deaths.call_ended(died=isinstance(error, HopBrokenError))
-        if not self.asked.resumes and self.deaths.next_call is not NextCall.SHARED:
-            raise error  # It cannot run isolated, so the cause of the deaths cannot be found.
+        self.crashes.call_ended(crashed=isinstance(error, HopBrokenError))
+        if not self.generation.resumes and self.crashes.next_call is not NextCall.SHARED:
+            raise error  # It cannot run in isolation, so the cause of the crashes cannot be found.
         if isinstance(error, (HopBrokenError, DrainingError)):
             self.was_moved = True
-            told = (self.asked.request_id, len(self.output_ids), error.message)
+            told = (self.generation.request_id, len(self.output_ids), error.message)
             logger.info("request %s is moved after %d tokens: %s", *told)
 
     def last_word(self, error: MillraceError) -> MillraceError:
@@ -211,5 +209,5 @@ class _Progress:
         return error
 
 
-def _fingerprint(asked: Generation) -> bytes:
-    return fingerprint(asked.model, asked.prompt_ids, asked.sampling)
+def _fingerprint(generation: Generation) -> bytes:
+    return request_fingerprint(generation.model, generation.prompt_ids, generation.sampling)
