@@ -1,6 +1,7 @@
 """Two thousand requests from 64 threads, with cancels, deadlines and slow readers: every one ends as it should."""
 
 import asyncio
+import math
 import random
 import threading
 import time
@@ -85,7 +86,7 @@ class Crowd:
         prompt = prompt or [1]
         max_tokens = rng.randrange(1, 16)
         kind = rng.choice(["finish"] * 6 + ["cancel", "cancel", "deadline", "slow"])
-        deadline = time.monotonic() + rng.uniform(-0.03, 0.3) if kind == "deadline" else None
+        deadline = time.monotonic() + rng.uniform(-0.03, 0.3) if kind == "deadline" else math.inf
         asked = request(
             name,
             prompt=prompt,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Rows
 from typing import Any
 
@@ -13,7 +14,7 @@ def request(
     name: str = "a",
     prompt: Rows[int] = (5, 6),
     output_ids: Rows[int] = (),
-    deadline: float | None = None,
+    deadline: float = math.inf,
     first_token_timeout_s: float | None = None,
     alone: bool = False,
     **parameters: Any,
