@@ -26,7 +26,6 @@ from typing import Any
 from bench.cases import CASES, GENERATE, LONG_PROMPT_TOKENS, Case
 from bench.contenders import CONTENDERS, ROOT
 from bench.machine import machine
-from bench.plot import plot
 from bench.report import case_table, target_table, verdicts
 from bench.worker_process import ENVIRONMENT, ContenderError, WorkerProcess
 
@@ -72,7 +71,7 @@ def _parse_options() -> argparse.Namespace:
         "--out",
         type=Path,
         default=ROOT / "bench" / "results" / "engine.json",
-        help="results, beside them the plot as .svg (default bench/results/engine.json)",
+        help="results (default bench/results/engine.json)",
     )
     parser.add_argument(
         "--core", type=int, default=max(os.sched_getaffinity(0)), help="where all work (default the last)"
@@ -196,12 +195,11 @@ def _figures(answer: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _save(path: Path, case: Case, record: dict[str, Any]) -> None:
-    """Replaces the case's record in the results, and draws the plot anew."""
+    """Replaces the case's record in the results."""
     records = json.loads(path.read_text())["cases"] if path.exists() else {}
     records[case.name] = record
     records = {name: records[name] for name in _names() if name in records}
     path.write_text(json.dumps({"cases": records, "targets": verdicts(records)}, indent=1) + "\n")
-    path.with_suffix(".svg").write_text(plot(records))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,90 @@
+"""What OpenTelemetry's SDK exports is what the receiver of the benches and tests keeps."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.trace import Link as SdkLink
+from opentelemetry.trace import SpanKind, StatusCode
+
+from bench.otlp_receiver import Counts, OtlpReceiver, receiver_process
+from bench.spans import Event, Link, Span
+
+
+def export_one_trace(endpoint: str) -> Span:
+    """A span with all that a span can have, exported by OpenTelemetry's SDK; as it is to be kept."""
+    provider = TracerProvider(resource=Resource({"service.name": "exporting"}), shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(OTLPSpanExporter(endpoint, insecure=True)))
+    tracer = provider.get_tracer("test")
+    with tracer.start_as_current_span("above", kind=SpanKind.CLIENT) as above:
+        link = SdkLink(above.get_span_context(), {"why": "resumed"})
+        below = tracer.start_span(
+            "below", kind=SpanKind.SERVER, links=[link], start_time=5, attributes={"n": 1, "ids": [1, 2], "x": 0.5}
+        )
+        below.add_event("queued", {"is": True}, timestamp=7)
+        below.set_status(StatusCode.ERROR)
+        below.end(9)
+    provider.shutdown()
+    context, parent = below.get_span_context(), above.get_span_context()
+    trace_id = f"{context.trace_id:032x}"
+    return Span(
+        service="exporting",
+        name="below",
+        kind="SERVER",
+        trace_id=trace_id,
+        span_id=f"{context.span_id:016x}",
+        parent_id=f"{parent.span_id:016x}",
+        start_ns=5,
+        end_ns=9,
+        status="ERROR",
+        attributes={"n": 1, "ids": [1, 2], "x": 0.5},
+        events=(Event("queued", 7, {"is": True}),),
+        links=(Link(trace_id, f"{parent.span_id:016x}", {"why": "resumed"}),),
+    )
+
+
+def test_the_receiver_keeps_what_the_sdk_exports() -> None:
+    with OtlpReceiver() as receiver:
+        exported = export_one_trace(receiver.endpoint)
+        reader = PeriodicExportingMetricReader(OTLPMetricExporter(receiver.endpoint, insecure=True), math.inf)
+        meters = MeterProvider([reader], Resource({"service.name": "exporting"}), shutdown_on_exit=False)
+        meter = meters.get_meter("test")
+        meter.create_counter("asked", "{request}").add(3, {"way": "grpc"})
+        histogram = meter.create_histogram("took", "s")
+        histogram.record(0.5)
+        histogram.record(1.5)
+        meters.force_flush()
+        meters.shutdown()
+        assert exported in receiver.spans(exported.trace_id)
+        assert receiver.spans("0" * 32) == []
+        points = {point.name: point for point in receiver.metric_points()}
+        assert receiver.counts() == Counts(exports=3, spans=2, metric_points=2)
+    assert (points["asked"].value, points["asked"].unit, points["asked"].attributes) == (
+        3,
+        "{request}",
+        {"way": "grpc"},
+    )
+    assert (points["took"].value, points["took"].count, points["took"].service) == (2.0, 2, "exporting")
+
+
+def test_the_receiver_keeps_no_more_than_it_may() -> None:
+    with OtlpReceiver(kept=1) as receiver:
+        export_one_trace(receiver.endpoint)
+        assert [kept.name for kept in receiver.spans()] == ["above"]
+        assert receiver.counts().spans == 2
+
+
+@pytest.mark.parametrize("sink", [False, True])
+async def test_the_receiver_in_a_process_of_its_own_tells_what_it_got(sink: bool) -> None:
+    async with receiver_process(sink=sink) as receiver:
+        exported = export_one_trace(receiver.endpoint)
+        assert await receiver.counts() == Counts(exports=2, spans=2, metric_points=0)
+        assert (exported in await receiver.spans(exported.trace_id)) is not sink
