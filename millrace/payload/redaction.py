@@ -1,36 +1,34 @@
-"""Rules that take something out of a record: JSON paths, patterns, or patterns within paths.
+"""Rules that redact a record: paths, patterns, or patterns within paths.
 
-A rule is a JSON object of `path`, `pattern` or both, and `replace`, the literal text that stands for what a pattern
-matched ("[redacted]" unless given). Patterns are RE2's: the time they take is linear in the text.
+A rule is a JSON object of `path`, `pattern` or both, and `replace`, the literal text that replaces the matches of the
+pattern ("[redacted]" unless given). Patterns are RE2's: their time is linear in the text.
 
-- A pattern alone covers every text of a record: prompt, answer, message, the strings of the parameters, and
-  the caller's metadata.
-- A path begins with a field of the record as `Query` shows it in JSON, see `FIELDS`, the parameters being the
-  object that they are. A string there becomes "[redacted]", anything else null. `$.text` covers the chunks, and
-  `$.outputs` those of the chunks.
-- A path with a pattern covers the strings at the path, and those within what is there.
+- A pattern alone covers every text of a record: prompt, answer, message, the strings of the parameters, and the
+  caller's metadata.
+- A path is `$.` and names with dots between them. The first is a field of the record as `Query` shows it in JSON, see
+  `FIELDS`; further names lead into objects, and into every element of a list: `$.parameters.user`, `$.inputs.data`.
+  A string there becomes "[redacted]", anything else null. `$.text` covers the chunks, and `$.outputs` those of the
+  chunks.
+- A path with a pattern covers the strings at the path, and all strings below it.
 
-Prompts that are JSON lists (messages, inputs of embeddings) are searched string by string, where nothing is
-escaped, and once more as they stand. No pattern can see what token ids spell: a prompt of ids is taken out by
-any pattern that covers prompts, and an answer loses the ids and log probabilities of its chunks up to the last one
-that a match touches (ids run ahead of their text, never behind it). A match may span chunks: what stands
-for it goes into the chunk where it begins.
+Prompts that are JSON lists (messages, inputs of embeddings) are searched string by string, without JSON's escapes, and
+once more as they stand. A pattern cannot see the text of token ids: any pattern that covers prompts redacts a prompt of
+ids, and an answer loses the ids and log probabilities of its chunks up to the last one that a match touches (ids run
+ahead of their text, never behind it). A match may span chunks: its replacement is in the chunk where it begins.
 
-What cannot be read (parameters that were cut off) is taken out whole. Rules are made at the start, from the
-settings; a wrong one raises ValueError, which says which. `redact` belongs on the writer thread.
+Parameters that cannot be read, because they were cut off, are redacted whole. Rules are parsed at start-up, from the
+settings; a wrong one raises ValueError with its number. `redact` belongs on the writer thread.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jsonpath_ng
 import re2
-from jsonpath_ng.exceptions import JSONPathError
-from jsonpath_ng.parser import parse
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from millrace.payload.answer_redaction import Match, replace, take_out
@@ -42,7 +40,7 @@ _TEXTS = ("prompt", "text", "message", "request_id", "client")
 _TENSORS = ("inputs", "outputs")
 FIELDS = (*_TEXTS, "parameters", "metadata", *_TENSORS)
 _SEARCHED = ("prompt", "text", "parameters", "message", "metadata")  # By a pattern alone.
-_STEPS = (jsonpath_ng.Fields, jsonpath_ng.Wildcard, jsonpath_ng.Index, jsonpath_ng.Slice)
+_PATH = re.compile(r"\$(\.[\w-]+)+")
 _TENSOR_FIELDS = ("name", "datatype", "digest", "data")
 
 
@@ -184,25 +182,20 @@ class _Pattern:
 
 
 class _FieldPath:
-    """A JSON path that begins with a field of a record."""
+    """A field of a record, and the names that lead on from there, through every element of a list."""
 
     def __init__(self, path: str) -> None:
-        try:
-            self._expression = parse(path)
-        except JSONPathError as error:
-            raise ValueError(f"{path!r} is no JSON path: {_words(error)}") from None
-        self.field = _first_field(self._expression)
+        if not _PATH.fullmatch(path):
+            raise ValueError(f"{path!r} is no path: write $. and names with dots between them, as in $.parameters.user")
+        self.field, *self._names = path.removeprefix("$.").split(".")
         if self.field not in FIELDS:
-            raise ValueError(f"{path!r} must go down from $. and one of {', '.join(FIELDS)}")
-        if self.field in _TEXTS and not _is_field(self._expression):
+            raise ValueError(f"{path!r} must begin with $. and one of {', '.join(FIELDS)}")
+        if self.field in _TEXTS and self._names:
             raise ValueError(f"{path!r} goes into a text; give $.{self.field} and a pattern")
 
     def apply(self, value: Any, change: Callable[[Any], Any]) -> Any:
         """The field's value with every value at the path changed."""
-        document = {self.field: value}
-        for match in reversed(self._expression.find(document)):  # What is within others comes after them.
-            match.full_path.update(document, change(match.value))
-        return document[self.field]
+        return _changed_at(value, self._names, change)
 
 
 def parse_redactions(text: str) -> tuple[Redaction, ...]:
@@ -233,26 +226,14 @@ def _redaction(number: int, rule: Any) -> Redaction:
         raise ValueError(f"rule {number}: {error}") from None
 
 
-def _first_field(expression: Any) -> str:
-    """The field that a path begins with; empty where it begins with anything else, or leads back up."""
-    while isinstance(expression, jsonpath_ng.Child | jsonpath_ng.Descendants):
-        step = expression.right
-        if not isinstance(step, _STEPS):
-            return ""
-        if _is_field(expression):
-            return str(step.fields[0]) if isinstance(step, jsonpath_ng.Fields) else ""
-        expression = expression.left
-    return ""
-
-
-def _is_field(expression: Any) -> bool:
-    """Whether it is the root's one field and no more."""
-    return (
-        isinstance(expression, jsonpath_ng.Child)
-        and isinstance(expression.left, jsonpath_ng.Root)
-        and isinstance(expression.right, jsonpath_ng.Fields)
-        and len(expression.right.fields) == 1
-    )
+def _changed_at(value: Any, names: Sequence[str], change: Callable[[Any], Any]) -> Any:
+    if not names:
+        return change(value)
+    if isinstance(value, list):
+        return [_changed_at(item, names, change) for item in value]
+    if isinstance(value, dict) and names[0] in value:
+        return {**value, names[0]: _changed_at(value[names[0]], names[1:], change)}
+    return value
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
