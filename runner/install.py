@@ -53,17 +53,16 @@ class Progress:
     def __str__(self) -> str:
         if self._wanted:
             done = min(max(self._installed() - self._before, 0), self._wanted)
-            return f"{done} of {self._wanted} packages installed"
+            return f"{done} of {_packages(self._wanted)} installed"
         if self._found:
-            return f"{self._found} packages found, {self._megabytes:.0f} MB; {self._latest}"
+            return f"{_packages(self._found)} found, {self._megabytes:.0f} MB; {self._latest}"
         return "reading the package index"
 
     def result(self) -> str:
         """What was done, once pip has ended."""
         if not self._wanted:
             return "up to date"
-        packages = "1 package" if self._wanted == 1 else f"{self._wanted} packages"
-        return f"{packages}, {self._megabytes:.0f} MB"
+        return f"{_packages(self._wanted)}, {self._megabytes:.0f} MB"
 
 
 def install(title: str, arguments: Iterable[str]) -> int:
@@ -123,6 +122,10 @@ def _columns() -> int:
 
 def _count_installed() -> int:
     return sum(1 for _ in Path(sysconfig.get_path("purelib")).glob("*.dist-info"))
+
+
+def _packages(number: int) -> str:
+    return "1 package" if number == 1 else f"{number} packages"
 
 
 def _megabytes(path: Path) -> float:

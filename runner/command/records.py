@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import urllib.request
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -11,7 +12,6 @@ from itertools import pairwise
 from typing import Any
 
 import grpc
-import httpx2
 from google.protobuf.json_format import MessageToDict
 
 from millrace.errors import StartupError
@@ -81,10 +81,11 @@ def of_trace(gateway: Gateway, wanted: str) -> list[pb.PayloadRecord]:
 
 def trace_page(gateway: Gateway) -> str:
     """Where a browser finds a trace, its id appended; empty where the stack names no page."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        answer = httpx2.get(f"http://{gateway.address}/playground/settings.json", timeout=TIMEOUT_S, trust_env=False)
-        page = answer.json()["trace_page"]
-    except (httpx2.HTTPError, ValueError, KeyError):
+        with direct.open(f"http://{gateway.address}/playground/settings.json", timeout=TIMEOUT_S) as answer:
+            page = json.load(answer)["trace_page"]
+    except (OSError, ValueError, KeyError):
         return ""
     return page if isinstance(page, str) and page.startswith(("http://", "https://")) else ""
 

@@ -16,8 +16,7 @@ from runner.settings import ROOT
 
 def run_up(settings: Iterable[str], verbose: bool) -> NoReturn:
     """`settings` are NAME=value."""
-    if not (ROOT / "envoy" / "envoy.yaml").exists():
-        raise StartupError(f"{ROOT} is no checkout; a stack starts in one: clone the repository, then `make up`")
+    _check_checkout()
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals or not name:
@@ -27,6 +26,7 @@ def run_up(settings: Iterable[str], verbose: bool) -> NoReturn:
 
 
 def run_down() -> NoReturn:
+    _check_checkout()
     _become("runner", "down")
 
 
@@ -52,10 +52,17 @@ def run_load(address: str, port: int) -> NoReturn:
     """Locust's page against the gateway."""
     if importlib.util.find_spec("locust") is None:
         raise StartupError("Locust is not installed; `make load` installs and starts it")
+    _check_checkout()
     script = ROOT / "loadtest" / "locustfile.py"
     page = ("--web-host", "127.0.0.1", "--web-port", str(port))
     print(f"the load test's page: http://127.0.0.1:{port}/", flush=True)
     _become("locust", "-f", str(script), *page, "--host", f"http://{address}")
+
+
+def _check_checkout() -> None:
+    """StartupError where an installed package runs without the files beside it in the repository."""
+    if not (ROOT / "envoy" / "envoy.yaml").exists():
+        raise StartupError("a stack starts in a checkout of the repository: clone it, then `make up`")
 
 
 def _name_of(location: str) -> str:
