@@ -71,10 +71,15 @@ class MakeUp:
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-        while "ready in" not in self.output.read_text():
-            assert self.process.poll() is None, self.output.read_text()
-            assert time.monotonic() - begun < 60, self.output.read_text()
-            time.sleep(0.05)
+        try:
+            while "ready in" not in self.output.read_text():
+                assert self.process.poll() is None, self.output.read_text()
+                assert time.monotonic() - begun < 90, self.output.read_text()
+                time.sleep(0.05)
+        except BaseException:
+            self.process.terminate()
+            self.process.wait()
+            raise
         return time.monotonic() - begun
 
     def stop(self) -> float:
