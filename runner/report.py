@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from runner.process import Say
+from runner.settings import IS_CHECKOUT
 from runner.stack import Stack
 from runner.terminal import BOLD, GREEN, Painter
 
@@ -61,13 +62,17 @@ class Report:
     def _next_steps(self) -> list[tuple[str, str]]:
         stack = self._stack
         request = {"model": stack.settings.first_model, "stream": True, "prompt": "Once upon a time"}
-        again = "".join(f" {name}={os.environ[name]}" for name in _GATEWAY_SETTINGS if os.environ.get(name))
         return [
             ("playground", f"http://{stack.gateway}/"),
             ("call", f"curl -N http://{stack.gateway}/v1/completions -d '{json.dumps(request)}'"),
-            ("check", f"make smoke{again}"),
+            ("check", self._check()),
             ("logs", short(stack.folder.logs)),
         ]
+
+    def _check(self) -> str:
+        if not IS_CHECKOUT:
+            return f"millrace smoke --gateway {self._stack.gateway}"
+        return "make smoke" + "".join(f" {name}={os.environ[name]}" for name in _GATEWAY_SETTINGS if name in os.environ)
 
     def _label(self, name: str) -> str:
         return self._paint(BOLD, f"{name:<12}")

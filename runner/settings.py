@@ -1,5 +1,6 @@
-"""The runner's settings: `.env` at the repository's root, where there is one, and the environment, which wins.
+"""The runner's settings: a file `.env`, where there is one, and the environment, which wins.
 
+The file is at the root of the checkout, or for an installed package in the folder where the command runs.
 A malformed value or an unknown `GATEWAY_*` is refused with one line. Settings of the services
 (`TRANSFORMER_*`, `PREDICTOR_*`, `LOGGER_*`, `OTEL_*`) are theirs to check: they are passed on.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import sysconfig
 from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,11 +23,16 @@ from millrace.errors import StartupError
 from millrace.models.sources import DEFAULT_MODELS
 from millrace.service_links import drop_service_links
 
-ROOT = Path(__file__).resolve().parent.parent
+_CHECKOUT = Path(__file__).resolve().parent.parent
+IS_CHECKOUT = (_CHECKOUT / "envoy" / "envoy.yaml").exists()
+# Envoy's configuration, the bundled models and the load test: the services run here.
+ROOT = _CHECKOUT if IS_CHECKOUT else Path(sysconfig.get_path("data"), "share", "millrace")
+# The user's own `.env` and `.run`: of an installed package in the folder where the command runs.
+HOME = _CHECKOUT if IS_CHECKOUT else Path.cwd()
 LOOPBACK = "127.0.0.1"
 REPLICA_STRIDE = 10  # Predictors listen on 9000, 9010, 9020, …
 
-_ENV_FILE = ROOT / ".env"
+_ENV_FILE = HOME / ".env"
 _PASSED_ON = ("TRANSFORMER_", "PREDICTOR_", "LOGGER_", "OTEL_", "HF_")
 
 _ORIGIN = r"https?://[A-Za-z0-9.\[\]:-]+"
@@ -73,7 +80,7 @@ class StackSettings(BaseSettings):
     roll_patience_s: float = Field(
         600.0, ge=0, le=3600, description="Seconds that `make roll` gives the calls of each process that it replaces."
     )
-    run_folder: Path = Field(ROOT / ".run", description="Logs, payload database and derived configuration.")
+    run_folder: Path = Field(HOME / ".run", description="Logs, payload database and derived configuration.")
 
     @field_validator("otel_exporter_otlp_endpoint", "otel_exporter_otlp_traces_endpoint")
     @classmethod

@@ -16,24 +16,21 @@ from runner.settings import ROOT
 
 def run_up(settings: Iterable[str], verbose: bool) -> NoReturn:
     """`settings` are NAME=value."""
-    _check_checkout()
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals or not name:
             raise StartupError(f"{setting!r} is not NAME=value")
-        os.environ[name] = value
+        os.environ[name] = with_absolute_folders(value) if name == "MODELS" else value
     _become("runner", "up", *(("--verbose",) if verbose else ()))
 
 
 def run_down() -> NoReturn:
-    _check_checkout()
     _become("runner", "down")
 
 
 def models_setting(location: str, name: str) -> str:
-    """MODELS for one model: a folder as its absolute path, for the services run elsewhere; StartupError."""
-    folder = Path(location).expanduser()
-    path = os.path.abspath(folder) if folder.is_dir() else location
+    """MODELS for one model; StartupError where it is neither a folder nor a hub id."""
+    path = _absolute(location)
     name = name or _name_of(path)
     try:
         source = parse_location(name, path)
@@ -52,17 +49,21 @@ def run_load(address: str, port: int) -> NoReturn:
     """Locust's page against the gateway."""
     if importlib.util.find_spec("locust") is None:
         raise StartupError("Locust is not installed; `make load` installs and starts it")
-    _check_checkout()
     script = ROOT / "loadtest" / "locustfile.py"
     page = ("--web-host", "127.0.0.1", "--web-port", str(port))
     print(f"the load test's page: http://127.0.0.1:{port}/", flush=True)
     _become("locust", "-f", str(script), *page, "--host", f"http://{address}")
 
 
-def _check_checkout() -> None:
-    """StartupError where an installed package runs without the files beside it in the repository."""
-    if not (ROOT / "envoy" / "envoy.yaml").exists():
-        raise StartupError("a stack starts in a checkout of the repository: clone it, then `make up`")
+def with_absolute_folders(models: str) -> str:
+    """MODELS with each folder as the services find it, which run elsewhere."""
+    items = (item.partition("=") for item in models.split(","))
+    return ",".join(f"{name}{equals}{_absolute(location)}" for name, equals, location in items)
+
+
+def _absolute(location: str) -> str:
+    folder = Path(location).expanduser()
+    return os.path.abspath(folder) if location and folder.is_dir() else location
 
 
 def _name_of(location: str) -> str:
