@@ -110,7 +110,7 @@ class Process:
                 lines = [line.strip() for line in log.read().decode(errors="replace").splitlines()]
         except FileNotFoundError:
             return ""
-        return _told(next((line for line in reversed(lines) if line), ""))
+        return _message(next((line for line in reversed(lines) if line), ""))
 
     async def _supervise(self) -> None:
         delay_s = FIRST_DELAY_S
@@ -201,13 +201,13 @@ def end_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-def _told(line: str) -> str:
-    """What a line of a log says to a reader: of a service's JSON the message."""
+def _message(line: str) -> str:
+    """A line of a log as a reader wants it: of a service's JSON the message."""
     try:
-        said = json.loads(line)
+        fields = json.loads(line)
     except ValueError:
         return line
-    return str(said.get("message", line)) if isinstance(said, dict) else line
+    return str(fields.get("message", line)) if isinstance(fields, dict) else line
 
 
 def _how(exit_code: int) -> str:

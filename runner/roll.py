@@ -31,9 +31,9 @@ _POLL_S = 0.2
 def request(folder: RunFolder, runner: int) -> None:
     """Asks the runner that holds the folder for a roll and waits for the outcome; StartupError where it failed."""
     request_id = uuid.uuid4().hex
-    asked = {"id": request_id, "environment": stack_settings.own_environment()}
+    request = {"id": request_id, "environment": stack_settings.own_environment()}
     try:
-        _write(_request_file(folder), asked)
+        _write(_request_file(folder), request)
     except OSError as error:
         raise folder.unusable(error) from None
     os.kill(runner, SIGNAL)
@@ -45,11 +45,11 @@ def request(folder: RunFolder, runner: int) -> None:
         raise StartupError(f"not rolled: {outcome['error']}")
 
 
-async def roll_when_asked(stack: Stack, asked: asyncio.Event, say: Callable[[str], None]) -> None:
+async def roll_when_asked(stack: Stack, request: asyncio.Event, say: Callable[[str], None]) -> None:
     """Rolls the stack at each request, for ever."""
     while True:
-        await asked.wait()
-        asked.clear()
+        await request.wait()
+        request.clear()
         wanted = _read(_request_file(stack.folder))
         _request_file(stack.folder).unlink(missing_ok=True)
         error = ""

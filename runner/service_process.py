@@ -70,18 +70,18 @@ class ServiceProcess(Process):
 
     async def _until_listening(self, successor: Running, ready: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        told = asyncio.create_task(loop.sock_recv(ready, len(READY_MESSAGE)), name="readiness")
+        readiness = asyncio.create_task(loop.sock_recv(ready, len(READY_MESSAGE)), name="readiness")
         ended = asyncio.create_task(successor.wait(), name="successor's end")
         try:
-            await asyncio.wait({told, ended}, timeout=_LOAD_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({readiness, ended}, timeout=_LOAD_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
                 raise StartupError(f"the new {self.spec.name} did not start: {self.last_line()}")
-            if not told.done():
+            if not readiness.done():
                 raise StartupError(f"the new {self.spec.name} did not serve within {_LOAD_TIMEOUT_S:g} s")
         finally:
-            for task in (told, ended):
+            for task in (readiness, ended):
                 task.cancel()
-            await asyncio.gather(told, ended, return_exceptions=True)
+            await asyncio.gather(readiness, ended, return_exceptions=True)
 
 
 class _Retiring:

@@ -109,7 +109,7 @@ def _predictor(settings: StackSettings, replica: int) -> Environment:
         "PREDICTOR_DEVICE": settings.device,
         "PREDICTOR_LOGGER": f"{LOOPBACK}:{settings.logger_port}",
         "PREDICTOR_PAYLOAD_SPOOL": str(settings.run_folder / "spool-predictor"),
-        "PREDICTOR_DEVELOPMENT": _told(settings.development),
+        "PREDICTOR_DEVELOPMENT": _lower(settings.development),
         "MODELS": settings.models,
     }
 
@@ -138,7 +138,7 @@ def _transformer(settings: StackSettings) -> Environment:
         "TRANSFORMER_PREDICTOR_REPLICAS": ",".join(f"{LOOPBACK}:{port}" for port in settings.predictor_ports),
         "TRANSFORMER_LOGGER": f"{LOOPBACK}:{settings.logger_port}",
         "TRANSFORMER_PAYLOAD_SPOOL": str(settings.run_folder / "spool"),
-        "TRANSFORMER_DEVELOPMENT": _told(settings.development),
+        "TRANSFORMER_DEVELOPMENT": _lower(settings.development),
         "MODELS": settings.models,
     }
 
@@ -146,13 +146,13 @@ def _transformer(settings: StackSettings) -> Environment:
 def _envoy(settings: StackSettings) -> Environment:
     return {
         "TRACE_PAGE": settings.gateway_trace_page,
-        "DEVELOPMENT": _told(settings.development),
+        "DEVELOPMENT": _lower(settings.development),
         # Each worker bounds the bodies of REST requests by itself, and takes one of 60 MiB at least (rest_errors.lua).
         "REST_BODIES_MIB": str(max(80, 512 // _envoy_workers())),
     }
 
 
-def _told(setting: bool) -> str:
+def _lower(setting: bool) -> str:
     return str(setting).lower()
 
 

@@ -38,12 +38,12 @@ def fetch(source: ModelSource, patterns: Sequence[str], report: Report = lambda 
         return folder
     where = f"model {source.name}: {source.location}"
 
-    told = ""
+    reported = ""
 
     def tell(text: str) -> None:
-        nonlocal told
-        if text != told:
-            told = text
+        nonlocal reported
+        if text != reported:
+            reported = text
             logger.info("%s: %s", where, text)
             report(text)
 

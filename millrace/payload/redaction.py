@@ -217,8 +217,8 @@ def parse_redactions(text: str) -> tuple[Redaction, ...]:
 
 def _redaction(number: int, rule: Any) -> Redaction:
     try:
-        told = _Rule.model_validate(rule)
-        return Redaction(told.path, told.pattern, told.replace)
+        parsed = _Rule.model_validate(rule)
+        return Redaction(parsed.path, parsed.pattern, parsed.replace)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise ValueError(f"rule {number}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
@@ -272,5 +272,5 @@ def _json(value: Any) -> str:
 
 def _words(error: Exception) -> str:
     """What an error says, in one line; RE2 says it in bytes."""
-    said = error.args[0].decode() if error.args and isinstance(error.args[0], bytes) else str(error)
-    return " ".join(said.split()) or type(error).__name__
+    message = error.args[0].decode() if error.args and isinstance(error.args[0], bytes) else str(error)
+    return " ".join(message.split()) or type(error).__name__

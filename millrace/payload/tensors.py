@@ -101,16 +101,16 @@ def _tensor(described: memoryview, raw: memoryview | None) -> RecordedTensor:
                 head.append(described[start:end])
             elif field == _CONTENTS:
                 typed = described[contents:end]
-        told = pb.ModelInferRequest.InferInputTensor.FromString(b"".join(head))
+        tensor_head = pb.ModelInferRequest.InferInputTensor.FromString(b"".join(head))
     except DecodeError:
         return RecordedTensor("", "", (), None)
     data: bytes | memoryview | None = raw
     if raw is None:
         try:
-            data = _as_raw(told.datatype, typed)
+            data = _as_raw(tensor_head.datatype, typed)
         except DecodeError:
             data = None
-    return RecordedTensor(told.name, told.datatype, tuple(told.shape), data)
+    return RecordedTensor(tensor_head.name, tensor_head.datatype, tuple(tensor_head.shape), data)
 
 
 def _as_raw(datatype: str, typed: memoryview) -> bytes | memoryview | None:

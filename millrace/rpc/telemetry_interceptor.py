@@ -139,7 +139,7 @@ class _Call:
         return tracer.start_span(name, parent, SpanKind.SERVER, attributes, links_to(link) if link else ())
 
     def _log(self, code: StatusCode, duration_s: float) -> None:
-        told: dict[str, str | float] = {
+        attributes: dict[str, str | float] = {
             "rpc.method": self._attributes["rpc.method"],
             "rpc.response.status_code": code.name,
             PROTOCOL: self._attributes[PROTOCOL],
@@ -149,5 +149,7 @@ class _Call:
             "span_id": span_id_of(self._span),
         }
         if self._first_message_s is not None:
-            told["first_message_ms"] = round(1000 * self._first_message_s, 3)
-        logger.log(self._level, "%s %s in %.1f ms", told["rpc.method"], code.name, 1000 * duration_s, extra=told)
+            attributes["first_message_ms"] = round(1000 * self._first_message_s, 3)
+        logger.log(
+            self._level, "%s %s in %.1f ms", attributes["rpc.method"], code.name, 1000 * duration_s, extra=attributes
+        )

@@ -110,53 +110,53 @@ class GatewayCalls:
 
 def observe(log: Any) -> Observed:
     """A call out of a log record, whose strings are bytes."""
-    said: _Attributes = {
+    attributes: _Attributes = {
         attribute.key.decode(errors="replace"): value
         for attribute in log.attributes
         if (value := attribute.value.string_value.decode(errors="replace")) != "-"
     }
-    response_flags = said.get("flags", "-")[:_MAX_ID]
+    response_flags = attributes.get("flags", "-")[:_MAX_ID]
     flags = set(response_flags.split(",")) - {"", "-"}
     gateway = GatewayCall(
-        path=said.get("path", "").partition("?")[0][:_MAX_CHARACTERS],
-        http_status=min(_number(said, "http_status"), _MAX_UINT32),
+        path=attributes.get("path", "").partition("?")[0][:_MAX_CHARACTERS],
+        http_status=min(_number(attributes, "http_status"), _MAX_UINT32),
         response_flags=response_flags,
-        details=said.get("details", "")[:_MAX_CHARACTERS],
-        duration_ms=_number(said, "duration_ms"),
-        request_bytes=_number(said, "request_bytes"),
-        response_bytes=_number(said, "response_bytes"),
-        upstream="" if flags & _NOT_REACHED else said.get("upstream", "")[:_MAX_ID],
-        peer=said.get("peer", "")[:_MAX_ID],
+        details=attributes.get("details", "")[:_MAX_CHARACTERS],
+        duration_ms=_number(attributes, "duration_ms"),
+        request_bytes=_number(attributes, "request_bytes"),
+        response_bytes=_number(attributes, "response_bytes"),
+        upstream="" if flags & _NOT_REACHED else attributes.get("upstream", "")[:_MAX_ID],
+        peer=attributes.get("peer", "")[:_MAX_ID],
     )
-    status = _status(said, flags, gateway)
+    status = _status(attributes, flags, gateway)
     record = PayloadRecord(
         record_id=str(as_uuid7(next_id(log.time_unix_nano // 1_000_000, 0))),
-        request_id=said.get("request_id", "")[:_MAX_ID],
-        protocol=_protocol(said, gateway.path),
+        request_id=attributes.get("request_id", "")[:_MAX_ID],
+        protocol=_protocol(attributes, gateway.path),
         status=status,
-        failed_hop=_failed_hop(said, status, gateway),
+        failed_hop=_failed_hop(attributes, status, gateway),
         duration_ms=gateway.duration_ms,
         trace_id=log.trace_id.hex() if len(log.trace_id) == _TRACE_ID_BYTES else "",
         span_id=log.span_id.hex() if len(log.span_id) == _SPAN_ID_BYTES else "",
-        client=said.get("client", "")[:_MAX_ID],
-        call_id=said.get("call_id", "")[:_MAX_ID],
+        client=attributes.get("client", "")[:_MAX_ID],
+        call_id=attributes.get("call_id", "")[:_MAX_ID],
         gateway=gateway,
     )
     record.time.FromNanoseconds(log.time_unix_nano)
     if status != "OK":
         record.message = f"{gateway.details} ({gateway.response_flags})"
-    recorded_by_service = said.get("cluster") == "transformer" and bool(gateway.upstream)
+    recorded_by_service = attributes.get("cluster") == "transformer" and bool(gateway.upstream)
     return Observed(record, recorded_by_service and record.failed_hop != "gateway")
 
 
-def _status(said: _Attributes, flags: set[str], gateway: GatewayCall) -> str:
+def _status(attributes: _Attributes, flags: set[str], gateway: GatewayCall) -> str:
     """A gRPC status name, whatever protocol the caller spoke."""
     if flags & _LEFT:
         # A caller whose deadline passes leaves as one who has lost interest.
-        late = gateway.duration_ms + _DEADLINE_MARGIN_MS >= _milliseconds(said.get("grpc_timeout", ""))
+        late = gateway.duration_ms + _DEADLINE_MARGIN_MS >= _milliseconds(attributes.get("grpc_timeout", ""))
         return "DEADLINE_EXCEEDED" if late else "CANCELLED"
-    if _is_grpc(said) and not flags & _BROKE:
-        return _NAMES.get(_number(said, "grpc_status", 2), "UNKNOWN")
+    if _is_grpc(attributes) and not flags & _BROKE:
+        return _NAMES.get(_number(attributes, "grpc_status", 2), "UNKNOWN")
     if 200 <= gateway.http_status < 400 and not flags & (_BROKE | _TOO_LATE):
         return "OK"
     if flags & _TOO_LATE:
@@ -164,22 +164,23 @@ def _status(said: _Attributes, flags: set[str], gateway: GatewayCall) -> str:
     return "UNAVAILABLE" if flags & _BROKE else _OF_HTTP.get(gateway.http_status, "INTERNAL")
 
 
-def _failed_hop(said: _Attributes, status: str, gateway: GatewayCall) -> str:
+def _failed_hop(attributes: _Attributes, status: str, gateway: GatewayCall) -> str:
     """The hop that the caller's answer names; the gateway where none is named and no service answered."""
     if status in ("OK", "CANCELLED"):
         return ""
-    told = (said.get("failed_hop") or said.get("failed_hop_trailer") or "")[:_MAX_ID]
-    return told or (said.get("cluster", "") if gateway.upstream else "gateway")
+    hop = (attributes.get("failed_hop") or attributes.get("failed_hop_trailer") or "")[:_MAX_ID]
+    return hop or (attributes.get("cluster", "") if gateway.upstream else "gateway")
 
 
-def _protocol(said: _Attributes, path: str) -> str:
+def _protocol(attributes: _Attributes, path: str) -> str:
     """The method that was called, "package.Service/Method", of REST too where the gateway knows it; else the path."""
-    routed = said.get("routed_path", "").partition("?")[0][:_MAX_CHARACTERS]
-    return routed.removeprefix("/") if _is_grpc(said) or routed != path else path
+    routed = attributes.get("routed_path", "").partition("?")[0][:_MAX_CHARACTERS]
+    return routed.removeprefix("/") if _is_grpc(attributes) or routed != path else path
 
 
-def _is_grpc(said: _Attributes) -> bool:
-    return said.get("content_type", "").startswith("application/grpc") and said.get("path") == said.get("routed_path")
+def _is_grpc(attributes: _Attributes) -> bool:
+    is_transcoded = attributes.get("path") != attributes.get("routed_path")
+    return attributes.get("content_type", "").startswith("application/grpc") and not is_transcoded
 
 
 def _milliseconds(grpc_timeout: str) -> float:
@@ -188,8 +189,8 @@ def _milliseconds(grpc_timeout: str) -> float:
     return int(digits) * _UNIT_MS[unit] if _is_number(digits) and unit in _UNIT_MS else float("inf")
 
 
-def _number(said: _Attributes, name: str, default: int = 0) -> int:
-    text = said.get(name, "")
+def _number(attributes: _Attributes, name: str, default: int = 0) -> int:
+    text = attributes.get(name, "")
     return int(text) if _is_number(text) else default
 
 

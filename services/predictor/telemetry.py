@@ -53,7 +53,7 @@ class ObservedGeneration:
         self._attributes = attributes
         self._span = trace.get_current_span()
         self._tokens = 0
-        self._queue_is_told = False
+        self._queue_is_reported = False
 
     def take(self, chunk: Chunk) -> Chunk:
         """Tells of a chunk that was read, and gives it back."""
@@ -77,13 +77,13 @@ class ObservedGeneration:
         came = sorted((at, name) for name, at in marks if at is not None and at <= ended)
         for at, name in came:
             span.add_event(name, timestamp=now_ns - int((now - at) * 1e9))
-        told: dict[str, int] = {_OUTPUT_TOKENS: self._tokens}
+        attributes: dict[str, int] = {_OUTPUT_TOKENS: self._tokens}
         if timeline.preemptions:
-            told[_PREEMPTIONS] = timeline.preemptions
-        span.add_event("generation_end", told, now_ns - int((now - ended) * 1e9))
+            attributes[_PREEMPTIONS] = timeline.preemptions
+        span.add_event("generation_end", attributes, now_ns - int((now - ended) * 1e9))
 
     def _tell_queue(self) -> None:
         started = self._timeline.started
-        if started is not None and not self._queue_is_told:
-            self._queue_is_told = True
+        if started is not None and not self._queue_is_reported:
+            self._queue_is_reported = True
             self._queue_duration.record(started - self._timeline.submitted, self._attributes)

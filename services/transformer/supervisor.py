@@ -56,8 +56,8 @@ class _Pages:
 
         def read() -> None:
             loop.remove_reader(reading)
-            if said := os.read(reading, _PORT_BYTES):  # Nothing from one that ended before.
-                self._ports[worker] = int(said)
+            if port := os.read(reading, _PORT_BYTES):  # Nothing from one that ended before.
+                self._ports[worker] = int(port)
 
         loop.add_reader(reading, read)
         try:

@@ -109,15 +109,15 @@ class OutputSlot(Protocol):
 
     @property
     def runs_alone(self) -> bool:
-        """Whether the engine computes nothing else until the next token; it waits a little until that is `told`."""
+        """Whether the engine computes nothing else until the next token; it waits a little until this is `reported`."""
 
-    def told(self) -> None:
-        """Whoever wants to know of `runs_alone` does."""
+    def reported(self) -> None:
+        """The caller has been informed of `runs_alone`."""
 
     async def readable(self, timeout_s: float) -> bool:
         """Waits until `read` has a chunk, or an error, at once; False where that takes longer than `timeout_s`.
 
-        False at once where `runs_alone` is to be told.
+        False at once where `runs_alone` is to be reported.
         """
 
     async def read(self) -> Chunk:

@@ -85,7 +85,7 @@ class GenerationModel:
                     self._tell_leaving(beat, options)
                     yield beat
                     if runs_alone:
-                        slot.told()
+                        slot.reported()
                 chunk = observed.take(await slot.read())
                 ended = chunk.finish_reason is not None
                 response = write_response(request, chunk, options)

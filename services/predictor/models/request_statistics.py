@@ -36,7 +36,7 @@ class Tally:
         self.count += count
         self.ns += ns
 
-    def told(self) -> pb.StatisticDuration:
+    def as_message(self) -> pb.StatisticDuration:
         """As the protocol tells it."""
         return pb.StatisticDuration(count=self.count, ns=self.ns)
 
@@ -50,15 +50,15 @@ class ResponseTally:
     fail: Tally = field(default_factory=Tally)
     cancel: Tally = field(default_factory=Tally)
 
-    def told(self) -> pb.InferResponseStatistics:
+    def as_message(self) -> pb.InferResponseStatistics:
         """As the protocol tells it."""
         return pb.InferResponseStatistics(
-            compute_infer=self.success.told(),
+            compute_infer=self.success.as_message(),
             compute_output=pb.StatisticDuration(count=self.success.count),  # Within compute_infer.
-            success=self.success.told(),
-            empty_response=self.empty.told(),
-            fail=self.fail.told(),
-            cancel=self.cancel.told(),
+            success=self.success.as_message(),
+            empty_response=self.empty.as_message(),
+            fail=self.fail.as_message(),
+            cancel=self.cancel.as_message(),
         )
 
 

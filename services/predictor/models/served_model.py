@@ -99,7 +99,7 @@ class ServedModel(Protocol):
 def metadata_of(model: ServedModel) -> pb.ModelMetadataResponse:
     """The answer of ModelMetadata."""
 
-    def told(specs: Sequence[TensorSpec]) -> list[pb.ModelMetadataResponse.TensorMetadata]:
+    def tensors_of(specs: Sequence[TensorSpec]) -> list[pb.ModelMetadataResponse.TensorMetadata]:
         tensor = pb.ModelMetadataResponse.TensorMetadata
         return [tensor(name=spec.name, datatype=spec.datatype, shape=spec.shape) for spec in specs]
 
@@ -108,8 +108,8 @@ def metadata_of(model: ServedModel) -> pb.ModelMetadataResponse:
         name=model.name,
         versions=[VERSION],
         platform=description.platform,
-        inputs=told(description.inputs),
-        outputs=told(description.outputs),
+        inputs=tensors_of(description.inputs),
+        outputs=tensors_of(description.outputs),
     )
 
 

@@ -99,7 +99,7 @@ class ModelRepository:
         self._settings = settings
         self._locations = ModelLocations(settings)
         self._tell_ready = tell_ready
-        self._told = False
+        self._reported_ready = False
         self._device = torch.device("cpu")
         self._entries = {
             source.name: _Entry(source, State.LOADING, "waiting to be loaded", wanted=True)
@@ -316,9 +316,9 @@ class ModelRepository:
         return self._draining or self._dead.is_set()
 
     async def _changed(self) -> None:
-        if self.ready != self._told:
-            self._told = self.ready
-            await self._tell_ready(self._told)
+        if self.ready != self._reported_ready:
+            self._reported_ready = self.ready
+            await self._tell_ready(self._reported_ready)
 
 
 def _stopping() -> DrainingError:

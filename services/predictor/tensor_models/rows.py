@@ -48,9 +48,9 @@ def read_rows(request: pb.ModelInferRequest, output: str, limits: RowLimits) -> 
     for name in tensors:
         if name not in known:
             raise InvalidRequestError(f"unknown input {name!r}; the model takes {', '.join(known)}")
-    for asked in request.outputs:
-        if asked.name != output:
-            raise InvalidRequestError(f"unknown output {asked.name!r}; the model gives {output}")
+    for requested in request.outputs:
+        if requested.name != output:
+            raise InvalidRequestError(f"unknown output {requested.name!r}; the model gives {output}")
     if INPUT_IDS not in tensors:
         raise InvalidRequestError(f"input {INPUT_IDS!r} is missing")
     shape = tensors[INPUT_IDS].array.shape

@@ -59,7 +59,7 @@ class Catalogue:
         self._texts: dict[str, ModelText] = {}
         self._unreadable: dict[str, str] = {}  # Why a model that is served takes no text, where its files are at fault.
         self._states: Mapping[str, ModelState] = {name: ModelState(LOADING) for name in self._sources}
-        self._is_told = False  # Until the predictor first says which models it has.
+        self._is_known = False  # Until the predictor has first listed its models.
         self._is_complete = True  # False: the predictor has no index, and may know more models.
         self._models: dict[str, TextModel | RelayedModel] = {}
         self._learned: set[str] = set()  # Of `_models`, those known of the predictor that answers now.
@@ -136,8 +136,8 @@ class Catalogue:
     def _called(self, name: str) -> TextModel | RelayedModel:
         state_of_model = self._state(name)
         if state_of_model.state == UNAVAILABLE:
-            if not self._is_told:
-                raise NotReadyError("no predictor has state_of_model its models yet", hop="predictor")
+            if not self._is_known:
+                raise NotReadyError("no predictor has listed its models yet", hop="predictor")
             if not self._is_complete and name not in self._states:
                 return RelayedModel(name)
             raise NotFoundError(
@@ -211,7 +211,7 @@ class Catalogue:
         """Takes over what the predictor serves; whether its models can be called."""
         try:
             self._states = await self._index()
-            self._is_told = True
+            self._is_known = True
         except MillraceError:
             # It may come back with other models; until then calls get its own errors.
             self._learned.clear()

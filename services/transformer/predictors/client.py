@@ -168,7 +168,7 @@ class PredictorClient:
 
     async def generate(
         self,
-        asked: Generation,
+        generation: Generation,
         output_ids: Sequence[int],
         options: CallOptions,
         deadline: Deadline,
@@ -179,13 +179,13 @@ class PredictorClient:
         `span` receives the call's span.
         """
         span = span or CallSpan()
-        request = inference_pb2.ModelInferRequest(model_name=asked.model, id=asked.request_id)
-        add_input(request, _ids_tensor(INPUT_IDS, asked.prompt_ids, asked.dialect))
+        request = inference_pb2.ModelInferRequest(model_name=generation.model, id=generation.request_id)
+        add_input(request, _ids_tensor(INPUT_IDS, generation.prompt_ids, generation.dialect))
         if output_ids:
-            add_input(request, _ids_tensor(OUTPUT_IDS, output_ids, asked.dialect))
-        set_parameters(request.parameters, asked.sampling.model_dump(exclude_none=True))
+            add_input(request, _ids_tensor(OUTPUT_IDS, output_ids, generation.dialect))
+        set_parameters(request.parameters, generation.sampling.model_dump(exclude_none=True))
         # A call that goes on after earlier ids follows one whose first chunk had them.
-        scored = None if output_ids else asked.prompt_logprobs
+        scored = None if output_ids else generation.prompt_logprobs
         set_parameters(request.parameters, {PROMPT_LOGPROBS: scored})
         metadata = (ERRORS_AS_STATUS, RECORDED, *options.metadata())
         silence_limit_s = None if options.heartbeat_ms is None else self.silence_limit_s
@@ -194,7 +194,7 @@ class PredictorClient:
         with span.of_next_call():
             call = self._stream(request, timeout=deadline.left(), metadata=metadata)
         try:
-            async with aclosing(_chunks(call, span, len(asked.prompt_ids), scored)) as chunks:
+            async with aclosing(_chunks(call, span, len(generation.prompt_ids), scored)) as chunks:
                 while (chunk := await _unless_silent(chunks, silence_limit_s, silent)) is not None:
                     silent = HopBrokenError("the predictor fell silent", hop="predictor")
                     produced += len(chunk.token_ids)
@@ -202,10 +202,11 @@ class PredictorClient:
                     if chunk.finish_reason is not None:
                         await _until_end(chunks)
                         return
-            if asked.dialect.tells_reason:
+            if generation.dialect.tells_reason:
                 raise HopBrokenError("the predictor ended the stream before its last token", hop="predictor")
-            reason = "length" if produced >= (asked.sampling.max_tokens or 0) else "stop"
-            yield TokenChunk([], [], [], reason, Usage(prompt_tokens=len(asked.prompt_ids), completion_tokens=produced))
+            reason = "length" if produced >= (generation.sampling.max_tokens or 0) else "stop"
+            usage = Usage(prompt_tokens=len(generation.prompt_ids), completion_tokens=produced)
+            yield TokenChunk([], [], [], reason, usage)
         finally:
             call.cancel()
 

@@ -70,8 +70,8 @@ class PredictorModel:
 
 def described(metadata: pb.ModelMetadataResponse, config: model_config_pb2.ModelConfig | None) -> PredictorModel:
     """A model from what the predictor answers."""
-    told = {key: value.string_value for key, value in config.parameters.items()} if config is not None else {}
-    length = told.get("context_length", "")
+    parameters = {key: value.string_value for key, value in config.parameters.items()} if config is not None else {}
+    length = parameters.get("context_length", "")
     is_ours = length.isdecimal()
     return PredictorModel(
         name=metadata.name,
@@ -80,9 +80,9 @@ def described(metadata: pb.ModelMetadataResponse, config: model_config_pb2.Model
         outputs=frozenset(tensor.name for tensor in metadata.outputs),
         decoupled=None if config is None else config.model_transaction_policy.decoupled,
         context_length=int(length) if is_ours else None,
-        is_encoder_decoder={"true": True, "false": False}.get(told.get("is_encoder_decoder", "")),
-        source=told.get("source") or None,
-        fingerprint=told.get(FINGERPRINT, ""),
+        is_encoder_decoder={"true": True, "false": False}.get(parameters.get("is_encoder_decoder", "")),
+        source=parameters.get("source") or None,
+        fingerprint=parameters.get(FINGERPRINT, ""),
         dialect=OURS if is_ours else _dialect(metadata),
     )
 

@@ -99,8 +99,8 @@ class Replicas:
         """What a replica says of a model that is READY, which is the same at all of them."""
         stub = (await self._serving())[0]
         with probe_errors():
-            asked = pb.ModelMetadataRequest(name=name)
-            metadata = await stub.ModelMetadata(asked, timeout=PROBE_TIMEOUT_S)
+            calls = pb.ModelMetadataRequest(name=name)
+            metadata = await stub.ModelMetadata(calls, timeout=PROBE_TIMEOUT_S)
             try:
                 answer = await stub.ModelConfig(pb.ModelConfigRequest(name=name), timeout=PROBE_TIMEOUT_S)
             except NotImplementedMethodError:
@@ -193,13 +193,13 @@ async def _close_later(channel: grpc.aio.Channel) -> None:
         await channel.close()
 
 
-async def _all_of(asked: Iterable[Awaitable[T]]) -> list[T | BaseException]:
+async def _all_of(calls: Iterable[Awaitable[T]]) -> list[T | BaseException]:
     """What each gives or raises.
 
     A call whose channel is closed ends as cancelled. That is its own end and not the caller's, whom only its own
     cancellation ends.
     """
-    outcomes = await asyncio.gather(*asked, return_exceptions=True)
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
     gone = HopBrokenError("the predictor has left", hop="predictor")
     return [gone if isinstance(outcome, asyncio.CancelledError) else outcome for outcome in outcomes]
 

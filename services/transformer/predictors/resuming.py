@@ -193,8 +193,8 @@ class _Progress:
             raise error  # It cannot run in isolation, so the cause of the crashes cannot be found.
         if isinstance(error, (HopBrokenError, DrainingError)):
             self.was_moved = True
-            told = (self.generation.request_id, len(self.output_ids), error.message)
-            logger.info("request %s is moved after %d tokens: %s", *told)
+            moved = (self.generation.request_id, len(self.output_ids), error.message)
+            logger.info("request %s is moved after %d tokens: %s", *moved)
 
     def last_word(self, error: MillraceError) -> MillraceError:
         """What the request ends with where no predictor takes it in time."""

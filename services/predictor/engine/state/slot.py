@@ -39,12 +39,12 @@ class MergingSlot:
         self.cached_tokens = 0  # Of the prompt; known when its first token is.
         self.cancelled = False  # The engine looks at it before each step.
         self.runs_alone = False
-        self._told = threading.Event()
+        self._reported = threading.Event()
 
     def cancel(self) -> None:
         """Tells the engine to stop; any thread may."""
         self.cancelled = True
-        self._told.set()
+        self._reported.set()
 
     def run_alone(self, timeout_s: float) -> bool:
         """Has the reader tell that nothing else is computed from now on; whether somebody waits for the next token.
@@ -56,11 +56,11 @@ class MergingSlot:
             reader, self._wake = self._wake, None
         if reader is not None:
             wake([reader])
-        self._told.wait(timeout_s)
+        self._reported.wait(timeout_s)
         return not (self.cancelled or self._ended())
 
-    def told(self) -> None:
-        self._told.set()
+    def reported(self) -> None:
+        self._reported.set()
 
     def publish(
         self,
@@ -148,7 +148,7 @@ class MergingSlot:
             if self._ended():
                 return
             self._finish, self._error = finish, error
-            self._told.set()
+            self._reported.set()
             reader = self._satisfied()
         if reader is not None:
             wake([reader])
@@ -158,7 +158,7 @@ class MergingSlot:
 
     @property
     def _is_untold(self) -> bool:
-        return self.runs_alone and not self._told.is_set()
+        return self.runs_alone and not self._reported.is_set()
 
     def _ended(self) -> bool:
         return self._finish is not None or self._error is not None

@@ -132,8 +132,8 @@ class InferenceServicer(OpenInferenceBase):
             return pb.ModelConfigResponse(config=text_tensors.config_of(model))
         name = model.processor.model if isinstance(model, ProcessedModel) else model.name
         with probe_errors():
-            asked = pb.ModelConfigRequest(name=name, version=request.version)
-            answer = await self._predictor.inference.ModelConfig(asked, timeout=PROBE_TIMEOUT_S)
+            inner_request = pb.ModelConfigRequest(name=name, version=request.version)
+            answer = await self._predictor.inference.ModelConfig(inner_request, timeout=PROBE_TIMEOUT_S)
         if isinstance(model, ProcessedModel):
             return pb.ModelConfigResponse(config=processed.config_of(model, answer.config))
         return answer
@@ -142,8 +142,8 @@ class InferenceServicer(OpenInferenceBase):
         """What the predictors have counted; requests that were refused before are not among them."""
         model = self._catalogue.find(request.name, request.version) if request.name else None
         if isinstance(model, ProcessedModel) and model.processor.model != request.name:
-            asked = pb.ModelStatisticsRequest(name=model.processor.model, version=request.version)
-            answer = await self._replicas.statistics(asked)
+            inner_request = pb.ModelStatisticsRequest(name=model.processor.model, version=request.version)
+            answer = await self._replicas.statistics(inner_request)
             for statistics in answer.model_stats:
                 statistics.name = request.name
             return answer

@@ -49,7 +49,7 @@ class TextGenerationServicer(millrace_pb2_grpc.TextGenerationServicer):
             check_request_id(request.request_id)
             check_message_count(len(request.messages))
             check_stop_count(len(request.stop))
-        asked = TextRequest(
+        text_request = TextRequest(
             call=call,
             model=request.model,
             prompt=request.prompt if request.HasField("prompt") else None,
@@ -58,7 +58,7 @@ class TextGenerationServicer(millrace_pb2_grpc.TextGenerationServicer):
             stop=tuple(request.stop),
         )
         first = True
-        async with aclosing(self._pipeline.generate(asked)) as chunks:
+        async with aclosing(self._pipeline.generate(text_request)) as chunks:
             async for chunk in chunks:
                 if first:
                     first = False

@@ -35,17 +35,17 @@ async def _written(first: TextChunk, write: Callable[_P, dict[str, Any]], *given
 
 
 async def answer(
-    pipeline: Pipeline, generations: Sequence[TextRequest], asked: GenerationRequest, shape: Format
+    pipeline: Pipeline, generations: Sequence[TextRequest], request: GenerationRequest, shape: Format
 ) -> AsyncGenerator[HttpBody, None]:
     """Runs the generations, one a choice, and writes what they make; closing the generator cancels them."""
-    head = {"id": f"{shape.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
+    head = {"id": f"{shape.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": request.model}
     async with aclosing(generate_all(pipeline, generations)) as chunks:
-        if not asked.stream:
+        if not request.stream:
             made: list[list[TextChunk]] = [[] for _ in generations]
             async for index, chunk in chunks:
                 made[index].append(chunk)
             choices = [await _written(parts[0], shape.whole, index, parts) for index, parts in enumerate(made)]
-            total = usage_of([parts[-1].usage or Usage() for parts in made], asked.n)
+            total = usage_of([parts[-1].usage or Usage() for parts in made], request.n)
             yield json_body(head | {"object": shape.whole_object, "choices": choices, "usage": total})
             return
 
@@ -54,7 +54,7 @@ async def answer(
         usages = [Usage()] * len(generations)
         completion_tokens = [0] * len(generations)
         # With include_usage every event has the field; the last one fills it.
-        usage: dict[str, Any] = {"usage": None} if asked.include_usage else {}
+        usage: dict[str, Any] = {"usage": None} if request.include_usage else {}
         async for index, chunk in chunks:
             usages[index] = chunk.usage or usages[index]
             completion_tokens[index] += len(chunk.token_ids)
@@ -63,9 +63,9 @@ async def answer(
             if is_first or chunk.text or chunk.finish_reason is not None or chunk.logprobs:
                 begun.add(index)
                 choice = await _written(chunk, shape.chunk, index, chunk, is_first)
-                if asked.continuous_usage:
+                if request.continuous_usage:
                     usage["usage"] = usage_so_far(chunk.prompt_tokens, completion_tokens[index])
                 yield HttpBody(content_type=EVENTS, data=event(head | {"choices": [choice]} | usage))
-        if asked.include_usage:
-            yield HttpBody(data=event(head | {"choices": [], "usage": usage_of(usages, asked.n)}))
+        if request.include_usage:
+            yield HttpBody(data=event(head | {"choices": [], "usage": usage_of(usages, request.n)}))
         yield HttpBody(data=_DONE)

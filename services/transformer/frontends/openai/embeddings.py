@@ -47,28 +47,28 @@ class Embedder:
         self._predictor = predictor
         self._tap = tap
 
-    async def embed(self, asked: EmbeddingsRequest, call: CallContext) -> tuple[list[Vector], int]:
+    async def embed(self, request: EmbeddingsRequest, call: CallContext) -> tuple[list[Vector], int]:
         """The inputs' vectors, and how many tokens they had; raises MillraceError."""
-        ignored = asked.ignored_fields()
+        ignored = request.ignored_fields()
         parameters = orjson.dumps({"ignored_fields": ignored}).decode() if ignored else ""
-        prompt = _recorded(asked.input)
-        with recorded(self._tap, call, asked.model, prompt=prompt, parameters=parameters) as recording:
+        prompt = _recorded(request.input)
+        with recorded(self._tap, call, request.model, prompt=prompt, parameters=parameters) as recording:
             # One scope for all calls, which do not begin at once.
             async with call.deadline.scope():
-                vectors, tokens = await self._embed(asked, call)
+                vectors, tokens = await self._embed(request, call)
             recording.end("OK", usage=Usage(prompt_tokens=tokens))
             await recording.flushed()
             return vectors, tokens
 
-    async def _embed(self, asked: EmbeddingsRequest, call: CallContext) -> tuple[list[Vector], int]:
-        tokenizer, context_length = await self._model(asked.model, call)
-        rows = [await _ids_of(item, i, tokenizer, context_length) for i, item in enumerate(asked.input)]
+    async def _embed(self, request: EmbeddingsRequest, call: CallContext) -> tuple[list[Vector], int]:
+        tokenizer, context_length = await self._model(request.model, call)
+        rows = [await _ids_of(item, i, tokenizer, context_length) for i, item in enumerate(request.input)]
         vectors: list[Vector] = [np.empty(0, np.float32)] * len(rows)
         waiting = iter(range(len(rows)))
 
         async def work() -> None:
             for index in waiting:
-                vectors[index] = await self._vector(asked.model, rows[index], call)
+                vectors[index] = await self._vector(request.model, rows[index], call)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -104,9 +104,9 @@ class Embedder:
         return vector.reshape(-1).astype("<f4", copy=False)
 
 
-def embeddings_json(asked: EmbeddingsRequest, vectors: Sequence[Vector], tokens: int) -> Iterator[bytes]:
+def embeddings_json(request: EmbeddingsRequest, vectors: Sequence[Vector], tokens: int) -> Iterator[bytes]:
     """The answer's JSON, in pieces."""
-    as_base64 = asked.encoding_format == "base64"
+    as_base64 = request.encoding_format == "base64"
     yield b'{"object":"list","data":['
     for first in range(0, len(vectors), _ROWS_A_PIECE):
         rows = [
@@ -116,7 +116,7 @@ def embeddings_json(asked: EmbeddingsRequest, vectors: Sequence[Vector], tokens:
         piece = orjson.dumps(rows, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
         yield piece if first == 0 else b"," + piece
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    yield b'],"model":' + orjson.dumps(asked.model) + b',"usage":' + orjson.dumps(usage) + b"}"
+    yield b'],"model":' + orjson.dumps(request.model) + b',"usage":' + orjson.dumps(usage) + b"}"
 
 
 def _base64(vector: Vector) -> str:

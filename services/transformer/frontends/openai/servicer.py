@@ -79,90 +79,90 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
     @rest_errors(openai_error)
     async def Completions(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         call = call_context(context, "millrace.rest.v1.OpenAI/Completions")
-        asked = await self._read(CompletionRequest, request, call, "generation")
-        if ignored := asked.ignored_fields():
+        parsed = await self._read(CompletionRequest, request, call, "generation")
+        if ignored := parsed.ignored_fields():
             yield Header(IGNORED_FIELDS, ", ".join(ignored))
-        if asked.stream:
+        if parsed.stream:
             yield KeepAlive(self._keep_alive_s)
         echoes = tokens = None
-        if asked.echo or asked.logprobs is not None:
-            tokenizer = await self._tokenizer(call, asked.model)
-            echoes = Echoes(asked.prompt, asked.n, tokenizer) if asked.echo else None
-            tokens = None if asked.logprobs is None else tokenizer.token_bytes
+        if parsed.echo or parsed.logprobs is not None:
+            tokenizer = await self._tokenizer(call, parsed.model)
+            echoes = Echoes(parsed.prompt, parsed.n, tokenizer) if parsed.echo else None
+            tokens = None if parsed.logprobs is None else tokenizer.token_bytes
         generations = [
             choice
-            for prompt in asked.prompt
+            for prompt in parsed.prompt
             for choice in choices_of(
                 TextRequest(
                     call=call,
-                    model=asked.model,
+                    model=parsed.model,
                     prompt=prompt if isinstance(prompt, str) else None,
                     prompt_ids=None if isinstance(prompt, str) else prompt,
-                    sampling=asked.sampling(),
+                    sampling=parsed.sampling(),
                     default_max_tokens=COMPLETION_MAX_TOKENS,
-                    stop=asked.stop,
+                    stop=parsed.stop,
                     ignored_fields=ignored,
-                    prompt_logprobs=asked.prompt_logprobs,
-                    choices=len(asked.prompt) * asked.n,
-                    prompt_only=asked.prompt_only,
+                    prompt_logprobs=parsed.prompt_logprobs,
+                    choices=len(parsed.prompt) * parsed.n,
+                    prompt_only=parsed.prompt_only,
                 ),
-                asked.n,
+                parsed.n,
             )
         ]
         shape = CompletionFormat(echoes, tokens)
-        async with aclosing(answer(self._pipeline, generations, asked, shape)) as bodies:
+        async with aclosing(answer(self._pipeline, generations, parsed, shape)) as bodies:
             async for body in bodies:
                 yield body
 
     @rest_errors(openai_error)
     async def ChatCompletions(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         call = call_context(context, "millrace.rest.v1.OpenAI/ChatCompletions")
-        asked = await self._read(ChatCompletionRequest, request, call, "generation")
-        if ignored := asked.ignored_fields():
+        parsed = await self._read(ChatCompletionRequest, request, call, "generation")
+        if ignored := parsed.ignored_fields():
             yield Header(IGNORED_FIELDS, ", ".join(ignored))
-        if asked.stream:
+        if parsed.stream:
             yield KeepAlive(self._keep_alive_s)
         generations = choices_of(
             TextRequest(
                 call=call,
-                model=asked.model,
-                messages=[(message.role, message.content) for message in asked.messages],
-                template_options=asked.chat_template_kwargs,
-                sampling=asked.sampling(),
-                stop=asked.stop,
+                model=parsed.model,
+                messages=[(message.role, message.content) for message in parsed.messages],
+                template_options=parsed.chat_template_kwargs,
+                sampling=parsed.sampling(),
+                stop=parsed.stop,
                 ignored_fields=ignored,
             ),
-            asked.n,
+            parsed.n,
         )
-        tokens = (await self._tokenizer(call, asked.model)).token_bytes if asked.logprobs else None
+        tokens = (await self._tokenizer(call, parsed.model)).token_bytes if parsed.logprobs else None
         shape = ChatFormat(tokens)
-        async with aclosing(answer(self._pipeline, generations, asked, shape)) as bodies:
+        async with aclosing(answer(self._pipeline, generations, parsed, shape)) as bodies:
             async for body in bodies:
                 yield body
 
     @rest_errors(openai_error)
     async def Embeddings(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         call = call_context(context, "millrace.rest.v1.OpenAI/Embeddings")
-        asked = await self._read(EmbeddingsRequest, request, call, "embedding")
-        if ignored := asked.ignored_fields():
+        parsed = await self._read(EmbeddingsRequest, request, call, "embedding")
+        if ignored := parsed.ignored_fields():
             yield Header(IGNORED_FIELDS, ", ".join(ignored))
-        vectors, tokens = await self._embedder.embed(asked, call)
-        for piece in embeddings_json(asked, vectors, tokens):
+        vectors, tokens = await self._embedder.embed(parsed, call)
+        for piece in embeddings_json(parsed, vectors, tokens):
             yield HttpBody(content_type=JSON, data=piece)
 
     @rest_errors(openai_error)
     async def Tokenize(self, request: HttpBody, context: Context) -> AsyncGenerator[HttpBody, None]:
         call = call_context(context, "millrace.rest.v1.OpenAI/Tokenize")
-        asked = await self._parsed(TokenizeRequest, request, call)
-        tokenizer, context_length = await self._tokenizer_for(asked.model, call)
-        yield json_body(await tokenize(asked, tokenizer, context_length, self._bodies, call.deadline))
+        parsed = await self._parsed(TokenizeRequest, request, call)
+        tokenizer, context_length = await self._tokenizer_for(parsed.model, call)
+        yield json_body(await tokenize(parsed, tokenizer, context_length, self._bodies, call.deadline))
 
     @rest_errors(openai_error)
     async def Detokenize(self, request: HttpBody, context: Context) -> AsyncGenerator[HttpBody, None]:
         call = call_context(context, "millrace.rest.v1.OpenAI/Detokenize")
-        asked = await self._parsed(DetokenizeRequest, request, call)
-        tokenizer, _ = await self._tokenizer_for(asked.model, call)
-        yield json_body(detokenize(asked, tokenizer))
+        parsed = await self._parsed(DetokenizeRequest, request, call)
+        tokenizer, _ = await self._tokenizer_for(parsed.model, call)
+        yield json_body(detokenize(parsed, tokenizer))
 
     @rest_errors(openai_error)
     async def TokenizerInfo(self, request: rest_pb2.ModelRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
@@ -178,9 +178,9 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
     async def _read(self, cls: type[RequestT], request: HttpBody, call: CallContext, kind: Kind) -> RequestT:
         """The request in a body, with its model's name; one that is refused is on record."""
         with self._pipeline.recording_refusals(call):
-            asked = await self._parsed(cls, request, call)
-            asked.model = self._models.resolve(asked.model, kind)
-            return asked
+            parsed = await self._parsed(cls, request, call)
+            parsed.model = self._models.resolve(parsed.model, kind)
+            return parsed
 
     async def _parsed(self, cls: type[RequestT], request: HttpBody, call: CallContext) -> RequestT:
         """The request in a body; see `parse`."""

@@ -90,8 +90,8 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
 
     async def ModelReady(self, request: ModelRequest, context: Context) -> HttpBody:
         """As `Ready`, and 404 where there is no such model or version."""
-        asked = pb.ModelReadyRequest(name=request.model, version=request.version)
-        answer = await self._inference.ModelReady(asked, context)
+        message = pb.ModelReadyRequest(name=request.model, version=request.version)
+        answer = await self._inference.ModelReady(message, context)
         if not answer.ready:
             await self._metadata(request, context)  # Which says so where there is none.
         await _tell_readiness(answer.ready, context)
@@ -101,20 +101,20 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
         return json_body(documents.plain(await self._metadata(request, context)))
 
     async def ModelConfig(self, request: ModelRequest, context: Context) -> HttpBody:
-        asked = pb.ModelConfigRequest(name=request.model, version=request.version)
-        return json_body(documents.plain((await self._inference.ModelConfig(asked, context)).config))
+        message = pb.ModelConfigRequest(name=request.model, version=request.version)
+        return json_body(documents.plain((await self._inference.ModelConfig(message, context)).config))
 
     async def ModelStatistics(self, request: ModelRequest, context: Context) -> HttpBody:
-        asked = pb.ModelStatisticsRequest(name=request.model, version=request.version)
-        return json_body(documents.plain(await self._inference.ModelStatistics(asked, context), unset=True))
+        message = pb.ModelStatisticsRequest(name=request.model, version=request.version)
+        return json_body(documents.plain(await self._inference.ModelStatistics(message, context), unset=True))
 
     # ------------------------------------------------------------------ inference
 
     async def Infer(self, request: ModelBody, context: Context) -> HttpBody:
         call = call_context(context, f"{_SERVICE}/Infer")
         infer_call = await self._read(self._read_infer, request, context, call)
-        asked = InferRequest.received(infer_call.data)
-        answer = await self._inference.infer(asked, call.with_id(asked.id))
+        message = InferRequest.received(infer_call.data)
+        answer = await self._inference.infer(message, call.with_id(message.id))
         body, header_length = await self._write_infer(infer_call, answer, call)
         if header_length is None:
             return HttpBody(content_type=JSON, data=body)
@@ -123,16 +123,16 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
 
     async def Generate(self, request: ModelBody, context: Context) -> HttpBody:
         call = call_context(context, f"{_SERVICE}/Generate")
-        asked = await self._read(self._read_generate, request, context, call)
-        answer = await self._inference.infer(asked, call.with_id(asked.id))
+        message = await self._read(self._read_generate, request, context, call)
+        answer = await self._inference.infer(message, call.with_id(message.id))
         return HttpBody(content_type=JSON, data=await self._write(answer, call))
 
     @rest_errors(v2_error)
     async def GenerateStream(self, request: ModelBody, context: Context) -> AsyncGenerator[Body, None]:
         yield KeepAlive(self._keep_alive_s)
         call = call_context(context, f"{_SERVICE}/GenerateStream")
-        asked = await self._read(self._read_generate, request, context, call)
-        async with aclosing(self._inference.answers(asked, call.with_id(asked.id))) as responses:
+        message = await self._read(self._read_generate, request, context, call)
+        async with aclosing(self._inference.answers(message, call.with_id(message.id))) as responses:
             async for response in responses:
                 if response.outputs:  # One without says only that there is no more.
                     data = await self._write(response, call)
@@ -156,8 +156,8 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
             return read_raw_body(request.model, request.version, metadata, data)
         if min(len(data), len(data) if length is None else length) <= SMALL_BYTES:
             return read_body(request.model, request.version, data, length)
-        asked = (request.model, request.version, length)
-        (binary, named), message = await self._bodies.run(parse_body, asked, data, call.deadline)
+        arguments = (request.model, request.version, length)
+        (binary, named), message = await self._bodies.run(parse_body, arguments, data, call.deadline)
         return InferCall(message, binary, named)
 
     async def _read_generate(self, request: ModelBody, context: Context, call: CallContext) -> InferRequest:
@@ -165,8 +165,8 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
         data = await self._body(request, call)
         if len(data) <= SMALL_BYTES:
             return InferRequest.parsed(read_generate(request.model, request.version, metadata, data))
-        asked = (request.model, request.version, metadata.SerializeToString())
-        _, message = await self._bodies.run(parse_generate, asked, data, call.deadline)
+        arguments = (request.model, request.version, metadata.SerializeToString())
+        _, message = await self._bodies.run(parse_generate, arguments, data, call.deadline)
         return InferRequest.received(message)
 
     async def _body(self, request: ModelBody, call: CallContext) -> bytes:
@@ -182,8 +182,8 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
     ) -> tuple[bytes, int | None]:
         if not infer_call.wants_json or _size(answer) <= SMALL_BYTES:
             return write_body(infer_call, _parsed(answer))
-        asked = (infer_call.binary, infer_call.named)
-        length, body = await self._bodies.run(write_parsed_body, asked, _serialized(answer), call.deadline)
+        arguments = (infer_call.binary, infer_call.named)
+        length, body = await self._bodies.run(write_parsed_body, arguments, _serialized(answer), call.deadline)
         return body, length
 
     async def _write(self, answer: pb.ModelInferResponse | bytes, call: CallContext) -> bytes:
@@ -192,14 +192,14 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
         return (await self._bodies.run(write_parsed_answer, (), _serialized(answer), call.deadline))[1]
 
     async def _metadata(self, request: ModelRequest, context: Context) -> pb.ModelMetadataResponse:
-        asked = pb.ModelMetadataRequest(name=request.model, version=request.version)
-        return await self._inference.ModelMetadata(asked, context)
+        message = pb.ModelMetadataRequest(name=request.model, version=request.version)
+        return await self._inference.ModelMetadata(message, context)
 
     async def _metadata_of_called(
         self, request: ModelBody, context: Context, call: CallContext
     ) -> pb.ModelMetadataResponse:
-        asked = pb.ModelMetadataRequest(name=request.model, version=request.version)
-        return await self._inference.metadata_of_called(asked, context, call)
+        message = pb.ModelMetadataRequest(name=request.model, version=request.version)
+        return await self._inference.metadata_of_called(message, context, call)
 
     # ------------------------------------------------------------------ administration
 
@@ -208,13 +208,13 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
         return json_body(documents.index_of(answer))
 
     async def RepositoryLoad(self, request: ModelBody, context: Context) -> HttpBody:
-        asked = documents.load_request(request.model, request.body.data)
-        await self._inference.RepositoryModelLoad(asked, context)
+        message = documents.load_request(request.model, request.body.data)
+        await self._inference.RepositoryModelLoad(message, context)
         return json_body({})
 
     async def RepositoryUnload(self, request: ModelBody, context: Context) -> HttpBody:
-        asked = documents.unload_request(request.model, request.body.data)
-        await self._inference.RepositoryModelUnload(asked, context)
+        message = documents.unload_request(request.model, request.body.data)
+        await self._inference.RepositoryModelUnload(message, context)
         return json_body({})
 
     async def ReadTraceSetting(self, request: ModelRequest, context: Context) -> HttpBody:
@@ -222,8 +222,8 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
         return json_body(documents.trace_settings(answer))
 
     async def WriteTraceSetting(self, request: ModelBody, context: Context) -> HttpBody:
-        asked = documents.trace_request(request.model, request.body.data)
-        return json_body(documents.trace_settings(await self._inference.TraceSetting(asked, context)))
+        message = documents.trace_request(request.model, request.body.data)
+        return json_body(documents.trace_settings(await self._inference.TraceSetting(message, context)))
 
     async def ReadLogSettings(self, request: Empty, context: Context) -> HttpBody:
         return json_body(documents.log_settings(await self._inference.LogSettings(pb.LogSettingsRequest(), context)))
