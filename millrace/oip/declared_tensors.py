@@ -6,41 +6,15 @@ A third element has more of a tensor: `("FP32", [-1], {"optional": True})` is an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from millrace.errors import InvalidRequestError
+from millrace.oip.model_description import TensorSpec
 from millrace.oip.tensors import DATATYPES, RawTensor
 from millrace_protos import inference_pb2 as pb
 
 
-class Spec(Protocol):
-    """What is declared of one tensor."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def datatype(self) -> str: ...
-
-    @property
-    def shape(self) -> Sequence[int]: ...
-
-    @property
-    def optional(self) -> bool: ...
-
-
-@dataclass(frozen=True)
-class DeclaredTensor:
-    """A Spec."""
-
-    name: str
-    datatype: str
-    shape: Sequence[int]
-    optional: bool = False
-
-
-def declared(mapping: Any) -> tuple[DeclaredTensor, ...]:
+def declared(mapping: Any) -> tuple[TensorSpec, ...]:
     """What a user's mapping declares; ValueError where it does not look like the module's example."""
     try:
         tensors = tuple(_declared(name, *described) for name, described in mapping.items())
@@ -51,12 +25,12 @@ def declared(mapping: Any) -> tuple[DeclaredTensor, ...]:
     return tensors
 
 
-def _declared(name: Any, datatype: Any, shape: Any, more: Any = None) -> DeclaredTensor:
+def _declared(name: Any, datatype: Any, shape: Any, more: Any = None) -> TensorSpec:
     attributes = dict(more or {})
     optional = attributes.pop("optional", False)
     if attributes or not isinstance(optional, bool):
         raise ValueError("the third element is no {'optional': True}")
-    return DeclaredTensor(name, datatype, tuple(int(size) for size in shape), optional)
+    return TensorSpec(name, datatype, tuple(int(size) for size in shape), optional)
 
 
 def check_requested_outputs(request: pb.ModelInferRequest) -> None:
@@ -72,7 +46,7 @@ def check_requested_outputs(request: pb.ModelInferRequest) -> None:
             )
 
 
-def check_inputs(tensors: Mapping[str, RawTensor], specs: Sequence[Spec]) -> None:
+def check_inputs(tensors: Mapping[str, RawTensor], specs: Sequence[TensorSpec]) -> None:
     """Refuses inputs that are not those declared."""
     by_name = {spec.name: spec for spec in specs}
     for name, tensor in tensors.items():

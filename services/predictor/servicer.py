@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, aclosing, nullcontext
 
 from millrace import __version__
 from millrace.errors import InvalidRequestError, NotFoundError, NotImplementedMethodError
+from millrace.oip.model_description import config_of, metadata_of
 from millrace.oip.resumable import HEARTBEAT, call_options_of
 from millrace.oip.settings_servicer import OpenInferenceBase
 from millrace.oip.stream_infer import errors_as_status, multiplex
@@ -16,7 +17,7 @@ from millrace.payload.tensors import answer_tensors, request_tensors, streamed_t
 from millrace.rpc.call_context import call_context, deadline_of
 from millrace.rpc.handlers import Context
 from millrace_protos import inference_pb2 as pb
-from services.predictor.models.served_model import VERSION, config_of, metadata_of
+from services.predictor.models.served_model import VERSION
 from services.predictor.repository.repository import ModelRepository, State
 
 _SERVICE = "inference.GRPCInferenceService"
@@ -56,11 +57,13 @@ class InferenceServicer(OpenInferenceBase):
         return pb.ServerMetadataResponse(name="millrace-predictor", version=__version__, extensions=_EXTENSIONS)
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
-        return metadata_of(self._repository.get(request.name, request.version).model)
+        model = self._repository.get(request.name, request.version).model
+        return metadata_of(model.name, [VERSION], model.description)
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
-        config = config_of(self._repository.get(request.name, request.version).model)
-        # Who brings text to the model finds its tokenizer there.
+        model = self._repository.get(request.name, request.version).model
+        config = config_of(model.name, model.description)
+        # The transformer finds the model's tokenizer there.
         config.parameters[_SOURCE].string_value = self._repository.source(request.name)
         return pb.ModelConfigResponse(config=config)
 

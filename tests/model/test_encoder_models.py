@@ -14,10 +14,10 @@ from millrace.deadline import NO_DEADLINE
 from millrace.errors import InvalidRequestError, StartupError
 from millrace.models.kinds import ModelKind, kind_of
 from millrace.models.sources import ModelSource
+from millrace.oip.model_description import config_of, metadata_of
 from millrace.oip.stream_infer import FINAL
 from millrace.oip.tensors import Tensor, add_input, decode_outputs
 from millrace_protos.inference_pb2 import ModelInferRequest
-from services.predictor.models.served_model import config_of, metadata_of
 from services.predictor.repository.loading import load
 from services.predictor.settings import PredictorSettings
 from services.predictor.tensor_models.rows import ATTENTION_MASK, INPUT_IDS, pad
@@ -90,7 +90,10 @@ async def test_a_batch_of_mixed_lengths_classifies_as_the_model_alone_does(saved
         np.testing.assert_allclose(logits, reference(model, ids), rtol=1e-4, atol=1e-5)
     # Else the comparison would hold for a model that says the same of everything.
     assert np.ptp(np.concatenate(answers), axis=0).min() > 0.1
-    assert config_of(served).parameters["pads_rows"].string_value == str("without" not in kind).lower()
+    assert (
+        config_of(served.name, served.description).parameters["pads_rows"].string_value
+        == str("without" not in kind).lower()
+    )
 
 
 POOLINGS = {
@@ -206,7 +209,7 @@ async def test_one_response_is_streamed_and_marked_as_the_last(saved, serve):
 
 async def test_metadata_and_configuration_tell_tensors_and_labels(saved, serve):
     served = serve(saved["bert-classifier"][0])
-    metadata, config = metadata_of(served), config_of(served)
+    metadata, config = metadata_of(served.name, ["1"], served.description), config_of(served.name, served.description)
     assert [(t.name, t.datatype) for t in metadata.inputs] == [
         (name, "INT64") for name in ("input_ids", "attention_mask", "token_type_ids")
     ]

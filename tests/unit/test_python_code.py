@@ -7,9 +7,9 @@ import pytest
 
 from millrace.deadline import NO_DEADLINE
 from millrace.errors import InvalidRequestError, NotReadyError, StartupError
+from millrace.oip.model_description import config_of, metadata_of
 from millrace.oip.tensors import Tensor, bytes_tensor
 from millrace_protos.inference_pb2 import ModelInferRequest
-from services.predictor.models.served_model import config_of, metadata_of
 from tests.unit.python_models import infer, python_models, request
 
 
@@ -45,12 +45,12 @@ async def test_requests_are_held_against_what_is_declared(make, tensors, text):
     assert (await infer(model, request(X, NAME)))["y"].tolist() == [6]
     with pytest.raises(InvalidRequestError, match=text):
         await infer(model, request(*tensors))
-    metadata = metadata_of(model)
+    metadata = metadata_of(model.name, ["1"], model.description)
     assert [(t.name, t.datatype, list(t.shape)) for t in metadata.inputs] == [
         ("x", "FP32", [-1, 3]),
         ("name", "BYTES", [1]),
     ]
-    assert metadata.outputs[0].name == config_of(model).output[0].name == "y"
+    assert metadata.outputs[0].name == config_of(model.name, model.description).output[0].name == "y"
 
 
 async def test_damaged_tensors_are_refused_though_nothing_is_declared(make):

@@ -10,10 +10,10 @@ import pytest
 
 from millrace.deadline import NO_DEADLINE
 from millrace.errors import HopBrokenError, InvalidRequestError, NotReadyError, OverloadedError, RequestFailedError
+from millrace.oip.model_description import config_of
 from millrace.oip.stream_infer import FINAL
 from millrace.oip.tensors import Tensor, decode_outputs
 from services.predictor.engine.interface import EngineDeadError
-from services.predictor.models.served_model import config_of
 from services.predictor.repository.lease import Serving
 from tests.unit.python_models import globals_of, infer, python_models, request
 from tests.waiting import until
@@ -63,7 +63,7 @@ async def test_a_function_answers_with_arrays(make):
     assert answer["double"].tolist() == [0, 2, 4]
     assert answer["double"].dtype == np.int32
     assert answer["id"].tolist() == [b"r", b"7"]
-    assert not config_of(model).model_transaction_policy.decoupled
+    assert not config_of(model.name, model.description).model_transaction_policy.decoupled
 
 
 async def test_the_documented_model_does_what_it_says(make):
@@ -82,7 +82,7 @@ async def test_a_generator_answers_once_for_each_yield(make):
     responses = await stream(model, request(n=20))
     assert [decode_outputs(response)["i"].array[0] for response in responses] == list(range(20))
     assert not any(response.parameters[FINAL].bool_param for response in responses[:-1])
-    assert config_of(model).model_transaction_policy.decoupled
+    assert config_of(model.name, model.description).model_transaction_policy.decoupled
 
 
 async def test_the_last_response_is_marked_where_the_generator_has_ended(make):
@@ -316,7 +316,10 @@ async def test_an_optional_input_may_be_left_out_and_a_response_has_parameters(m
     values = (told["took"].double_param, told["k"].int64_param, told["how"].string_param, told["ok"].bool_param)
     assert values == (0.5, 1, "fast", True)
     assert (await infer(model, request(x, k)))["y"].tolist() == [0, 2, 4]
-    assert [(each.name, each.optional) for each in config_of(model).input] == [("x", False), ("k", True)]
+    assert [(each.name, each.optional) for each in config_of(model.name, model.description).input] == [
+        ("x", False),
+        ("k", True),
+    ]
     with pytest.raises(InvalidRequestError, match="'x' is missing"):
         await model.infer(request(k), NO_DEADLINE)
 

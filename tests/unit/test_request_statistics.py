@@ -8,12 +8,12 @@ import pytest
 
 from millrace.deadline import NO_DEADLINE, Deadline
 from millrace.errors import InvalidRequestError, NotReadyError
+from millrace.oip.model_description import ModelDescription
 from millrace.oip.resumable import HEARTBEAT, CallOptions
 from millrace.oip.stream_infer import EMPTY_FINAL, FINAL
 from millrace.oip.tensors import Tensor, add_input, add_output
 from millrace_protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from services.predictor.counts import RequestCounts
-from services.predictor.models.served_model import ModelDescription
 from services.predictor.repository.lease import Serving
 from tests.waiting import until
 

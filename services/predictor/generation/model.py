@@ -10,6 +10,7 @@ from opentelemetry.trace import get_current_span
 
 from millrace.deadline import Deadline
 from millrace.errors import DrainingError, MillraceError, StartupError
+from millrace.oip.model_description import ModelDescription, TensorSpec
 from millrace.oip.prompt_logprobs import PROMPT_LOGPROBS, PROMPT_TOP_LOGPROB_IDS, PROMPT_TOP_LOGPROBS
 from millrace.oip.resumable import FINGERPRINT, LEAVING, SPAN, CallOptions
 from millrace.oip.stream_infer import FINAL
@@ -28,7 +29,7 @@ from services.predictor.generation.requests import (
     read_request,
     write_response,
 )
-from services.predictor.models.served_model import NO_OPTIONS, ModelDescription, TensorSpec
+from services.predictor.models.served_model import NO_OPTIONS
 from services.predictor.telemetry import GenerationTelemetry, ObservedGeneration
 
 _CACHED_TOKENS = "cached_tokens"

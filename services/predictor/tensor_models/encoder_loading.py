@@ -17,9 +17,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPI
 
 from millrace.errors import StartupError
 from millrace.models.kinds import ModelKind
+from millrace.oip.model_description import ModelDescription, TensorSpec
 from millrace.oip.resumable import FINGERPRINT
 from services.predictor.models.fingerprint import fingerprint_of
-from services.predictor.models.served_model import ModelDescription, TensorSpec
 from services.predictor.models.weights import dtype_name, load_weights
 from services.predictor.settings import PredictorSettings
 from services.predictor.tensor_models.encoder_model import BatchSettings, EncoderModel

@@ -14,12 +14,13 @@ import torch
 
 from millrace.deadline import NO_DEADLINE, Deadline
 from millrace.errors import MillraceError, StartupError
+from millrace.oip.model_description import ModelDescription
 from millrace.oip.resumable import CallOptions
 from millrace.oip.stream_infer import FINAL
 from millrace.oip.tensors import Tensor, add_output
 from millrace_protos import inference_pb2 as pb
 from services.predictor.counts import RequestCounts
-from services.predictor.models.served_model import NO_OPTIONS, VERSION, ModelDescription
+from services.predictor.models.served_model import NO_OPTIONS, VERSION
 from services.predictor.tensor_models.batch_worker import BatchWorker
 from services.predictor.tensor_models.row_network import RowNetwork, Vectors
 from services.predictor.tensor_models.rows import ATTENTION_MASK, INPUT_IDS, RowLimits, Rows, read_rows

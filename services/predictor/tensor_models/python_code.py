@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from millrace.errors import StartupError
 from millrace.models.kinds import PYTHON_FILE
 from millrace.oip.declared_tensors import declared
-from services.predictor.models.served_model import TensorSpec
+from millrace.oip.model_description import TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class PythonCode:
             raise StartupError(
                 f'model {self._name}: {attribute} of {self._path} must look like {{"name": ("FP32", [-1, 3])}}'
             ) from None
-        return [TensorSpec(tensor.name, tensor.datatype, tensor.shape, tensor.optional) for tensor in tensors]
+        return tensors
 
     def _refuse(self, what: str, error: BaseException) -> NoReturn:
         """Says in one line what the file raised, and where."""

@@ -47,13 +47,14 @@ from pathlib import Path
 from millrace.deadline import Deadline
 from millrace.errors import HopBrokenError, InvalidRequestError, MillraceError, NotReadyError, RequestFailedError
 from millrace.oip.declared_tensors import check_inputs
+from millrace.oip.model_description import ModelDescription
 from millrace.oip.resumable import CallOptions
 from millrace.oip.stream_infer import FINAL
 from millrace.python_tensors import BadResultError
 from millrace_protos import inference_pb2 as pb
 from services.predictor.counts import Outcome, RequestCounts
 from services.predictor.engine.interface import EngineDeadError
-from services.predictor.models.served_model import NO_OPTIONS, VERSION, ModelDescription
+from services.predictor.models.served_model import NO_OPTIONS, VERSION
 from services.predictor.tensor_models.admission import Admission
 from services.predictor.tensor_models.channel import Channel, ReaderLeftError
 from services.predictor.tensor_models.loop_thread import LoopThread

@@ -26,7 +26,9 @@ import numpy as np
 import orjson
 
 from millrace.errors import InvalidRequestError
+from millrace.oip import model_description
 from millrace.oip.declared_tensors import check_requested_outputs
+from millrace.oip.model_description import ModelDescription, TensorSpec
 from millrace.oip.resumable import FINGERPRINT
 from millrace.oip.tensors import BYTES, Tensor, add_output, bytes_tensor, decode_inputs
 from millrace.rpc.call_context import CallContext
@@ -55,12 +57,6 @@ _INPUTS = {
     "sampling_parameters": BYTES,
     "exclude_input_in_output": "BOOL",
     **{f"return_{name}": "BOOL" for name in _OUTPUTS if name != TEXT_OUTPUT},
-}
-_CONFIG_TYPES = {
-    BYTES: model_config_pb2.TYPE_STRING,
-    "BOOL": model_config_pb2.TYPE_BOOL,
-    "FP32": model_config_pb2.TYPE_FP32,
-    "UINT32": model_config_pb2.TYPE_UINT32,
 }
 _PLATFORM = "millrace_text"
 # What is more can be no request to a text model, and reading it would hold up the others.
@@ -161,37 +157,28 @@ class TextAnswer:
 
 def metadata_of(model: TextModel) -> pb.ModelMetadataResponse:
     """The answer of ModelMetadata."""
-    tensor = pb.ModelMetadataResponse.TensorMetadata
-    return pb.ModelMetadataResponse(
-        name=model.name,
-        versions=model.versions,
-        platform=_PLATFORM,
-        inputs=[tensor(name=name, datatype=datatype, shape=[1]) for name, datatype in _INPUTS.items()],
-        outputs=[tensor(name=name, datatype=datatype, shape=[1]) for name, datatype in _OUTPUTS.items()],
-    )
+    return model_description.metadata_of(model.name, model.versions, _description(model))
 
 
 def config_of(model: TextModel) -> model_config_pb2.ModelConfig:
-    """What ModelConfig says."""
-    tensor_in, tensor_out = model_config_pb2.ModelInput, model_config_pb2.ModelOutput
-    config = model_config_pb2.ModelConfig(
-        name=model.name,
-        platform=_PLATFORM,
-        backend="millrace",
-        input=[
-            tensor_in(name=name, data_type=_CONFIG_TYPES[datatype], dims=[1], optional=name != TEXT_INPUT)
-            for name, datatype in _INPUTS.items()
-        ],
-        output=[
-            tensor_out(name=name, data_type=_CONFIG_TYPES[datatype], dims=[1]) for name, datatype in _OUTPUTS.items()
-        ],
-        model_transaction_policy=model_config_pb2.ModelTransactionPolicy(decoupled=True),
-    )
-    config.parameters["context_length"].string_value = str(model.limits.context_length)
-    config.parameters["chat_template"].string_value = str(model.tokenizer.has_chat_template).lower()
+    """The answer of ModelConfig."""
+    return model_description.config_of(model.name, _description(model))
+
+
+def _description(model: TextModel) -> ModelDescription:
+    parameters = {
+        "context_length": str(model.limits.context_length),
+        "chat_template": str(model.tokenizer.has_chat_template).lower(),
+    }
     if model.fingerprint:
-        config.parameters[FINGERPRINT].string_value = model.fingerprint
-    return config
+        parameters[FINGERPRINT] = model.fingerprint
+    return ModelDescription(
+        _PLATFORM,
+        [TensorSpec(name, datatype, [1], optional=name != TEXT_INPUT) for name, datatype in _INPUTS.items()],
+        [TensorSpec(name, datatype, [1]) for name, datatype in _OUTPUTS.items()],
+        decoupled=True,
+        parameters=parameters,
+    )
 
 
 def _check_shapes(request: pb.ModelInferRequest) -> None:

@@ -7,16 +7,17 @@ but the last two end with DeadlineError when the time is up, wherever it was spe
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TypeVar
 
 from millrace.deadline import Deadline
 from millrace.errors import InvalidRequestError
-from millrace.oip.declared_tensors import DeclaredTensor, check_inputs, check_requested_outputs
+from millrace.oip import model_description
+from millrace.oip.declared_tensors import check_inputs, check_requested_outputs
+from millrace.oip.model_description import ModelDescription
 from millrace.oip.tensor_threads import decoding
 from millrace.oip.tensors import (
-    BYTES,
     RawTensor,
     Tensor,
     add_input,
@@ -64,41 +65,17 @@ async def stream(
 
 def metadata_of(model: ProcessedModel) -> pb.ModelMetadataResponse:
     """The answer of ModelMetadata: the processor's tensors."""
-
-    def metadata_of_tensors(tensors: Sequence[DeclaredTensor] | None) -> list[pb.ModelMetadataResponse.TensorMetadata]:
-        metadata = pb.ModelMetadataResponse.TensorMetadata
-        return [metadata(name=each.name, datatype=each.datatype, shape=each.shape) for each in tensors or ()]
-
-    processor = model.processor
-    return pb.ModelMetadataResponse(
-        name=model.name,
-        versions=model.versions,
-        platform=_PLATFORM,
-        inputs=metadata_of_tensors(processor.inputs),
-        outputs=metadata_of_tensors(processor.outputs),
-    )
+    return model_description.metadata_of(model.name, model.versions, _description(model, is_decoupled=False))
 
 
 def config_of(model: ProcessedModel, inner: model_config_pb2.ModelConfig) -> model_config_pb2.ModelConfig:
-    """What ModelConfig says; `inner` is the configuration of the predictor's model."""
-    config = model_config_pb2.ModelConfig(
-        name=model.name,
-        platform=_PLATFORM,
-        backend="millrace",
-        input=[
-            model_config_pb2.ModelInput(
-                name=each.name, data_type=_config_type(each.datatype), dims=each.shape, optional=each.optional
-            )
-            for each in model.processor.inputs or ()
-        ],
-        output=[
-            model_config_pb2.ModelOutput(name=each.name, data_type=_config_type(each.datatype), dims=each.shape)
-            for each in model.processor.outputs or ()
-        ],
-        model_transaction_policy=inner.model_transaction_policy,
-    )
-    config.parameters["model"].string_value = model.processor.model
-    return config
+    """The answer of ModelConfig; `inner` is the configuration of the predictor's model."""
+    return model_description.config_of(model.name, _description(model, inner.model_transaction_policy.decoupled))
+
+
+def _description(model: ProcessedModel, is_decoupled: bool) -> ModelDescription:
+    inputs, outputs = model.processor.inputs or (), model.processor.outputs or ()
+    return ModelDescription(_PLATFORM, inputs, outputs, is_decoupled, parameters={"model": model.processor.model})
 
 
 async def _preprocessed(
@@ -161,8 +138,3 @@ def _parsed(message: M, data: bytes) -> M:
     with predictor_answers():
         message.ParseFromString(data)
     return message
-
-
-def _config_type(datatype: str) -> model_config_pb2.DataType.ValueType:
-    """The configuration's own name of a datatype: TYPE_ and the protocol's, but for BYTES."""
-    return model_config_pb2.DataType.Value("TYPE_STRING" if datatype == BYTES else f"TYPE_{datatype}")

@@ -18,7 +18,8 @@ from types import ModuleType
 from typing import Any
 
 from millrace.errors import MillraceError, RequestFailedError, StartupError
-from millrace.oip.declared_tensors import DeclaredTensor, declared
+from millrace.oip.declared_tensors import declared
+from millrace.oip.model_description import TensorSpec
 from millrace.oip.tensors import Array, RawTensor, Tensor
 from millrace.processor import Processor, ProcessorRequest
 from millrace.python_tensors import BadResultError, as_mapping, as_tensor
@@ -75,7 +76,7 @@ class RunningProcessor:
             return await method(*arguments)
         return await self._pool.run(_without_exits, method, *arguments)
 
-    def _declared(self, attribute: str) -> Sequence[DeclaredTensor] | None:
+    def _declared(self, attribute: str) -> Sequence[TensorSpec] | None:
         given = getattr(self._processor, attribute)
         try:
             return None if given is None else declared(given)
