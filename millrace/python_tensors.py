@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from millrace.errors import InvalidRequestError
+from millrace.oip.parameters import set_parameters
 from millrace.oip.tensors import BYTES, RawTensor, Tensor
-from millrace.sampling import set_parameters
 from millrace_protos import inference_pb2 as pb
 
 _DATATYPES = {
@@ -59,18 +58,6 @@ def as_tensor(name: Any, value: Any, who: str) -> Tensor | RawTensor:
     if array.dtype not in _DATATYPES:
         raise BadResultError(f"{who}'s output {name!r} has the dtype {array.dtype}, which no datatype of OIP holds")
     return Tensor(name, _DATATYPES[array.dtype], array)
-
-
-def parameters_of(parameters: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
-    """A request's parameters as bool, int, float or str, but for Triton's own, which speak to the server."""
-    values = {}
-    for name, parameter in parameters.items():
-        choice = parameter.WhichOneof("parameter_choice")
-        if choice is None:
-            raise InvalidRequestError(f"parameter {name!r} has no value")
-        if not name.startswith("triton_"):
-            values[name] = getattr(parameter, choice)
-    return values
 
 
 def write_response_parameters(response: pb.ModelInferResponse, given: Any) -> None:

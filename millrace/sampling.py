@@ -7,7 +7,6 @@ decided here too: `may_end`, `end_ids` and `finish_reason`, for the sampler and 
 
 from __future__ import annotations
 
-import json
 import reprlib
 import secrets
 from collections.abc import Mapping
@@ -17,7 +16,6 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from millrace.errors import ContextLengthError, InvalidRequestError
-from millrace_protos import inference_pb2
 
 DEFAULT_MAX_TOKENS = 256
 GREEDY_BELOW = 1e-5  # A temperature that divides logits beyond what a float holds.
@@ -159,38 +157,3 @@ def markdown_table() -> str:
         default = "" if field.default in (None, "", ()) else str(field.default).lower()
         rows.append(f"| `{name}` | {default} | {field.description} |")
     return "\n".join(rows)
-
-
-# Names that clients of Triton send along and that say nothing of sampling.
-_TRANSPORT = ("priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "binary_data_output")
-
-
-def parameters_of(given: Mapping[str, inference_pb2.InferParameter]) -> dict[str, Any]:
-    """An OIP parameter map as plain values, without what belongs to the transport."""
-    values: dict[str, Any] = {}
-    for name, parameter in given.items():
-        choice = parameter.WhichOneof("parameter_choice")
-        if name.startswith("triton_") or name in _TRANSPORT:
-            continue
-        if choice is None:
-            raise InvalidRequestError(f"parameter {name!r} has no value")
-        values[name] = getattr(parameter, choice)
-    return values
-
-
-def set_parameters(target: Any, values: Mapping[str, Any]) -> None:
-    """Writes plain values to an OIP parameter map, lists as JSON; None is left out."""
-    for name, value in values.items():
-        if isinstance(value, bool):
-            target[name].bool_param = value
-        elif isinstance(value, int):
-            if value < 2**63:
-                target[name].int64_param = value
-            else:
-                target[name].uint64_param = value
-        elif isinstance(value, float):
-            target[name].double_param = value
-        elif isinstance(value, (list, tuple)):
-            target[name].string_param = json.dumps(value)
-        elif value is not None:
-            target[name].string_param = str(value)

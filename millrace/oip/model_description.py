@@ -9,6 +9,8 @@ from millrace.oip.tensors import BYTES
 from millrace_protos import inference_pb2 as pb
 from millrace_protos import model_config_pb2
 
+INPUT_IDS, OUTPUT_IDS = "input_ids", "output_ids"  # The tensors of token ids.
+
 
 @dataclass(frozen=True)
 class TensorSpec:

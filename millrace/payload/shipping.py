@@ -15,20 +15,13 @@ import grpc
 from millrace.payload.drops import Drops
 from millrace.payload.outbox.spool import Spool
 from millrace.payload.shipper import Append, SourceShipper
-from millrace.rpc.server import MESSAGE_OPTIONS
+from millrace.rpc.channel import channel_options
 from millrace_protos.millrace_pb2 import AppendResponse
 
 _APPEND = "/millrace.v1.PayloadIngest/Append"
 _JOIN_S = 1.0
-_CHANNEL_OPTIONS = (
-    *MESSAGE_OPTIONS,
-    # A logger that is stopped but not dead keeps its connection: only a ping tells.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.enable_retries", 0),
-)
+# A logger that is stopped but not dead keeps its connection: only a ping detects it.
+_KEEPALIVE_S, _KEEPALIVE_TIMEOUT_S = 10.0, 5.0
 
 
 class PayloadShipping:
@@ -38,7 +31,7 @@ class PayloadShipping:
         self._drops = drops
         self._stopping = threading.Event()
         # Neither traced nor recorded: this belongs to no request.
-        self._channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        self._channel = grpc.insecure_channel(target, options=channel_options(_KEEPALIVE_S, _KEEPALIVE_TIMEOUT_S))
         append: Append = self._channel.stream_stream(_APPEND, response_deserializer=AppendResponse.FromString)
         self._own = SourceShipper(append, target, own, drops, hop, self._stopping, ends=False)
         self._orphans = deque(

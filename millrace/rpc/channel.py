@@ -8,19 +8,26 @@ from millrace.rpc.client_interceptors import telemetry_client_interceptors
 from millrace.rpc.handlers import error_client_interceptors
 from millrace.rpc.server import MESSAGE_OPTIONS
 
-_OPTIONS: tuple[tuple[str, int], ...] = (
-    *MESSAGE_OPTIONS,
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    # A hop that comes back must be found at once, not after a minute of back-off.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.enable_retries", 0),  # Envoy retries, where a retry is safe.
-)
+_KEEPALIVE_S, _KEEPALIVE_TIMEOUT_S = 30.0, 10.0
+
+
+def channel_options(
+    keepalive_s: float = _KEEPALIVE_S, keepalive_timeout_s: float = _KEEPALIVE_TIMEOUT_S
+) -> tuple[tuple[str, int], ...]:
+    """The options of a channel to a hop, which is pinged so often and must answer within so long."""
+    return (
+        *MESSAGE_OPTIONS,
+        ("grpc.keepalive_time_ms", round(1000 * keepalive_s)),
+        ("grpc.keepalive_timeout_ms", round(1000 * keepalive_timeout_s)),
+        # A hop that is back must be found at once, not after a minute of backoff.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+        ("grpc.enable_retries", 0),  # Envoy retries, where a retry is safe.
+    )
 
 
 def open_channel(target: str, hop: str) -> grpc.aio.Channel:
     """A channel to `target` (host:port) whose failed calls raise `MillraceError` signed `hop`."""
     # The first interceptor is the outermost: spans see the status before it is translated.
     interceptors = (*error_client_interceptors(hop), *telemetry_client_interceptors())
-    return grpc.aio.insecure_channel(target, options=_OPTIONS, interceptors=interceptors)
+    return grpc.aio.insecure_channel(target, options=channel_options(), interceptors=interceptors)

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from millrace.oip.parameters import set_parameters
 from millrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
-from millrace.sampling import set_parameters
 from millrace_protos import inference_pb2 as pb
 from millrace_protos import millrace_pb2
 from runner.smoke.checks import Check

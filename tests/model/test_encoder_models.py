@@ -14,13 +14,13 @@ from millrace.deadline import NO_DEADLINE
 from millrace.errors import InvalidRequestError, StartupError
 from millrace.models.kinds import ModelKind, kind_of
 from millrace.models.sources import ModelSource
-from millrace.oip.model_description import config_of, metadata_of
+from millrace.oip.model_description import INPUT_IDS, config_of, metadata_of
 from millrace.oip.stream_infer import FINAL
 from millrace.oip.tensors import Tensor, add_input, decode_outputs
 from millrace_protos.inference_pb2 import ModelInferRequest
 from services.predictor.repository.loading import load
 from services.predictor.settings import PredictorSettings
-from services.predictor.tensor_models.rows import ATTENTION_MASK, INPUT_IDS, pad
+from services.predictor.tensor_models.rows import ATTENTION_MASK, pad
 from tests.random_encoders import ENCODERS, VOCABULARY, save_pooling, save_random_encoder
 
 CPU = torch.device("cpu")

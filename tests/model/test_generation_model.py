@@ -9,11 +9,12 @@ import torch
 
 from millrace.deadline import NO_DEADLINE
 from millrace.errors import DrainingError, InvalidRequestError, OtherWeightsError
+from millrace.oip.parameters import set_parameters
 from millrace.oip.prompt_logprobs import OUTPUTS as PROMPT_OUTPUTS
 from millrace.oip.resumable import HEARTBEAT, RUNS_ALONE, CallOptions
 from millrace.oip.stream_infer import FINAL
 from millrace.oip.tensors import Tensor, add_input, decode_outputs
-from millrace.sampling import SamplingParameters, set_parameters
+from millrace.sampling import SamplingParameters
 from millrace_protos.inference_pb2 import ModelInferRequest
 from services.predictor.generation.loaded_model import LoadedModel
 from services.predictor.generation.model import GenerationModel

@@ -13,9 +13,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from millrace.deadline import NO_DEADLINE, Deadline
 from millrace.errors import DeadlineError, DrainingError, OverloadedError
+from millrace.oip.parameters import set_parameters
 from millrace.oip.resumable import HEARTBEAT, SPAN, CallOptions
 from millrace.oip.tensors import Tensor, add_input
-from millrace.sampling import SamplingParameters, set_parameters
+from millrace.sampling import SamplingParameters
 from millrace.telemetry.identity import MODEL
 from millrace_protos.inference_pb2 import ModelInferRequest
 from services.predictor.generation.loaded_model import LoadedModel

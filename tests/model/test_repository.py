@@ -20,9 +20,9 @@ from millrace.errors import (
     RequestFailedError,
     StartupError,
 )
+from millrace.oip.parameters import set_parameters
 from millrace.oip.resumable import LEAVING, CallOptions
 from millrace.oip.tensors import Tensor, add_input, decode_outputs
-from millrace.sampling import set_parameters
 from millrace_protos.inference_pb2 import ModelInferRequest
 from services.predictor.engine.interface import EngineDeadError
 from services.predictor.repository import operations

@@ -11,8 +11,8 @@ import grpc
 import numpy as np
 from google.protobuf.message import Message
 
+from millrace.oip.parameters import set_parameters
 from millrace.oip.tensors import Tensor, add_input, bytes_tensor
-from millrace.sampling import set_parameters
 from millrace_protos import inference_pb2 as pb
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from millrace.sampling import set_parameters
+from millrace.oip.parameters import set_parameters
 from millrace_protos import millrace_pb2
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from millrace_protos.millrace_pb2_grpc import TextGenerationStub

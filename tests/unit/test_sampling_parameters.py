@@ -5,7 +5,8 @@ import re
 import pytest
 
 from millrace.errors import InvalidRequestError
-from millrace.sampling import SamplingParameters, defaults_of, parameters_of, set_parameters
+from millrace.oip.parameters import read_sampling, set_parameters
+from millrace.sampling import SamplingParameters, defaults_of
 from millrace_protos import inference_pb2
 
 
@@ -106,7 +107,7 @@ def test_parameters_survive_the_wire():
     values = {"max_tokens": 3, "temperature": 0.5, "ignore_eos": True, "seed": 2**64 - 1, "top_k": -1}
     set_parameters(request.parameters, values | {"stop": None})
     request.parameters["triton_enable_empty_final_response"].bool_param = True
-    assert parameters_of(request.parameters) == values
+    assert read_sampling(request.parameters) == values
 
 
 def test_every_parameter_survives_the_wire():
@@ -115,4 +116,4 @@ def test_every_parameter_survives_the_wire():
         max_tokens=3, seed=2**64 - 1, stop_token_ids=[5, 6], top_logprobs=3, logprobs=True, cache_salt="[a] ü"
     )
     set_parameters(request.parameters, given.model_dump(exclude_none=True))
-    assert SamplingParameters().changed(parameters_of(request.parameters)) == given
+    assert SamplingParameters().changed(read_sampling(request.parameters)) == given

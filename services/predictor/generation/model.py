@@ -10,7 +10,7 @@ from opentelemetry.trace import get_current_span
 
 from millrace.deadline import Deadline
 from millrace.errors import DrainingError, MillraceError, StartupError
-from millrace.oip.model_description import ModelDescription, TensorSpec
+from millrace.oip.model_description import INPUT_IDS, OUTPUT_IDS, ModelDescription, TensorSpec
 from millrace.oip.prompt_logprobs import PROMPT_LOGPROBS, PROMPT_TOP_LOGPROB_IDS, PROMPT_TOP_LOGPROBS
 from millrace.oip.resumable import FINGERPRINT, LEAVING, SPAN, CallOptions
 from millrace.oip.stream_infer import FINAL
@@ -19,9 +19,7 @@ from millrace_protos import inference_pb2 as pb
 from services.predictor.engine.interface import Engine, EngineStatistics, GenerationRequest, OutputSlot
 from services.predictor.generation.loaded_model import LoadedModel
 from services.predictor.generation.requests import (
-    INPUT_IDS,
     LOGPROBS,
-    OUTPUT_IDS,
     TOP_LOGPROB_IDS,
     TOP_LOGPROBS,
     heartbeat,

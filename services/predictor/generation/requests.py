@@ -20,18 +20,18 @@ from numpy.typing import NDArray
 
 from millrace.deadline import Deadline
 from millrace.errors import InvalidRequestError
+from millrace.oip.model_description import INPUT_IDS, OUTPUT_IDS
+from millrace.oip.parameters import read_sampling, set_parameters
 from millrace.oip.prompt_logprobs import OUTPUTS as PROMPT_OUTPUTS
 from millrace.oip.prompt_logprobs import PROMPT_LOGPROBS, check_size
 from millrace.oip.resumable import HEARTBEAT, RUNS_ALONE, CallOptions
 from millrace.oip.tensors import Tensor, add_output, checked_shape, decode_inputs
-from millrace.sampling import MAX_TOP_LOGPROBS, parameters_of, set_parameters
+from millrace.sampling import MAX_TOP_LOGPROBS
 from millrace_protos import inference_pb2
 from services.predictor.engine.interface import Chunk, EngineLimits, GenerationRequest
 from services.predictor.generation.loaded_model import LoadedModel
 from services.predictor.models.served_model import VERSION
 
-INPUT_IDS = "input_ids"
-OUTPUT_IDS = "output_ids"
 LOGPROBS = "logprobs"
 TOP_LOGPROB_IDS = "top_logprob_ids"
 TOP_LOGPROBS = "top_logprobs"
@@ -64,7 +64,7 @@ def read_request(
     if len(input_ids) > limits.context_length:
         raise InvalidRequestError(f"the prompt has {len(input_ids)} tokens, the context is {limits.context_length}")
     output_ids = _ids(tensors[OUTPUT_IDS], limits) if OUTPUT_IDS in tensors else []
-    given = parameters_of(request.parameters)
+    given = read_sampling(request.parameters)
     wanted = {output.name for output in request.outputs}
     prompt_logprobs = _prompt_logprobs(given.pop(PROMPT_LOGPROBS, None), len(input_ids), limits)
     if wanted & _SCORED and prompt_logprobs is None:

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPI
 
 from millrace.errors import StartupError
 from millrace.models.kinds import ModelKind
-from millrace.oip.model_description import ModelDescription, TensorSpec
+from millrace.oip.model_description import INPUT_IDS, ModelDescription, TensorSpec
 from millrace.oip.resumable import FINGERPRINT
 from services.predictor.models.fingerprint import fingerprint_of
 from services.predictor.models.weights import dtype_name, load_weights
@@ -25,7 +25,7 @@ from services.predictor.settings import PredictorSettings
 from services.predictor.tensor_models.encoder_model import BatchSettings, EncoderModel
 from services.predictor.tensor_models.pooling import read_pooling
 from services.predictor.tensor_models.row_network import RowNetwork
-from services.predictor.tensor_models.rows import ATTENTION_MASK, INPUT_IDS, TOKEN_TYPE_IDS, RowLimits
+from services.predictor.tensor_models.rows import ATTENTION_MASK, TOKEN_TYPE_IDS, RowLimits
 
 logger = logging.getLogger(__name__)
 

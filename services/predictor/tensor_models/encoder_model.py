@@ -14,7 +14,7 @@ import torch
 
 from millrace.deadline import NO_DEADLINE, Deadline
 from millrace.errors import MillraceError, StartupError
-from millrace.oip.model_description import ModelDescription
+from millrace.oip.model_description import INPUT_IDS, ModelDescription
 from millrace.oip.resumable import CallOptions
 from millrace.oip.stream_infer import FINAL
 from millrace.oip.tensors import Tensor, add_output
@@ -23,7 +23,7 @@ from services.predictor.counts import RequestCounts
 from services.predictor.models.served_model import NO_OPTIONS, VERSION
 from services.predictor.tensor_models.batch_worker import BatchWorker
 from services.predictor.tensor_models.row_network import RowNetwork, Vectors
-from services.predictor.tensor_models.rows import ATTENTION_MASK, INPUT_IDS, RowLimits, Rows, read_rows
+from services.predictor.tensor_models.rows import ATTENTION_MASK, RowLimits, Rows, read_rows
 
 
 @dataclass(frozen=True)

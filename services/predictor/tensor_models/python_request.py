@@ -7,8 +7,9 @@ from functools import cached_property
 from typing import Any
 
 from millrace.errors import InvalidRequestError
+from millrace.oip.parameters import read_parameters
 from millrace.oip.tensors import Array, RawTensor, add_output, add_raw_output, decode_raw, raw_inputs
-from millrace.python_tensors import Response, as_mapping, as_tensor, parameters_of, write_response_parameters
+from millrace.python_tensors import Response, as_mapping, as_tensor, write_response_parameters
 from millrace_protos import inference_pb2 as pb
 from services.predictor.models.served_model import VERSION
 
@@ -23,7 +24,7 @@ class Request:
 
     def __init__(self, message: pb.ModelInferRequest) -> None:
         self.id: str = message.id
-        self.parameters: dict[str, Any] = parameters_of(message.parameters)
+        self.parameters: dict[str, Any] = read_parameters(message.parameters)
         self.raw: Mapping[str, RawTensor] = raw_inputs(message)
 
     @cached_property

@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.predictor.tensor_models.rows import ATTENTION_MASK, INPUT_IDS, Rows, pad
+from millrace.oip.model_description import INPUT_IDS
+from services.predictor.tensor_models.rows import ATTENTION_MASK, Rows, pad
 
 Vectors = NDArray[np.float32]
 Head = Callable[[Any, Tensor], Tensor]  # The model's output and the attention mask to vectors [rows, size].

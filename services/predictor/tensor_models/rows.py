@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import InvalidRequestError
+from millrace.oip.model_description import INPUT_IDS
 from millrace.oip.tensors import Tensor, checked_shape, decode_inputs
 from millrace_protos import inference_pb2 as pb
 
-INPUT_IDS = "input_ids"
 ATTENTION_MASK = "attention_mask"
 TOKEN_TYPE_IDS = "token_type_ids"  # noqa: S105  # no password
 

@@ -29,10 +29,10 @@ from millrace.errors import InvalidRequestError
 from millrace.oip import model_description
 from millrace.oip.declared_tensors import check_requested_outputs
 from millrace.oip.model_description import ModelDescription, TensorSpec
+from millrace.oip.parameters import read_sampling, set_parameters
 from millrace.oip.resumable import FINGERPRINT
 from millrace.oip.tensors import BYTES, Tensor, add_output, bytes_tensor, decode_inputs
 from millrace.rpc.call_context import CallContext
-from millrace.sampling import parameters_of, set_parameters
 from millrace_protos import inference_pb2 as pb
 from millrace_protos import model_config_pb2
 from services.transformer.generation.chunks import TextChunk, joined
@@ -81,7 +81,7 @@ def read_request(request: pb.ModelInferRequest, call: CallContext) -> TextCall:
     tensors = decode_inputs(request)
     _check(request, tensors)
     prompt = _text(tensors[TEXT_INPUT])
-    sampling = _sampling_object(tensors.get("sampling_parameters")) | parameters_of(request.parameters)
+    sampling = _sampling_object(tensors.get("sampling_parameters")) | read_sampling(request.parameters)
     named = {output.name for output in request.outputs}
     wanted = frozenset(name for name in _OUTPUTS if _flag(tensors.get(f"return_{name}"), default=name in named))
     _read_logprobs(sampling, wanted)

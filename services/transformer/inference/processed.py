@@ -16,6 +16,7 @@ from millrace.errors import InvalidRequestError
 from millrace.oip import model_description
 from millrace.oip.declared_tensors import check_inputs, check_requested_outputs
 from millrace.oip.model_description import ModelDescription
+from millrace.oip.parameters import read_parameters, set_parameters
 from millrace.oip.tensor_threads import decoding
 from millrace.oip.tensors import (
     RawTensor,
@@ -27,8 +28,6 @@ from millrace.oip.tensors import (
     raw_inputs,
 )
 from millrace.processor import ProcessorRequest
-from millrace.python_tensors import parameters_of
-from millrace.sampling import set_parameters
 from millrace_protos import inference_pb2 as pb
 from millrace_protos import model_config_pb2
 from services.transformer.inference.request import InferRequest
@@ -107,7 +106,7 @@ def _decoded(model: ProcessedModel, request: InferRequest) -> ProcessorRequest:
             if output.name not in known:
                 raise InvalidRequestError(f"unknown output {output.name!r}; the model gives {', '.join(known)}")
     inputs = {name: decode_raw(name, tensor) for name, tensor in raw.items()}
-    return ProcessorRequest(request.id, inputs, parameters_of(request.parameters))
+    return ProcessorRequest(request.id, inputs, read_parameters(request.parameters))
 
 
 async def _postprocessed(

@@ -26,6 +26,8 @@ from millrace.errors import (
     NotReadyError,
     RequestFailedError,
 )
+from millrace.oip.model_description import INPUT_IDS, OUTPUT_IDS
+from millrace.oip.parameters import read_sampling, set_parameters
 from millrace.oip.prompt_logprobs import PROMPT_LOGPROBS, PromptLogprobs
 from millrace.oip.resumable import FINGERPRINT, LEAVING, RUNS_ALONE, SPAN, CallOptions
 from millrace.oip.tensors import Tensor, add_input, decode_outputs, dtype_of
@@ -33,11 +35,11 @@ from millrace.payload.call import RECORDED
 from millrace.rpc.channel import open_channel
 from millrace.rpc.client_interceptors import CallSpan
 from millrace.rpc.server import READY
-from millrace.sampling import SamplingParameters, parameters_of, set_parameters
+from millrace.sampling import SamplingParameters
 from millrace_protos import inference_pb2, inference_pb2_grpc
 from millrace_protos.millrace_pb2 import Usage
 from services.transformer.predictors.answers import numbers_of, predictor_answers
-from services.transformer.predictors.descriptions import INPUT_IDS, OURS, OUTPUT_IDS, Dialect
+from services.transformer.predictors.descriptions import OURS, Dialect
 from services.transformer.predictors.retries import Backoff
 
 PROBE_TIMEOUT_S = 2.0
@@ -256,7 +258,7 @@ async def _chunks(
 
 
 def _chunk(response: inference_pb2.ModelInferResponse, outputs: Mapping[str, Tensor], span: CallSpan) -> TokenChunk:
-    parameters = parameters_of(response.parameters)
+    parameters = read_sampling(response.parameters)
     if SPAN in parameters:
         span.answered_by = str(parameters[SPAN])
     reason = parameters.get("finish_reason")

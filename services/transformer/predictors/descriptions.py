@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from millrace.oip.model_description import INPUT_IDS, OUTPUT_IDS
 from millrace.oip.prompt_logprobs import OUTPUTS as PROMPT_OUTPUTS
 from millrace.oip.resumable import FINGERPRINT
 from millrace_protos import inference_pb2 as pb
 from millrace_protos import model_config_pb2
-
-INPUT_IDS = "input_ids"
-OUTPUT_IDS = "output_ids"
 
 
 @dataclass(frozen=True)

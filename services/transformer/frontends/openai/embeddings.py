@@ -17,6 +17,7 @@ import orjson
 from numpy.typing import NDArray
 
 from millrace.errors import HopBrokenError, InvalidRequestError
+from millrace.oip.model_description import INPUT_IDS
 from millrace.oip.tensors import Tensor, add_input
 from millrace.payload.call import RECORDED, recorded
 from millrace.payload.tap import PayloadTap
@@ -91,7 +92,7 @@ class Embedder:
 
     async def _vector(self, model: str, ids: list[int], call: CallContext) -> Vector:
         request = inference_pb2.ModelInferRequest(model_name=model, id=call.request_id)
-        add_input(request, Tensor("input_ids", "INT64", np.array(ids, dtype=np.int64)))
+        add_input(request, Tensor(INPUT_IDS, "INT64", np.array(ids, dtype=np.int64)))
         answer = await self._predictor.backoff(call.deadline).retry(
             lambda: self._predictor.inference.ModelInfer(request, timeout=call.deadline.left(), metadata=(RECORDED,))
         )

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from millrace.errors import InvalidRequestError
-from millrace.sampling import set_parameters
+from millrace.oip.parameters import RESERVED, set_parameters
 from millrace_protos import inference_pb2 as pb
 
-_RESERVED = "triton_"
 _MAX_PARAMETERS = 1024
 
 
@@ -18,8 +17,8 @@ def write_parameters(target: Any, given: Mapping[str, Any]) -> None:
     if len(given) > _MAX_PARAMETERS:
         raise InvalidRequestError(f"{len(given)} parameters, at most {_MAX_PARAMETERS} are allowed")
     for name, value in given.items():
-        if name.startswith(_RESERVED):
-            raise InvalidRequestError(f"parameter {name!r}: names that begin with {_RESERVED} are the server's own")
+        if name.startswith(RESERVED):
+            raise InvalidRequestError(f"parameter {name!r}: names that begin with {RESERVED} are the server's own")
         if not isinstance(value, (bool, int, float, str)):
             raise InvalidRequestError(f"parameter {name!r} must be true, false, a number or a string")
         if type(value) is int and not -(2**63) <= value < 2**64:
@@ -32,6 +31,6 @@ def plain_parameters(parameters: Mapping[str, pb.InferParameter]) -> dict[str, A
     values = {}
     for name, parameter in parameters.items():
         choice = parameter.WhichOneof("parameter_choice")
-        if choice is not None and not name.startswith(_RESERVED):
+        if choice is not None and not name.startswith(RESERVED):
             values[name] = getattr(parameter, choice)
     return values
