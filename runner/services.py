@@ -105,7 +105,6 @@ def _predictor(settings: StackSettings, replica: int) -> Environment:
         "PREDICTOR_LISTEN": "shared",
         "PREDICTOR_PORT": str(settings.predictor_ports[replica]),
         "PREDICTOR_METRICS_PORT": str(settings.predictor_metrics_ports[replica]),
-        "PREDICTOR_STATE": str(settings.run_folder / f"predictor-{replica}.state"),
         "PREDICTOR_DEVICE": settings.device,
         "PREDICTOR_LOGGER": f"{LOOPBACK}:{settings.logger_port}",
         "PREDICTOR_PAYLOAD_SPOOL": str(settings.run_folder / "spool-predictor"),

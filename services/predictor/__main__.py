@@ -10,7 +10,6 @@ from millrace.rpc.admission import Admission
 from millrace.rpc.server import READY, Server
 from millrace.rpc.service import run_service
 from millrace_protos.inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
-from services.predictor.restarts import Restarts
 from services.predictor.settings import PredictorSettings
 
 _SERVICE = "inference.GRPCInferenceService"
@@ -40,7 +39,6 @@ async def serve(settings: PredictorSettings) -> None:
         await server.set_serving(READY, ready)
 
     takes_over = settings.listen == "take-over"
-    restarts = Restarts(settings.state, takes_over=takes_over)
     repository = ModelRepository(settings, tell_ready)
     observe_engines(repository.engines)
     tap = None
@@ -77,8 +75,6 @@ async def serve(settings: PredictorSettings) -> None:
     server.at_drain(repository.drain)
     server.at_stop(repository.close)
     await server.run()
-    if not server.is_retired:  # The file is the successor's by now.
-        restarts.end()
 
 
 if __name__ == "__main__":

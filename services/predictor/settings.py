@@ -101,10 +101,3 @@ class PredictorSettings(ServiceSettings):
         ByteSize(1 << 30), gt=0, description="Maximum size of that folder; further records are dropped and counted."
     )
     logger: str = Field("127.0.0.1:9002", description="Address of the payload logger, for payload_log.")
-    state: Path | None = Field(
-        None,
-        description=(
-            "File of this predictor that records whether it last stopped in order, to count restarts; empty: "
-            "restarts are not counted."
-        ),
-    )

@@ -60,7 +60,6 @@ def test_an_image_holds_no_compiler_no_cache_and_no_package_of_another_service(s
         ("logger", "/var/lib/millrace"),
         ("transformer", "/var/cache/millrace"),
         ("predictor", "/var/cache/millrace"),
-        ("predictor", "/var/lib/millrace"),
     ],
 )
 def test_a_service_can_write_to_its_volume_and_to_nothing_else(stack, service, folder):

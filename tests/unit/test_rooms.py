@@ -39,7 +39,7 @@ PREDICTOR = (
     ),
     ("services.predictor.engine.load", "services.predictor.engine.runners"),
     ("services.predictor.engine",),
-    ("services.predictor.models", "services.predictor.telemetry", "services.predictor.restarts"),
+    ("services.predictor.models", "services.predictor.telemetry"),
     ("services.predictor.generation", "services.predictor.tensor_models"),
     ("services.predictor.repository",),
     ("services.predictor.development", "services.predictor.servicer"),
