@@ -45,7 +45,7 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
 
 
 def parse_models(text: str) -> tuple[ModelSource, ...]:
-    """The sources that `MODELS` names; ValueError says what is malformed."""
+    """The sources in `MODELS`; raises ValueError with what is malformed."""
     sources = tuple(_parse_one(item.strip()) for item in text.split(",") if item.strip())
     if not sources:
         raise ValueError("names no model; expected name=folder-or-hub-id[@revision]")

@@ -1,9 +1,9 @@
 """Log probabilities of a prompt's own tokens, between predictor and transformer.
 
-The parameter `prompt_logprobs` of a generation asks for them, and says how many of the likeliest tokens come with
-each. The first response that has tokens carries them as outputs: `prompt_logprobs` FP32 [N - 1], of each token of the
-prompt but the first, and of the n likeliest there, the best first, `prompt_top_logprob_ids` INT32 [N - 1, n] and
-`prompt_top_logprobs` FP32 [N - 1, n]. A model that gives them lists these outputs.
+The parameter `prompt_logprobs` = n of a generation requests them. The first response with tokens has them as outputs:
+`prompt_logprobs` FP32 [N - 1], one for each token of the prompt except the first, and for the n likeliest tokens at
+each position, best first, `prompt_top_logprob_ids` INT32 [N - 1, n] and `prompt_top_logprobs` FP32 [N - 1, n]. A model
+that supports this lists these outputs.
 """
 
 from __future__ import annotations

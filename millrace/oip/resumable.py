@@ -1,33 +1,34 @@
-"""How a generation survives its replica: the contract between a caller that goes on elsewhere and a predictor.
+"""How a generation survives the loss of its replica: the contract between a predictor and a caller that resumes.
 
-It is of `ModelStreamInfer` calls of generation models. The caller keeps every token id that it was sent. When the call
-breaks, falls silent or is handed back, it calls another replica, or the same one after its restart, with the same
-prompt, parameters and seed and the ids so far as the input `output_ids`: the sampler depends on the seed and the
-position alone, so the answer goes on as if nothing had happened. Ids that are complete already, `max_tokens` of them
-or with an end token last, are answered by one empty last chunk.
+It applies to `ModelStreamInfer` calls of generation models. The caller keeps every token id that it has received. When
+the call breaks, becomes silent or is handed back, it calls another replica, or the same one after its restart, with the
+same prompt, parameters and seed, and with the ids so far as the input `output_ids`. The sampler depends only on the
+seed and the position, so the answer continues unchanged. If the ids are complete already (`max_tokens` of them, or an
+end token last), the answer is one empty last chunk.
 
-What the caller says travels as metadata, see `CallOptions`. What the predictor says:
+The caller's options are metadata, see `CallOptions`. The predictor sends:
 
-- A heartbeat, where it has had nothing to send for the interval asked for: a response with the model's name and the
-  request's id, without outputs, and with the parameter `HEARTBEAT` = true. In the queue, in the prefill, and while
-  tokens are held back for a chunk, so that silence always means that something is wrong.
-- A heartbeat with the parameter `RUNS_ALONE` = true, where it was asked to run the request alone: from now on it does,
-  and has waited with the first step until this was on its way.
-- `SPAN`, a parameter of the first response of all, heartbeat or not, where the caller resumes and the call is traced:
-  the predictor's span of the call, as W3C trace context writes it. The next attempt's spans link to it.
-- `cached_tokens`, a parameter of the first response with ids where the caller resumes: of the prompt's tokens those
-  that needed no computation. The last response, which has it always, may come from another replica.
-- `FINGERPRINT`, a parameter of the first response of every call, heartbeat or not: which weights answer, see
-  services/predictor/models/fingerprint.py. A stream goes on only where the same ones do: the caller sends it along, and
-  a replica with others refuses with `millrace.errors.OtherWeightsError` before it begins. In ModelConfig too.
-- `LEAVING` = true, a parameter of every response where the caller resumes and the predictor is about to stop: the
-  caller may go on elsewhere now. It does so by cancelling the call, once another replica with the same weights is
-  there; until then it stays, and the stream goes on here as long as the drain lasts.
-- `millrace.errors.DrainingError`: the stream is handed back, for the drain is over. Every id published before has been
-  sent. Nothing is wrong with the request, and the next replica can have it at once.
-- `HopBrokenError` (engine died), or a call that breaks: a death, which the request itself may have caused.
+- A heartbeat when it had nothing to send for the requested interval: a response with the model's name and the request's
+  id, without outputs, with the parameter `HEARTBEAT` = true. It is sent in the queue, in the prefill, and while tokens
+  are held back for a chunk, so that silence always means a fault.
+- A heartbeat with the parameter `RUNS_ALONE` = true, if the call requests isolation: from now on the engine computes
+  nothing else. The first step waits until this heartbeat is on its way.
+- `SPAN`, a parameter of the very first response, heartbeat or not, if the caller resumes and the call is traced: the
+  predictor's span of the call as a W3C traceparent. The spans of the next attempt link to it.
+- `cached_tokens`, a parameter of the first response with ids, if the caller resumes: the number of prompt tokens that
+  needed no computation. The last response always has it, but may come from another replica.
+- `FINGERPRINT`, a parameter of the first response of every call, heartbeat or not: the fingerprint of the weights, see
+  services/predictor/models/fingerprint.py. Only the same weights may resume a stream: the caller sends the fingerprint,
+  and a replica with other weights refuses with `millrace.errors.OtherWeightsError` before it begins. ModelConfig has it
+  too.
+- `LEAVING` = true, a parameter of every response, if the caller resumes and the predictor is about to stop: the caller
+  may resume elsewhere now. It does so by cancelling the call once another replica with the same weights is ready; until
+  then it stays, and the stream continues here as long as the drain lasts.
+- `millrace.errors.DrainingError`: the drain is over and the stream is handed back. Every id published before has been
+  sent. The request is not at fault, and the next replica can take it at once.
+- `HopBrokenError` (the engine died), or a broken call: a crash, which the request itself may have caused.
 
-The gateway removes the headers named `x-millrace-…` from what strangers send.
+The gateway removes the headers named `x-millrace-…` from requests that come from outside.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ MAX_TIMEOUT_MS = 99_999_999  # gRPC's own limit of digits in a timeout.
 
 @dataclass(frozen=True)
 class CallOptions:
-    """What a caller says of one call beside the request.
+    """The options of one call, besides the request.
 
-    `resumes`: it goes on elsewhere when the stream is handed back. `heartbeat_ms`: so often it wants a sign of life
-    (None: never). `alone`: the engine computes nothing else until the call's next token, so that what kills it then
-    is known. `fingerprint`: of the weights that have answered so far, the only ones that may go on ("": any).
-    `first_token_timeout_ms`: what is left until the first token of the answer must be there (None: no limit).
+    `resumes`: the caller resumes elsewhere when the stream is handed back. `heartbeat_ms`: the interval of heartbeats
+    (None: no heartbeats). `alone`: the engine computes nothing else until the call's next token (isolation), so that
+    the cause of a crash is known. `fingerprint`: of the weights that have answered so far, the only ones that may
+    resume ("": any). `first_token_timeout_ms`: the time left until the first token must be there (None: no limit).
     """
 
     resumes: bool = False

@@ -1,7 +1,7 @@
 """`ModelStreamInfer` for any servicer: many requests multiplexed on one call, answered as they come.
 
-Each request runs in a task of its own, so that a slow one holds up no other. A request that fails
-gives a response with `error_message` and its id, and the stream goes on; with the metadata
+Each request runs in its own task, so that a slow one does not delay others. A request that fails
+gives a response with `error_message` and its id, and the stream continues; with the metadata
 `triton_grpc_error: true` (Triton's own switch) the first error ends the call with its real status
 instead. Half-close ends the call after the last answer; cancelling it cancels every request.
 

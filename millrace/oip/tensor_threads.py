@@ -1,6 +1,7 @@
-"""A thread that decodes tensors of many elements, so that the event loop goes on meanwhile.
+"""A thread that decodes tensors with many elements, so that the event loop is not blocked.
 
-What is small is decoded at once, for a change of threads costs more; what waits is bounded with the requests in flight.
+Small tensors are decoded inline, because a change of threads costs more. The bound on requests in flight bounds this
+queue too.
 """
 
 from __future__ import annotations

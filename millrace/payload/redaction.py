@@ -271,6 +271,6 @@ def _json(value: Any) -> str:
 
 
 def _words(error: Exception) -> str:
-    """What an error says, in one line; RE2 says it in bytes."""
+    """The message of an error in one line; RE2 gives bytes."""
     message = error.args[0].decode() if error.args and isinstance(error.args[0], bytes) else str(error)
     return " ".join(message.split()) or type(error).__name__

@@ -1,14 +1,14 @@
 """Records of requests and answers, taken beside the stream and sent to the payload logger by way of a spool on disk.
 
-`tap.begin(...)` opens a `Recording`; its methods take references, cost microseconds, never block and never raise:
-whatever happens here, the stream goes on. `begun` alone is awaited, and waits a second at most.
+`tap.begin(...)` opens a `Recording`; its methods take references, cost microseconds, never block and never raise, so
+that a fault here cannot stop the stream. Only `flushed` is awaited, for a second at most.
 
     event loop: Recording → PartQueue → thread payload-writer: Spool → thread payload-shipper: the logger
 
-What waits in memory for the writer is bounded by `memory` bytes, what waits on disk for the logger by `spool_max`.
-Beyond that parts are dropped and counted in `dropped` by reason: with its begin the whole record, with a chunk the
-record is `incomplete`; the end of a record that began is never given up. What lies in the spool outlives this
-process and is sent by the next one with the same spool, its open records closed as ABORTED.
+The queue to the writer is bounded by `memory` bytes, the spool by `spool_max`. Beyond that parts are dropped and
+counted in `dropped` by reason: without its begin a record is dropped whole, without a chunk it is `incomplete`; the end
+of a record that began is never dropped. The spool survives this process: the next process with the same spool ships it,
+and closes its open records as ABORTED.
 
 `start`, `begin`, `drain` and `Recording` belong to one event loop's thread.
 """

@@ -1,4 +1,4 @@
-"""What a payload record says of its own times."""
+"""The times of a payload record."""
 
 from __future__ import annotations
 

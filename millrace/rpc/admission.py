@@ -1,16 +1,16 @@
-"""What a service takes at once: calls with a request in flight, the bytes of requests, and calls that ask nothing.
+"""Limits of a service: calls with a request in flight, bytes of requests, and idle calls.
 
-A call is in flight from its message to its end, a stream of requests while one of them is; beyond `max_calls` one is
-refused with RESOURCE_EXHAUSTED and `retry-after-ms`, before its message is parsed. Bytes are ByteBudget's. Health and
-reflection are not counted: a busy service is not a dead one.
+A call is in flight from its message to its end, a stream of requests while one of them is. Beyond `max_calls` a call is
+refused with RESOURCE_EXHAUSTED and `retry-after-ms` before its message is parsed. ByteBudget limits the bytes. Health
+and reflection are not counted: a busy service is not a dead one.
 
-A call is idle while it waits for a message and has no request in flight. It takes nothing from those that ask. Beyond
-`max_idle` the call ends that has been idle for longest, and one that has been idle for `idle_timeout_s` ends, or for
-FIRST_MESSAGE_S where its method takes one message. A watch of health is idle for as long as it lasts.
+A call is idle while it waits for a message and has no request in flight; it does not count towards `max_calls`. Beyond
+`max_idle` the call that has been idle for longest ends. A call also ends after `idle_timeout_s` of idleness, or after
+FIRST_MESSAGE_S if its method takes one message. A health watch is idle as long as it lasts.
 
-gRPC holds what has arrived of a message until it is whole. Beyond `max_unfinished` bytes of that, together, idle calls
-end, those first that began to wait last. Of those that have waited for longest as many stay as cannot hold more than
-that: they were there before what takes the memory.
+gRPC holds the parts of a message until it is complete. Beyond `max_unfinished` bytes in all, idle calls end, those that
+began to wait last first. Of those that have waited for longest, as many stay as cannot hold more than that: they began
+before the memory was taken.
 """
 
 from __future__ import annotations

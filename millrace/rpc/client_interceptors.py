@@ -35,10 +35,10 @@ _hooks: ContextVar[CallSpan | None] = ContextVar("call_span", default=None)
 
 
 class CallSpan:
-    """What a caller wants to know, or have known, of the span of its next call; for one call.
+    """Links of the span of a caller's next call; for one call.
 
-    `follows` is a traceparent of what the call goes on from: the client's span links to it, and the server's too.
-    `answered_by` is that of the server's span, where the answer tells.
+    `follows` is the traceparent of the call that this one resumes: the client's span and the server's link to it.
+    `answered_by` is that of the server's span, if the answer has it.
     """
 
     def __init__(self, follows: str = "") -> None:

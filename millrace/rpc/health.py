@@ -26,7 +26,7 @@ class HealthServicer(health.aio.HealthServicer):
 
 
 async def is_serving(channel: grpc.aio.Channel, name: str) -> bool:
-    """Whether the server behind a channel of `open_channel` says SERVING for `name`; False where it says nothing."""
+    """Whether the server behind a channel of `open_channel` reports SERVING for `name`; False if it does not answer."""
     request = health_pb2.HealthCheckRequest(service=name)
     try:
         response = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=_TIMEOUT_S)  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""`python -m millrace.rpc.health_check PORT [NAME]`: exits 0 where the server on this machine says SERVING, else 1.
+"""`python -m millrace.rpc.health_check PORT [NAME]`: exits 0 if the server on this machine reports SERVING, else 1.
 
-What a container's HEALTHCHECK runs every few seconds beside a busy model, so it imports little: the
-messages of grpc.health.v1 are two bytes here instead of protobuf's stubs.
+A container's HEALTHCHECK runs it every few seconds beside a busy model, so it imports little: the messages of
+grpc.health.v1 are two bytes here instead of protobuf's stubs.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Several gRPC servers on one port of one process, so that calls are accepted as fast as they come.
+"""Several gRPC servers on one port of one process, so that calls are accepted as fast as they arrive.
 
-A server of grpc.aio asks for its next call when it has seen the last one, which takes four to five turns of the event
+A grpc.aio server requests its next call after it has seen the last one, which takes four to five turns of the event
 loop (grpc/grpc#43461). With hundreds of streams in flight a turn takes tens of milliseconds, and calls waited for
-seconds, unaccepted, unknown to admission and to every estimate. The kernel deals connections out to the servers
-(SO_REUSEPORT), so that each turn accepts several. Registered methods are not used: a server that has them asks for
-each method's next call by itself, and waits for all of these anew for each call.
+seconds before they were accepted, invisible to admission and to every estimate. The kernel distributes connections over
+the servers (SO_REUSEPORT), so that each turn accepts several. Registered methods are not used: a server with registered
+methods requests the next call of each method separately, and waits for all of these again for each call.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _free_port(family: socket.AddressFamily, host: str) -> int:
 
 
 def _bind(held: socket.socket, address: tuple[str, int]) -> None:
-    """Binds where nobody else has the port; connections that linger after their end (TIME_WAIT) are nobody."""
+    """Binds if no other socket has the port; connections in TIME_WAIT do not count."""
     try:
         held.bind(address)
     except OSError:

@@ -1,7 +1,7 @@
 """From a raw request to a message: its bytes are reserved, its fields counted, and only then is it parsed.
 
-A small message is parsed at once. Of a large one the fields are counted on the event loop where they are few, else on a
-thread, so that others go on meanwhile.
+A small message is parsed at once. The fields of a large one are counted on the event loop if they are few, else on a
+thread, so that the event loop is not blocked.
 """
 
 from __future__ import annotations

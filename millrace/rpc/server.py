@@ -70,10 +70,10 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 class Server:
     """gRPC on one port with health, reflection, error mapping and telemetry.
 
-    `hop` signs the errors; `public_services` are what reflection lists beside health and itself. A port
-    that is taken is an error, unless `shares_port`: then it is one of several processes for which
-    somebody else has reserved the port. `admission` bounds what is taken at once; by default calls in
-    flight are not counted. `metrics_port` is that of the Prometheus page, 0 for none.
+    `hop` signs the errors; reflection lists `public_services`, health and itself. A port that is taken is an error,
+    unless `shares_port`: then this is one of several processes for which a parent has reserved the port. `admission`
+    limits the calls in flight; by default these are not counted. `metrics_port` is that of the Prometheus page, 0 for
+    none.
     """
 
     def __init__(
@@ -127,8 +127,8 @@ class Server:
         task.add_done_callback(self._task_ended)
 
     def at_drain(self, drain: Callable[[float], Awaitable[None]]) -> None:
-        """Registers what is run after health has said NOT_SERVING and before the server stops: it has so many seconds,
-        in which calls are still taken."""
+        """Registers a step that runs after health reports NOT_SERVING and before the server stops: it has so many
+        seconds, in which calls are still accepted."""
         self._at_drain.append(drain)
 
     def at_stop(self, close: Callable[[], Awaitable[None]]) -> None:
@@ -175,9 +175,9 @@ class Server:
         self._stop.set()
 
     async def _retire(self) -> None:
-        """Takes no new call; returns when those in flight have ended or SIGTERM asks for the ordinary stop.
+        """Accepts no new call; returns when those in flight have ended or SIGTERM requests the ordinary stop.
 
-        Health stays as it is: who asks on an old connection asks about the port, which the successor serves.
+        Health does not change: a probe on an old connection is about the port, which the successor serves.
         """
         logger.info("a successor has taken over: calls in flight may end")
         # Where it has not ended by then, the drain's own stop shortens it.

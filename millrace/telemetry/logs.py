@@ -1,7 +1,7 @@
-"""Log lines: JSON, one object a line, or text for a terminal; each says whose request it is about.
+"""Log lines: JSON, one object a line, or text for a terminal; each has the id of its request.
 
-The line that every call leaves goes through a bounded queue to a thread of its own: where nobody takes what is written,
-calls go on, and lines are counted as lost. All other lines are rare and written at once.
+The line of every call goes through a bounded queue to a separate thread: if the reader of standard error stalls, calls
+continue, and lost lines are counted. All other lines are rare and written at once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A service's Prometheus page: http://host:port/metrics, on a thread of its own.
+"""A service's Prometheus page: http://host:port/metrics, on a separate thread.
 
-What it shows are the instruments of this process, and of what Prometheus's client tells by itself of the process:
-memory, processor time, open files. Where several processes serve one port, their parent's page shows all of theirs,
-each with the label `worker`.
+It shows the instruments of this process, and the process metrics of Prometheus's client: memory, processor time, open
+files, start time. If several processes serve one port, their parent's page shows the metrics of all of them, each with
+the label `worker`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _SilentHandler(WSGIRequestHandler):
 
 
 class MetricsPage:
-    """Listens from its making on; port 0 takes a free one. Raises StartupError where the port is taken.
+    """Listens as soon as it is constructed; port 0 takes a free one. Raises StartupError where the port is taken.
 
     With `shares_port` a successor of this process may listen there too.
     """
@@ -66,7 +66,7 @@ class MetricsPage:
 
 
 class WorkerPages(Collector):
-    """What the pages of several workers say, as one; `pages` gives the port of each, by its name."""
+    """The pages of several workers as one; `pages` gives the port of each, by its name."""
 
     def __init__(self, pages: Callable[[], Mapping[str, int]]) -> None:
         self._pages = pages

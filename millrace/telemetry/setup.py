@@ -1,12 +1,12 @@
 """Providers of spans and metrics, by OpenTelemetry's own environment variables.
 
-Spans are made always, so that every request has a trace id; they are exported by OTLP over gRPC where
-`OTEL_EXPORTER_OTLP_ENDPOINT` or `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` names a collector, and metrics likewise
-(`…_METRICS_ENDPOINT`), beside the Prometheus page, which has them always. `OTEL_TRACES_EXPORTER` and
-`OTEL_METRICS_EXPORTER` say `none`, or `otlp` for a collector at the usual address.
+Spans are always made, so that every request has a trace id. They are exported by OTLP over gRPC if
+`OTEL_EXPORTER_OTLP_ENDPOINT` or `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` names a collector, and so are metrics
+(`…_METRICS_ENDPOINT`), which the Prometheus page always has. `OTEL_TRACES_EXPORTER` and `OTEL_METRICS_EXPORTER` may be
+`none`, or `otlp` for a collector at the default address.
 
-Exporters run on threads of their own with bounded queues: one that is dead or slow costs spans, not requests, and what
-is lost is counted (`otel.sdk.*`).
+Exporters run on separate threads with bounded queues: a dead or slow collector costs spans, not requests, and losses
+are counted (`otel.sdk.*`).
 """
 
 from __future__ import annotations

@@ -158,9 +158,9 @@ def _import_transformers() -> None:
 
 
 def _leave_out_torch() -> None:
-    """Has transformers do without torch, as in this service's image: where torch is, it imports that, for seconds.
+    """Makes transformers work without torch, as in this service's image: importing torch would take seconds.
 
-    What is asked here it remembers. Whoever else wants torch, a processor say, imports it as ever.
+    transformers caches the answer of its own check. Other code, such as a processor, can still import torch.
     """
     if "torch" in sys.modules:
         return

@@ -1,13 +1,13 @@
 """Several processes of the transformer on one port, and the parent that keeps them running.
 
-Tokenising holds the interpreter, so one process uses little more than one core for text. The parent
-reserves the port for itself alone, which fails where anybody has it, and then lets its workers share it
-(SO_REUSEPORT); it never listens. A worker that ends is started again; SIGTERM and SIGINT are passed on.
-Where a worker says that starting again cannot help, all end with its exit code.
+Tokenising holds the interpreter lock, so one process uses little more than one core for text. The parent reserves the
+port exclusively, which fails if it is taken, and then shares it with its workers (SO_REUSEPORT); it never listens. A
+worker that ends is restarted; SIGTERM and SIGINT are passed on. If a worker's exit code means that a restart cannot
+help, all end with that code.
 
-Each worker is whole: it follows the predictor, ships its own records from its own folder in the spool and answers
-for its own health. It listens once it can serve, so that no connection waits for one that is starting. Its Prometheus
-page is on a port of its own, which it tells the parent through a pipe; the parent's page shows all of them.
+Each worker is complete: it follows the predictor, ships its own records from its own folder in the spool and has its
+own health. It listens once it can serve, so that no connection waits for a worker that is starting. Its Prometheus page
+is on its own port, which it sends to the parent through a pipe; the parent's page shows all of them.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""The spool: what is recorded, on disk until the logger has it.
+"""The spool: records on disk until the logger has committed them.
 
-    ROOT/lock                     held while somebody looks through ROOT
+    ROOT/lock                     held during a search for folders without an owner
     ROOT/UUID/lock                held (flock) by the process that owns the folder; the UUID is the source
     ROOT/UUID/NUMBER.segment      frames (outbox/segments.py); NUMBER, of 20 digits, is that of the first
     ROOT/UUID/reserve             zeros: room on a disk that others may fill
 
 Frames are numbered from 1 without gaps.
 
-A process appends to a folder of its own, which is new, and takes over folders without an owner to read them to
-their end. So no frame is ever written behind what a crash left, and no number is given twice.
+A process appends to its own new folder, and takes over folders without an owner to read them to their end. So no frame
+is ever written after the remains of a crash, and no number is used twice.
 
 A spool has one thread that appends and one that reads and deletes; each may use any method. Errors are OSError;
 an append that failed leaves nothing behind.

@@ -1,13 +1,13 @@
-"""The thread that writes what was recorded to the spool.
+"""The thread that writes records to the spool.
 
-It takes parts from the queue, encodes them as the rules say and appends them a batch at a time: one write. Then it
-tells the requests that wait for their begins. It looks every 30 ms while a record is open; an answer that would leave
-before its begin is written wakes it, and so does the first begin of all. Each waking costs more than what it writes: it
-takes the interpreter from the event loop. It works in slices with naps between, for the same reason.
+It takes parts from the queue, encodes them by the rules and appends a batch with one write. Then it notifies the
+requests that wait for their begins. It polls every 30 ms while a record is open; an answer that would leave before its
+begin is written wakes it, and so does the first begin. Each wake-up costs more than its write, because it takes the
+interpreter lock from the event loop; for the same reason it works in slices with pauses between.
 
-Room: spools together may hold `max_bytes`, and a little more for ends. A begin for which there is no room drops its
-record, a chunk makes its record incomplete; an end waits, and there are no more of them than requests that were open.
-After a failed write it tries again twice a second at most, and ends go to where the spool has kept room for them.
+Room: spools together may hold `max_bytes`, and a little more for ends. A begin without room drops its record, a chunk
+without room makes its record incomplete; an end waits, and there are no more ends than open requests. After a failed
+write it retries twice a second at most, and ends use the room that the spool has reserved for them.
 """
 
 from __future__ import annotations

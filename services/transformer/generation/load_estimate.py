@@ -1,16 +1,15 @@
-"""How long a generation would take from its arrival to its last token, by how fast answers of its model come now.
+"""Estimates how long a generation would take, from its arrival to its last token, from the current speed of its model.
 
-The predictors know their queues. They know neither what a call has waited before it came to them nor what its answer
-waits on its way back, and where a batch has room for all there is no queue at all: everybody is served, ever more
-slowly, and everybody is late. Here everything counts: the time between two tokens of an answer where they leave the
-transformer, and how many answers shared the machine meanwhile. A step of a batch costs a constant and something for
-each sequence, so that the time for a token grows with `sequences + _BASE`. Where nothing is known, or nothing runs,
-nobody is refused.
+Predictors know their queues, but not how long a call waited before it reached them, nor how long its answer waits on
+the way back; and if a batch has room for all there is no queue: every answer becomes slower, and all are late. This
+estimate includes all of it: the time between two tokens of an answer as they leave the transformer, and the number of
+answers that shared the machine. A step of a batch costs a constant and something for each sequence, so the time for a
+token grows with `sequences + _BASE`. If nothing is known, or nothing runs, no request is refused.
 
-Refusals cost what answers could have: a millisecond of the machine each. Callers who come back at once, whatever
-`retry-after` says, would use up the cores with them. So beyond a rate each refusal is held back, within its deadline.
+A refusal costs a millisecond of the machine, which answers could use. Callers that retry at once, in spite of
+`retry-after`, would use up the cores with refusals. So beyond a rate each refusal is held back, within its deadline.
 
-Pure; seconds come from the caller.
+Pure; the caller passes the time, in seconds.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""The models: which there are, as the predictor says, and what each needs of the transformer.
+"""The models that the predictors serve, and what the transformer needs for each.
 
-The catalogue follows the predictor's RepositoryIndex: a model that is loaded there appears here, with
-the tokenizer of its own folder or hub id, and one that is unloaded disappears. A model that makes
-`output_ids` of `input_ids` and whose tokenizer can be read takes text; any other is relayed. A server
-without an index is asked for the models of `MODELS`, and what else a caller names is relayed to it. Requests for a
-model that the predictor will have again, or soon, wait for it.
+The catalogue follows the predictor's RepositoryIndex: a model that is loaded there appears here with the tokenizer of
+its folder or hub id, and one that is unloaded disappears. A model that makes `output_ids` of `input_ids` and has a
+readable tokenizer takes text; any other is relayed. For a server without an index the catalogue has the models of
+`MODELS`, and relays requests for other names. Requests wait for a model that the predictor will have soon.
 
-`ready`, which health says by that name, is the one word of whether a generation would work now: what ServerReady,
-ModelReady and REST answer is made of it. It is false while the predictor is away, and for good once the process drains.
+`ready`, which health reports by that name, states whether a generation would work now; ServerReady, ModelReady and REST
+derive their answers from it. It is false while no predictor is ready, and finally once the process drains.
 
-Everything belongs to the event loop; files are read on threads of their own.
+Everything belongs to the event loop; files are read on separate threads.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ class Catalogue:
         return self.ready
 
     def lists(self, name: str) -> bool:
-        """Whether the predictor has said anything of the model; of others it is asked at each call."""
+        """Whether the predictor has listed the model; for other names each call asks the predictor."""
         return name in self.states
 
     def find(self, name: str, version: str = "") -> Model:
@@ -154,7 +153,7 @@ class Catalogue:
         return self._states.get(name, ModelState(UNAVAILABLE))
 
     async def watch(self, tell: Callable[[bool], Awaitable[None]]) -> None:
-        """Follows the predictor for ever; keeps `ready` true to whether a generation would work now, and tells it."""
+        """Follows the predictor until cancelled; keeps `ready` up to date, and reports each change to `tell`."""
         suppress_tracing()
         self._tell = tell
         async with asyncio.TaskGroup() as self._tasks:

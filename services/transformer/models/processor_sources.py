@@ -18,7 +18,7 @@ class ProcessorSource:
 
 
 def parse_processors(text: str) -> tuple[ProcessorSource, ...]:
-    """The processors that a setting names; ValueError says what is malformed."""
+    """The processors in a setting; raises ValueError with what is malformed."""
     sources: list[ProcessorSource] = []
     for item in (item.strip() for item in text.split(",") if item.strip()):
         match = _ENTRY.fullmatch(item)

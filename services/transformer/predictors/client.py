@@ -53,9 +53,9 @@ _END_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True)
 class Generation:
-    """What is generated, however many calls it takes; `resumes`: a call can go on after ids of an earlier one.
+    """A generation, however many calls it takes; `resumes`: a call can resume after the ids of an earlier one.
 
-    `prompt_logprobs` asks for log probabilities of the prompt too, see millrace/oip/prompt_logprobs.py.
+    `prompt_logprobs` requests log probabilities of the prompt too, see millrace/oip/prompt_logprobs.py.
     """
 
     model: str
@@ -71,11 +71,11 @@ class Generation:
 class TokenChunk:
     """New token ids, with log probabilities (see TextChunk) where asked for; the last one ends the generation.
 
-    `cached_tokens` is how many of the prompt's tokens needed no computation, where this chunk tells. A chunk with
-    neither ids nor a reason says that the predictor is alive; with `runs_alone`, that it computes nothing else from
-    now on. `prompt` is in the first chunk with tokens, where asked for. `fingerprint`, of the weights, is in the first
-    chunk of a call, be it a sign of life. With `is_leaving` the predictor is about to stop. `resumed` marks the first
-    chunk of a call that resumed the answer.
+    `cached_tokens` is the number of prompt tokens that needed no computation, if this chunk has it. A chunk with
+    neither ids nor a reason is a heartbeat; with `runs_alone`, the predictor computes nothing else from now on.
+    `prompt` is in the first chunk with tokens, if requested. `fingerprint`, of the weights, is in the first chunk of a
+    call, even a heartbeat. With `is_leaving` the predictor is about to stop. `resumed` marks the first chunk of a call
+    that resumed the answer.
     """
 
     token_ids: list[int]

@@ -1,6 +1,6 @@
-"""What a predictor says of a model, in the protocol's own words: metadata, and configuration where it has one.
+"""A predictor's description of a model, from its metadata and, if it has one, its configuration.
 
-A foreign server need not know ModelConfig, nor put anything of ours into it: what is not said is None.
+Another server need not have ModelConfig, nor our parameters in it: missing values are None.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ class Replicas:
 
 
 async def _close_later(channel: grpc.aio.Channel) -> None:
-    """Closes a channel on which nothing new will be asked, once what was is over but for loads."""
+    """Closes a channel that gets no new calls, once the calls in flight, except loads, have ended."""
     try:
         await asyncio.sleep(_CLOSE_S)
     finally:

@@ -1,7 +1,7 @@
-"""`millrace.v1.Development` at the transformer: has the predictor killed that generates for a request.
+"""`millrace.v1.Development` at the transformer: kills the predictor that generates for a request.
 
-For demonstrations, and only where the settings say so. Every replica is asked by its own address, for none knows where
-Envoy has sent a request; the one that has it kills itself.
+For demonstrations, and only if the settings allow it. It calls every replica by its own address, because Envoy alone
+knows which one has the request; that one kills itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the other paths say, as JSON, and what is posted to them: the twins of the protocol's messages.
+"""JSON bodies of the other paths: the protocol's messages as JSON, and back.
 
 Names and shapes are Triton's: fields by their names in the .proto files, whole numbers of 64 bits as
 numbers, enumerations by name. A message that is not set is left out; in statistics it is all zeros.

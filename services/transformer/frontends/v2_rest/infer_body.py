@@ -1,14 +1,14 @@
 """Bodies of `infer`: a JSON object, with tensors inside it or as binary data behind it.
 
 With the header `inference-header-content-length` the JSON takes so many bytes, and the contents of the
-tensors with `binary_data_size` follow in their order, as they lie in memory; a BYTES element is a 4-byte
-length and its bytes. Length 0 is a raw binary request: the body is the contents of a model's one input.
-Answers are alike: an output is binary where the request says so, by `binary_data` of that output or
-`binary_data_output` for all that are not named; a raw binary request gets all outputs so.
+tensors with `binary_data_size` follow in order, as in memory; a BYTES element is a 4-byte length and its
+bytes. Length 0 is a raw binary request: the body is the contents of a model's one input.
+Answers have the same form: an output is binary if the request sets `binary_data` of that output, or
+`binary_data_output` for all outputs that it does not name; a raw binary request gets all outputs so.
 
-Other parameters go on with the request. Refused: what begins with `triton_`, the classification and
-shared-memory extensions, and bytes that belong to no input. What a model answered is not at fault
-here: where that is no tensors, HopBrokenError says so.
+Other parameters are passed on. Refused are names that begin with `triton_`, the classification and
+shared-memory extensions, and bytes that belong to no input. An answer that is no tensors is the model's fault:
+HopBrokenError.
 
 Source: Triton's binary tensor data extension.
 """

@@ -1,7 +1,7 @@
 """The V2 protocol's REST with Triton's extensions: bodies to the messages of the gRPC servicer, and back.
 
-Nothing is decided here but what a body says: each method asks the `InferenceServicer` its gRPC twin. What
-that raises becomes the status and body of a REST error at the gateway, see frontends/http.py.
+Only bodies are read and written here: each method calls its gRPC counterpart in the `InferenceServicer`. The gateway
+makes a REST error of the status and message of its exceptions, see frontends/http.py.
 """
 
 from __future__ import annotations

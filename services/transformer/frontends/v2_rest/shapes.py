@@ -9,9 +9,9 @@ from millrace.errors import InvalidRequestError
 
 
 def fitted_shape(name: str, declared: Sequence[int], count: int) -> tuple[int, ...]:
-    """The shape in which `count` elements fill what a model says of an input; raises InvalidRequestError.
+    """The shape of `count` elements for an input of a model; raises InvalidRequestError.
 
-    Of the sizes that are open (-1) the innermost takes what is left, the others are 1, as Triton has it.
+    Of the variable sizes (-1) the innermost takes the rest, the others are 1, as in Triton.
     """
     shape = list(declared)
     is_open = [index for index, size in enumerate(shape) if size < 0]
