@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from millrace.errors import StartupError
 from runner import tether
@@ -173,19 +174,27 @@ class Process:
 
     async def _run(self, command: tuple[str, ...], environment: Mapping[str, str] | None = None) -> Running:
         with self.log.open("ab") as log:
-            return await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *command),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd=self._working_folder,
-                env=dict(self.spec.environment if environment is None else environment),
-                start_new_session=True,
-            )
+            environment = self.spec.environment if environment is None else environment
+            return await spawn(command, environment, self._working_folder, log)
 
     def _signal(self, signum: signal.Signals) -> None:
         with suppress(ProcessLookupError):
             os.kill(self.pid, signum)
+
+
+async def spawn(
+    command: tuple[str, ...], environment: Mapping[str, str], working_folder: Path, log: IO[bytes]
+) -> Running:
+    """Starts a command that leads a session of its own, writes to the log, and dies with this process."""
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *command),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        cwd=working_folder,
+        env=dict(environment),
+        start_new_session=True,
+    )
 
 
 def signal_to(process: Running, signum: signal.Signals) -> None:

@@ -1,7 +1,9 @@
 """What holds for every test, and for the processes that it starts.
 
 A service that it starts by itself has no Prometheus page, whose port others may have. Torch has one thread: the tests
-run side by side, and threads of small products spin on the cores of the others.
+run side by side, and threads of small products spin on the cores of the others. Services of whole stacks are forks of
+processes that have imported torch once, see tests/support/forkserver.py; the container tests, README's commands and the
+tests of single services start them as users do.
 """
 
 import os
@@ -9,8 +11,13 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
+from runner import process
+from tests.support import forkserver
+
 os.environ |= {f"{prefix}_METRICS_PORT": "0" for prefix in ("PREDICTOR", "TRANSFORMER", "LOGGER")}
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+process.spawn = forkserver.spawn
 
 # The time of an example says how busy the machine is.
 settings.register_profile("millrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -41,7 +48,11 @@ LONGEST = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first; within a file nothing changes."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long files first; within a file nothing changes. Tests marked `full` run with FULL=1 only."""
+    if os.environ.get("FULL") != "1":
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     place = {name: at for at, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get("/".join(item.path.with_suffix("").parts[-2:]), len(place)))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
+import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from runner.process import Running
+from tests.support.forkserver import spawn
 from tests.support.logger_process import free_port
 
 _ROOT = Path(__file__).parents[2]
@@ -21,24 +23,15 @@ _ROOT = Path(__file__).parents[2]
 class PredictorProcess:
     """`python -m MODULE`; `end` tells how it ended."""
 
-    def __init__(self, log: Path, module: str, **environment: str) -> None:
-        port = free_port()
-        self.target = f"127.0.0.1:{port}"
+    def __init__(self, log: Path, target: str, running: Running) -> None:
         self.log = log
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", module],
-                cwd=_ROOT,
-                env=os.environ
-                | {"PREDICTOR_PORT": str(port), "PREDICTOR_DEVICE": "cpu", "PREDICTOR_THREADS": "1"}
-                | environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        self.target = target
+        self.process = running
 
     async def end(self) -> int:
         """Its exit status, once it has ended."""
-        return await asyncio.to_thread(self.process.wait, 60)
+        async with asyncio.timeout(60):
+            return await self.process.wait()
 
 
 @asynccontextmanager
@@ -46,7 +39,11 @@ async def predictor_process(
     log: Path, module: str = "services.predictor", **environment: str
 ) -> AsyncIterator[PredictorProcess]:
     """Serving; killed at the end if it has not ended by itself."""
-    predictor = PredictorProcess(log, module, **environment)
+    port = free_port()
+    own = {"PREDICTOR_PORT": str(port), "PREDICTOR_DEVICE": "cpu", "PREDICTOR_THREADS": "1"}
+    with log.open("wb") as output:
+        running = await spawn((sys.executable, "-m", module), os.environ | own | environment, _ROOT, output)
+    predictor = PredictorProcess(log, f"127.0.0.1:{port}", running)
     try:
         async with grpc.aio.insecure_channel(predictor.target, (("grpc.max_reconnect_backoff_ms", 100),)) as channel:
             watch = health_pb2_grpc.HealthStub(channel).Watch(
@@ -58,5 +55,6 @@ async def predictor_process(
             watch.cancel()
         yield predictor
     finally:
-        predictor.process.kill()
-        predictor.process.wait()
+        with suppress(ProcessLookupError):
+            predictor.process.send_signal(signal.SIGKILL)
+        await predictor.process.wait()

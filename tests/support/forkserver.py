@@ -1,0 +1,133 @@
+"""Services of a stack as forks of processes that have imported torch and transformers once: see zygote.py.
+
+Starting a predictor takes eight seconds of a core, nearly all of it for imports, and the system tests start hundreds. A
+fork runs the same `__main__` with the same environment; its pid, signals and exit code are its own. Where a variable
+differs that a library reads when it is imported, or the allocator when a process begins, the service is started as
+users start it.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import os
+import pickle
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+from runner import process
+from runner.process import Running
+from tests.support.zygote import MAX_REQUEST
+
+# What each service imports once its settings are read, see zygote.py; tests' and benches' own predictors, modules whose
+# names end with the word, import the same.
+IMPORTS = {
+    "logger": ("services.logger.__main__", "services.logger.servicer"),
+    "transformer": (
+        "services.transformer.__main__:_import_transformers",
+        "services.transformer.frontends.openai.servicer",
+        "services.transformer.frontends.v2_rest.servicer",
+        "services.transformer.models.catalogue",
+    ),
+    "predictor": (
+        "services.predictor.__main__",
+        "services.predictor.repository.repository",
+        "services.predictor.servicer",
+    ),
+}
+_READ_EARLY = re.compile(
+    r"(PYTHON|HF_|HUGGINGFACE_|TRANSFORMERS_|TORCH|PYTORCH_|CUDA_|NUMBA_|OMP_|MKL_|MALLOC_|GLIBC_|LD_|GRPC_|OTEL_PYTHON)"
+)
+_MOST_OF_A_KIND = 2  # Environments that are imported for.
+_zygotes: dict[str, list[Zygote]] = {}
+
+
+class Zygote:
+    """The process that forks one kind of service."""
+
+    def __init__(self, kind: str, environment: Mapping[str, str]) -> None:
+        self.early = early_variables(environment)
+        folder = Path(__file__).parents[2]
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind("")  # A name that the kernel chooses.
+        self._listener.listen(64)
+        command = (sys.executable, "-m", "tests.support.zygote", str(os.getpid()), str(self._listener.fileno()))
+        self._process = subprocess.Popen(
+            (*command, *IMPORTS[kind]),
+            env=dict(environment),
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            pass_fds=(self._listener.fileno(),),
+        )
+
+    async def fork(self, module: str, environment: Mapping[str, str], folder: Path, log: IO[bytes]) -> Fork:
+        loop = asyncio.get_running_loop()
+        connection = socket.socket(socket.AF_UNIX)
+        connection.setblocking(False)
+        await loop.sock_connect(connection, self._listener.getsockname())
+        request = pickle.dumps((module, dict(environment), str(folder)))
+        if len(request) > MAX_REQUEST:
+            raise ValueError("the environment is too large")
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        try:
+            fds = array.array("i", (nothing, log.fileno(), log.fileno()))
+            connection.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+        finally:
+            os.close(nothing)
+        reader, writer = await asyncio.open_unix_connection(sock=connection)
+        pid = await reader.readline()
+        if not pid:
+            writer.close()
+            raise OSError("the process that forks services has ended")
+        return Fork(int(pid), reader, writer)
+
+
+class Fork:
+    """What `asyncio.subprocess.Process` is to its users here: `pid`, `returncode`, `wait`."""
+
+    def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._writer = writer
+        self._ended = asyncio.create_task(self._end(reader), name=f"end of {pid}")
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._ended)
+
+    def send_signal(self, signum: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, signum)
+
+    async def _end(self, reader: asyncio.StreamReader) -> int:
+        try:
+            self.returncode = int(await reader.readline())
+            return self.returncode
+        finally:
+            self._writer.close()
+
+
+def early_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if _READ_EARLY.match(name)}
+
+
+async def spawn(command: tuple[str, ...], environment: Mapping[str, str], folder: Path, log: IO[bytes]) -> Running:
+    """Instead of `runner.process.spawn`."""
+    module = command[-1]
+    kind = next((kind for kind in IMPORTS if module.endswith(kind)), None)
+    if kind is not None and command == (sys.executable, "-m", module):
+        early, zygotes = early_variables(environment), _zygotes.setdefault(kind, [])
+        zygote = next((each for each in zygotes if each.early == early), None)
+        if zygote is None and len(zygotes) < _MOST_OF_A_KIND:
+            zygote = Zygote(kind, environment)
+            zygotes.append(zygote)
+        if zygote is not None:
+            return await zygote.fork(module, environment, folder, log)
+    return await _spawn(command, environment, folder, log)
+
+
+_spawn = process.spawn

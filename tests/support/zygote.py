@@ -1,0 +1,122 @@
+"""A process that has imported what a service imports, and forks instead of importing it anew: see forkserver.py.
+
+`python -m tests.support.zygote PARENT_PID SOCKET_FD IMPORT…`, an import being a module or the `module:function` that
+imports. Each connection to the socket asks for one service: a pickled (module, environment, folder) with the file
+descriptors of its standard streams. It gets the process id, and the exit code when the process has ended. A forked
+service leads a session of its own and dies with this process, as a started one dies with its supervisor
+(runner/tether.py); this process dies with the tests.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import importlib
+import os
+import pickle
+import random
+import runpy
+import selectors
+import signal
+import socket
+import sys
+from contextlib import suppress
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+MAX_REQUEST = 256 * 1024
+
+
+def main() -> None:
+    parent, listener, imports = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    die_with(parent)
+    for each in imports:
+        name, _, function = each.partition(":")
+        imported = importlib.import_module(name)
+        if function:
+            getattr(imported, function)()
+    module, environment = serve(socket.socket(fileno=listener))
+    os.environ.clear()
+    os.environ.update(environment)
+    reseed()
+    sys.argv[:] = [module]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def die_with(parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        raise SystemExit(1)
+
+
+def serve(listener: socket.socket) -> tuple[str, dict[str, str]]:
+    """Forks for ever; returns in each fork: the module to run, and its environment."""
+    waiting: dict[int, socket.socket] = {}  # By process id.
+    woken, wake = os.pipe()
+    for fd in (woken, wake):
+        os.set_blocking(fd, False)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        selector.register(woken, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is not listener:
+                    os.read(woken, 4096)
+                    tell_ends(waiting)
+                    continue
+                connection = listener.accept()[0]
+                zygote, (module, environment, folder, fds) = os.getpid(), received(connection)
+                pid = os.fork()
+                if not pid:
+                    become(zygote, folder, fds)
+                    for other in (listener, connection, *waiting.values()):
+                        other.close()
+                    os.close(woken)
+                    os.close(wake)
+                    return module, environment
+                for fd in fds:
+                    os.close(fd)
+                waiting[pid] = connection
+                connection.sendall(b"%d\n" % pid)
+
+
+def tell_ends(waiting: dict[int, socket.socket]) -> None:
+    for pid in list(waiting):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            with waiting.pop(pid) as connection, suppress(OSError):  # A stack that is gone does not wait for it.
+                connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
+
+
+def received(connection: socket.socket) -> tuple[str, dict[str, str], str, list[int]]:
+    data, ancillary, _, _ = connection.recvmsg(MAX_REQUEST, socket.CMSG_SPACE(8 * array.array("i").itemsize))
+    fds = array.array("i")
+    for _, _, payload in ancillary:
+        fds.frombytes(payload)
+    return *pickle.loads(data), list(fds)
+
+
+def become(zygote: int, folder: str, fds: list[int]) -> None:
+    """Makes the fork what a process is that was started."""
+    os.setsid()
+    die_with(zygote)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for target, fd in enumerate(fds):
+        os.dup2(fd, target)
+    for fd in fds:
+        os.close(fd)
+    os.chdir(folder)
+
+
+def reseed() -> None:
+    """Forks must not draw the same numbers; what is not imported has no state."""
+    random.seed()
+    for name, seed in (("numpy.random", "seed"), ("torch", "seed")):
+        if name in sys.modules:
+            getattr(sys.modules[name], seed)()
+
+
+if __name__ == "__main__":
+    main()
