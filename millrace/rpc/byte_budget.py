@@ -1,8 +1,8 @@
 """A bound on the memory of large requests in flight, for one process.
 
 A request is charged with its copies: what gRPC receives, what the parser makes of it, what goes on to the next hop and
-what comes back. Small requests are not charged, so that they cost nothing here; the bound on calls bounds them.
-After much has been released, the allocator gives free pages back to the machine.
+what comes back. Small requests are not charged, so that they cost nothing here; the limit on concurrent calls
+(`Admission`) covers them. After large releases the allocator returns free pages to the machine.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ DEFAULT_BYTES = 768 * 1024 * 1024
 RETRY_AFTER_MS = 1000
 _WAIT_S = 30.0
 _TRIM_BYTES = 16 * 1024 * 1024
-_TRIM_DELAY_S = 3.0  # After the last large request: the next one would have to get its pages from the machine anew.
-_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone keeps them.
+_TRIM_DELAY_S = 3.0  # A wait: the next large request reuses the free pages.
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # Only glibc has it.
 
 
 class ByteBudget:
-    """Owned by the event loop. Bytes that are reserved are released by the same number."""
+    """Used on the event loop only. Release exactly the sizes that were reserved."""
 
     def __init__(self, limit: int = DEFAULT_BYTES) -> None:
         self._limit = limit
@@ -41,20 +41,24 @@ class ByteBudget:
         return self._in_use
 
     def reserve(self, size: int) -> None:
-        """Takes `size` bytes; raises TooLargeError where they can never fit, OverloadedError where they do not now."""
+        """Takes `size` bytes, ahead of those that wait; raises TooLargeError if they can never fit, OverloadedError if
+        they do not fit now."""
         self._check(size)
         if self._in_use + size > self._limit:
-            raise _full()
+            raise self._full()
         self._in_use += size
 
     async def reserve_in_turn(self, size: int) -> None:
-        """As `reserve`, but waits for others to release; those that wait hold a quarter of the budget at most."""
+        """As `reserve`, but first come, first served: waits for up to 30 s.
+
+        Raises OverloadedError at once if the requests that wait would together want more than a quarter of the budget.
+        """
         self._check(size)
         if not self._waiting and self._in_use + size <= self._limit:
             self._in_use += size
             return
         if self._waiting_bytes + size > self._limit // 4:
-            raise _full()
+            raise self._full()
         turn = asyncio.get_running_loop().create_future()
         entry = (size, turn)
         self._waiting.append(entry)
@@ -70,7 +74,7 @@ class ByteBudget:
                 self._waiting_bytes -= size
                 self._next_turns()
             if isinstance(error, TimeoutError):
-                raise _full() from None
+                raise self._full() from None
             raise
 
     def release(self, size: int) -> None:
@@ -84,7 +88,7 @@ class ByteBudget:
                 self.trim_after(_TRIM_DELAY_S)
 
     def trim_after(self, delay_s: float) -> None:
-        """Has the allocator give free pages back so much later; what was to do so before or after that does not."""
+        """Schedules `give_memory_back`, in place of an earlier schedule; large releases meanwhile delay it."""
         loop = asyncio.get_running_loop()
         if self._trim is not None:
             self._trim.cancel()
@@ -97,6 +101,10 @@ class ByteBudget:
                 f"the request takes {size >> 20} MiB of memory with its copies, more than the {self._limit >> 20} MiB"
                 " for all requests"
             )
+
+    def _full(self) -> OverloadedError:
+        message = f"the requests in flight may take {self._limit >> 20} MiB of memory together (*_REQUEST_MEMORY)"
+        return OverloadedError(message, retry_after_ms=RETRY_AFTER_MS)
 
     def _next_turns(self) -> None:
         while self._waiting and self._in_use + self._waiting[0][0] <= self._limit:
@@ -116,10 +124,7 @@ class ByteBudget:
 
 
 def give_memory_back() -> None:
-    """Returns the allocator's free pages to the machine; blocks for some milliseconds, without the interpreter."""
+    """Returns the allocator's free pages to the machine; blocks for some milliseconds, without the interpreter
+    lock; for any thread."""
     if _malloc_trim is not None:
         _malloc_trim(0)
-
-
-def _full() -> OverloadedError:
-    return OverloadedError("the requests in flight take all the memory that they may", retry_after_ms=RETRY_AFTER_MS)

@@ -90,7 +90,7 @@ async def _serve(settings: TransformerSettings, metrics_port: int, is_worker: bo
     work = WorkPool(settings.processor_threads, settings.processor_waiting, "processor")
     processors = {source.name: RunningProcessor(source, work) for source in settings.processors}
     catalogue = Catalogue(settings.models, predictor, replicas, pool, processors)
-    generator = ResumingGenerator(predictor, settings.resume_limit, replicas.have_taker)
+    generator = ResumingGenerator(predictor, settings.resume_limit, replicas.can_resume)
     bodies = BodyProcesses()
     pipeline = Pipeline(catalogue, generator, tap, bodies, settings.cached_tokens == "all")
     shares_port = is_worker or settings.listen != "alone"

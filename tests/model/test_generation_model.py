@@ -130,7 +130,7 @@ async def test_what_was_cached_is_nobodys_but_its_owners_and_the_transformers(mo
 )
 async def test_only_who_resumes_can_be_in_the_middle_of_an_answer(model_of, options, output_ids, moved):
     loaded = model_of(FakeRunner())._loaded
-    assert read_request(loaded, message(output_ids), None, options).moved == moved
+    assert read_request(loaded, message(output_ids), NO_DEADLINE, options).moved == moved
 
 
 async def test_heartbeats_come_in_the_queue_in_the_prefill_and_between_tokens(model_of):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from millrace.deadline import NO_DEADLINE, Deadline
 from millrace.errors import ContextLengthError, DeadlineError, InvalidRequestError, StartupError
 from services.transformer.processes.body_processes import BodyProcesses
 from services.transformer.text.tokenizer import TextTokenizer, embedding_tokenizer
@@ -169,11 +170,11 @@ async def test_a_large_conversation_is_rendered_as_a_small_one_beside_the_event_
     small = [("user", "hello"), ("assistant", "hi 🦄")]
     large = small * 2000
     options = {"mood": "glad "}
-    text = await looping.render(large, 100_000, options, bodies, None)
+    text = await looping.render(large, 100_000, options, bodies, NO_DEADLINE)
     assert text == looping.render_chat(large, 100_000, options)
-    assert await looping.render(small, 1024, None, bodies, None) == looping.render_chat(small, 1024)
+    assert await looping.render(small, 1024, None, bodies, NO_DEADLINE) == looping.render_chat(small, 1024)
     with pytest.raises(InvalidRequestError, match="refuses the messages: division by zero"):
-        await moody_like(looping, "{{ 1 / 0 }}").render(large, 100_000, None, bodies, None)
+        await moody_like(looping, "{{ 1 / 0 }}").render(large, 100_000, None, bodies, NO_DEADLINE)
 
 
 def moody_like(tokenizer, template):
@@ -185,11 +186,11 @@ async def test_a_chat_template_that_does_not_end_holds_the_event_loop_for_a_mome
     async with loop_lag() as lag:
         for _ in range(3):
             with pytest.raises(DeadlineError):
-                await looping.render([("user", "loop")], 1024, None, bodies, 1.0)
+                await looping.render([("user", "loop")], 1024, None, bodies, Deadline.after(1.0))
     assert lag.longest_s < 1
     # It is known now: the loop does not try again, and others are served once the process has been replaced.
     begun = time.process_time()
-    assert await looping.render([("user", "hello")], 1024, None, bodies, 60) == looping.render_chat(
+    assert await looping.render([("user", "hello")], 1024, None, bodies, Deadline.after(60)) == looping.render_chat(
         [("user", "hello")], 1024
     )
     assert time.process_time() - begun < 1

@@ -155,7 +155,7 @@ async def test_the_log_says_how_many_a_sink_had_not_had(store, caplog):
     with caplog.at_level(logging.INFO, logger="services.logger.store.retention"):
         await Retention(store, 7, UNBOUNDED, sinks=("slow", "quick", "new"), now_us=at_now).apply()
     assert "10 records were deleted" in caplog.text
-    assert "6 of them a sink had not had yet" in caplog.text
+    assert "6 deleted records were not confirmed by every sink" in caplog.text
 
 
 async def test_what_was_sent_is_forgotten_long_after_it_can_be_sent_again(store, path):

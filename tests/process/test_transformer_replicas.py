@@ -167,14 +167,14 @@ async def test_a_stream_has_a_taker_where_another_replica_has_its_weights(monkey
         serving(other) as second,
         replicas_at(monkeypatch, first, second) as (replicas, known),
     ):
-        assert not replicas.have_taker(MODEL, "a"), "nobody waits for the answer"
-        await until(lambda: replicas.have_taker(MODEL, "a"))
-        await until(lambda: replicas.have_taker(MODEL, "b"))
-        await until(lambda: replicas.have_taker(MODEL, ""))
-        assert not replicas.have_taker(MODEL, "c")
+        assert not replicas.can_resume(MODEL, "a"), "nobody waits for the answer"
+        await until(lambda: replicas.can_resume(MODEL, "a"))
+        await until(lambda: replicas.can_resume(MODEL, "b"))
+        await until(lambda: replicas.can_resume(MODEL, ""))
+        assert not replicas.can_resume(MODEL, "c")
         known[:] = [second]
-        await until(lambda: not replicas.have_taker(MODEL, "a"))
+        await until(lambda: not replicas.can_resume(MODEL, "a"))
         for _ in range(100):
-            assert not replicas.have_taker(MODEL, "a")
-            assert not replicas.have_taker(MODEL, "c")
+            assert not replicas.can_resume(MODEL, "a")
+            assert not replicas.can_resume(MODEL, "c")
             await asyncio.sleep(0.005)

@@ -305,11 +305,11 @@ async def test_a_stream_stays_where_it_is_until_another_predictor_can_go_on_with
     async with resuming(with_weights("a", leaves(whole, after=5)), with_weights("a", whole)) as r:
         asked = []
 
-        def have_taker(model, fingerprint):
+        def can_resume(model, fingerprint):
             asked.append((model, fingerprint))
             return len(asked) > 4
 
-        r.generator = ResumingGenerator(r.client, have_taker=have_taker)
+        r.generator = ResumingGenerator(r.client, can_resume=can_resume)
         check_whole(await r.generate())
         assert r.continued_after == [False, 10]
         assert set(asked) == {(MODEL, "a")}

@@ -127,6 +127,16 @@ def test_bytes_in_place_of_characters_are_joined(tokens, text):
     assert "".join(stream(BYTE_FALLBACK, ids_of(BYTE_FALLBACK, *tokens))) == text
 
 
+def test_a_prompt_whose_end_is_written_in_bytes_does_not_damage_the_answer():
+    # Its last six ids begin in the middle of a character.
+    prompt = ids_of(BYTE_FALLBACK, *2 * ("<0xE2>", "<0x9C>", "<0x93>"), "<0x0A>")
+    assert "".join(stream(BYTE_FALLBACK, ids_of(BYTE_FALLBACK, "<0x0A>", "fox"), prompt_ids=prompt)) == "\nfox"
+
+
+def test_ids_outside_of_the_vocabulary_have_no_text():
+    assert "".join(stream(METASPACE, [-1, *ids_of(METASPACE, "▁a"), 1_000_000])) in ("a", " a")
+
+
 def test_a_stop_string_of_a_byte_is_found():
     pieces = stream(BYTE_FALLBACK, ids_of(BYTE_FALLBACK, "a", "<0x0A>", "fox", "b"), stop=["\n"])
     assert "".join(pieces) == "a"

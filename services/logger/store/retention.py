@@ -1,12 +1,12 @@
-"""What becomes of old records: those above an age or a size are deleted, oldest first.
+"""Retention: deletes records older than an age and, while the database is above a size, more of them, oldest first.
 
-For space, the client whose records take most loses its own first, and refused requests go before all others once they
-take more than an eighth: see `removing.expire_some`.
+Above the size, refused requests are deleted first if they take more than an eighth of it, then the oldest records of
+the client that uses most: see `removing.expire_some`.
 
-A record that a sink has not had yet is not spared: the log says how many there were. Which sequences a source has sent,
+Records that a sink has not confirmed are deleted too; a warning has their number. Which sequences a source has sent,
 and which calls were deleted, is remembered for as long as a spool might repeat them.
 
-One task, owned by who runs `run`; `now_us` is its clock.
+One task on the event loop, owned by the caller of `run`; deletions run on the store's writer thread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _REMEMBERED_US = 30 * _DAY_US
 
 
 class Retention:
-    """Keeps a store within an age in days (0: for ever) and a size in bytes; `sinks` are the names of their cursors."""
+    """Keeps a store within an age in days (0: no limit) and a size in bytes; `sinks` are names of cursors."""
 
     def __init__(
         self, store: Store, days: float, max_bytes: int, sinks: Sequence[str] = (), now_us: Callable[[], int] = now_us
@@ -39,7 +39,7 @@ class Retention:
         self._now_us = now_us
 
     async def run(self) -> None:
-        """Applies the limits every few seconds, until cancelled."""
+        """Applies the limits every ten seconds, until cancelled; retries while the store does not answer."""
         while True:
             try:
                 await self.apply()
@@ -48,19 +48,21 @@ class Retention:
             await asyncio.sleep(_ROUND_S)
 
     async def apply(self) -> int:
-        """Deletes what is above the limits; returns how many records that were."""
+        """Deletes the records above the limits; returns their number; raises NotReadyError."""
         now = self._now_us()
         before_us = now - self._age_us if self._age_us else None
         cursors = await self._store.cursors()
         sent = min((cursors[name] for name in self._sinks if name in cursors), default=None)
         expired = unsent = 0
-        while positions := await self._store.expire(before_us, self._max_bytes):
-            expired += len(positions)
-            unsent += sum(position > sent for position in positions) if sent is not None else 0
-        if expired:
-            logger.info("%d records were deleted for their age or for space", expired)
-        if unsent:
-            logger.warning("%d of them a sink had not had yet", unsent)
+        try:
+            while positions := await self._store.expire(before_us, self._max_bytes):
+                expired += len(positions)
+                unsent += sum(position > sent for position in positions) if sent is not None else 0
+        finally:
+            if expired:
+                logger.info("%d records were deleted for their age or for space", expired)
+            if unsent:
+                logger.warning("%d deleted records were not confirmed by every sink", unsent)
         await self._store.forget(now - max(self._age_us, _REMEMBERED_US))
         await self._store.give_back()
         return expired

@@ -1,9 +1,9 @@
 """One generation, from text to text: what every front end calls.
 
-`Pipeline.generate` is four wrappers around one walk. From the outside: telemetry observes the answer, the payload log
-records it, a refusal among many is held back, and the first token is bounded by its own deadline. The walk finds the
-model, admits the request, renders and tokenises the prompt, generates at as many predictors as it takes, and
-detokenises. What is the same for several choices of a request is made once, see `SharedPrompt`.
+`Pipeline.generate` wraps `_generate` four times, the outermost first: telemetry, the payload log, the delay of refusals
+under overload, and the first-token deadline. `_generate` finds the model, admits the request, renders and tokenises the
+prompt, generates at as many predictors as it takes, and detokenises. What is the same for several choices of a request
+is made once, see `SharedPrompt`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Pipeline:
         self._telemetry = GenerationTelemetry(catalogue.lists)
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
-        """The chunks of one answer; raises MillraceError; closing the generator cancels the request."""
+        """The chunks of one answer; raises MillraceError; closing the generator (`aclosing`) cancels the request."""
         with self.recording_refusals(request.call, request.model):
             request.check()
             first_token = FirstToken(request.call)
@@ -69,7 +69,7 @@ class Pipeline:
 
     @contextmanager
     def recording_refusals(self, call: CallContext, model: str = "") -> Iterator[None]:
-        """Records a request that the block refuses."""
+        """If the block raises, records the error as the refusal of a request, and raises it again."""
         try:
             yield
         except Exception:
@@ -98,7 +98,7 @@ class Pipeline:
                         return  # Which cancels what the predictor would still make.
 
     async def _prepared(self, request: TextRequest, model: TextModel) -> Generation:
-        """What the predictors are asked for."""
+        """The generation to request from the predictors; raises InvalidRequestError, ContextLengthError."""
         sampling = model.defaults.changed(request.sampling)
         if request.prompt_logprobs is not None and not model.scores_prompts:
             raise InvalidRequestError(f"model {model.name!r} gives no log probabilities of prompts", param="logprobs")
@@ -116,7 +116,10 @@ class Pipeline:
         )
 
     async def _shared_ids(self, request: TextRequest, model: TextModel) -> list[int]:
-        """The prompt's ids, which the first choice makes and the others wait for."""
+        """The prompt's ids: the first choice makes them, the others wait; an InvalidRequestError is remembered for all.
+
+        The list is shared: it must not be changed.
+        """
         shared = request.shared
         if shared.ids is None:
             async with shared.lock:

@@ -68,7 +68,7 @@ class Replicas:
         for channel in self._channels.values():
             await channel.close()
 
-    def have_taker(self, model: str, fingerprint: str) -> bool:
+    def can_resume(self, model: str, fingerprint: str) -> bool:
         """Whether a replica is known that serves the model with these weights, or with any where "" is given.
 
         At once: the first question is answered by no, and begins a search whose result the next ones get.

@@ -111,8 +111,8 @@ class Decoder:
             self.fallback = frozenset(token_id for token, token_id in vocabulary.items() if _FALLBACK.fullmatch(token))
 
     def skips(self, token_id: int) -> bool:
-        """Whether the id has no text: a special token, or none."""
-        return token_id in self._skipped or token_id >= self._end
+        """Whether the id has no text: a special token, or an id outside of the vocabulary."""
+        return token_id in self._skipped or not 0 <= token_id < self._end
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._backend.decode(ids, skip_special_tokens=True)
@@ -120,22 +120,27 @@ class Decoder:
 
 
 class Detokenizer:
-    """Decodes one sequence's output; never raises, whatever the ids.
+    """Decodes one sequence's output; never raises, whatever the ids. One instance for each sequence.
 
-    `prompt_ids` are what the output follows, so that a tokenizer that drops the space before the
-    first word of a text does not drop it here; empty where the output begins a text of its own.
-    Stop strings are looked for in what comes after the first `min_tokens` ids.
+    `prompt_ids` are what the output follows, so that a tokenizer that drops the space before the first word of a text
+    does not drop it here; empty where the output begins a text of its own. Stop strings, which must not be empty, are
+    searched in the text that becomes certain after the first `min_tokens` ids.
     """
 
     _CONTEXT = 6  # Ids of the prompt that decide how the output's first id is written.
-    # Ids at most that add no text which is certain. An unfinished character of UTF-8 lies in the last three.
+    # At most so many ids are kept without certain text. An unfinished character of UTF-8 is in the last three.
     _MAX_UNCERTAIN, _UNCERTAIN_CONTEXT = 64, 8
 
     def __init__(self, decoder: Decoder, prompt_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0) -> None:
         self._decoder = decoder
         self._early = min_tokens
         # The new ids and those before them; of these, the number of ids and of characters that were passed on.
-        self._ids = list(prompt_ids[-self._CONTEXT :])
+        start = max(0, len(prompt_ids) - self._CONTEXT)
+        # The decoder joins a whole run of byte-fallback ids; from its middle they would be no characters.
+        first = max(0, start - self._MAX_UNCERTAIN)
+        while first < start and prompt_ids[start] in decoder.fallback:
+            start -= 1
+        self._ids = list(prompt_ids[start:])
         self._passed_ids = len(self._ids)
         self._passed = len(decoder.decode(self._ids))
         self._finder = StopFinder(stop)
