@@ -310,7 +310,7 @@ async def test_a_whole_answer_is_one_response_even_where_only_its_end_was_lost(m
     response = await model_of(FakeRunner()).infer(message(output_ids=tuple(range(10, 22))), NO_DEADLINE)
     assert ids_of(response) == []
     assert response.parameters["finish_reason"].string_param == "length"
-    whole = await model_of(Ending()).infer(message(temperature=0), None)
+    whole = await model_of(Ending()).infer(message(temperature=0), NO_DEADLINE)
     assert ids_of(whole)[-1] == END
 
 
@@ -344,14 +344,14 @@ async def test_a_prompts_log_probabilities_come_with_the_first_tokens(model_of):
 @pytest.mark.parametrize("count", [-1, 21, 1.5, True, "all"])
 async def test_how_many_of_the_likeliest_is_checked(model_of, count):
     with pytest.raises(InvalidRequestError, match="prompt_logprobs must be from 0 to 20"):
-        await model_of(Scoring()).infer(message(prompt_logprobs=count), None)
+        await model_of(Scoring()).infer(message(prompt_logprobs=count), NO_DEADLINE)
 
 
 async def test_outputs_of_a_prompt_need_the_parameter(model_of):
     request = message()
     request.outputs.add(name="prompt_logprobs")
     with pytest.raises(InvalidRequestError, match="need the parameter prompt_logprobs"):
-        await model_of(Scoring()).infer(request, None)
+        await model_of(Scoring()).infer(request, NO_DEADLINE)
 
 
 async def test_a_model_that_scores_no_prompts_says_so(model_of):
