@@ -107,7 +107,7 @@ def models(tmp_path):
 
 async def ask(repository, name):
     message = ModelInferRequest(model_name=name, id="r")
-    response = await repository.get(name).infer(message, None)
+    response = await repository.get(name).infer(message, NO_DEADLINE)
     return int(decode_outputs(response)["answer"].array[0])
 
 
