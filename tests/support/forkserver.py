@@ -1,9 +1,9 @@
 """Services of a stack as forks of processes that have imported torch and transformers once: see zygote.py.
 
 Starting a predictor takes eight seconds of a core, nearly all of it for imports, and the system tests start hundreds. A
-fork runs the same `__main__` with the same environment; its pid, signals and exit code are its own. Where a variable
-differs that a library reads when it is imported, or the allocator when a process begins, the service is started as
-users start it.
+fork runs the same `__main__` with the same environment; its pid, signals and exit code are its own. For each kind of
+service there are at most two such processes, one for each set of variables that libraries read when they are imported
+or the allocator when a process begins; a service with a third set is started as users start it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ IMPORTS = {
 _READ_EARLY = re.compile(
     r"(PYTHON|HF_|HUGGINGFACE_|TRANSFORMERS_|TORCH|PYTORCH_|CUDA_|NUMBA_|OMP_|MKL_|MALLOC_|GLIBC_|LD_|GRPC_|OTEL_PYTHON)"
 )
-_MOST_OF_A_KIND = 2  # Environments that are imported for.
+_MOST_OF_A_KIND = 2  # Sets of such variables for each kind of service.
 _zygotes: dict[str, list[Zygote]] = {}
 
 
@@ -53,26 +53,33 @@ class Zygote:
     def __init__(self, kind: str, environment: Mapping[str, str]) -> None:
         self.early = early_variables(environment)
         folder = Path(__file__).parents[2]
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind("")  # A name that the kernel chooses.
-        self._listener.listen(64)
-        command = (sys.executable, "-m", "tests.support.zygote", str(os.getpid()), str(self._listener.fileno()))
-        self._process = subprocess.Popen(
-            (*command, *IMPORTS[kind]),
-            env=dict(environment),
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            pass_fds=(self._listener.fileno(),),
-        )
+        # Only the zygote keeps it: connecting fails once that has ended.
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind("")  # A name that the kernel chooses.
+            listener.listen(64)
+            self._address = listener.getsockname()
+            command = (sys.executable, "-m", "tests.support.zygote", str(os.getpid()), str(listener.fileno()))
+            self._process = subprocess.Popen(
+                (*command, *IMPORTS[kind]),
+                env=dict(environment),
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                pass_fds=(listener.fileno(),),
+            )
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     async def fork(self, module: str, environment: Mapping[str, str], folder: Path, log: IO[bytes]) -> Fork:
-        loop = asyncio.get_running_loop()
-        connection = socket.socket(socket.AF_UNIX)
-        connection.setblocking(False)
-        await loop.sock_connect(connection, self._listener.getsockname())
+        """Raises OSError if the zygote has ended."""
         request = pickle.dumps((module, dict(environment), str(folder)))
         if len(request) > MAX_REQUEST:
             raise ValueError("the environment is too large")
+        loop = asyncio.get_running_loop()
+        connection = socket.socket(socket.AF_UNIX)
+        connection.setblocking(False)
+        await loop.sock_connect(connection, self._address)
         nothing = os.open(os.devnull, os.O_RDONLY)
         try:
             fds = array.array("i", (nothing, log.fileno(), log.fileno()))
@@ -88,7 +95,7 @@ class Zygote:
 
 
 class Fork:
-    """What `asyncio.subprocess.Process` is to its users here: `pid`, `returncode`, `wait`."""
+    """What `asyncio.subprocess.Process` is to its users here: `pid`, `returncode`, `wait`, `send_signal`."""
 
     def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.pid = pid
@@ -116,11 +123,12 @@ def early_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 async def spawn(command: tuple[str, ...], environment: Mapping[str, str], folder: Path, log: IO[bytes]) -> Running:
-    """Instead of `runner.process.spawn`."""
+    """Forks the service if it can, else starts it as `runner.process.spawn` does."""
     module = command[-1]
     kind = next((kind for kind in IMPORTS if module.endswith(kind)), None)
     if kind is not None and command == (sys.executable, "-m", module):
         early, zygotes = early_variables(environment), _zygotes.setdefault(kind, [])
+        zygotes[:] = [each for each in zygotes if each.is_alive]
         zygote = next((each for each in zygotes if each.early == early), None)
         if zygote is None and len(zygotes) < _MOST_OF_A_KIND:
             zygote = Zygote(kind, environment)

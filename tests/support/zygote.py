@@ -23,7 +23,7 @@ import sys
 from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-MAX_REQUEST = 256 * 1024
+MAX_REQUEST = 64 * 1024  # Less than a socket buffer, so that it comes whole.
 
 
 def main() -> None:
@@ -66,7 +66,11 @@ def serve(listener: socket.socket) -> tuple[str, dict[str, str]]:
                     tell_ends(waiting)
                     continue
                 connection = listener.accept()[0]
-                zygote, (module, environment, folder, fds) = os.getpid(), received(connection)
+                data, fds = received(connection)
+                if not data:  # The client is gone.
+                    connection.close()
+                    continue
+                zygote, (module, environment, folder) = os.getpid(), pickle.loads(data)
                 pid = os.fork()
                 if not pid:
                     become(zygote, folder, fds)
@@ -89,12 +93,12 @@ def tell_ends(waiting: dict[int, socket.socket]) -> None:
                 connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
 
 
-def received(connection: socket.socket) -> tuple[str, dict[str, str], str, list[int]]:
+def received(connection: socket.socket) -> tuple[bytes, list[int]]:
     data, ancillary, _, _ = connection.recvmsg(MAX_REQUEST, socket.CMSG_SPACE(8 * array.array("i").itemsize))
     fds = array.array("i")
     for _, _, payload in ancillary:
         fds.frombytes(payload)
-    return *pickle.loads(data), list(fds)
+    return data, list(fds)
 
 
 def become(zygote: int, folder: str, fds: list[int]) -> None:
