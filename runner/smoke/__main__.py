@@ -17,15 +17,14 @@ import httpx2
 
 from millrace.errors import StartupError
 from runner import settings
-from runner.smoke.checks import Check, of_any_model
-from runner.smoke.facts import Kind, facts_of, models_of
-from runner.smoke.gateway import Failed, Gateway
-from runner.smoke.tensor_checks import of_tensors
-from runner.smoke.text_checks import of_text
+from runner.smoke.checks import checks_of
+from runner.smoke.gateway import Check, Failed, Gateway
+from runner.smoke.model import describe, ready_models
+from runner.terminal import one_line
 
 _CHECK_TIMEOUT_S = 120.0
-_SHOWN = 110  # Characters of what a check tells.
-_BROKEN = (Failed, grpc.aio.AioRpcError, httpx2.HTTPError, TimeoutError, KeyError, IndexError, TypeError, ValueError)
+_SHOWN = 110  # Characters of what a check says.
+_BROKEN = (grpc.aio.AioRpcError, httpx2.HTTPError, TimeoutError, KeyError, IndexError, TypeError, ValueError)
 
 
 def main() -> None:
@@ -51,10 +50,7 @@ async def smoke(address: str, name: str = "") -> int:
     """Runs and prints the checks of one model, or of all; how many failed."""
     gateway = Gateway(address)
     try:
-        try:
-            names = [name] if name else await models_of(gateway)
-        except grpc.aio.AioRpcError as error:
-            raise Failed(f"no stack answers at {address}: {error.details()}") from None
+        names = [name] if name else await ready_models(gateway, address)
         if not names:
             raise Failed(f"no model is ready at {address}")
         return sum([await _smoke_one(gateway, each) for each in names])
@@ -63,10 +59,9 @@ async def smoke(address: str, name: str = "") -> int:
 
 
 async def _smoke_one(gateway: Gateway, name: str) -> int:
-    model = await facts_of(gateway, name)
-    print(f"{name}: {model}")
-    own = of_text if model.kind is Kind.TEXT else of_tensors
-    checks = [*of_any_model(gateway, model), *own(gateway, model)]
+    model = await describe(gateway, name)
+    print(f"{name}: {model.kind}{model.details}")
+    checks = list(checks_of(gateway, model))
     failed = await _run(checks)
     print(f"{name}: {len(checks) - failed} of {len(checks)} pass\n", flush=True)
     return failed
@@ -76,21 +71,18 @@ async def _run(checks: Sequence[Check]) -> int:
     width = max(len(check.name) for check in checks)
     failed = 0
     for check in checks:
+        error = ""
         try:
             async with asyncio.timeout(_CHECK_TIMEOUT_S):
-                told, result = await check.run(), "pass"
-        except _BROKEN as error:
-            told, result = _words(error), "FAIL"
-            failed += 1
-        shown = told if result == "FAIL" or len(told) <= _SHOWN else f"{told[:_SHOWN]}…"
-        print(f"  {result}  {check.protocol:<9}  {check.name:<{width}}  {shown}", flush=True)
+                found = await check.run()
+        except Failed as failure:
+            error = str(failure)
+        except _BROKEN as broken:
+            error = f"{type(broken).__name__}: {broken}"
+        failed += bool(error)
+        shown = error or one_line(found, _SHOWN)
+        print(f"  {'FAIL' if error else 'pass'}  {check.protocol:<9}  {check.name:<{width}}  {shown}", flush=True)
     return failed
-
-
-def _words(error: BaseException) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name}: {error.details()}"
-    return str(error) if isinstance(error, Failed) else f"{type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":

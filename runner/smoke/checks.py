@@ -1,140 +1,277 @@
-"""The checks of any model: which ones there are for its kind, and those of the server and its repository."""
+"""The table of checks, by what a model is.
+
+What a user's code takes is not known beyond datatypes and shapes: it is asked with ones, every open size being 1, and
+may refuse them by itself with INVALID_ARGUMENT.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass
+import asyncio
+import json
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
+from millrace.oip.parameters import set_parameters
+from millrace.oip.tensors import BYTES, Tensor, add_input, bytes_tensor, dtype_of, encode_raw
 from millrace_protos import inference_pb2 as pb
 from millrace_protos import millrace_pb2
-from runner.smoke.facts import Kind, ModelFacts
-from runner.smoke.gateway import TIMEOUT_S, Gateway, expect, refused_call
+from runner.smoke.gateway import Answer, Check, Failed, Gateway, ask
+from runner.smoke.model import Kind, Model
 
-# What the table says of a check that passed; Failed and grpc's and httpx's errors say that it did not.
-Run = Callable[[], Awaitable[str]]
-
-
-@dataclass(frozen=True)
-class Check:
-    """One row of the table."""
-
-    protocol: str
-    name: str
-    run: Run
+_PROMPT = "Once upon a time"
+_TOKENS = 16
+_SAMPLING: Mapping[str, Any] = {"max_tokens": _TOKENS, "ignore_eos": True}
+_NO_MODEL = "no-such-model"
+_OUTPUTS = {Kind.EMBEDDING: "embedding", Kind.CLASSIFICATION: "logits"}
+_OPTIONAL = ("attention_mask", "token_type_ids")
+_UNDECLARED = pb.ModelMetadataResponse.TensorMetadata(name="x", datatype="INT64", shape=(1, 3))  # Takes what comes.
+_RECORD_POLLS, _POLL_S = 100, 0.1
 
 
-def of_any_model(gateway: Gateway, model: ModelFacts) -> Iterator[Check]:
-    """The server, the model's own pages, and what nobody may be answered."""
+def checks_of(gateway: Gateway, model: Model) -> Iterator[Check]:
     yield from _of_the_server(gateway)
-    yield from _of_the_model(gateway, model)
-    nobody = pb.ModelInferRequest(model_name="no-such-model")
-    asked = millrace_pb2.GenerateRequest(model="no-such-model", prompt="x")
-    yield Check(
-        "gRPC",
-        "ModelInfer of no model",
-        lambda: refused_call(gateway.inference.ModelInfer(nobody, timeout=TIMEOUT_S), 404),
-    )
-    yield Check(
-        "gRPC", "Generate of no model", lambda: refused_call(gateway.text.Generate(asked, timeout=TIMEOUT_S), 404)
-    )
-    for path, body in (
-        ("/v1/completions", {"model": "no-such-model", "prompt": "x"}),
-        ("/v2/models/no-such-model/infer", {"inputs": []}),
-        ("/v2/no/such/path", {}),
-        ("/v1/no-such-path", {}),
-    ):
-        yield Check("REST", f"POST {path}", partial(gateway.refused, path, body, 404))
+    yield from _of_any_model(gateway, model)
+    if model.kind is Kind.TEXT:
+        yield from _of_text_by_grpc(gateway, model.name)
+        yield from _of_text_by_rest(gateway, model)
+    else:
+        yield from _of_tensors(gateway, model)
+        yield from _of_text_endpoints(gateway, model)
 
 
 def _of_the_server(gateway: Gateway) -> Iterator[Check]:
-    async def health() -> str:
-        for name in ("", "ready"):
-            answer = await gateway.health.Check(health_pb2.HealthCheckRequest(service=name), timeout=TIMEOUT_S)
-            expect(answer.status == health_pb2.HealthCheckResponse.SERVING, f"health of {name!r} is {answer.status}")
-        return "SERVING"
-
-    async def reflection() -> str:
-        async def asked() -> AsyncIterator[Any]:
-            yield reflection_pb2.ServerReflectionRequest(list_services="")
-
-        stub: Any = reflection_pb2_grpc.ServerReflectionStub(gateway.channel)  # type: ignore[arg-type]
-        names = [
-            service.name
-            async for answer in stub.ServerReflectionInfo(asked(), timeout=TIMEOUT_S)
-            for service in answer.list_services_response.service
-        ]
-        for name in ("inference.GRPCInferenceService", "millrace.v1.TextGeneration", "millrace.v1.PayloadLog"):
-            expect(name in names, f"{name} is not listed")
-        return f"{len(names)} services"
-
-    async def server() -> str:
-        expect((await gateway.inference.ServerLive(pb.ServerLiveRequest(), timeout=TIMEOUT_S)).live, "not live")
-        expect((await gateway.inference.ServerReady(pb.ServerReadyRequest(), timeout=TIMEOUT_S)).ready, "not ready")
-        told = await gateway.inference.ServerMetadata(pb.ServerMetadataRequest(), timeout=TIMEOUT_S)
-        return f"{told.name} {told.version}"
-
-    yield Check("gRPC", "Health/Check", health)
-    yield Check("gRPC", "ServerReflection", reflection)
-    yield Check("gRPC", "ServerLive, ServerReady, ServerMetadata", server)
+    for service in ("", "ready"):
+        request = health_pb2.HealthCheckRequest(service=service)
+        yield _grpc(gateway.health, "Check", request, "status: SERVING", note=f" of health {service!r}")
+    every = reflection_pb2.ServerReflectionRequest(list_services="")
+    services = ("inference.GRPCInferenceService", "millrace.v1.TextGeneration", "millrace.v1.PayloadLog")
+    yield _grpc(gateway.reflection, "ServerReflectionInfo", every, *services)
+    yield _grpc(gateway.inference, "ServerLive", pb.ServerLiveRequest(), "live: true")
+    yield _grpc(gateway.inference, "ServerReady", pb.ServerReadyRequest(), "ready: true")
+    yield _grpc(gateway.inference, "ServerMetadata", pb.ServerMetadataRequest(), "version:")
     for path in ("/v2", "/v2/health/live", "/v2/health/ready", "/health", "/version", "/v1/models", "/"):
-        yield Check("REST", f"GET {path}", partial(_gets, gateway, path))
+        yield _rest(gateway, path)
+    yield _rest(gateway, "/v2/repository/index", {})
+    prompt: dict[str, Any] = {"model": _NO_MODEL, "prompt": "x"}
+    infer, generate = pb.ModelInferRequest(model_name=_NO_MODEL), millrace_pb2.GenerateRequest(**prompt)
+    yield _grpc(gateway.inference, "ModelInfer", infer, note=" of no model", status=404)
+    yield _grpc(gateway.text, "Generate", generate, note=" of no model", status=404)
+    yield _rest(gateway, "/v1/completions", prompt, note=" of no model", status=404)
+    for path in (f"/v2/models/{_NO_MODEL}/infer", "/v2/no/such/path", "/v1/no-such-path"):
+        yield _rest(gateway, path, {"inputs": []}, status=404)
 
 
-def _of_the_model(gateway: Gateway, model: ModelFacts) -> Iterator[Check]:
-    name = model.name
-
-    async def ready(stub: Any) -> str:
-        asked = pb.ModelReadyRequest(name=name, version=model.version)
-        expect((await stub.ModelReady(asked, timeout=TIMEOUT_S)).ready, "not ready")
-        return "ready"
-
-    async def about(stub: Any) -> str:
-        told = await stub.ModelMetadata(pb.ModelMetadataRequest(name=name), timeout=TIMEOUT_S)
-        config = (await stub.ModelConfig(pb.ModelConfigRequest(name=name), timeout=TIMEOUT_S)).config
-        expect(told.name == config.name == name, f"metadata of {told.name!r}, configuration of {config.name!r}")
-        return f"{len(told.inputs)} inputs, {len(told.outputs)} outputs"
-
-    async def statistics() -> str:
-        asked = pb.ModelStatisticsRequest(name=name)
-        answer = await gateway.inference.ModelStatistics(asked, timeout=TIMEOUT_S)
-        expect([told.name for told in answer.model_stats] == [name], "statistics of other models")
-        return f"{answer.model_stats[0].inference_count} inferences"
-
-    async def index() -> str:
-        answer = await gateway.inference.RepositoryIndex(pb.RepositoryIndexRequest(), timeout=TIMEOUT_S)
-        states = {told.name: told.state for told in answer.models}
-        expect(states.get(name) == "READY", f"its state is {states.get(name)}")
-        return f"{len(states)} models"
-
-    async def version() -> str:
-        asked = pb.ModelMetadataRequest(name=name, version="no-such-version")
-        return await refused_call(gateway.inference.ModelMetadata(asked, timeout=TIMEOUT_S), 404)
-
-    stubs = {"gRPC": gateway.inference}
-    if model.kind is not Kind.PROCESSOR:  # Which the predictor does not know.
-        stubs["predictor"] = gateway.predictor
-    for protocol, stub in stubs.items():
-        yield Check(protocol, "ModelReady", partial(ready, stub))
-        yield Check(protocol, "ModelMetadata, ModelConfig", partial(about, stub))
-    yield Check("gRPC", "ModelStatistics", statistics)
-    yield Check("gRPC", "RepositoryIndex", index)
-    yield Check("gRPC", "ModelMetadata of no version", version)
-    own = f"/v2/models/{name}"
-    for path in (own, f"{own}/ready", f"{own}/config", f"{own}/stats", f"{own}/versions/{model.version}"):
-        yield Check("REST", f"GET {path}", partial(_gets, gateway, path))
-    yield Check("REST", "POST /v2/repository/index", partial(_posts, gateway, "/v2/repository/index", {}))
+def _of_any_model(gateway: Gateway, model: Model) -> Iterator[Check]:
+    name, named = model.name, f'name: "{model.name}"'
+    for protocol, stub in _stubs(gateway, model).items():
+        by = partial(_grpc, stub, protocol=protocol)
+        yield by("ModelReady", pb.ModelReadyRequest(name=name, version=model.version), "ready: true")
+        yield by("ModelMetadata", pb.ModelMetadataRequest(name=name), named)
+        yield by("ModelConfig", pb.ModelConfigRequest(name=name), named)
+    yield _grpc(gateway.inference, "ModelStatistics", pb.ModelStatisticsRequest(name=name), named)
+    yield _grpc(gateway.inference, "RepositoryIndex", pb.RepositoryIndexRequest(ready=True), named)
+    wrong = pb.ModelMetadataRequest(name=name, version="no-such-version")
+    yield _grpc(gateway.inference, "ModelMetadata", wrong, note=" of no version", status=404)
+    for end in ("", "/ready", "/config", "/stats", f"/versions/{model.version}"):
+        yield _rest(gateway, f"/v2/models/{name}{end}")
 
 
-async def _gets(gateway: Gateway, path: str) -> str:
-    answer = await gateway.get(path)
-    expect("x-request-id" in answer.headers, "no x-request-id")
-    return f"{len(answer.content)} bytes"
+def _of_text_by_grpc(gateway: Gateway, name: str) -> Iterator[Check]:
+    request, text = millrace_pb2.GenerateRequest(model=name, prompt=_PROMPT, **_SAMPLING), _text_input()
+    ended = ('finish_reason: "length"', f"completion_tokens: {_TOKENS}")
+    yield _grpc(gateway.text, "Generate", request, *ended, streamed=True)
+    for field, value in (("temperature", -1.0), ("prompt", ""), ("max_tokens", 2**31)):
+        wrong = millrace_pb2.GenerateRequest()
+        wrong.CopyFrom(request)
+        setattr(wrong, field, value)
+        yield _grpc(gateway.text, "Generate", wrong, note=f", {field}={value!r}", status=400)
+    yield _grpc(gateway.inference, "ModelInfer", _infer(name, [text], _SAMPLING), '"text_output"')
+    final = 'key: "triton_final_response" value { bool_param: true }'
+    yield _grpc(gateway.inference, "ModelStreamInfer", _infer(name, [text], _SAMPLING), final, streamed=True)
+    by = partial(_grpc, gateway.predictor, "ModelInfer", protocol="predictor")
+    yield by(_infer(name, [_ids(1, 2, 3)], _SAMPLING), f'name: "output_ids" datatype: "INT32" shape: {_TOKENS}')
+    yield by(_infer(name, [_ids(2**40)], _SAMPLING), note=" of an id outside", status=400)
+    message = request.SerializeToString()
+    frame = b"\0" + len(message).to_bytes(4, "big") + message
+    path, headers = "/millrace.v1.TextGeneration/Generate", {"content-type": "application/grpc-web+proto"}
+    call = partial(gateway.rest, path, frame, headers)
+    yield Check("gRPC-Web", "Generate", call, ("grpc-status:0",), streamed=True)
+    yield Check("log", "Query, Get, /millrace/v1/payloads", partial(_record, gateway, request))
 
 
-async def _posts(gateway: Gateway, path: str, body: Any) -> str:
-    return f"{len((await gateway.post(path, body)).content)} bytes"
+def _of_text_by_rest(gateway: Gateway, model: Model) -> Iterator[Check]:
+    own, named = f"/v2/models/{model.name}", {"model": model.name}
+    completion = {**named, "prompt": _PROMPT, **_SAMPLING}
+    chat = {**named, "messages": [{"role": "user", "content": "Tell me a story."}], **_SAMPLING}
+    ended = ('"finish_reason": "length"', f'"completion_tokens": {_TOKENS}')
+    chats: dict[str, Any] = {} if model.has_chat_template else {"status": 400, "note": " is refused"}
+    openai = partial(_rest, gateway, protocol="OpenAI")
+    yield openai(f"/v1/models/{model.name}", None, f'"id": "{model.name}"')
+    yield openai("/openai/v1/completions", completion, *ended)
+    yield openai("/v1/completions", {**completion, "temperature": "hot"}, note=", temperature='hot'", status=400)
+    for path, body, more in (("/v1/completions", completion, {}), ("/v1/chat/completions", chat, chats)):
+        yield openai(path, body, *ended, **more)
+        yield openai(path, {**body, "stream": True}, "data: [DONE]", streamed=True, **more)
+    yield openai("/v1/embeddings", {**named, "input": _PROMPT}, note=" is refused", status=400)
+    vllm = partial(_rest, gateway, protocol="vLLM")
+    yield vllm("/tokenize", {**named, "prompt": _PROMPT}, '"tokens": [')
+    yield vllm("/detokenize", {**named, "tokens": [1, 2, 3]}, '"prompt":')
+    yield vllm(f"/tokenizer_info?model={model.name}", None, "eos_token")
+    yield _json_infer(gateway, model.name, [_text_input()], _SAMPLING)
+    yield _binary_infer(gateway, model.name, [_text_input()], _SAMPLING)
+    for end, streamed in (("generate", False), ("generate_stream", True)):
+        by = partial(_rest, gateway, f"{own}/{end}", protocol="V2 REST")
+        yield by({"text_input": _PROMPT, "parameters": dict(_SAMPLING)}, '"text_output":', streamed=streamed)
+        yield by({"text_input": _PROMPT, "parameters": {"max_tokens": 0}}, note=", max_tokens=0", status=400)
+    by = partial(_rest, gateway, "/millrace/v1/generate")
+    yield by(completion, '"finish_reason": "length"', streamed=True)
+    yield by({**completion, "prompt": ""}, note=", prompt=''", status=400)
+
+
+def _of_tensors(gateway: Gateway, model: Model) -> Iterator[Check]:
+    name, may_refuse = model.name, model.kind not in _OUTPUTS
+    inputs = [_ones(tensor) for tensor in model.inputs or (_UNDECLARED,) if tensor.name not in _OPTIONAL]
+    outputs = () if may_refuse else (f'name: "{_OUTPUTS[model.kind]}"',)
+    final = 'key: "triton_final_response" value { bool_param: true }'
+    for protocol, stub in _stubs(gateway, model).items():
+        by = partial(_grpc, stub, "ModelInfer", protocol=protocol)
+        if not model.decoupled:
+            yield by(_infer(name, inputs), *outputs, may_refuse=may_refuse)
+        stream = partial(_grpc, stub, "ModelStreamInfer", protocol=protocol)
+        yield stream(_infer(name, inputs), final, *outputs, may_refuse=may_refuse)
+        wrong = _infer(name, inputs)
+        wrong.raw_input_contents[0] += b"\0"
+        yield by(wrong, note=", a byte too many", status=400)
+        wrong = _infer(name, inputs)
+        wrong.inputs[0].datatype = "NO_SUCH_TYPE"
+        yield by(wrong, note=", no such datatype", status=400)
+        if model.inputs:
+            wrong = _infer(name, inputs)
+            wrong.inputs[0].name = "no-such-input"
+            yield by(wrong, note=", no such input", status=400)
+        if model.kind in _OUTPUTS:
+            yield by(_infer(name, [_ids(2**40)]), note=", token id outside", status=400)
+    if not model.decoupled:
+        yield _binary_infer(gateway, name, inputs, may_refuse=may_refuse)
+        if not model.has_half_floats:
+            yield _json_infer(gateway, name, inputs, may_refuse=may_refuse)
+    broken = {"inputs": [{"name": "x", "datatype": "INT64", "shape": [2, 2], "data": [1]}]}
+    yield _rest(gateway, f"/v2/models/{name}/infer", broken, protocol="V2 REST", note=", wrong shape", status=400)
+
+
+def _of_text_endpoints(gateway: Gateway, model: Model) -> Iterator[Check]:
+    prompt: dict[str, Any] = {"model": model.name, "prompt": _PROMPT}
+    chat = {"model": model.name, "messages": [{"role": "user", "content": _PROMPT}]}
+    yield _grpc(gateway.text, "Generate", millrace_pb2.GenerateRequest(**prompt), note=" is refused", status=400)
+    for path, body in (
+        ("/v1/completions", prompt),
+        ("/v1/chat/completions", chat),
+        ("/millrace/v1/generate", prompt),
+    ):
+        yield _rest(gateway, path, body, note=" is refused", status=400)
+    embeddings = partial(_rest, gateway, "/v1/embeddings", protocol="OpenAI")
+    ids = {"model": model.name, "input": [[1, 2, 3], [1]]}
+    if model.kind is not Kind.EMBEDDING:
+        yield embeddings(ids, note=" is refused", status=400)
+        return
+    yield embeddings(ids, '"index": 1', note=" of ids")
+    if model.embeds_text:
+        yield embeddings({**ids, "input": "the fox", "encoding_format": "base64"}, '"index": 0', note=" of text")
+
+
+async def _record(gateway: Gateway, request: millrace_pb2.GenerateRequest) -> Answer:
+    """Generates, and finds the record, which comes after the request's end."""
+    request_id = f"smoke-{uuid.uuid4()}"
+    named = millrace_pb2.GenerateRequest(request_id=request_id)
+    named.MergeFrom(request)
+    (await ask(gateway.text, "Generate", named)).expect(200)
+    for _ in range(_RECORD_POLLS):
+        found = await ask(gateway.log, "Query", millrace_pb2.QueryPayloadsRequest(request_id=request_id))
+        if found.expect(200).pieces:
+            [record, *_] = found.expect(200, f'prompt: "{_PROMPT}"', 'status: "OK"').pieces
+            by_id = (await gateway.rest(f"/millrace/v1/payloads/{record.record_id}")).expect(200)
+            if json.loads(by_id.text).get("text", "") != record.text:
+                raise Failed("Get by REST says another text")
+            page = await gateway.rest(f"/millrace/v1/payloads?request_id={request_id}")
+            return page.expect(200, f'"record_id": "{record.record_id}"')
+        await asyncio.sleep(_POLL_S)
+    raise Failed(f"no record within {_RECORD_POLLS * _POLL_S:g} s")
+
+
+def _grpc(
+    stub: Any, name: str, request: Any, *contents: str, protocol: str = "gRPC", note: str = "", **more: Any
+) -> Check:
+    return Check(protocol, f"{name}{note}", partial(ask, stub, name, request), contents, **more)
+
+
+def _rest(
+    gateway: Gateway, path: str, body: Any = None, *contents: str, protocol: str = "REST", note: str = "", **more: Any
+) -> Check:
+    note = f"{', streamed' if isinstance(body, dict) and body.get('stream') else ''}{note}"
+    name = f"{'GET' if body is None else 'POST'} {path}{note}"
+    return Check(protocol, name, partial(gateway.rest, path, body), contents, **more)
+
+
+def _json_infer(
+    gateway: Gateway, name: str, inputs: Sequence[Tensor], parameters: Mapping[str, Any] | None = None, **more: Any
+) -> Check:
+    listed = []
+    for tensor in inputs:
+        data = [item.decode() if isinstance(item, bytes) else item for item in tensor.array.ravel().tolist()]
+        listed.append({**_head(tensor), "data": data})
+    body = {"inputs": listed, "parameters": dict(parameters or {})}
+    return _rest(gateway, f"/v2/models/{name}/infer", body, '"outputs"', protocol="V2 REST", note=", JSON", **more)
+
+
+def _binary_infer(
+    gateway: Gateway, name: str, inputs: Sequence[Tensor], parameters: Mapping[str, Any] | None = None, **more: Any
+) -> Check:
+    """With the tensors as bytes behind the JSON."""
+    data = [encode_raw(tensor) for tensor in inputs]
+    listed = [
+        {**_head(tensor), "parameters": {"binary_data_size": len(raw)}}
+        for tensor, raw in zip(inputs, data, strict=True)
+    ]
+    head = json.dumps({"inputs": listed, "parameters": {**(parameters or {}), "binary_data_output": True}}).encode()
+    path, headers = f"/v2/models/{name}/infer", {"inference-header-content-length": str(len(head))}
+    call = partial(gateway.rest, path, b"".join((head, *data)), headers)
+    return Check("V2 REST", f"POST {path}, binary", call, ('"outputs"',), **more)
+
+
+def _stubs(gateway: Gateway, model: Model) -> dict[str, Any]:
+    """Who answers for the model: a processor is unknown to the predictor."""
+    inner = {} if model.kind is Kind.PROCESSOR else {"predictor": gateway.predictor}
+    return {"gRPC": gateway.inference, **inner}
+
+
+def _infer(name: str, inputs: Sequence[Tensor], parameters: Mapping[str, Any] | None = None) -> pb.ModelInferRequest:
+    request = pb.ModelInferRequest(model_name=name, id="smoke")
+    for tensor in inputs:
+        add_input(request, tensor)
+    set_parameters(request.parameters, parameters or {})
+    return request
+
+
+def _head(tensor: Tensor) -> dict[str, Any]:
+    return {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.array.shape}
+
+
+def _text_input() -> Tensor:
+    return bytes_tensor("text_input", [_PROMPT.encode()])
+
+
+def _ids(*ids: int) -> Tensor:
+    return Tensor("input_ids", "INT64", np.array([ids], dtype=np.int64))
+
+
+def _ones(tensor: Any) -> Tensor:
+    shape = tuple(max(size, 1) if size != 0 else 0 for size in tensor.shape)
+    if tensor.datatype != BYTES:
+        return Tensor(tensor.name, tensor.datatype, np.ones(shape, dtype_of(tensor.name, tensor.datatype)))
+    return Tensor(tensor.name, BYTES, np.full(shape, b"the fox", dtype=object))

@@ -1,140 +1,157 @@
-"""One gateway as ordinary clients see it: a gRPC channel, the same with the predictor's authority, and HTTP.
-
-`Failed` says that something was not as promised; every call has a time limit.
-"""
+"""One gateway as ordinary clients see it: a gRPC channel, the same with the predictor's authority, and HTTP."""
 
 from __future__ import annotations
 
+import json
+import re
 import time
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import grpc
 import httpx2
 from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2_grpc
 
+from millrace.errors import FAILED_HOP
 from millrace_protos import millrace_pb2_grpc
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 
-TIMEOUT_S = 60.0
-
-_REFUSED = {400: grpc.StatusCode.INVALID_ARGUMENT, 404: grpc.StatusCode.NOT_FOUND}
+_TIMEOUT_S = 60.0
+_CODES = {200: "OK", 400: "INVALID_ARGUMENT", 404: "NOT_FOUND"}
+_IN_STREAM = "an error in the stream"  # What `error_message` of ModelStreamInfer is: it has no status.
+_OPENAI_PATHS = ("/v1/", "/openai/")
+# A piece of text that is not empty, in JSON, in a message, and as the raw contents of a tensor after its length.
+_TEXT = re.compile(r'(?:text|content|text_output)"?: ?"[^"]|raw_output_contents: "(?!(?:\\000){4}")')
 
 
 class Failed(Exception):  # noqa: N818  # No error of the program: what it found.
     """What was not as it must be."""
 
 
-def expect(holds: object, otherwise: str) -> None:
-    if not holds:
-        raise Failed(otherwise)
+class Answer(NamedTuple):
+    """A whole answer: its pieces are messages, lines, or bytes where bytes were sent; `times` says when each came.
+
+    `status` is that of HTTP, or the name of gRPC's; `error` the message of an error of its API, "" where it is none.
+    """
+
+    status: str
+    error: str
+    pieces: list[Any]
+    times: list[float]
+    headers: Mapping[str, str]
+
+    @property
+    def text(self) -> str:
+        return "\n".join(
+            piece.decode(errors="replace") if isinstance(piece, bytes) else str(piece) for piece in self.pieces
+        )
+
+    def expect(self, status: int, *contents: str) -> Answer:
+        """Itself; Failed where HTTP's status, or what it is in gRPC, is another, or something is missing. Spaces do
+        not count."""
+        wanted, text = str(status) if self.status.isdigit() else _CODES[status], self.text
+        if self.status != wanted:
+            raise Failed(f"{wanted} was expected, not {self.status}: {self.error or text[:200]}")
+        for content in contents:
+            if "".join(content.split()) not in "".join(text.split()):
+                raise Failed(f"no {content} in {text[-500:]}")
+        return self
 
 
-@dataclass
-class Stream:
-    """Pieces of an answer, and when each came, in seconds since the request."""
+@dataclass(frozen=True)
+class Check:
+    """One row of the table: a call, the status that its answer must have and, where it is 200, its contents.
 
-    pieces: list[Any] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
+    `streamed`: it must come in pieces, unless there is no text to come. `may_refuse`: a user's own code may find the
+    request wrong."""
 
-    def told(self, has_text: bool = True) -> str:
-        """What the table says of it; Failed where it did not come piece by piece, unless there was no text to come."""
-        if not has_text:
-            return f"{len(self.pieces)} pieces without text"
-        expect(len(self.pieces) > 1, f"{len(self.pieces)} pieces, several were expected")
-        expect(self.times[0] < self.times[-1], "all pieces came at once")
-        first, last = self.times[0] * 1000, self.times[-1] * 1000
-        return f"{len(self.pieces)} pieces, the first after {first:.0f} ms, the last after {last:.0f} ms"
+    protocol: str
+    name: str
+    call: Callable[[], Awaitable[Answer]]
+    contents: tuple[str, ...] = ()
+    status: int = 200
+    streamed: bool = False
+    may_refuse: bool = False
+
+    async def run(self) -> str:
+        """What the table says; Failed, and errors of the network, where it does not pass."""
+        answer = await self.call()
+        if self.may_refuse and answer.status in ("400", _CODES[400], _IN_STREAM):
+            return f"the model's own refusal: {answer.error}"
+        answer.expect(self.status, *(self.contents if self.status == 200 else ()))
+        if self.status != 200:
+            if FAILED_HOP not in answer.headers or not answer.error:
+                raise Failed(f"no {FAILED_HOP}, or not its API's error: {answer.text}")
+            return f"{answer.status}: {answer.error}"
+        if not self.streamed:
+            return answer.text
+        has_text = isinstance(answer.pieces[0], bytes) or _TEXT.search(answer.text)
+        if (has_text and len(answer.pieces) < 2) or '"error":' in answer.text:
+            raise Failed(f"several pieces of text were expected, not {answer.text}")
+        first_ms, last_ms = answer.times[0] * 1000, answer.times[-1] * 1000
+        return f"{len(answer.pieces)} pieces, the first after {first_ms:.0f} ms, the last after {last_ms:.0f} ms"
 
 
 class Gateway:
     """See the module; to be closed."""
 
     def __init__(self, address: str) -> None:
-        self.address = address
-        self.channel = grpc.aio.insecure_channel(address)
-        self._at_predictor = grpc.aio.insecure_channel(address, options=(("grpc.default_authority", "predictor"),))
-        self.inference: Any = GRPCInferenceServiceStub(self.channel)
-        self.predictor: Any = GRPCInferenceServiceStub(self._at_predictor)
-        self.text: Any = millrace_pb2_grpc.TextGenerationStub(self.channel)
-        self.log: Any = millrace_pb2_grpc.PayloadLogStub(self.channel)
-        self.health: Any = health_pb2_grpc.HealthStub(self.channel)
-        self._http = httpx2.AsyncClient(base_url=f"http://{address}", timeout=TIMEOUT_S)
+        channel = grpc.aio.insecure_channel(address)
+        at_predictor = grpc.aio.insecure_channel(address, options=(("grpc.default_authority", "predictor"),))
+        self._channels = (channel, at_predictor)
+        self.inference = GRPCInferenceServiceStub(channel)
+        self.predictor = GRPCInferenceServiceStub(at_predictor)
+        self.text = millrace_pb2_grpc.TextGenerationStub(channel)
+        self.log = millrace_pb2_grpc.PayloadLogStub(channel)
+        self.health = health_pb2_grpc.HealthStub(channel)
+        self.reflection = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
+        self._http = httpx2.AsyncClient(base_url=f"http://{address}", timeout=_TIMEOUT_S)
 
     async def close(self) -> None:
         await self._http.aclose()
-        await self.channel.close()
-        await self._at_predictor.close()
+        for channel in self._channels:
+            await channel.close()
 
-    async def get(self, path: str) -> httpx2.Response:
-        """The answer to a GET, which must be 200."""
-        return _checked(await self._http.get(path))
-
-    async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> httpx2.Response:
-        """The answer to a POST of JSON or of bytes, which must be 200."""
-        return _checked(await self._post(path, body, headers))
-
-    async def refused(self, path: str, body: Any, status: int = 400) -> str:
-        """Posts what must be refused; what the table says of it."""
-        answer = await self._post(path, body, None)
-        expect(answer.status_code == status, f"{status} was expected, not {answer.status_code}: {answer.text[:200]}")
-        expect("x-failed-hop" in answer.headers, "no x-failed-hop")
-        error = answer.json()["error"]
-        expect(isinstance(error, dict) == path.startswith(("/v1/", "/openai/")), f"not its API's shape: {error!r}")
-        return f"{status}: {error['message'] if isinstance(error, dict) else error}"
-
-    async def streamed(self, path: str, body: Any) -> Stream:
-        """The lines of a streamed answer that are not empty, as they come."""
-        stream, begun = Stream(), time.monotonic()
-        async with self._http.stream("POST", path, json=body) as answer:
-            if answer.status_code != 200:
-                raise Failed(f"200 was expected, not {answer.status_code}: {(await answer.aread())[:200]!r}")
-            async for line in answer.aiter_lines():
-                if line:
-                    stream.pieces.append(line)
-                    stream.times.append(time.monotonic() - begun)
-        return stream
-
-    async def streamed_bytes(self, path: str, body: bytes, headers: Mapping[str, str]) -> Stream:
-        """The body of a streamed answer in the pieces in which it came."""
-        stream, begun = Stream(), time.monotonic()
-        async with self._http.stream("POST", path, content=body, headers=dict(headers)) as answer:
-            async for piece in answer.aiter_raw():
-                stream.pieces.append(piece)
-                stream.times.append(time.monotonic() - begun)
-        return stream
-
-    async def _post(self, path: str, body: Any, headers: Mapping[str, str] | None) -> httpx2.Response:
-        if isinstance(body, bytes):
-            return await self._http.post(path, content=body, headers=dict(headers or {}))
-        return await self._http.post(path, json=body, headers=dict(headers or {}))
+    async def rest(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Answer:
+        """A GET, or a POST of JSON or of bytes."""
+        pieces: list[Any] = []
+        times, begun = [], time.monotonic()
+        sent = {} if body is None else {"content" if isinstance(body, bytes) else "json": body}
+        async with self._http.stream("POST" if sent else "GET", path, headers=dict(headers or {}), **sent) as response:
+            async for piece in response.aiter_raw() if "content" in sent else response.aiter_lines():
+                if piece:
+                    pieces.append(piece)
+                    times.append(time.monotonic() - begun)
+        answer = Answer(str(response.status_code), "", pieces, times, response.headers)
+        return answer if response.status_code == 200 else answer._replace(error=_error_of(path, answer.text))
 
 
-async def collected(call: AsyncIterator[Any]) -> Stream:
-    """The messages of a gRPC stream, as they come."""
-    stream, begun = Stream(), time.monotonic()
-    async for message in call:
-        stream.pieces.append(message)
-        stream.times.append(time.monotonic() - begun)
-    return stream
-
-
-async def refused_call(call: Any, status: int = 400) -> str:
-    """Awaits a gRPC call, unary or streaming, that must be refused; what the table says of it."""
-    wanted = _REFUSED[status]
+async def ask(stub: Any, name: str, request: Any) -> Answer:
+    """A gRPC call of any kind, with one request."""
+    pieces, times, begun, method = [], [], time.monotonic(), getattr(stub, name)
+    is_stream = isinstance(method, grpc.aio.StreamStreamMultiCallable)
+    call = method(_one(request) if is_stream else request, timeout=_TIMEOUT_S)
     try:
-        if hasattr(call, "__aiter__"):
-            await collected(call)
-        else:
-            await call
+        async for message in call if hasattr(call, "__aiter__") else _one(await call):
+            pieces.append(message)
+            times.append(time.monotonic() - begun)
     except grpc.aio.AioRpcError as error:
-        expect(error.code() is wanted, f"{wanted.name} was expected, not {error.code().name}: {error.details()}")
-        expect("x-failed-hop" in dict(error.trailing_metadata() or ()), "no x-failed-hop")
-        return f"{wanted.name}: {error.details()}"
-    raise Failed(f"{wanted.name} was expected, not an answer")
+        metadata = {key: str(value) for key, value in error.trailing_metadata() or ()}
+        return Answer(error.code().name, error.details() or "", pieces, times, metadata)
+    errors = [message.error_message for message in pieces if getattr(message, "error_message", "")]
+    return Answer(_IN_STREAM if errors else "OK", "; ".join(errors), pieces, times, {})
 
 
-def _checked(answer: httpx2.Response) -> httpx2.Response:
-    expect(answer.status_code == 200, f"200 was expected, not {answer.status_code}: {answer.text[:200]}")
-    return answer
+async def _one(message: Any) -> AsyncIterator[Any]:
+    yield message
+
+
+def _error_of(path: str, body: str) -> str:
+    """The message of an error in the shape of the path's API; "" where the body is something else."""
+    try:
+        error = json.loads(body)["error"]
+        return str(error["message"]) if path.startswith(_OPENAI_PATHS) else "" + error
+    except (KeyError, TypeError, ValueError):
+        return ""
