@@ -35,11 +35,11 @@ async def serve(settings: PredictorSettings) -> None:
         metrics_port=settings.metrics_port,
     )
 
-    async def tell_ready(ready: bool) -> None:
+    async def report_ready(ready: bool) -> None:
         await server.set_serving(READY, ready)
 
     takes_over = settings.listen == "take-over"
-    repository = ModelRepository(settings, tell_ready)
+    repository = ModelRepository(settings, report_ready)
     observe_engines(repository.engines)
     tap = None
     if settings.payload_log == "on":

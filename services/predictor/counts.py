@@ -1,4 +1,4 @@
-"""What a model counts of its requests; see `Counts` of served_model.py."""
+"""Request counters of a model; see `Counts` in served_model.py."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Literal
 
 Outcome = Literal["succeeded", "failed", "cancelled"]
 
-_WEIGHT = 0.1  # Of the newest request in the mean duration.
+_WEIGHT = 0.1  # The weight of the newest request in the mean duration.
 
 
 @dataclass
 class RequestCounts:
-    """Has one owner; times given to it are those of time.monotonic()."""
+    """Has one owner; times are those of time.monotonic()."""
 
     steps: int = 0
     succeeded: int = 0
@@ -24,12 +24,12 @@ class RequestCounts:
 
     @property
     def ended(self) -> int:
-        """Requests that are done, however they ended."""
+        """Requests that have ended, with any outcome."""
         return self.succeeded + self.failed + self.cancelled
 
     @property
     def retry_after_ms(self) -> int:
-        """About how long a request takes."""
+        """The estimated duration of one request."""
         return max(1, int(self.mean_compute_s * 1000))
 
     def add(self, outcome: Outcome, submitted_at: float, started_at: float, ended_at: float) -> None:

@@ -1,7 +1,7 @@
-"""`millrace.v1.PredictorDevelopment`: kills it while it generates for a request.
+"""`millrace.v1.PredictorDevelopment`: kills this predictor while it generates for a request.
 
-For demonstrations, and only where the settings say so. The process ends as by SIGKILL: nothing is drained, handed back
-or closed.
+For demonstrations; registered only if the settings allow it. The process ends as by SIGKILL: it drains nothing, hands
+nothing back and closes nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from millrace_protos import millrace_pb2 as pb
 from millrace_protos import millrace_pb2_grpc
 from services.predictor.repository.repository import ModelRepository
 
-_ANSWER_S = 0.02  # For the answer to leave.
+_ANSWER_S = 0.02  # Time for the response to leave.
 
 
 def add_to_server(repository: ModelRepository, server: grpc.aio.Server) -> None:
@@ -44,5 +44,5 @@ class DevelopmentServicer(millrace_pb2_grpc.PredictorDevelopmentServicer):
 
 def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-    # The first process of a container is spared its own signals.
+    # The kernel ignores a signal that the first process of a container sends to itself.
     os._exit(128 + signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The predictor's `GRPCInferenceService`: token ids and tensors, and the models that are served."""
+"""The predictor's `GRPCInferenceService`: inference on token ids and tensors, and the model repository."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SOURCE = "source"
 
 
 class InferenceServicer(OpenInferenceBase):
-    """Thin: everything is the repository's or the model's. With a tap, what is asked of the models is recorded."""
+    """A thin layer over the repository and its models. With a tap, inference requests are recorded."""
 
     def __init__(self, repository: ModelRepository, tap: PayloadTap | None = None) -> None:
         self._repository = repository
@@ -63,7 +63,7 @@ class InferenceServicer(OpenInferenceBase):
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
         model = self._repository.get(request.name, request.version).model
         config = config_of(model.name, model.description)
-        # The transformer finds the model's tokenizer there.
+        # The transformer loads the model's tokenizer from there.
         config.parameters[_SOURCE].string_value = self._repository.source(request.name)
         return pb.ModelConfigResponse(config=config)
 
@@ -97,7 +97,7 @@ class InferenceServicer(OpenInferenceBase):
         self, request: pb.RepositoryModelUnloadRequest, context: Context
     ) -> pb.RepositoryModelUnloadResponse:
         _check_repository_name(request.repository_name)
-        # No model depends on another: there is nothing more to unload.
+        # No model depends on another, so there is nothing else to unload.
         _check_parameters(request.parameters, {"unload_dependents": "bool_param"})
         await self._repository.unload(request.model_name, deadline_of(context))
         return pb.RepositoryModelUnloadResponse()
@@ -134,7 +134,7 @@ class InferenceServicer(OpenInferenceBase):
     def _recorded(
         self, request: pb.ModelInferRequest, context: Context, method: str
     ) -> AbstractContextManager[Recording | None]:
-        """Records what becomes of the request in the block, unless its caller does."""
+        """Records the request that the block handles, unless its caller records it."""
         if self._tap is None or is_recorded(context):
             return nullcontext()
         call = call_context(context, f"{_SERVICE}/{method}", request.id)
@@ -147,8 +147,8 @@ def _check_repository_name(name: str) -> None:
         raise NotImplementedMethodError("repository_name is not supported: there is one repository")
 
 
-def _check_parameters(given: Mapping[str, pb.ModelRepositoryParameter], known: Mapping[str, str]) -> None:
-    for name, parameter in given.items():
+def _check_parameters(parameters: Mapping[str, pb.ModelRepositoryParameter], known: Mapping[str, str]) -> None:
+    for name, parameter in parameters.items():
         if name not in known:
             raise InvalidRequestError(f"parameter {name!r} is not supported; known: {', '.join(known)}")
         if parameter.WhichOneof("parameter_choice") != known[name]:

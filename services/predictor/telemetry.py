@@ -1,8 +1,8 @@
-"""Telemetry of a generation: its time in the queue as a metric, its phases as events of its call's span.
+"""Telemetry of a generation: its queue time as a metric, its phases as events of the call's span.
 
-The events are `queued`, `prefill`, `first_token`, `preempted` (each time) and `generation_end`, at the engine's own
-times: so a trace shows where the time went, whatever the reader and the event loop were busy with. They are written
-when the generation ends, in whatever way; with those that it came to.
+The events are `queued`, `prefill`, `first_token`, `preempted` (each time) and `generation_end`, with the engine's own
+times: they are exact even if the reader or the event loop was busy. They are written when the generation ends, whatever
+its outcome; a phase that it never reached has no event.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _QUEUE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.
 
 
 class GenerationTelemetry:
-    """Tells of the generations of one model."""
+    """Observes the generations of one model."""
 
     def __init__(self, model: str, meter: Meter | None = None) -> None:
         self._attributes = {MODEL: model}
@@ -36,7 +36,7 @@ class GenerationTelemetry:
 
     @contextmanager
     def observed(self, timeline: Timeline) -> Iterator[ObservedGeneration]:
-        """Observes a generation that the block reads; its events go to the span that is the current one now."""
+        """Observes the generation that the block reads; its events go to the span that is current at the start."""
         generation = ObservedGeneration(timeline, self._queue_duration, self._attributes)
         try:
             yield generation
@@ -45,7 +45,7 @@ class GenerationTelemetry:
 
 
 class ObservedGeneration:
-    """One generation, of the task that reads it."""
+    """One generation; belongs to the task that reads it."""
 
     def __init__(self, timeline: Timeline, queue_duration: Histogram, attributes: dict[str, str]) -> None:
         self._timeline = timeline
@@ -56,24 +56,24 @@ class ObservedGeneration:
         self._queue_is_reported = False
 
     def take(self, chunk: Chunk) -> Chunk:
-        """Tells of a chunk that was read, and gives it back."""
+        """Observes a chunk that was read, and returns it."""
         self._tokens += len(chunk.output_ids)
-        self._tell_queue()
+        self._record_queue_time()
         return chunk
 
     def end(self) -> None:
-        """Tells what became of it; called once."""
-        self._tell_queue()
+        """Writes the events; called once."""
+        self._record_queue_time()
         span, timeline = self._span, self._timeline
         if not span.is_recording():
             return
         span.set_attributes(self._attributes)
-        # Engines know the monotonic clock, spans the wall's.
+        # Engines use the monotonic clock, spans the wall clock.
         now_ns, now = time.time_ns(), time.monotonic()
         ended = now if timeline.ended is None else timeline.ended
         marks = [("queued", timeline.submitted), ("prefill", timeline.started), ("first_token", timeline.first_token)]
         marks += [("preempted", at) for at in timeline.preempted]
-        # One that was cancelled may go on for a step: what is after its end is not its own.
+        # After a cancellation the sequence may run for one more step: times after its end do not belong to it.
         came = sorted((at, name) for name, at in marks if at is not None and at <= ended)
         for at, name in came:
             span.add_event(name, timestamp=now_ns - int((now - at) * 1e9))
@@ -82,7 +82,7 @@ class ObservedGeneration:
             attributes[_PREEMPTIONS] = timeline.preemptions
         span.add_event("generation_end", attributes, now_ns - int((now - ended) * 1e9))
 
-    def _tell_queue(self) -> None:
+    def _record_queue_time(self) -> None:
         started = self._timeline.started
         if started is not None and not self._queue_is_reported:
             self._queue_is_reported = True

@@ -333,7 +333,7 @@ async def test_a_model_that_another_has_replaced_is_removed_once(model_of, metri
 async def test_models_come_and_go_with_the_repository_that_serves_them(tmp_path, metrics):
     save_random_model("llama", tmp_path / "llama")
 
-    async def tell_ready(_):
+    async def report_ready(_):
         pass
 
     settings = {
@@ -343,7 +343,7 @@ async def test_models_come_and_go_with_the_repository_that_serves_them(tmp_path,
         "kv_cache_memory": "1MiB",
         "MODELS": f"llama={tmp_path}/llama",
     }
-    repository = ModelRepository(PredictorSettings(model_repository=tmp_path, **settings), tell_ready)
+    repository = ModelRepository(PredictorSettings(model_repository=tmp_path, **settings), report_ready)
     observe_engines(repository.engines, metrics.meter)
     try:
         assert metrics.values_by(MODEL, "millrace.tokens") == {}

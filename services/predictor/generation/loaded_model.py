@@ -1,4 +1,4 @@
-"""A model that generates, as the loader hands it to the served model."""
+"""A generation model as the loader returns it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.predictor.engine.interface import Engine
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Its engine, and what the protocol describes."""
+    """A model's engine and the facts that its metadata and configuration report."""
 
     name: str
     architecture: str

@@ -1,7 +1,6 @@
-"""Loads a model that generates and builds the engine that serves it.
+"""Loads a generation model and builds its engine.
 
-Blocks for seconds. Everything that can be wrong with the model and its memory is found here, not by
-the first request.
+Blocks for seconds. Problems with the model or its memory are found here and not by the first request.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ logger = logging.getLogger(__name__)
 def load_generation(
     name: str, folder: Path, is_local: bool, settings: PredictorSettings, device: torch.device
 ) -> LoadedModel:
-    """The model with its engine running; raises StartupError, or what transformers raises of damaged files.
+    """Returns the model with its engine running; raises StartupError, or transformers' own errors for damaged files.
 
-    `is_local`: the folder is the user's own, and no snapshot of the hub's.
+    `is_local`: the folder is the user's own, not a snapshot of the hub.
     """
     model, missing = load_weights(name, folder, _auto_class(name, folder), settings.dtype, device)
     if missing:
         logger.warning("model %s: the folder lacks weights, which are random now: %s", name, ", ".join(missing))
     fingerprint = fingerprint_of(folder, dtype_name(model), is_local, random_weights=bool(missing))
-    parameters = model.num_parameters()  # Packed weights are no parameters any more.
+    parameters = model.num_parameters()  # After packing, weights are no longer parameters.
     engine = build_engine(name, model, settings)
     loaded = LoadedModel(
         name,

@@ -1,6 +1,6 @@
-"""What the engines tell of themselves as metrics, each by the name of its model.
+"""Metrics of the engines, with the model's name as attribute.
 
-Names and units are OpenTelemetry's; they are asked for on the threads of readers, each time one collects.
+Names and units follow OpenTelemetry's conventions. The callbacks run on the readers' threads, at each collection.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from services.predictor.generation.served_engines import ServedEngines
 _GAUGES: tuple[tuple[str, str, str, Callable[[EngineLoad], float]], ...] = (
     (
         "millrace.kv_cache.utilization",
-        # The conventions' unit is 1, for which Prometheus's exporter, unlike the collector's, appends no "ratio".
+        # The convention's unit is 1, but Prometheus's exporter, unlike the collector's, appends no "ratio" to it.
         "ratio",
         "Share of the cache's blocks that running sequences hold.",
         lambda load: load.blocks_in_use,
@@ -37,21 +37,21 @@ _COUNTERS: tuple[tuple[str, str, str, Callable[[EngineTotals], int]], ...] = (
     (
         "millrace.sequences.preempted",
         "{sequence}",
-        "How often a sequence gave its blocks to others, to be computed again.",
+        "How often a sequence lost its blocks to others and had to be computed again.",
         lambda totals: totals.preempted,
     ),
     (
         "millrace.tokens_after_cancel",
         "{token}",
-        "Tokens that were made when nobody wanted them any more.",
+        "Tokens generated after the caller had gone.",
         lambda totals: totals.tokens_after_cancel,
     ),
-    ("millrace.tokens", "{token}", "Tokens that were made.", lambda totals: totals.tokens),
+    ("millrace.tokens", "{token}", "Generated tokens.", lambda totals: totals.tokens),
 )
 
 
 def observe_engines(engines: ServedEngines, meter: Meter | None = None) -> None:
-    """The metrics of the engines, collected on request."""
+    """Registers the engines' metrics."""
     meter = meter or metrics.get_meter("millrace")
     for name, unit, description, of_load in _GAUGES:
         meter.create_observable_gauge(name, [partial(_loads, engines, of_load)], unit, description)

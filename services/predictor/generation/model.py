@@ -1,4 +1,4 @@
-"""A model that generates, as the servicer sees it: OIP requests to the engine, its chunks to responses."""
+"""A generation model as the servicer sees it: passes OIP requests to the engine and its chunks back as responses."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _PROMPT_OUTPUTS = (
 
 
 class GenerationModel:
-    """A ServedModel; the engine's death is its own."""
+    """A ServedModel; it dies when its engine dies."""
 
     def __init__(self, loaded: LoadedModel, meter: Meter | None = None) -> None:
         self.name = loaded.name
         self.description = _describe(loaded)
         self._loaded = loaded
         self._telemetry = GenerationTelemetry(loaded.name, meter)
-        self._resumable: set[OutputSlot] = set()  # Those whose callers go on elsewhere.
+        self._resumable: set[OutputSlot] = set()  # Streams whose callers can resume elsewhere.
         self._is_leaving = False
 
     @property
@@ -72,16 +72,16 @@ class GenerationModel:
         heartbeat_s = None if options.heartbeat_ms is None else options.heartbeat_ms / 1000
         with self._generation(request, deadline, options) as (slot, observed):
             span = traceparent_of(get_current_span()) if options.resumes else ""
-            tells_cached = options.resumes
-            if tells_cached:
+            reports_cached = options.resumes
+            if reports_cached:
                 self._resumable.add(slot)
             ended = False
             while not ended:
                 while heartbeat_s is not None and not await slot.readable(heartbeat_s):
                     runs_alone = slot.runs_alone
                     beat = heartbeat(request, runs_alone)
-                    span = _tell_span(beat, span)
-                    self._tell_leaving(beat, options)
+                    span = _add_span(beat, span)
+                    self._add_leaving(beat, options)
                     yield beat
                     if runs_alone:
                         slot.reported()
@@ -89,12 +89,12 @@ class GenerationModel:
                 ended = chunk.finish_reason is not None
                 response = write_response(request, chunk, options)
                 response.parameters[FINAL].bool_param = ended
-                if tells_cached:
-                    # The last chunk, which tells the usage, may be another replica's.
+                if reports_cached:
+                    # The last chunk, which reports the usage, may come from another replica.
                     response.parameters[_CACHED_TOKENS].int64_param = slot.cached_tokens
-                    tells_cached = False
-                span = _tell_span(response, span)
-                self._tell_leaving(response, options)
+                    reports_cached = False
+                span = _add_span(response, span)
+                self._add_leaving(response, options)
                 yield response
 
     def offer(self) -> None:
@@ -105,7 +105,7 @@ class GenerationModel:
             slot.fail(DrainingError(f"model {self.name!r} is handed back"))
 
     async def warm_up(self) -> None:
-        """Two real tokens through the engine, so that ready means that a generation works."""
+        """Generates two tokens with the engine: a model that is ready has generated before."""
         sampling = self._loaded.defaults.changed({"max_tokens": 2, "ignore_eos": True}).resolved(2)
         slot = self.engine.submit(GenerationRequest("warm-up", [0], sampling))
         try:
@@ -122,7 +122,7 @@ class GenerationModel:
     def close(self) -> None:
         self.engine.close()
 
-    def _tell_leaving(self, response: pb.ModelInferResponse, options: CallOptions) -> None:
+    def _add_leaving(self, response: pb.ModelInferResponse, options: CallOptions) -> None:
         if self._is_leaving and options.resumes:
             response.parameters[LEAVING].bool_param = True
 
@@ -130,7 +130,7 @@ class GenerationModel:
     def _generation(
         self, request: pb.ModelInferRequest, deadline: Deadline, options: CallOptions
     ) -> Iterator[tuple[OutputSlot, ObservedGeneration]]:
-        """The request's output slot, and the observer of what is read; the engine stops when the caller does."""
+        """Submits a request; yields its output slot and its telemetry. Leaving the block cancels the request."""
         slot = self.engine.submit(read_request(self._loaded, request, deadline, options))
         with self._telemetry.observed(slot.timeline) as observed:
             try:
@@ -140,8 +140,8 @@ class GenerationModel:
                 slot.cancel()
 
 
-def _tell_span(response: pb.ModelInferResponse, span: str) -> str:
-    """Names the call's span in its first response; returns what the next response still has to name."""
+def _add_span(response: pb.ModelInferResponse, span: str) -> str:
+    """Adds the call's span to its first response; returns the span that the next response still has to carry."""
     if span:
         response.parameters[SPAN].string_param = span
     return ""

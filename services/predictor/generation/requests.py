@@ -1,11 +1,10 @@
-"""OIP tensors to generation requests and back.
+"""Converts OIP tensors to generation requests, and chunks to responses.
 
-Inputs: `input_ids` INT64 or INT32, [N] or [1, N]; optional `output_ids` of the same kinds, tokens
-that were produced before. Sampling in `parameters`. Outputs of each response: `output_ids` INT32
-[k]; where asked for, `logprobs` FP32 [k], and of the n likeliest tokens at each position, the best
-first, `top_logprob_ids` INT32 [k, n] and `top_logprobs` FP32 [k, n]. The last response's parameters
-carry `finish_reason`, `prompt_tokens`, `cached_tokens` and `completion_tokens`. What the parameter `prompt_logprobs`
-asks for: millrace/oip/prompt_logprobs.py.
+Inputs: `input_ids` INT64 or INT32, [N] or [1, N]; optional `output_ids` of the same types, tokens that were generated
+before. Sampling parameters are in `parameters`. Outputs of each response: `output_ids` INT32 [k]; on request `logprobs`
+FP32 [k] and, for the n likeliest tokens at each position in descending order, `top_logprob_ids` INT32 [k, n] and
+`top_logprobs` FP32 [k, n]. The last response's parameters contain `finish_reason`, `prompt_tokens`, `cached_tokens` and
+`completion_tokens`. For the outputs of the parameter `prompt_logprobs` see millrace/oip/prompt_logprobs.py.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _SCORED = frozenset(PROMPT_OUTPUTS)
 def read_request(
     model: LoadedModel, request: inference_pb2.ModelInferRequest, deadline: Deadline, options: CallOptions
 ) -> GenerationRequest:
-    """Everything that can be refused is refused here, before the engine sees it."""
+    """Validates a request completely, so that the engine never sees an invalid one."""
     _check_lengths(request, model.engine.limits)
     tensors = decode_inputs(request)
     for name in tensors:
@@ -64,18 +63,18 @@ def read_request(
     if len(input_ids) > limits.context_length:
         raise InvalidRequestError(f"the prompt has {len(input_ids)} tokens, the context is {limits.context_length}")
     output_ids = _ids(tensors[OUTPUT_IDS], limits) if OUTPUT_IDS in tensors else []
-    given = read_sampling(request.parameters)
+    parameters = read_sampling(request.parameters)
     wanted = {output.name for output in request.outputs}
-    prompt_logprobs = _prompt_logprobs(given.pop(PROMPT_LOGPROBS, None), len(input_ids), limits)
+    prompt_logprobs = _prompt_logprobs(parameters.pop(PROMPT_LOGPROBS, None), len(input_ids), limits)
     if wanted & _SCORED and prompt_logprobs is None:
         raise InvalidRequestError(f"outputs {', '.join(PROMPT_OUTPUTS)} need the parameter {PROMPT_LOGPROBS}")
     if wanted - {OUTPUT_IDS} - _SCORED:
-        given["logprobs"] = True
-    sampling = model.defaults.changed(given).resolved(limits.room(len(input_ids)))
+        parameters["logprobs"] = True
+    sampling = model.defaults.changed(parameters).resolved(limits.room(len(input_ids)))
     if wanted & {TOP_LOGPROB_IDS, TOP_LOGPROBS} and not sampling.top_logprobs:
         raise InvalidRequestError("outputs 'top_logprob_ids' and 'top_logprobs' need the parameter top_logprobs")
     _check_ids("stop_token_ids", np.array(sampling.stop_token_ids, dtype=np.int64), limits)
-    # As many as that, or with an end token last, are an answer of which only the end was lost.
+    # max_tokens tokens, or fewer with an end token last, are a complete answer of which only the end was lost.
     if len(output_ids) > (sampling.max_tokens or 0):
         raise InvalidRequestError(f"output_ids has {len(output_ids)} tokens, max_tokens is {sampling.max_tokens}")
     timeout_ms = options.first_token_timeout_ms
@@ -87,19 +86,19 @@ def read_request(
         deadline.at,
         None if timeout_ms is None else timeout_ms / 1000,
         options.alone,
-        # Anybody may send output_ids; that it is in the middle of an answer only the transformer can say.
+        # Any client may send output_ids; only the transformer can state that its caller already has part of the answer.
         moved=options.resumes and bool(output_ids),
         prompt_logprobs=prompt_logprobs,
     )
 
 
 def outputs_of(limits: EngineLimits) -> tuple[str, ...]:
-    """The names of what a model's responses can carry."""
+    """The names of the outputs that a model's responses can have."""
     return OUTPUTS + PROMPT_OUTPUTS if limits.scores_prompts else OUTPUTS
 
 
 def heartbeat(request: inference_pb2.ModelInferRequest, runs_alone: bool) -> inference_pb2.ModelInferResponse:
-    """A response that says only that the request is alive, and whether it runs alone."""
+    """A response without tensors: the request is in flight, and `runs_alone` is its state."""
     response = inference_pb2.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
     response.parameters[HEARTBEAT].bool_param = True
     if runs_alone:
@@ -110,9 +109,9 @@ def heartbeat(request: inference_pb2.ModelInferRequest, runs_alone: bool) -> inf
 def write_response(
     request: inference_pb2.ModelInferRequest, chunk: Chunk, options: CallOptions
 ) -> inference_pb2.ModelInferResponse:
-    """A chunk as a response to `request`.
+    """Converts a chunk to a response to `request`.
 
-    How much of the prompt was cached is reported to the transformer, and to requests that share their cache with no
+    The number of cached prompt tokens goes only to the transformer and to requests that share their cache with no
     other: otherwise a caller could find out which prompts others have sent.
     """
     response = inference_pb2.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
@@ -123,7 +122,7 @@ def write_response(
         chosen = [position.chosen for position in chunk.logprobs]
         add_output(response, Tensor(LOGPROBS, "FP32", np.array(chosen, dtype=np.float32)))
     if chunk.logprobs and chunk.logprobs[0].top:
-        # Ids and log probabilities, [k, n, 2]; float64 holds both.
+        # Ids and log probabilities, [k, n, 2]; float64 represents both exactly.
         top = np.array([position.top for position in chunk.logprobs])
         if TOP_LOGPROB_IDS in wanted:
             add_output(response, Tensor(TOP_LOGPROB_IDS, "INT32", top[:, :, 0].astype(np.int32)))
@@ -145,7 +144,7 @@ def write_response(
 
 
 def merged(chunks: Sequence[Chunk]) -> Chunk:
-    """Chunks of one request as one."""
+    """Merges chunks of one request."""
     return Chunk(
         [token for chunk in chunks for token in chunk.output_ids],
         [logprob for chunk in chunks for logprob in chunk.logprobs],
@@ -156,7 +155,7 @@ def merged(chunks: Sequence[Chunk]) -> Chunk:
 
 
 def _prompt_logprobs(value: Any, prompt_tokens: int, limits: EngineLimits) -> int | None:
-    """How many of the likeliest tokens are asked for at each of the prompt; None: nothing of the prompt."""
+    """The number of likeliest tokens requested at each prompt position; None: no prompt log probabilities."""
     if value is None:
         return None
     if not limits.scores_prompts:
@@ -168,7 +167,7 @@ def _prompt_logprobs(value: Any, prompt_tokens: int, limits: EngineLimits) -> in
 
 
 def _check_lengths(request: inference_pb2.ModelInferRequest, limits: EngineLimits) -> None:
-    """What is longer than the context is refused before its ids are read, which takes long."""
+    """Refuses inputs longer than the context before their ids are decoded, which would take long."""
     for tensor in request.inputs:
         length = math.prod(checked_shape(tensor.name, tensor.shape))
         if length > limits.context_length:

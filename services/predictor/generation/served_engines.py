@@ -1,7 +1,7 @@
-"""The engines behind the models that are served, for those who watch them from other threads.
+"""The engines of the served models, for threads that observe them.
 
-Models come and go; what was counted of one stays counted: it goes on where its name left off, should it come
-back. What an engine had counted before it was served, to prove that it works, is left out.
+Totals continue across loads and unloads: a model that is loaded again continues at the totals of its name. What an
+engine counted while it was warmed up is excluded.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ class _Served(NamedTuple):
 
 
 class ServedEngines:
-    """Thread-safe. Models that have no engine are passed over."""
+    """Thread-safe. Ignores models that have no engine."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._served: dict[str, _Served] = {}
-        self._ended: dict[str, EngineTotals] = {}  # Of those that are served no more, by their names.
+        self._ended: dict[str, EngineTotals] = {}  # Totals of engines that are no longer served, by model name.
 
     def add(self, model: ServedModel) -> None:
-        """Watches a model's engine from now on."""
+        """Starts to observe a model's engine."""
         if isinstance(model, GenerationModel):
             with self._lock:
                 self._end(model.name)
                 self._served[model.name] = _Served(model.engine, model.engine.load.totals)
 
     def remove(self, model: ServedModel) -> None:
-        """Keeps of a model that has been closed what its engine counted."""
+        """Keeps the totals of a model that has been closed."""
         if isinstance(model, GenerationModel):
             with self._lock:
                 served = self._served.get(model.name)
@@ -48,13 +48,13 @@ class ServedEngines:
                     self._end(model.name)
 
     def loads(self) -> dict[str, EngineLoad]:
-        """What each model's engine has to do now."""
+        """The current load of each model's engine."""
         with self._lock:
             served = dict(self._served)
         return {name: each.engine.load for name, each in served.items()}
 
     def totals(self) -> dict[str, EngineTotals]:
-        """What was counted of each model that is or was served."""
+        """The totals of each model that is or was served."""
         with self._lock:
             served, totals = dict(self._served), dict(self._ended)
         for name, each in served.items():

@@ -1,1 +1,1 @@
-"""What every served model fulfils, whatever its kind, and its weights."""
+"""The contract of every served model, and its weights."""

@@ -1,11 +1,11 @@
-"""The fingerprint of a model: equal where two predictors give the same answers, so that one may go on with the other's.
+"""The fingerprint of a model. Equal fingerprints: one predictor can resume another's answer token for token.
 
-It is a digest of the weights, of every JSON file beside them (configuration, tokenizer), of the dtype in which the
-model is computed, and of the sampler's version. Of a model of the hub the revision, a commit, stands for all files.
+It is a digest of the weights, of every JSON file beside them (configuration, tokenizer), of the dtype of the
+computation and of the sampler's version. For a model of the hub its revision, a commit, replaces the files.
 
-Weights are not read twice: of each tensor up to 64 KiB all bytes are hashed, of a larger one 16 blocks of 4 KiB,
-evenly spread, with its name, dtype and shape. So two trainings, fine-tunes or quantisations differ, and so does any
-change that touches a whole tensor. Not noticed: a change of single values inside a large tensor, by hand.
+Weights are not read twice: of a tensor up to 64 KiB all bytes are hashed, of a larger one 16 evenly spread blocks of 4
+KiB, each with the tensor's name, dtype and shape. So two trainings, fine-tunes or quantisations differ, and so does any
+change to a whole tensor. A manual change of single values inside a large tensor is not detected.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def fingerprint_of(folder: Path, dtype: str, is_local: bool, random_weights: bool = False) -> str:
-    """32 hexadecimal digits. `random_weights`: the folder lacks some, so that no other model is equal."""
+    """Returns 32 hexadecimal digits. With `random_weights`, weights that the folder lacks, it is unique."""
     digest = hashlib.sha256(f"{SAMPLER_VERSION}\n{dtype}\n".encode())
     if random_weights:
         digest.update(secrets.token_bytes(16))
@@ -42,7 +42,7 @@ def fingerprint_of(folder: Path, dtype: str, is_local: bool, random_weights: boo
 
 
 def _contents(folder: Path) -> Iterator[bytes]:
-    """What makes up the model, in an order that depends on names alone."""
+    """The parts of the model, in an order that depends on names only."""
     for path in sorted(folder.rglob("*.json")):
         yield path.relative_to(folder).as_posix().encode()
         yield path.read_bytes()

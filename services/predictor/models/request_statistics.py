@@ -1,12 +1,11 @@
-"""What ModelStatistics tells of a model's requests, counted where they come in, whatever model answers them.
+"""Request statistics of a model as ModelStatistics reports them, counted where requests arrive.
 
-Every request counts once: as success; as failure, if it was refused or its deadline passed as well; or
-as cancelled. Requests of a batch count one by one in `inferences`. Each of a request's responses is counted
-by its index: the first ones each for themselves, all later ones together under LATER, so that long
-streams do not make long answers. Durations are nanoseconds: a request's from its arrival, a response's from
-the one before it, and so the first one's with the time in the queue.
+Every request counts once: as success, as failure (also if it was refused or its deadline passed), or as cancelled.
+Requests of a batch count individually in `inferences`. Responses are counted by index: the first ones individually, all
+later ones together under LATER, which bounds the size of the report. Durations are nanoseconds: a request's begins at
+its arrival, a response's at the previous response; the first response's includes the time in the queue.
 
-Belongs to the event loop. Source of the meanings: Triton's statistics extension.
+Belongs to the event loop. Source of the definitions: Triton's statistics extension.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ LATER = f"{_INDEXES}+"
 
 @dataclass
 class Tally:
-    """How often something happened, and how long it took in all."""
+    """A number of events and their total duration."""
 
     count: int = 0
     ns: int = 0
@@ -37,13 +36,13 @@ class Tally:
         self.ns += ns
 
     def as_message(self) -> pb.StatisticDuration:
-        """As the protocol tells it."""
+        """Converts to the protocol's message."""
         return pb.StatisticDuration(count=self.count, ns=self.ns)
 
 
 @dataclass
 class ResponseTally:
-    """What became of the responses at one index; one without outputs is empty."""
+    """Outcomes of the responses at one index; a response without outputs is empty."""
 
     success: Tally = field(default_factory=Tally)
     empty: Tally = field(default_factory=Tally)
@@ -51,10 +50,10 @@ class ResponseTally:
     cancel: Tally = field(default_factory=Tally)
 
     def as_message(self) -> pb.InferResponseStatistics:
-        """As the protocol tells it."""
+        """Converts to the protocol's message."""
         return pb.InferResponseStatistics(
             compute_infer=self.success.as_message(),
-            compute_output=pb.StatisticDuration(count=self.success.count),  # Within compute_infer.
+            compute_output=pb.StatisticDuration(count=self.success.count),  # Included in compute_infer.
             success=self.success.as_message(),
             empty_response=self.empty.as_message(),
             fail=self.fail.as_message(),
@@ -63,7 +62,7 @@ class ResponseTally:
 
 
 class RequestStatistics:
-    """See the module; `max_batch_size` is the model's, 0 where its tensors have no batch dimension."""
+    """See the module. `max_batch_size` is the model's, 0 if its tensors have no batch dimension."""
 
     def __init__(self, max_batch_size: int = 0) -> None:
         self.success = Tally()
@@ -74,7 +73,7 @@ class RequestStatistics:
         self._batches = max_batch_size > 0
 
     def begin(self, request: pb.ModelInferRequest, deadline: Deadline) -> CountedRequest:
-        """Counts the request that the block answers."""
+        """Counts the request that the block handles."""
         shape = list(request.inputs[0].shape) if self._batches and request.inputs else []
         return CountedRequest(self, shape[0] if len(shape) > 1 else 1, deadline, wants_empty_final(request))
 
@@ -84,19 +83,19 @@ class RequestStatistics:
 
 
 class CountedRequest:
-    """A context manager around one request; tell it of each response."""
+    """A context manager around one request; the caller reports each response to it."""
 
     def __init__(self, statistics: RequestStatistics, batch: int, deadline: Deadline, empty_final: bool) -> None:
         self._statistics = statistics
         self._batch = batch
         self._deadline = deadline
-        self._empty_final = empty_final  # The front end ends the stream with a response that statistics do not count.
+        self._empty_final = empty_final  # The front end ends the stream with one more response.
         self._begun = self._last = time.monotonic_ns()
         self._responses = 0
         self._complete = False
 
     def response(self, response: pb.ModelInferResponse) -> None:
-        """Counts a response that was made."""
+        """Counts a response."""
         tally = self._tally()
         (tally.success if response.outputs else tally.empty).add(self._lap())
         self._responses += 1
@@ -111,7 +110,7 @@ class CountedRequest:
         statistics = self._statistics
         took = time.monotonic_ns() - self._begun
         statistics.last_inference_ms = int(time.time() * 1000)
-        # A reader may leave after the last response without asking for the end.
+        # A reader may stop after the last response without waiting for the end of the stream.
         left = isinstance(error, asyncio.CancelledError | GeneratorExit) and not self._complete
         if left and not self._deadline.passed():
             self._tally().cancel.add(self._lap())

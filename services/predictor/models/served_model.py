@@ -1,9 +1,9 @@
-"""The contract of every served model, whatever its kind.
+"""The contract of every served model.
 
-A request is answered by `infer` with one response or by `stream` with any number of them, each with
-the parameter `triton_final_response`. Both raise MillraceError; cancelling the one and closing the
-other cancels the request. What `options` say concerns models that generate, whose streams can go on
-elsewhere; see millrace/oip/resumable.py. They run on the event loop and never block it.
+`infer` answers a request with one response, `stream` with any number of them, each with the parameter
+`triton_final_response`. Both raise MillraceError. Cancelling `infer` or closing the generator of `stream` cancels the
+request. `options` concerns generation models, whose streams can resume elsewhere; see millrace/oip/resumable.py. Both
+run on the event loop and never block it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from millrace.oip.model_description import ModelDescription
 from millrace.oip.resumable import CallOptions
 from millrace_protos import inference_pb2 as pb
 
-VERSION = "1"  # The one version that each model has.
+VERSION = "1"  # Every model has this one version.
 NO_OPTIONS = CallOptions()
 
 
 class Counts(Protocol):
-    """What only the model itself can count, since it was made; durations in nanoseconds."""
+    """Counters that only the model itself can keep, since it was created; durations in nanoseconds."""
 
     steps: int
     queue_ns: int
@@ -29,7 +29,7 @@ class Counts(Protocol):
 
     @property
     def ended(self) -> int:
-        """Requests that are done, however they ended; what was refused at once is not among them."""
+        """Requests that have ended, with any outcome; without those that were refused at once."""
 
 
 class ServedModel(Protocol):
@@ -47,24 +47,24 @@ class ServedModel(Protocol):
     async def infer(
         self, request: pb.ModelInferRequest, deadline: Deadline, options: CallOptions
     ) -> pb.ModelInferResponse:
-        """The one answer to a request."""
+        """Returns the one response to a request."""
 
     def stream(
         self, request: pb.ModelInferRequest, deadline: Deadline, options: CallOptions
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
-        """The answers to a request, as they are made; heartbeats among them, where the options ask for them."""
+        """Yields the responses to a request as they become available; with heartbeats if the options ask for them."""
 
     def offer(self) -> None:
-        """Says in each stream whose caller can go on elsewhere that it may do so now; the streams go on."""
+        """Marks in every resumable stream that its caller may resume elsewhere now; the streams continue."""
 
     def hand_back(self) -> None:
-        """Ends each stream whose caller goes on elsewhere with DrainingError, after what has been made of it."""
+        """Ends every resumable stream with DrainingError, after the output that it already has."""
 
     async def warm_up(self) -> None:
-        """Proves that the model works; raises StartupError."""
+        """Runs the model once; raises StartupError if it does not work."""
 
     async def died(self) -> None:
-        """Waits until the model can serve no more, for ever if need be, then raises EngineDeadError."""
+        """Waits until the model can serve no more, possibly for ever; then raises EngineDeadError."""
 
     def close(self) -> None:
-        """Stops the model; what is in flight ends with NotReadyError; blocks for seconds at most."""
+        """Stops the model; requests in flight end with NotReadyError. Blocks for seconds at most."""

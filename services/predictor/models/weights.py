@@ -1,4 +1,4 @@
-"""Weights of transformers' models: whole, on one device, and from safetensors only."""
+"""Loads weights of transformers' models: complete, onto one device, from safetensors only."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from transformers.utils.logging import disable_progress_bar
 
 from millrace.errors import StartupError
 
-# What these modules of transformers report is said here in one line, or does not concern a model on one device:
-# a table of missing weights of many lines; which layers a plan for tensor parallelism would leave whole.
+# These modules log long tables of missing weights, which Millrace logs in one line, and warnings on tensor parallelism,
+# which does not apply to a model on one device.
 _QUIET_LOGGERS = ("transformers.modeling_utils", "transformers.distributed.tensor_parallel")
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 def choose_device(wanted: str) -> torch.device:
-    """The device that `PREDICTOR_DEVICE` means on this machine."""
+    """Resolves `PREDICTOR_DEVICE` on this machine."""
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
         raise StartupError("DEVICE=cuda, but torch finds no CUDA device; install its CUDA build or set DEVICE=cpu")
@@ -28,9 +28,10 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def load_weights(name: str, folder: Path, auto: Any, dtype: str, device: torch.device) -> tuple[Any, Sequence[str]]:
-    """What `auto`, one of transformers' Auto classes, makes of a folder, and which weights the folder lacks.
+    """Loads a folder with `auto`, one of transformers' Auto classes; returns the model and the names of missing
+    weights.
 
-    Those are random then. Raises StartupError.
+    Missing weights are random. Raises StartupError.
     """
     if not any(folder.glob("*.safetensors")):
         raise StartupError(f"model {name}: {folder} has no *.safetensors; other formats are not loaded")
@@ -52,12 +53,12 @@ def load_weights(name: str, folder: Path, auto: Any, dtype: str, device: torch.d
 
 
 def dtype_name(model: Any) -> str:
-    """The model's own dtype in torch's words, such as float32."""
+    """The model's own dtype in torch's notation, such as float32."""
     return str(model.dtype).removeprefix("torch.")
 
 
 def _check_devices(name: str, model: Any, device: torch.device) -> None:
-    """A part left on another device would fail the first request that reaches it, and only that."""
+    """Checks that all of the model is on the device: otherwise only the requests that reach the rest would fail."""
     for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for part, tensor in tensors:
             if tensor.device.type != device.type:

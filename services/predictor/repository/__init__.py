@@ -1,1 +1,1 @@
-"""The model repository: load, unload, index, leases on what is served."""
+"""The model repository: load, unload, index, leases on served models."""

@@ -1,8 +1,8 @@
-"""A loaded model while it is served: counts its requests, and ends them when it is unloaded.
+"""A loaded model while it is served: counts its requests, and ends them when the model is unloaded.
 
-Owned by the event loop. `drain` waits for the requests in flight, and hands back those that can go on
-elsewhere when its time is up; `stop` closes the model, after which whatever is left of them ends with
-NotReadyError, even where the model's own code does not give way.
+Owned by the event loop. `drain` waits for the requests in flight and, after its timeout, hands back those that can
+resume elsewhere. `stop` closes the model; requests that are then still in flight end with NotReadyError, even if the
+model's own code does not return.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from services.predictor.models.served_model import NO_OPTIONS, VERSION, ServedMo
 
 
 class Serving:
-    """See the module. Made when the model has proven that it works: what it has counted so far is left out."""
+    """See the module. Created after the model's warm-up, whose counts are excluded."""
 
     def __init__(self, model: ServedModel) -> None:
         self.model = model
         self.requests = RequestStatistics(model.description.max_batch_size)
         counted = model.statistics
         self._before = (counted.steps, counted.ended, counted.queue_ns, counted.compute_ns)
-        self.request_ids: list[str] = []  # Of the requests in flight, as their callers name them.
+        self.request_ids: list[str] = []  # Ids of the requests in flight, as their callers sent them.
         self._in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -72,7 +72,7 @@ class Serving:
                     yield response
 
     async def drain(self, timeout_s: float) -> int:
-        """Waits until no request is in flight or the time is up, then hands back; how many were left."""
+        """Waits until no request is in flight, or for the timeout, then hands back; returns how many are left."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -81,19 +81,19 @@ class Serving:
         return self._in_flight
 
     async def stop(self) -> None:
-        """Closes the model, which takes seconds at most, and ends what is left in flight."""
+        """Closes the model, which takes seconds at most, and ends the requests in flight."""
         await asyncio.to_thread(_close, [self.model])
         self._stopped = True
         for wait in self._waits:
             wait.reschedule(asyncio.get_running_loop().time())
 
     def statistics(self) -> pb.ModelStatistics:
-        """What ModelStatistics says of the model."""
+        """The model's row of ModelStatistics."""
         counted = self.model.statistics
         steps, ended, queue_ns, compute_ns = self._before
         ended = counted.ended - ended
         duration = pb.StatisticDuration
-        # Inputs and outputs are within compute_infer. Clients require one count of all three.
+        # compute_infer includes the conversion of inputs and outputs. Clients require the same count in all three.
         converted = duration(count=ended)
         return pb.ModelStatistics(
             name=self.model.name,
@@ -117,7 +117,7 @@ class Serving:
             raise OtherWeightsError(f"model {self.model.name!r} has other weights here")
 
     def _sign(self, response: pb.ModelInferResponse) -> None:
-        """Says which weights a call is answered with."""
+        """Adds the fingerprint of the weights that answer the call."""
         if self._fingerprint:
             response.parameters[FINGERPRINT].string_param = self._fingerprint
 
@@ -137,7 +137,7 @@ class Serving:
 
     @asynccontextmanager
     async def _until_stopped(self, error: type[NotReadyError]) -> AsyncIterator[None]:
-        """Ends what the block waits for when the model is stopped."""
+        """Raises `error` from the block when the model is stopped."""
         unloaded = error(f"model {self.model.name!r} was unloaded")
         if self._stopped:
             raise unloaded
@@ -155,6 +155,7 @@ class Serving:
 
 
 def _close(models: list[ServedModel]) -> None:
-    """Closes the only one. A thread of the pool keeps its arguments for a moment after this: it must not keep a model,
-    whose memory is about to be given back."""
+    """Closes the only element. A pool thread keeps its arguments for a moment: emptying the list keeps the model, whose
+    memory is about to be released, out of them.
+    """
     models.pop().close()

@@ -1,7 +1,7 @@
-"""Loads a model of any kind: brings its files, decides its kind, and makes of it what the servicer serves.
+"""Loads a model of any kind: fetches its files, determines its kind, builds what the servicer serves.
 
-In two steps, which block: `bring`, minutes for a download; `build`, seconds for the weights. What is
-wrong with a model is said here in one line (StartupError), not by the first request.
+In two steps, which both block: `fetch_model`, minutes for a download; `build`, seconds for the weights. Problems with a
+model raise StartupError with one line of text here and do not wait for the first request.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FILES = ("*.json", "*.safetensors")
 
 
 def load(source: ModelSource, settings: PredictorSettings, device: torch.device, report: Report) -> ServedModel:
-    """The model, running; tells `report` how far it is; raises StartupError."""
+    """Returns the running model; passes its progress to `report`; raises StartupError."""
     return build(source, fetch_model(source, report), settings, device, report)
 
 
@@ -44,8 +44,8 @@ class FetchedModel:
 
 
 def fetch_model(source: ModelSource, report: Report) -> FetchedModel:
-    """Downloads what is not here yet; takes no memory worth mentioning; raises StartupError."""
-    with _told_in_one_line(source.name):
+    """Downloads missing files; needs no significant memory; raises StartupError."""
+    with _raise_startup_error(source.name):
         folder = fetch(source, _FILES, report)
         return FetchedModel(folder, kind_of(source, folder))
 
@@ -53,8 +53,8 @@ def fetch_model(source: ModelSource, report: Report) -> FetchedModel:
 def build(
     source: ModelSource, fetched: FetchedModel, settings: PredictorSettings, device: torch.device, report: Report
 ) -> ServedModel:
-    """The model, running; raises StartupError."""
-    with _told_in_one_line(source.name):
+    """Returns the running model; raises StartupError."""
+    with _raise_startup_error(source.name):
         if fetched.kind is ModelKind.PYTHON:
             report("loading model.py")
             limits = (settings.max_running, settings.max_waiting, settings.python_timeout)
@@ -66,8 +66,8 @@ def build(
 
 
 @contextmanager
-def _told_in_one_line(name: str) -> Iterator[None]:
-    """Damaged files fail in many libraries' own ways; none of them is cured by another try."""
+def _raise_startup_error(name: str) -> Iterator[None]:
+    """Converts any error to a StartupError: damaged files raise errors of many types, and a retry helps with none."""
     try:
         yield
     except StartupError:

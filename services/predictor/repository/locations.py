@@ -1,8 +1,8 @@
 """Which models may be loaded by name, and from where.
 
-In this order: what `MODELS` names; a sub-folder of `PREDICTOR_MODEL_REPOSITORY`, by its own name; a
-hub id that `PREDICTOR_HUB_ALLOW` matches. A model of the hub is called by its id, or by any other
-name with the id, and a revision if wanted, as `source`. Nothing that a caller sends is ever taken for a path.
+In this order: the models of `MODELS`; a sub-folder of `PREDICTOR_MODEL_REPOSITORY`, under its own name; a hub id that
+matches `PREDICTOR_HUB_ALLOW`. A model of the hub is loaded under its id, or under any other name with the id, and
+optionally a revision, as `source`. Text from callers is never used as a path.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from services.predictor.settings import PredictorSettings
 
 
 class ModelLocations:
-    """Looks at the disk, briefly; holds no state but the settings."""
+    """Reads the disk, briefly; has no state but the settings."""
 
     def __init__(self, settings: PredictorSettings) -> None:
         self._configured = {source.name: source for source in settings.models}
@@ -23,7 +23,7 @@ class ModelLocations:
         self._patterns = settings.hub_allow
 
     def find(self, name: str, source: str = "") -> ModelSource:
-        """Where a model is; raises InvalidRequestError, NotFoundError or ForbiddenError."""
+        """The source of a model; raises InvalidRequestError, NotFoundError or ForbiddenError."""
         local = self._local(name)
         if local is not None:
             if source not in ("", local.where):
@@ -42,13 +42,13 @@ class ModelLocations:
         return from_hub
 
     def names(self) -> list[str]:
-        """The models of the repository folder that could be loaded."""
+        """The models in the repository folder that can be loaded."""
         if self._folder is None:
             return []
         try:
             return sorted(path.name for path in self._folder.iterdir() if is_name(path.name) and path.is_dir())
         except OSError:
-            return []  # It is gone for now; what is loaded is served all the same.
+            return []  # The folder is missing for now; loaded models are served all the same.
 
     def _local(self, name: str) -> ModelSource | None:
         if name in self._configured:

@@ -1,4 +1,4 @@
-"""Gives memory back to the machine after a model has gone."""
+"""Returns memory to the machine after a model has been unloaded."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from millrace.rpc.byte_budget import give_memory_back
 
 def release_memory() -> None:
     """Frees unreferenced memory, on the device and on the heap; blocks for a fraction of a second."""
-    gc.collect()  # Modules and what hooks into them may refer to each other.
+    gc.collect()  # Modules and their hooks may refer to each other.
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    # glibc keeps what is freed, all the more with the allocator settings that make big tensors fast.
+    # glibc keeps freed memory, and more of it with the allocator settings that make big tensors fast.
     give_memory_back()

@@ -1,4 +1,4 @@
-"""Long operations that callers start and wait for, but do not own: one that leaves does not stop its operation."""
+"""Long operations that callers start and wait for but do not own: an operation continues when its caller leaves."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from millrace.errors import DeadlineError, MillraceError, NotReadyError, Overloa
 
 logger = logging.getLogger(__name__)
 
-_MAX_OPERATIONS = 16  # That run or wait for their turn.
-_MAX_WAIT_S = 570.0  # The gateway gives a call 600.
+_MAX_OPERATIONS = 16  # Running or queued.
+_MAX_WAIT_S = 570.0  # The gateway's timeout for such a call is 600.
 
 
 class Operations:
@@ -25,7 +25,7 @@ class Operations:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, what: str, work: Coroutine[Any, Any, None], deadline: Deadline) -> None:
-        """Runs `work` and waits for it as long as the caller may; raises what it raises, or DeadlineError."""
+        """Runs `work` and waits for it until the caller's deadline; raises its error, or DeadlineError."""
         if len(self._tasks) >= _MAX_OPERATIONS:
             work.close()
             raise OverloadedError(f"{_MAX_OPERATIONS} loads and unloads are under way already")
@@ -41,7 +41,7 @@ class Operations:
         task.result()
 
     async def close(self) -> None:
-        """Cancels what is under way."""
+        """Cancels all operations."""
         tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()
@@ -49,6 +49,6 @@ class Operations:
 
     def _ended(self, what: str, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        # Its caller may have left.
+        # The caller may have left: log the error.
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s failed: %s", what, error, exc_info=None if isinstance(error, MillraceError) else error)

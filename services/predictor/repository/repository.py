@@ -1,19 +1,19 @@
-"""The models that are served, and the state of each; loads and unloads them while the others are served.
+"""The served models and the state of each; loads and unloads models while the others are served.
 
-A model is LOADING, READY, UNLOADING (requests in flight may end, new ones are refused) or
-UNAVAILABLE, with a reason. Loads run one at a time, each as a task of the repository: a caller that
-leaves does not stop one, and finds out by the index what became of it.
+A model is LOADING, READY, UNLOADING (requests in flight may end, new ones are refused) or UNAVAILABLE, with a reason.
+Loads run one at a time, each as a task of the repository: it continues if its caller leaves, and the index reports its
+result.
 
-- A load of a model that is loaded replaces it. The new one is made beside the old one, which serves until
-  then and goes on if the new one fails; but one that generates is unloaded first, once its files have been
-  found, because its cache is planned by the memory that is free.
-- An unload drains: requests in flight have `drain_s`, then end as UNAVAILABLE; those that can go on elsewhere are
-  handed back. Then its threads end and its memory is given back.
-- A load that fails returns its error to the caller, and changes nothing else.
+- Loading a model that is already loaded replaces it. The new one is built beside the old one, which serves until then
+  and stays if the new one fails. A generation model is the exception: the old one is unloaded once the new files are
+  found, because the cache is sized by the free memory.
+- An unload drains: requests in flight have `drain_s`, then end as UNAVAILABLE; those that can resume elsewhere are
+  handed back. Then the model's threads end and its memory is released.
+- A load that fails returns its error to the caller and changes nothing else.
 
-`ready` says that every model is there that should be: those of `MODELS` and those loaded later, but for
-what was unloaded or could not be loaded on request. Nothing is ready any more once the repository drains or
-an engine has died: either way the process ends.
+`ready` means that every expected model is ready: those of `MODELS` and those loaded later, except for models that were
+unloaded or whose load on request failed. Nothing is ready once the repository drains or an engine has died: in both
+cases the process ends.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ from services.predictor.settings import PredictorSettings
 
 logger = logging.getLogger(__name__)
 
-_MAX_MODELS = 1024  # That are known; each name that was ever loaded is.
+_MAX_MODELS = 1024  # Known models: every name that was ever loaded.
 _UNLOADED = "unloaded"
 
 
 class State(StrEnum):
-    """In Triton's words."""
+    """The states of Triton's repository extension."""
 
     LOADING = "LOADING"
     READY = "READY"
@@ -68,7 +68,7 @@ class State(StrEnum):
 
 
 class IndexRow(NamedTuple):
-    """What RepositoryIndex says of a model."""
+    """One row of RepositoryIndex."""
 
     name: str
     state: State
@@ -77,7 +77,7 @@ class IndexRow(NamedTuple):
 
 @dataclass(eq=False)
 class _Entry:
-    """A model that is, was, or is to be loaded."""
+    """A model that is, was or will be loaded."""
 
     source: ModelSource
     state: State
@@ -85,20 +85,20 @@ class _Entry:
     wanted: bool = False
     serving: Serving | None = None
     watch: asyncio.Task[None] | None = None
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # Held by what changes it.
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # Held by the task that changes the entry.
 
     def set(self, state: State, reason: str = "") -> None:
         self.state, self.reason = state, reason
 
 
 class ModelRepository:
-    """Owned by the event loop; `tell_ready` is called each time that `ready` changes. `engines` is for any thread."""
+    """Owned by the event loop. `report_ready` is called at each change of `ready`. `engines` is thread-safe."""
 
-    def __init__(self, settings: PredictorSettings, tell_ready: Callable[[bool], Awaitable[None]]) -> None:
+    def __init__(self, settings: PredictorSettings, report_ready: Callable[[bool], Awaitable[None]]) -> None:
         self.engines = ServedEngines()
         self._settings = settings
         self._locations = ModelLocations(settings)
-        self._tell_ready = tell_ready
+        self._report_ready = report_ready
         self._reported_ready = False
         self._device = torch.device("cpu")
         self._entries = {
@@ -112,7 +112,7 @@ class ModelRepository:
         self._death: EngineDeadError | None = None
 
     async def load_all(self) -> None:
-        """Loads the configured models and tries each once; raises StartupError."""
+        """Loads the configured models and warms each up; raises StartupError."""
         torch.set_num_threads(self._settings.threads or max(1, torch.get_num_threads() - 1))
         self._device = choose_device(self._settings.device)
         for entry in list(self._entries.values()):
@@ -120,7 +120,7 @@ class ModelRepository:
                 await self._load(entry, entry.source)
 
     async def load(self, name: str, source: str = "", deadline: Deadline = NO_DEADLINE) -> None:
-        """Loads a model, or once more one that is loaded; `source` is a hub id where the name is not its own."""
+        """Loads a model, or replaces a loaded one. `source` is a hub id, for a model whose name is not one."""
         if not name:
             raise InvalidRequestError("the request names no model")
         if self._ending:
@@ -129,7 +129,7 @@ class ModelRepository:
         await self._operations.run(f"load of {name}", self._load_for_caller(found), deadline)
 
     async def unload(self, name: str, deadline: Deadline = NO_DEADLINE) -> None:
-        """Takes a model out; one that is not loaded stays so; raises NotFoundError for one that is not known."""
+        """Unloads a model; does nothing if it is not loaded; raises NotFoundError for an unknown name."""
         entry = self._entries.get(name)
         if entry is None:
             if name not in await asyncio.to_thread(self._locations.names):
@@ -138,7 +138,7 @@ class ModelRepository:
         await self._operations.run(f"unload of {name}", self._unload(entry), deadline)
 
     async def index(self) -> list[IndexRow]:
-        """Every model that is known, and those of the repository folder that could be loaded."""
+        """Every known model, and those in the repository folder that can be loaded."""
         rows = [IndexRow(name, entry.state, entry.reason) for name, entry in self._entries.items()]
         names = await asyncio.to_thread(self._locations.names)
         return rows + [IndexRow(name, State.UNAVAILABLE, "not loaded") for name in names if name not in self._entries]
@@ -162,7 +162,7 @@ class ModelRepository:
         return known is not None and known.state is State.READY and version in ("", VERSION) and not self._ending
 
     def get(self, name: str, version: str = "") -> Serving:
-        """The model; raises NotFoundError, or NotReadyError while it loads or is on its way out."""
+        """Returns the served model; raises NotFoundError, or NotReadyError while it is loading or unloading."""
         entry = self._entries.get(name)
         if entry is None:
             raise NotFoundError(f"no model {name!r}" if name else "the request names no model")
@@ -177,11 +177,11 @@ class ModelRepository:
         return entry.serving
 
     def source(self, name: str) -> str:
-        """Where a model that `get` gives came from, as `MODELS` would name it."""
+        """The source of a model that `get` returns, in the notation of `MODELS`."""
         return self._entries[name].source.where
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuses what is new; lets the rest end, or go on elsewhere; hands back what is left when the time is up."""
+        """Refuses new requests; lets those in flight end or resume elsewhere; after the timeout hands back the rest."""
         self._draining = True
         await self._changed()
         served = [entry.serving for entry in self._entries.values() if entry.serving is not None]
@@ -193,7 +193,7 @@ class ModelRepository:
             logger.warning("%d requests have not ended in time", left)
 
     async def close(self) -> None:
-        """Stops every model; a load that is under way is left to end with the process."""
+        """Stops every model; a load in progress ends with the process."""
         await self._operations.close()
         for entry in self._entries.values():
             await self._unwatch(entry)
@@ -241,7 +241,7 @@ class ModelRepository:
                 await asyncio.to_thread(release_memory)
 
     async def _make(self, entry: _Entry, source: ModelSource) -> Serving:
-        """The model, tried; what its entry holds is unloaded first where both do not fit."""
+        """Builds and warms up the model; first unloads the entry's current one if there is no memory for both."""
 
         def report(progress: str) -> None:
             if entry.state is State.LOADING:
@@ -275,14 +275,14 @@ class ModelRepository:
                 await self._changed()
 
     async def _take_out(self, entry: _Entry) -> None:
-        """Ends what is served; the holder of the entry's turn sets its next state."""
+        """Unloads the served model; the caller holds the entry's `turn` and sets its next state."""
         serving = entry.serving
         if serving is not None:
             entry.set(State.UNLOADING, "ends what is in flight")
             await self._changed()
             await self._end(serving, entry)
             entry.serving = None
-            # The last reference, but for this frame's.
+            # The last reference, except for the caller's frame.
             del serving
             await asyncio.to_thread(release_memory)
         entry.set(State.UNAVAILABLE, _UNLOADED)
@@ -292,7 +292,7 @@ class ModelRepository:
         if left:
             logger.warning("model %s: %d requests are ended with it", serving.model.name, left)
         if watched is not None:
-            # An engine that is closed has not died.
+            # Closing an engine is not a death.
             await self._unwatch(watched)
         await serving.stop()
         self.engines.remove(serving.model)
@@ -318,7 +318,7 @@ class ModelRepository:
     async def _changed(self) -> None:
         if self.ready != self._reported_ready:
             self._reported_ready = self.ready
-            await self._tell_ready(self._reported_ready)
+            await self._report_ready(self._reported_ready)
 
 
 def _stopping() -> DrainingError:

@@ -1,1 +1,1 @@
-"""Models that take and give tensors of their own: Python models, classification, embeddings."""
+"""Models with tensor inputs and outputs: Python models, classification, embeddings."""

@@ -1,4 +1,4 @@
-"""How many requests of a model run at the same time, and how many wait for that."""
+"""Limits how many requests of a model run at the same time, and how many wait."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from millrace.errors import OverloadedError
 
 
 class Admission:
-    """Belongs to one event loop; the requests that wait are admitted in their order."""
+    """Belongs to one event loop; waiting requests are admitted in order of arrival."""
 
     def __init__(self, max_running: int, max_waiting: int) -> None:
         self._slots = asyncio.Semaphore(max_running)
@@ -16,7 +16,7 @@ class Admission:
         self._waiting = 0
 
     async def enter(self, retry_after_ms: int) -> None:
-        """Waits for a slot, which `leave` gives back; raises OverloadedError where too many wait."""
+        """Waits for a slot, which `leave` frees; raises OverloadedError if too many wait."""
         if self._slots.locked() and self._waiting >= self._max_waiting:
             raise OverloadedError("the queue is full", retry_after_ms=retry_after_ms)
         self._waiting += 1

@@ -1,10 +1,10 @@
-"""Runs the batches of a queue on a thread of its own.
+"""Runs the batches of a queue on its own thread.
 
-`submit` is called on an event loop and waits there for the one request's result. Where a batch
-raises, each of its requests runs again alone, so that only the culprit fails. An exception of the
-`fatal` types, after which nothing can work, ends the thread: `died` raises, the requests that ran end
-with HopBrokenError, for one of them may be to blame, and those that waited with NotReadyError. A batch
-that takes longer than `timeout_s` is one more such error; its thread is left to end with the process.
+`submit` is called on an event loop and waits there for the result of one request. If a batch raises, each of its
+requests runs again alone, so that only the culprit fails. An exception of the `fatal` types leaves the model unusable
+and ends the thread: `died` raises, the running requests end with HopBrokenError, because one of them may have caused
+it, and the waiting ones with NotReadyError. A batch that takes longer than `timeout_s` is fatal too; its thread ends
+only with the process.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ _STOP_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True)
 class _Job(Generic[T, R]):
-    """A request and where its result goes."""
+    """A request and the future for its result."""
 
     item: T
     future: asyncio.Future[R]
 
     def report(self, set_outcome: Callable[[], None]) -> None:
-        """Tells the event loop, unless the caller has left."""
+        """Sets the outcome on the event loop, unless the caller has left."""
         loop = self.future.get_loop()
         if not loop.is_closed():
             loop.call_soon_threadsafe(lambda: None if self.future.done() else set_outcome())
 
 
 class BatchWorker(Generic[T, R]):
-    """See the module. `run` takes a batch's items and gives a result for each."""
+    """See the module. `run` takes a batch's items and returns one result for each."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class BatchWorker(Generic[T, R]):
         self._queue: BatchQueue[_Job[T, R]] = BatchQueue(max_rows, max_delay_s, max_waiting)
         self._running: set[Waiting[_Job[T, R]]] = set()
         self._fatal = fatal
-        self._changed = threading.Condition()  # Guards the queue and the counts.
+        self._changed = threading.Condition()  # Guards the queue and the counters.
         self._stopping = False
         self._dead = threading.Event()
         self._timeout_s = timeout_s
@@ -78,7 +78,7 @@ class BatchWorker(Generic[T, R]):
         self._watchdog.start()
 
     async def submit(self, item: T, rows: int, length: int, deadline: Deadline) -> R:
-        """The item's result; cancelling it takes it out of the queue."""
+        """Returns the item's result; cancelling removes the item from the queue."""
         now = time.monotonic()
         job: _Job[T, R] = _Job(item, asyncio.get_running_loop().create_future())
         entry = Waiting(job, rows, length, now, deadline.at)
@@ -103,7 +103,7 @@ class BatchWorker(Generic[T, R]):
         raise EngineDeadError(f"{self._thread.name} died")
 
     def close(self) -> None:
-        """Ends the thread after the batch that runs; what waits ends with NotReadyError."""
+        """Ends the thread after the current batch; waiting requests end with NotReadyError."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -139,7 +139,7 @@ class BatchWorker(Generic[T, R]):
             self._fail(entry, NotReadyError("the model is stopping"), now)
 
     def _next_batch(self) -> list[Waiting[_Job[T, R]]] | None:
-        """Waits for a batch that is due; None at the stop."""
+        """Waits for a batch that is due; returns None when the worker stops."""
         while True:
             with self._changed:
                 if self._stopping or self._dead.is_set():
@@ -180,7 +180,7 @@ class BatchWorker(Generic[T, R]):
             results = self._run_batch([entry.item.item for entry in batch])
         finally:
             self._batch_under_way = None
-        if self._dead.is_set():  # Too late: the requests have failed.
+        if self._dead.is_set():  # Too late: the requests have failed already.
             return
         for entry, result in zip(batch, results, strict=True):
             self._finish(entry, "succeeded", started_at)

@@ -1,11 +1,11 @@
 """Dynamic batching: which waiting requests run together, and when.
 
-Pure: no thread, no clock but the caller's, no model. Times are those of time.monotonic(), in seconds.
+Pure: no thread, no model, and the time comes from the caller, in seconds of time.monotonic().
 
-A request has rows of one length. Requests of like length share a bucket (lengths up to 16, 32, 64,
-…), so that padding at most doubles a row. A bucket is due when its rows fill a batch, or when its
-oldest request has waited for `max_delay_s`; of those that are due the one with the oldest request
-comes first. A batch takes a bucket's requests in their order, as many as fit `max_rows`.
+All rows of a request have the same length. Requests of similar length share a bucket (lengths up to 16, 32, 64, …), so
+padding at most doubles a row. A bucket is due when its rows fill a batch, or when its oldest request has waited for
+`max_delay_s`; among due buckets the one with the oldest request comes first. A batch takes a bucket's requests in order
+of arrival, as many as fit `max_rows`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SHORTEST_BUCKET = 16
 
 @dataclass(eq=False)
 class Waiting(Generic[T]):
-    """A request in the queue; after `deadline` its answer is no longer wanted."""
+    """A request in the queue; its caller needs the answer by `deadline`."""
 
     item: T
     rows: int
@@ -45,7 +45,7 @@ class BatchQueue(Generic[T]):
         return sum(map(len, self._buckets.values()))
 
     def add(self, entry: Waiting[T], retry_after_ms: int) -> None:
-        """Queues a request; raises InvalidRequestError for what can never fit, OverloadedError where too many wait."""
+        """Queues a request; raises InvalidRequestError if it can never fit, OverloadedError if too many wait."""
         if entry.rows > self.max_rows:
             raise InvalidRequestError(f"a batch of {entry.rows}, at most {self.max_rows} are allowed")
         if len(self) >= self._max_waiting:
@@ -53,7 +53,7 @@ class BatchQueue(Generic[T]):
         self._buckets.setdefault(bucket_of(entry.length), []).append(entry)
 
     def remove(self, entry: Waiting[T]) -> bool:
-        """Takes a request out; whether it was still there."""
+        """Removes a request; returns whether it was still queued."""
         bucket = bucket_of(entry.length)
         if entry not in self._buckets.get(bucket, ()):
             return False
@@ -67,7 +67,7 @@ class BatchQueue(Generic[T]):
         return entries
 
     def take_expired(self, now: float) -> list[Waiting[T]]:
-        """Takes out the requests whose deadline has passed."""
+        """Removes and returns the requests whose deadline has passed."""
         expired: list[Waiting[T]] = []
         for bucket, entries in list(self._buckets.items()):
             late = [entry for entry in entries if entry.deadline <= now]
@@ -76,7 +76,7 @@ class BatchQueue(Generic[T]):
         return expired
 
     def take_batch(self, now: float) -> list[Waiting[T]]:
-        """Takes out the requests that run together now; none where no bucket is due."""
+        """Removes and returns the requests that run together now; none if no bucket is due."""
         due = [bucket for bucket in self._buckets if self._due_at(bucket) <= now]
         if not due:
             return []
@@ -92,7 +92,7 @@ class BatchQueue(Generic[T]):
         return batch
 
     def due_at(self) -> float | None:
-        """When a batch can be taken, unless more requests come; None where nothing waits."""
+        """When the next batch is due, unless more requests arrive; None if the queue is empty."""
         return min(map(self._due_at, self._buckets), default=None)
 
     def _due_at(self, bucket: int) -> float:
@@ -109,5 +109,5 @@ class BatchQueue(Generic[T]):
 
 
 def bucket_of(length: int) -> int:
-    """The longest row of the bucket that a row of this length is in."""
+    """The longest row length of the bucket for rows of this length."""
     return max(_SHORTEST_BUCKET, 1 << (length - 1).bit_length())

@@ -1,8 +1,8 @@
-"""A bounded queue from a task on one event loop to a task on another.
+"""A bounded queue between tasks on two event loops.
 
-The writer waits while `capacity` items wait for the reader, so a slow reader holds it back. One task
-writes, one reads; items arrive in order, and before the end or the error that follows them. Either
-side may leave at any time, from any thread, and the other learns it.
+The writer waits while `capacity` items are unread, so a slow reader slows it down. One task writes, one reads; items
+arrive in order, before the end or the error that follows them. Either side may leave at any time, from any thread; the
+other side is notified.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class ReaderLeftError(Exception):
-    """Nobody wants what is written."""
+    """The reader has left the channel."""
 
 
 class Channel(Generic[T]):
@@ -53,14 +53,14 @@ class Channel(Generic[T]):
             await wake
 
     def end(self, error: MillraceError | None = None) -> None:
-        """Ends the items, with an error or well; only the first call counts."""
+        """Ends the items, normally or with an error; only the first call has an effect."""
         with self._lock:
             if not self._ended:
                 self._ended, self._error = True, error
                 self._wake_reader()
 
     async def get(self) -> tuple[T, bool] | None:
-        """The next item, and whether it is known by now to be the last; None after the last; raises the error."""
+        """Returns the next item and whether it is known to be the last; None after the last; or raises the error."""
         while True:
             with self._lock:
                 if self._items:
@@ -75,7 +75,7 @@ class Channel(Generic[T]):
             await wake
 
     def leave(self) -> None:
-        """Says that nothing more will be read."""
+        """Declares that nothing more will be read."""
         with self._lock:
             self._left = True
             self._items.clear()
@@ -91,10 +91,10 @@ class Channel(Generic[T]):
 
 
 def _wake(waiting: asyncio.Future[None] | None) -> None:
-    """Wakes the task of another thread's loop that awaits this; the lock is held."""
+    """Wakes the task of another thread's loop that awaits this; the caller holds the lock."""
     if waiting is not None:
         loop = waiting.get_loop()
-        # A loop that has closed has no task left.
+        # A closed loop has no tasks left.
         if not loop.is_closed():
             loop.call_soon_threadsafe(_set, waiting)
 

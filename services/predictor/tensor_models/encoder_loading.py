@@ -1,4 +1,4 @@
-"""Loads a model that classifies or embeds; blocks for seconds; raises StartupError."""
+"""Loads a classification or embedding model; blocks for seconds; raises StartupError."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from services.predictor.tensor_models.rows import ATTENTION_MASK, TOKEN_TYPE_IDS
 logger = logging.getLogger(__name__)
 
 _NAMED = 3
-_UNSTATED_LENGTH = 512  # For models with no position table, such as T5's, that name no length.
+_UNSTATED_LENGTH = 512  # For models without a position table, such as T5's, whose configuration names no length.
 
 
 def load_encoder(
     name: str, folder: Path, is_local: bool, kind: ModelKind, settings: PredictorSettings, device: torch.device
 ) -> EncoderModel:
-    """The model with its thread running, or what transformers raises of damaged files."""
+    """Returns the model with its thread running; may also raise transformers' errors for damaged files."""
     model, head, output = (_classifier if kind is ModelKind.CLASSIFICATION else _embedder)(
         name, folder, settings, device
     )
@@ -48,7 +48,7 @@ def load_encoder(
         _token_types(model),
         pad_id or 0,
     )
-    parameters = model.num_parameters()  # Packed weights are no parameters any more.
+    parameters = model.num_parameters()  # After packing, weights are no longer parameters.
     network = RowNetwork(model, head, limits.pad_id)
     network.prove(limits.vocabulary_size, limits.max_length)
     logger.info(
@@ -56,7 +56,7 @@ def load_encoder(
         *(name, type(model).__name__, parameters / 1e6, dtype_name(model), device.type, limits.max_length),
         "padded to batches" if network.pads_rows else "each run alone",
     )
-    # What makes up the next batch does not count as waiting.
+    # Requests that will form the next batch do not count as waiting.
     max_waiting = settings.max_waiting + settings.batch_rows
     batches = BatchSettings(settings.batch_delay_ms / 1000, max_waiting, settings.step_timeout)
     description = _describe(model, device, kind, limits, output, network.pads_rows)
@@ -78,10 +78,10 @@ def _embedder(
 ) -> tuple[Any, Any, TensorSpec]:
     pooling = read_pooling(name, folder)
     config = AutoConfig.from_pretrained(pooling.folder, trust_remote_code=False)
-    # Of encoder-decoder models, the encoder alone.
+    # Encoder-decoder models: only the encoder.
     auto = AutoModelForTextEncoding if type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING else AutoModel
     model, missing = load_weights(name, pooling.folder, auto, settings.dtype, device)
-    # The layer that some models have for classifying; embeddings are made without it.
+    # Some models have a pooling layer for classification; embeddings do not use it.
     _check_whole(name, [weight for weight in missing if not weight.startswith("pooler.")])
 
     def head(output: Any, mask: Tensor) -> Tensor:
@@ -104,11 +104,11 @@ def _check_whole(name: str, missing: Sequence[str]) -> None:
 
 
 def _max_length(model: Any, wanted: int) -> int:
-    """Tokens that a row may have: what the position table holds, or less where a setting says so."""
+    """The maximum length of a row: that of the position table, or a lower setting."""
     stated: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for part, module in model.named_modules():
         if part.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-            # RoBERTa and its kin count positions from the one after the padding's.
+            # RoBERTa's family numbers positions from the padding's index + 1.
             stated = module.num_embeddings - module.padding_idx - 1
     stated = stated or wanted or _UNSTATED_LENGTH
     return min(wanted or stated, stated)

@@ -1,7 +1,7 @@
-"""Serves a model that classifies or embeds token ids, as rows.py reads them; dynamic batching before it.
+"""Serves a classification or embedding model on token ids (see rows.py), with dynamic batching.
 
-One output: `logits` FP32 [B, labels] or `embedding` FP32 [B, size]; B is 1 for ids of one dimension.
-The event loop checks requests, a thread of its own runs the batches.
+One output: `logits` FP32 [B, labels] or `embedding` FP32 [B, size]; B is 1 for ids of one dimension. The event loop
+validates requests, and a separate thread runs the batches.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from services.predictor.tensor_models.rows import ATTENTION_MASK, RowLimits, Row
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """How requests are batched; see batching.py."""
+    """Settings of the batches; see batching.py."""
 
     max_delay_s: float
     max_waiting: int
@@ -57,7 +57,7 @@ class EncoderModel:
             max_delay_s=batches.max_delay_s,
             max_waiting=batches.max_waiting,
             timeout_s=batches.timeout_s,
-            # After an error of the device every later call fails too.
+            # After a device error every later call fails too.
             fatal=(torch.AcceleratorError,),
         )
 
@@ -81,10 +81,10 @@ class EncoderModel:
         yield response
 
     def offer(self) -> None:
-        """Nothing, likewise."""
+        """Does nothing: the model's answers cannot resume elsewhere."""
 
     def hand_back(self) -> None:
-        """Nothing: no answer can go on elsewhere."""
+        """Does nothing: the model's answers cannot resume elsewhere."""
 
     async def warm_up(self) -> None:
         ids = np.zeros((1, 1), dtype=np.int64)

@@ -1,8 +1,8 @@
-"""An event loop on a thread of its own, for code that may block it.
+"""An event loop on its own thread, for code that may block it.
 
-`start` and `call` may be used from any thread. What runs there cannot end the process: SystemExit
-and KeyboardInterrupt that escape a task are logged, and the loop goes on. From `watch` on, code that
-blocks the loop for too long is the thread's death: nothing can end it but the process's end.
+`start` and `call` are thread-safe. Code on this thread cannot end the process: SystemExit and KeyboardInterrupt that
+escape a task are logged, and the loop continues. After `watch`, the thread counts as dead when code blocks the loop for
+too long: only the end of the process can stop such code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_STOP_TIMEOUT_S = 1.0  # For each of the two: tasks that are cancelled, and what runs after them.
+_STOP_TIMEOUT_S = 1.0  # For each of the two: cancelled tasks, and the final coroutine.
 
 
 class Work:
@@ -34,7 +34,7 @@ class Work:
 
     def cancel(self) -> None:
         """Cancels the task; returns at once."""
-        # After the task's own beginning, for the loop keeps the order; one that has closed has ended it.
+        # The loop keeps the order of calls, so the task has started by then; a closed loop has ended it.
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._cancel)
 
@@ -44,7 +44,7 @@ class Work:
 
 
 class LoopThread:
-    """See the module. The thread is a daemon: code that blocks for ever does not hold up the process's end."""
+    """See the module. The thread is a daemon: code that blocks for ever does not delay the end of the process."""
 
     def __init__(self, name: str) -> None:
         self._loop = uvloop.new_event_loop()
@@ -58,13 +58,13 @@ class LoopThread:
 
     @property
     def tasks(self) -> int:
-        """How many tasks have not ended."""
+        """The number of tasks that have not ended."""
         return len(asyncio.all_tasks(self._loop))
 
     def start(self, begin: Callable[[], Coroutine[Any, Any, T]], ended: Callable[[T | None], None]) -> Work:
-        """Runs `begin()`, which raises nothing, as a task; raises NotReadyError once stopping.
+        """Runs `begin()`, which must not raise, as a task; raises NotReadyError once stopping.
 
-        `ended` is called on the thread with what it returns, or None where it was cancelled.
+        `ended` is called on the thread with the task's result, or with None if it was cancelled.
         """
         work = Work(self._loop)
 
@@ -78,13 +78,13 @@ class LoopThread:
         return work
 
     def call(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of `begin()`, or what it raises, SystemExit too; blocks for as long as it takes."""
+        """Returns or raises the outcome of `begin()`, including SystemExit; blocks until then."""
 
         async def run() -> T | BaseException:
             try:
                 return await begin()
             except BaseException as error:
-                # Raised by the caller and not here, where it would end the loop.
+                # The caller raises it: raised here, it would end the loop.
                 return error
 
         result = asyncio.run_coroutine_threadsafe(run(), self._loop).result()
@@ -93,7 +93,7 @@ class LoopThread:
         return result
 
     def watch(self, timeout_s: float) -> None:
-        """Takes the thread for dead once its loop has not answered for `timeout_s`."""
+        """Starts the watchdog: the thread counts as dead after its loop has not responded for `timeout_s`."""
 
         def hang() -> None:
             logger.critical("%s has been blocked for %g s", self._thread.name, timeout_s)
@@ -103,7 +103,7 @@ class LoopThread:
         self._watchdog = LoopWatchdog(self._loop, timeout_s, hang)
 
     async def died(self) -> None:
-        """Waits until the thread ends without having been stopped, or hangs."""
+        """Waits until the thread hangs, or ends without `stop`."""
         while self.stopping or not (self._stopped.is_set() or self._hangs.is_set()):  # noqa: ASYNC110  # a thread's event cannot be awaited
             await asyncio.sleep(0.2)
 
@@ -134,7 +134,7 @@ class LoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            # Nor does what stops the loop from inside, short of `_end`.
+            # Code that stops the loop from inside does not end it either; only `_end` does.
             while not self._ended:
                 try:
                     self._loop.run_forever()

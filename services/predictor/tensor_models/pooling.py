@@ -1,8 +1,8 @@
-"""One vector for each row out of one for each token.
+"""Pools the vectors of a row's tokens to one vector.
 
-Which way is the model's own: sentence-transformers' `modules.json` lists the steps, of which these
-are known: the transformer, a pooling (cls, mean, max or last token) and normalising to length one.
-A folder without it means the mean. Source: the files that sentence-transformers writes.
+The model's folder defines how: sentence-transformers' `modules.json` lists the steps. Supported steps: the transformer,
+a pooling (cls, mean, max or last token) and normalisation to length one. A folder without it means the mean. Source:
+the files that sentence-transformers writes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _max(states: Tensor, mask: Tensor) -> Tensor:
 _WAYS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cls": _cls, "mean": _mean, "max": _max, "lasttoken": _last,
 }  # fmt: skip
-# How the files of earlier versions name the same.
+# The same poolings in the files of earlier versions.
 _FLAGS = {
     "cls": "pooling_mode_cls_token",
     "mean": "pooling_mode_mean_tokens",
@@ -54,20 +54,20 @@ _FLAGS = {
 
 @dataclass(frozen=True)
 class Pooling:
-    """The steps after the transformer, whose own files lie in `folder`."""
+    """The steps after the transformer, whose own files are in `folder`."""
 
     folder: Path
     way: str = "mean"
     normalize: bool = False
 
     def __call__(self, states: Tensor, mask: Tensor) -> Tensor:
-        """Vectors [rows, hidden] in float32 of states [rows, tokens, hidden], where mask [rows, tokens] is 1."""
+        """Pools states [rows, tokens, hidden] where mask [rows, tokens] is 1; returns float32 [rows, hidden]."""
         vectors = _WAYS[self.way](states.float(), mask)
         return torch.nn.functional.normalize(vectors, dim=1, eps=_EPSILON) if self.normalize else vectors
 
 
 def read_pooling(name: str, folder: Path) -> Pooling:
-    """What a model's folder says; raises StartupError for steps that are not known."""
+    """Reads the pooling from a model's folder; raises StartupError for unknown steps."""
     path = folder / MODULES_FILE
     if not path.is_file():
         return Pooling(folder)
@@ -86,11 +86,9 @@ def read_pooling(name: str, folder: Path) -> Pooling:
 
 
 def _way(name: str, config: Mapping[str, object]) -> str:
-    given = config.get("pooling_mode")
+    mode = config.get("pooling_mode")
     flagged = [flag for flag, value in config.items() if flag.startswith("pooling_mode_") and value is True]
-    ways = [given] if given else [way for way, flag in _FLAGS.items() if flagged == [flag]]
+    ways = [mode] if mode else [way for way, flag in _FLAGS.items() if flagged == [flag]]
     if len(ways) != 1 or ways[0] not in _WAYS:
-        raise StartupError(
-            f"model {name}: its pooling ({given or ', '.join(flagged)}) is not one of {', '.join(_WAYS)}"
-        )
+        raise StartupError(f"model {name}: its pooling ({mode or ', '.join(flagged)}) is not one of {', '.join(_WAYS)}")
     return str(ways[0])

@@ -1,7 +1,7 @@
-"""A user's `model.py`: its import, its `execute` and its hooks, and what it declares of its tensors.
+"""A user's `model.py`: imports it and finds its `execute`, its hooks and its tensor declarations.
 
-Raises StartupError in one line where the file cannot be used. The folder is the file's package, so
-that `from . import other` finds what lies beside it.
+Raises StartupError with one line of text if the file cannot be used. The folder becomes the file's package, so that
+`from . import other` imports files beside it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _imports = count()
 
 
 class PythonCode:
-    """The imported file. `execute` is an async function, or an async generator where `streams` is true.
+    """The imported file. `execute` is an async function, or an async generator if `streams` is true.
 
-    `inputs` and `outputs` are None where the file does not declare them.
+    `inputs` and `outputs` are None if the file does not declare them.
     """
 
     def __init__(self, name: str, folder: Path) -> None:
@@ -56,7 +56,7 @@ class PythonCode:
                 self._refuse("load() failed", error)
 
     async def unload(self) -> None:
-        """Runs the file's `unload()`, if it has one; what it raises is logged."""
+        """Runs the file's `unload()`, if it has one; logs its exceptions."""
         hook = getattr(self._module, "unload", None)
         if hook is not None:
             try:
@@ -65,10 +65,10 @@ class PythonCode:
                 logger.exception("model %s: unload() failed", self._name)
 
     def _import(self) -> ModuleType:
-        # Hexadecimal, because a model's name may hold what a module's must not; numbered, because the model that
-        # this one replaces may run still.
+        # Hexadecimal, because a model's name may contain characters that a module's must not; numbered, because the
+        # model that this one replaces may still be running.
         module_name = f"millrace_model_{self._name.encode().hex()}_{next(_imports)}"
-        importlib.invalidate_caches()  # What lies beside it may be new.
+        importlib.invalidate_caches()  # Files beside it may be new.
         spec = importlib.util.spec_from_file_location(
             module_name,
             self._path,
@@ -87,15 +87,15 @@ class PythonCode:
         return module
 
     def forget(self) -> None:
-        """Lets go of the file's modules."""
+        """Removes the file's modules from `sys.modules`."""
         _forget(self._module.__name__)
 
     def _declared(self, attribute: str) -> Sequence[TensorSpec] | None:
-        given = getattr(self._module, attribute, None)
-        if given is None:
+        declaration = getattr(self._module, attribute, None)
+        if declaration is None:
             return None
         try:
-            tensors = declared(given)
+            tensors = declared(declaration)
         except ValueError:
             raise StartupError(
                 f'model {self._name}: {attribute} of {self._path} must look like {{"name": ("FP32", [-1, 3])}}'
@@ -103,7 +103,7 @@ class PythonCode:
         return tensors
 
     def _refuse(self, what: str, error: BaseException) -> NoReturn:
-        """Says in one line what the file raised, and where."""
+        """Raises a StartupError that states in one line which error the file raised, and where."""
         logger.debug("model %s: %s", self._name, what, exc_info=error)
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(self._path)]
@@ -113,7 +113,7 @@ class PythonCode:
 
 
 class _FreshLoader(SourceFileLoader):
-    """Leaves bytecode alone: its cache cannot tell a file from what it was earlier in the same second."""
+    """Ignores cached bytecode: its time stamps cannot distinguish two versions of a file within one second."""
 
     def path_stats(self, path: Any) -> Any:
         raise OSError

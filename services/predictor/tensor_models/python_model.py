@@ -1,37 +1,33 @@
-"""Serves a folder with a `model.py`: code of the user's own that takes tensors and gives tensors.
+"""Serves a folder with a `model.py`: the user's own code, which takes and returns tensors.
 
-The file defines one function, of one of two forms:
+The file defines one function, in one of two forms:
 
     async def execute(request):              async def execute(request):
         return {"name": array}                   yield {"name": array}
 
-The first gives one response to a request. The second gives one for each `yield`, sent at once; that
-model is decoupled, as Triton calls it, and `ModelInfer` takes it only where it yields once (more is
-refused, nothing at all is an empty response). `request` is a `Request`. A result maps names to numpy
-arrays, or to `RawTensor`s of millrace.oip.tensors: those of `request.raw` as they came, or BF16, which
-numpy lacks. `Response(outputs, parameters)` of millrace.python_tensors adds parameters to them. The
-file may also have
+The first returns one response. The second sends one response for each `yield`, at once; that model is decoupled in
+Triton's terms, and `ModelInfer` accepts it only if it yields at most once (more is refused; no yield is an empty
+response). `request` is a `Request`. A result maps names to numpy arrays or to `RawTensor`s of millrace.oip.tensors:
+those of `request.raw` unchanged, or BF16, which numpy lacks. `Response(outputs, parameters)` of millrace.python_tensors
+adds parameters. The file may also define
 
-    INPUTS = {"name": ("FP32", [-1, 3])}     what requests are checked against; without it all pass
+    INPUTS = {"name": ("FP32", [-1, 3])}     requests are checked against it; without it all pass
              ("FP32", [1], {"optional": True}) is an input that may be left out
     OUTPUTS = {"name": ("FP32", [-1])}       for metadata
     async def load(folder), unload()         run once each, before the first request and after the last
 
-`raise InvalidRequestError(text)` (millrace.errors) refuses a request, as do the other MillraceErrors;
-any other exception fails it as INTERNAL with the traceback in the log, SystemExit too. The other
-requests go on.
+`raise InvalidRequestError(text)` (millrace.errors) refuses a request, as do the other MillraceErrors. Any other
+exception, including SystemExit, fails the request as INTERNAL, with the traceback in the log. Other requests continue.
 
-Each model has a thread with an event loop of its own, so code that blocks holds up its own requests
-and nothing else. Where it blocks for longer than `timeout_s`, `died` raises and its requests end with
-HopBrokenError: the process has to start anew. `max_running` requests run at the same time, `max_waiting`
-wait, more are refused with OverloadedError. A result waits among a few until the reader takes it, and
-with it the generator. A caller that leaves, or whose deadline passes, cancels the coroutine or closes
-the generator; its slot is free once that has ended.
+Each model has its own thread with an event loop, so code that blocks delays only its own model's requests. If it blocks
+for longer than `timeout_s`, `died` raises and the model's requests end with HopBrokenError: the process must be
+restarted. `max_running` requests run at the same time, `max_waiting` wait, further ones are refused with
+OverloadedError. A few results are buffered for a slow reader; then the generator waits. A caller that leaves, or whose
+deadline passes, cancels the coroutine or closes the generator; the slot is free once that has ended.
 
-`triton_final_response` on a stream: it is unknown whether a generator's latest result is its last one
-before it goes on, and a result is not held back for that. It is marked as the last where the
-generator has ended by the time the result leaves; a client that must be sure asks for the empty final
-response.
+`triton_final_response` of a stream: whether a generator's result is its last one is unknown until the generator
+continues, and results are not held back for that. A result is marked as final if the generator has ended by the time
+the result is sent; a client that must be sure requests the empty final response.
 """
 
 from __future__ import annotations
@@ -67,7 +63,7 @@ _UNREAD_RESPONSES = 4
 
 
 class PythonModel:
-    """A ServedModel; made by a thread that may block, used by one event loop."""
+    """A ServedModel; created on a thread that may block, used by one event loop."""
 
     def __init__(self, name: str, folder: Path, max_running: int, max_waiting: int, timeout_s: float = 300.0) -> None:
         self.name = name
@@ -109,18 +105,18 @@ class PythonModel:
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
         async with aclosing(self._answers(request)) as answers:
             async for response, last in answers:
-                # A function answers once; whether it has returned by now is a matter of threads.
+                # A function returns one response; whether it has returned by now depends on thread timing.
                 response.parameters[FINAL].bool_param = last or not self._code.streams
                 yield response
 
     def offer(self) -> None:
-        """Nothing, likewise."""
+        """Does nothing: the model's answers cannot resume elsewhere."""
 
     def hand_back(self) -> None:
-        """Nothing: no answer can go on elsewhere."""
+        """Does nothing: the model's answers cannot resume elsewhere."""
 
     async def warm_up(self) -> None:
-        """Nothing: what the model takes is its own affair; `load` may try it."""
+        """Does nothing: valid inputs are unknown; the file's `load` may test the model."""
 
     async def died(self) -> None:
         await self.thread.died()
@@ -133,7 +129,7 @@ class PythonModel:
         self._code.forget()
 
     async def _answers(self, request: pb.ModelInferRequest) -> AsyncGenerator[tuple[pb.ModelInferResponse, bool], None]:
-        """Each response, and whether it is known to be the last; the code stops when the caller does."""
+        """Yields each response and whether it is known to be the last; closing this generator stops the code."""
         submitted_at = time.monotonic()
         await self._admission.enter(self.statistics.retry_after_ms)
         started_at = time.monotonic()
@@ -161,13 +157,13 @@ class PythonModel:
             work.cancel()
 
     def _count(self, outcome: Outcome, submitted_at: float, started_at: float) -> None:
-        """Takes note, on the event loop, that the code is done with a request."""
+        """Counts a request whose code has ended; runs on the event loop."""
         self._admission.leave()
         self.statistics.steps += 1
         self.statistics.add(outcome, submitted_at, started_at, time.monotonic())
 
     async def _run(self, message: pb.ModelInferRequest, channel: Channel[pb.ModelInferResponse]) -> Outcome:
-        """One request, on the model's thread. Nothing that the code raises leaves this, but for being cancelled."""
+        """Runs one request on the model's thread. Raises only CancelledError, whatever the code raises."""
         try:
             request = Request(message)
             if self._code.inputs is not None:
@@ -183,7 +179,7 @@ class PythonModel:
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and (channel.left or self.thread.stopping):
                 raise
-            # Whatever it is, SystemExit too: a user's code can end its own request and nothing else.
+            # Any exception, even SystemExit: a user's code can end only its own request.
             logger.exception("model %s failed on request %s", self.name, message.id)
             channel.end(RequestFailedError("the model failed on this request"))
         else:
@@ -204,7 +200,7 @@ class PythonModel:
 
 
 async def _load(name: str, folder: Path) -> PythonCode:
-    """Imports the file on the model's own thread, to whose loop it may bind what it makes."""
+    """Imports the file on the model's own thread, because it may create objects that are bound to the loop."""
     code = PythonCode(name, folder)
     await code.load()
     return code

@@ -1,4 +1,4 @@
-"""What a Python model takes and gives: the protocol's messages as numpy arrays, and back."""
+"""Inputs and results of a Python model: converts the protocol's messages to numpy arrays and back."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from services.predictor.models.served_model import VERSION
 
 
 class Request:
-    """What `execute` is called with.
+    """The argument of `execute`.
 
-    `id` is the client's. `parameters` are the request's, as bool, int, float or str. `inputs` maps
-    names to numpy arrays: BYTES are object arrays of `bytes`, BF16 its bits as uint16; those of fixed
-    size are read-only views of the message. `raw` has the same tensors as they came, undecoded.
+    `id` is the client's. `parameters` are the request's, as bool, int, float or str. `inputs` maps names to numpy
+    arrays: BYTES are object arrays of `bytes`, BF16 the bits as uint16; types of fixed size are read-only views of the
+    message. `raw` has the same tensors, not decoded.
     """
 
     def __init__(self, message: pb.ModelInferRequest) -> None:
@@ -33,7 +33,7 @@ class Request:
 
 
 def write_result(request: pb.ModelInferRequest, result: Any) -> pb.ModelInferResponse:
-    """A result of `execute` as a response, with the outputs that the request names, or all of them."""
+    """Converts a result of `execute` to a response with the outputs that the request names, or with all of them."""
     parameters = result.parameters if isinstance(result, Response) else {}
     outputs = as_mapping(result.outputs if isinstance(result, Response) else result, "the model")
     wanted = [output.name for output in request.outputs] or list(outputs)

@@ -1,8 +1,8 @@
-"""A model of transformers that gives one vector for each row of token ids.
+"""A model of transformers that computes one vector for each row of token ids.
 
-`run` blocks, on the one thread that calls it. Rows are padded to one batch, where that changes
-nothing: `prove` compares a short row alone with the same row padded, and where they differ (a model
-that mixes padding in, or knows none), every row runs alone.
+`run` blocks; only one thread calls it. Rows are padded to one batch if that does not change results: `prove` compares a
+short row alone with the same row padded. If they differ (the model uses padding as input, or has no padding token),
+every row runs alone.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from millrace.oip.model_description import INPUT_IDS
 from services.predictor.tensor_models.rows import ATTENTION_MASK, Rows, pad
 
 Vectors = NDArray[np.float32]
-Head = Callable[[Any, Tensor], Tensor]  # The model's output and the attention mask to vectors [rows, size].
+Head = Callable[[Any, Tensor], Tensor]  # From the model's output and the attention mask to vectors [rows, size].
 
 _SHORT, _LONG = 3, 11
-# Rounding differs with a batch's shape; what padding really changes is far larger.
+# Rounding depends on the batch's shape; a real effect of padding is far larger.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 _LOW_PRECISION_TOLERANCE = 0.1
 
 
 class RowNetwork:
-    """See the module. `pad_id` is the id that the model itself takes for padding."""
+    """See the module. `pad_id` is the model's own padding id."""
 
     def __init__(self, model: Any, head: Head, pad_id: int) -> None:
         self.pads_rows = True
@@ -37,7 +37,7 @@ class RowNetwork:
         self._pad_id = pad_id
 
     def run(self, requests: Sequence[Rows]) -> list[Vectors]:
-        """The vectors [rows, size] of each request."""
+        """Returns the vectors [rows, size] of each request."""
         if not self.pads_rows:
             return [np.concatenate([self._forward(row) for row in _single_rows(rows)]) for rows in requests]
         vectors = self._forward(pad(requests, self._pad_id))
@@ -45,7 +45,7 @@ class RowNetwork:
         return np.split(vectors, ends[:-1])
 
     def prove(self, vocabulary_size: int, max_length: int) -> None:
-        """Decides whether rows are padded."""
+        """Decides whether rows can be padded."""
         ids = np.array([i for i in range(_LONG + 1) if i != self._pad_id], dtype=np.int64) % vocabulary_size
         short, long = (_plain(ids[: min(length, max_length)]) for length in (_SHORT, _LONG))
         alone = self._forward(short)

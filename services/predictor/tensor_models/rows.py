@@ -1,8 +1,8 @@
-"""Token ids of a request, checked, and rows of many requests padded to one batch.
+"""Validates the token ids of a request, and pads the rows of several requests to one batch.
 
-Inputs: `input_ids` INT64 or INT32, [N] or [B, N]; optional, of the same shape, `attention_mask` (0 or
-1; 1 where absent) and, where the model takes it, `token_type_ids` (0 where absent). What is wrong
-raises InvalidRequestError. Padding goes to the right, with mask 0.
+Inputs: `input_ids` INT64 or INT32, [N] or [B, N]; optional, of the same shape, `attention_mask` (0 or 1; default 1)
+and, if the model takes it, `token_type_ids` (default 0). Invalid inputs raise InvalidRequestError. Padding is on the
+right, with mask 0.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ ATTENTION_MASK = "attention_mask"
 TOKEN_TYPE_IDS = "token_type_ids"  # noqa: S105  # no password
 
 Ids = NDArray[np.int64]
-Rows = Mapping[str, Ids]  # Each input as [rows, length]; input_ids and attention_mask are always there.
+Rows = Mapping[str, Ids]  # Each input [rows, length]; input_ids and attention_mask are always present.
 
 
 @dataclass(frozen=True)
 class RowLimits:
-    """What a model takes; `token_types` is 0 where it takes no token_type_ids."""
+    """A model's limits; `token_types` is 0 if it takes no token_type_ids."""
 
     vocabulary_size: int
     max_length: int
@@ -38,8 +38,8 @@ class RowLimits:
 
 
 def read_rows(request: pb.ModelInferRequest, output: str, limits: RowLimits) -> Rows:
-    """The request's rows; `output` is the one output that it may name."""
-    for tensor in request.inputs:  # What is too large takes long to read.
+    """Reads a request's rows; `output` is the only output that it may name."""
+    for tensor in request.inputs:  # Decoding an oversized tensor would take long.
         shape = checked_shape(tensor.name, tensor.shape)
         if math.prod(shape) > limits.max_rows * limits.max_length:
             _check_shape(shape, limits)
@@ -68,7 +68,7 @@ def read_rows(request: pb.ModelInferRequest, output: str, limits: RowLimits) -> 
 
 
 def pad(requests: Sequence[Rows], pad_id: int) -> Rows:
-    """The rows of all requests, one below the other, as long as the longest."""
+    """The rows of all requests in order, padded to the length of the longest."""
     count = sum(len(rows[INPUT_IDS]) for rows in requests)
     length = max(rows[INPUT_IDS].shape[1] for rows in requests)
     names = {name for rows in requests for name in rows}
