@@ -81,7 +81,7 @@ async def test_one_that_is_refused_does_not_hold_the_place(engine_of):
 
 @pytest.mark.parametrize("how", ["cancel", "fail"])
 async def test_one_that_ends_before_its_caller_is_told_is_not_computed_and_holds_nobody_up(engine_of, monkeypatch, how):
-    monkeypatch.setattr("services.predictor.engine.engine._TELL_S", 30)
+    monkeypatch.setattr("services.predictor.engine.engine._NOTIFY_S", 30)
     runner = FakeRunner()
     engine = engine_of(runner, max_running=16, max_waiting=32)
     alone = engine.submit(request("alone", alone=True))

@@ -1,1 +1,1 @@
-"""The engine: ids in, ids out. What is above it knows only `interface`."""
+"""The engine: token ids in, token ids out. Code above it uses only `interface`."""

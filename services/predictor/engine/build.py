@@ -1,8 +1,8 @@
-"""Builds the engine that serves a loaded model of transformers: memory, runner, scheduler.
+"""Builds the engine of a loaded transformers model: memory, runner, scheduler.
 
-Three kinds of runners, the fastest that serves the model: paged for decoders that take an attention
-function (proven by a self-test), ragged for T5 and its family, and one row at a time for the rest.
-What the model and its memory cannot serve is found here and said in one line (StartupError).
+Three kinds of runners; the fastest that supports the model is chosen: paged for decoders that take an attention
+function (verified by a self-test), ragged for T5 and its family, one row at a time for the rest. A model or memory that
+cannot be served raises StartupError here, with one line of text.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from services.predictor.settings import PredictorSettings
 
 logger = logging.getLogger(__name__)
 
-_ISOLATION = Isolation()  # The process has one.
+_ISOLATION = Isolation()  # One for the whole process.
 
 
 def build_engine(name: str, model: Any, settings: PredictorSettings) -> Engine:
-    """The engine of a model that generates, running; raises StartupError."""
+    """Builds and starts the engine of a generation model; raises StartupError."""
     shape = cache_shape(model)
     context, blocks = plan_memory(name, model, shape, settings)
     vocabulary = model.get_input_embeddings().num_embeddings
@@ -81,7 +81,9 @@ def _choose_runner(
 
 
 def _keeps_keys_and_values(model: Any) -> bool:
-    """Whether transformers' own cache works for the model: a second pass that continues equals one whole pass."""
+    """Whether transformers' own cache works for the model: two passes with a cache give the logits of one pass
+    without.
+    """
     ids = torch.arange(8, device=model.device)[None]
     try:
         whole = model(input_ids=ids, use_cache=False).logits[0, -1].float()

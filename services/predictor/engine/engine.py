@@ -1,15 +1,14 @@
-"""The engine: continuous batching on one thread of its own, which no request can break.
+"""The engine: continuous batching on its own thread; no request can break it.
 
-`_step` reads: schedule, run, sample, publish. A step that raises is replayed row by row, so that only
-the culprit fails (what a step writes is indexed by position: it can be run again). After a step of
-which no row came through, a probe of the model must: the failure is not reported before a real forward
-pass has gone well. Where it fails, or the device reports an error of its own, or a step takes longer
-than `step_timeout_s`, or for so long steps pass by a sequence that each should serve, the engine is
-dead: every request ends with HopBrokenError and `died` raises, so that the process ends and is started
-again.
+`_step` schedules, runs, samples and publishes. A step that raises is replayed row by row, so that only the culprit
+fails (a step writes at places given by positions, so it can be repeated). After a step in which every row failed, the
+model is probed before the failure is reported: a real forward pass must succeed. The engine is dead if the probe fails,
+if the device reports an error of its own, if a step takes longer than `step_timeout_s`, or if steps pass by a sequence
+for that long which each of them should serve: every request ends with HopBrokenError and `died` raises, so that the
+process ends and is restarted.
 
-Threads: `submit`, a slot's methods, `close`, `statistics` and `load` may be used by any; all else is
-the engine thread's. A second thread, the watchdog, looks at the first.
+Threads: `submit`, a slot's methods, `close`, `statistics` and `load` are for any thread; everything else belongs to the
+engine's thread. A second thread, the watchdog, monitors it.
 """
 
 from __future__ import annotations
@@ -48,12 +47,13 @@ from services.predictor.engine.step import Result, StepRunner
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 5.0
-# What a request does alone may be the end of this process: first its caller learns that it begins.
-_TELL_S, _ON_ITS_WAY_S = 0.5, 0.05
+# An isolated request may crash this process, so its caller is notified before it begins: the longest wait for that, and
+# the time for the notice to pass the gateway.
+_NOTIFY_S, _DELIVERY_S = 0.5, 0.05
 
 
 class ContinuousBatchingEngine:
-    """See the module. `end_ids` end a sequence; `name` is for logs and threads; `isolation` is the process's."""
+    """See the module. `end_ids` end a sequence; `name` is for logs and threads; the process has one `isolation`."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class ContinuousBatchingEngine:
         self._progress = ProgressWatch(step_timeout_s)
         self._step_timeout_s = step_timeout_s
         self._passes = count()
-        self._step_under_way: int | None = None  # Its latest pass.
+        self._step_under_way: int | None = None  # The number of the current pass.
         self._step_runner = StepRunner(runner, self.statistics, self._make_room, self._begin_pass)
         self._thread = threading.Thread(target=self._run, name=f"engine-{name}", daemon=True)
         self._watchdog = Watchdog(f"watchdog-{name}", step_timeout_s, lambda: self._step_under_way, self._hang)
@@ -121,12 +121,12 @@ class ContinuousBatchingEngine:
             self._changed.notify()
         if not self._dead.is_set():
             self._thread.join(_STOP_TIMEOUT_S)
-        # The thread has done so, unless its step hangs.
+        # The thread has ended all requests, unless its step hangs.
         self._end_all()
         self._watchdog.join()
 
     def _queue(self, sequence: Sequence) -> None:
-        """Adds it to the queue, unless it would end there by a deadline, or before it is done."""
+        """Queues a sequence, unless it would miss a deadline in the queue or while it runs."""
         if self._estimate.is_late(sequence, self._scheduler.queue_before(sequence), time.monotonic()):
             raise self._too_late()
         if sequence.alone:
@@ -143,7 +143,7 @@ class ContinuousBatchingEngine:
 
     def _run(self) -> None:
         try:
-            # Inference mode belongs to a thread.
+            # Inference mode is a property of a thread.
             with torch.inference_mode():
                 while self._wait_for_work():
                     self._begin_pass()
@@ -158,7 +158,7 @@ class ContinuousBatchingEngine:
         self._step_under_way = next(self._passes)
 
     def _hang(self) -> None:
-        """Declares the engine dead; the step that takes too long cannot be stopped."""
+        """Declares the engine dead; a step that hangs cannot be stopped."""
         logger.critical("a step takes longer than %g s; in flight: %s", self._step_timeout_s, self._ids_in_flight())
         dump_tracebacks()
         self._end_all()
@@ -167,7 +167,7 @@ class ContinuousBatchingEngine:
         self._dead.set()
         self._watchdog.end()
         for sequence in self._sequences():
-            # Any request of the step may have caused the death: callers that resume elsewhere have to count it.
+            # Any request of the step may have caused the death: callers that resume elsewhere must count it.
             took_part = sequence.timeline.started is not None and not self._closing
             error = HopBrokenError("the engine died") if took_part else NotReadyError("the engine stopped")
             self._isolation.release(sequence)
@@ -201,7 +201,7 @@ class ContinuousBatchingEngine:
         self._look_for_stuck(served)
 
     def _schedule(self) -> list[Row]:
-        """The rows of this step, without those that are cancelled or out of time."""
+        """The rows of this step; sequences that are cancelled or past their deadline end first."""
         now = time.monotonic()
         with self._changed:
             sequences = self._scheduler.sequences
@@ -219,15 +219,15 @@ class ContinuousBatchingEngine:
             self.statistics.preempted = self._scheduler.preempted
         self._meter.begin(rows, time.monotonic())
         if rows and rows[0].sequence.alone and not rows[0].sequence.slot.runs_alone:
-            return rows if self._tell_alone(rows[0].sequence) else []
+            return rows if self._announce_isolation(rows[0].sequence) else []
         return rows
 
-    def _tell_alone(self, sequence: Sequence) -> bool:
-        """Has the caller learn that a sequence runs alone from now on; whether it still should."""
-        if not sequence.slot.run_alone(_TELL_S):
+    def _announce_isolation(self, sequence: Sequence) -> bool:
+        """Notifies the caller that a sequence runs isolated from now on; returns whether it should still run."""
+        if not sequence.slot.run_alone(_NOTIFY_S):
             self._cancel(sequence)
             return False
-        time.sleep(_ON_ITS_WAY_S)  # Nothing tells when the word has come through the gateway.
+        time.sleep(_DELIVERY_S)  # The gateway does not acknowledge the notice.
         return True
 
     def _make_room(self, rows: list[Row]) -> Sequence | None:
@@ -250,11 +250,11 @@ class ContinuousBatchingEngine:
                     if reader is not None:
                         readers.append(reader)
         finally:
-            # Nobody else wakes them, even if a later row is the engine's end.
+            # They must wake even if a later row kills the engine.
             wake(readers)
 
     def _publish_token(self, sequence: Sequence, token_id: int, logprobs: Logprobs | None) -> Reader | None:
-        """Hands a sequence its next token; the reader that has to be woken."""
+        """Appends the next token to a sequence; returns the reader to be woken."""
         if sequence.alone:
             self._isolation.release(sequence)
         if sequence.timeline.first_token is None:
@@ -277,13 +277,13 @@ class ContinuousBatchingEngine:
 
     def _end(self, sequence: Sequence, outcome: Outcome, error: MillraceError, forget: bool = False) -> None:
         void = self._release(sequence, outcome, forget)
-        # First, since clearing may fail where the device has.
+        # The slot first: on a failed device, clearing may fail.
         sequence.slot.fail(error)
         if forget or not sequence.proven:
             self._runner.clear(void)
 
     def _release(self, sequence: Sequence, outcome: Outcome, forget: bool = False) -> list[int]:
-        """Frees what a sequence held and counts it, before its reader learns that it ended; the void blocks."""
+        """Frees a sequence's blocks and counts it, before its reader is notified; returns the void blocks."""
         with self._changed:
             released = self._scheduler.remove(sequence, forget)
             now = sequence.timeline.ended = time.monotonic()

@@ -1,7 +1,7 @@
-"""What an exception of a step says: of the request, of memory, or of the device.
+"""Classifies the exceptions of a step: caused by the request, by a lack of memory, or by the device.
 
-An error of the device (an illegal access, a failed assertion in a kernel) is final for the process:
-CUDA answers every later call with it.
+A device error (an illegal access, a failed assertion in a kernel) is final for the process: CUDA returns it for every
+later call.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from services.predictor.engine.interface import EngineDeadError
 
-_CPU_OUT_OF_MEMORY = "can't allocate memory"  # Of torch's DefaultCPUAllocator, which raises a plain RuntimeError.
+_CPU_OUT_OF_MEMORY = "can't allocate memory"  # Text of torch's DefaultCPUAllocator, which raises a plain RuntimeError.
 
 
 def check_numbers(logits: Tensor) -> None:
-    """Raises RuntimeError where a model gives what is no number."""
+    """Raises RuntimeError if the logits are not numbers."""
     if bool(logits.isnan().any()):
         raise RuntimeError("the model's logits are not numbers")
 
@@ -26,7 +26,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Whether nothing will succeed any more in this process."""
+    """Whether no later call in this process can succeed."""
     if is_out_of_memory(error):
         return False
     return isinstance(error, EngineDeadError | torch.AcceleratorError) or "CUDA error" in str(error)

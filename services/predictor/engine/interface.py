@@ -1,7 +1,7 @@
-"""What an engine takes and gives; nothing above it may know which engine runs.
+"""The engine's interface; code above it is independent of the engine behind it.
 
-`Engine.submit` takes a `GenerationRequest` and returns at once with an `OutputSlot`, from which one
-reader takes `Chunk`s until one has a `finish_reason`, or which it cancels. Its `Timeline` tells when what happened.
+`Engine.submit` takes a `GenerationRequest` and returns at once with an `OutputSlot`. One reader takes `Chunk`s from it
+until one has a `finish_reason`, or cancels it. Its `Timeline` has the times of what happened to the request.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _PREEMPTIONS_KEPT = 32
 class GenerationRequest:
     """One sequence to generate.
 
-    Generation continues after `output_ids`, tokens that were produced before: `max_tokens`,
-    `min_tokens`, penalties and positions count them. `sampling` is resolved (seed, max_tokens).
-    `moved`: its caller was in the middle of it elsewhere, and goes before those that begin.
-    `deadline` is on the clock of time.monotonic(), infinity for none; `first_token_timeout_s` begins with the
-    submission. While a request that runs `alone` is computed, until its next token, the engine computes nothing else.
-    `prompt_logprobs`: of each token of the prompt its log probability, and so many of the likeliest; None is neither.
+    Generation continues after `output_ids`, tokens that were generated before: `max_tokens`, `min_tokens`, penalties
+    and positions count them. `sampling` is resolved (seed, max_tokens). `moved`: the request resumes after an
+    interruption elsewhere, and precedes new ones in the queue. `deadline` is on the clock of time.monotonic(), infinity
+    for none; `first_token_timeout_s` begins at the submission. `alone`: the request runs isolated; the engine computes
+    nothing else until its next token. `prompt_logprobs`: how many of the likeliest tokens at each prompt position,
+    besides the prompt token's own log probability; None for neither.
     """
 
     id: str
@@ -43,7 +43,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of the prompt, how many of them needed no computation, and tokens of the output."""
+    """Tokens of the prompt, how many of them came from the cache, and tokens of the output."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -51,18 +51,18 @@ class Usage:
 
 
 class Logprobs(NamedTuple):
-    """Log probabilities at one output position, in nats, by the model's raw logits."""
+    """Log probabilities at one output position, in nats, from the model's raw logits."""
 
     chosen: float
-    top: list[tuple[int, float]]  # The likeliest (token id, log probability), best first; as many as were asked for.
+    top: list[tuple[int, float]]  # The likeliest (token id, log probability), best first; as many as requested.
 
 
 @dataclass(frozen=True)
 class Chunk:
     """New tokens of a sequence; the last chunk has `finish_reason` ("stop" or "length") and `usage`.
 
-    `logprobs` has one entry a token where the request asks for them, else none. `prompt` is in the first chunk of a
-    request that asks for it.
+    `logprobs` has one entry for each token if the request asks for them, else none. `prompt` is in the first chunk if
+    the request asks for it.
     """
 
     output_ids: list[int]
@@ -74,12 +74,12 @@ class Chunk:
 
 @dataclass(slots=True)
 class Timeline:
-    """When what became of a sequence, on the clock of time.monotonic(); None: not, or not yet.
+    """The times of a sequence's events, on the clock of time.monotonic(); None: not yet, or never.
 
-    The engine writes each time once, before the reader can know of what happened then, and the reader only reads.
-    `started` is when the first step began that computes some of it; `first_token` the first that is made here;
-    `ended` when it had no place in the engine any more. Preempted, it gave its place back to be computed again later:
-    all `preemptions` are counted, and of the latest ones the times are kept.
+    The engine writes each time once, before the reader can see the event; the reader only reads. `started` is the begin
+    of the first step that computes a part of the sequence; `first_token` the time of the first token generated here;
+    `ended` when the sequence gave up its slot for good. A preempted sequence gives up its slot and is computed again
+    later: `preemptions` counts all of them, and the times of the latest are kept.
     """
 
     submitted: float = 0.0
@@ -90,49 +90,49 @@ class Timeline:
     preempted: tuple[float, ...] = ()
 
     def preempt(self, now: float) -> None:
-        """Notes that it gave its place back."""
+        """Records a preemption."""
         self.preemptions += 1
-        # A new tuple each time: who reads has the old one or the new one.
+        # A new tuple each time: a concurrent reader has the old one or the new one.
         self.preempted = (*self.preempted, now)[-_PREEMPTIONS_KEPT:]
 
 
 class OutputSlot(Protocol):
-    """Where one reader takes what an engine makes; tokens merge while the reader is away."""
+    """The output of one request for one reader; tokens merge into one chunk while the reader is busy."""
 
     @property
     def timeline(self) -> Timeline:
-        """When what became of it, as far as that is."""
+        """The times of its events so far."""
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompt that needed no computation; known once there is a chunk."""
+        """Prompt tokens that came from the cache; known with the first chunk."""
 
     @property
     def runs_alone(self) -> bool:
-        """Whether the engine computes nothing else until the next token; it waits a little until this is `reported`."""
+        """Whether the engine computes nothing else until the next token; it waits briefly until this is `reported`."""
 
     def reported(self) -> None:
-        """The caller has been informed of `runs_alone`."""
+        """Confirms that the caller has been notified of `runs_alone`."""
 
     async def readable(self, timeout_s: float) -> bool:
-        """Waits until `read` has a chunk, or an error, at once; False where that takes longer than `timeout_s`.
+        """Waits until `read` would return or raise at once; returns False after `timeout_s`.
 
-        False at once where `runs_alone` is to be reported.
+        Returns False at once if `runs_alone` has to be reported.
         """
 
     async def read(self) -> Chunk:
-        """The next chunk, as large as `chunk_tokens` and `chunk_ms` ask; raises the request's MillraceError."""
+        """Returns the next chunk, merged as `chunk_tokens` and `chunk_ms` ask; raises the request's MillraceError."""
 
     def cancel(self) -> None:
-        """Ends a request whose output is no longer wanted; may be called at any time, and more than once."""
+        """Ends the request; may be called at any time and more than once."""
 
     def fail(self, error: MillraceError) -> None:
-        """Ends the output with an error, after what has been made; the request still has to be cancelled."""
+        """Ends the output with an error, after the tokens that it already has; the request must still be cancelled."""
 
 
 @dataclass(frozen=True)
 class EngineLimits(ContextLimits):
-    """What a request is held against before it is submitted; only some models score prompts."""
+    """The limits that requests are validated against; only some models score prompts."""
 
     vocabulary_size: int
     scores_prompts: bool = False
@@ -152,8 +152,9 @@ class EngineStatistics(RequestCounts):
 
 
 class EngineTotals(NamedTuple):
-    """Counted since the engine started: tokens of prompts, those that needed no computation, tokens that were made,
-    those generated after the caller had gone, and how often a sequence gave its place back."""
+    """Totals since the engine started: prompt tokens, those of them from the cache, generated tokens, tokens generated
+    after the caller had gone, and preemptions.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -164,11 +165,10 @@ class EngineTotals(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """What an engine has to do at a moment, and what it has done.
+    """The engine's current load, and its totals.
 
-    `batch` is the sequences that the latest step computed, 0 while there is nothing to do; `blocks_in_use` the share of
-    the cache that running sequences hold; `oldest_age_s` how long ago the oldest sequence was submitted, 0 where there
-    is none.
+    `batch` is the number of sequences in the latest step, 0 when idle; `blocks_in_use` the share of the cache that
+    running sequences hold; `oldest_age_s` the time since the oldest sequence was submitted, 0 if there is none.
     """
 
     running: int
@@ -190,24 +190,26 @@ class Engine(Protocol):
 
     @property
     def load(self) -> EngineLoad:
-        """What there is to do now; cheap, and for any thread."""
+        """The current load; cheap; thread-safe."""
 
     @property
     def description(self) -> dict[str, str]:
-        """Facts that ModelConfig shows as parameters, such as "runner"."""
+        """Facts that ModelConfig reports as parameters, such as "runner"."""
 
     def submit(self, request: GenerationRequest) -> OutputSlot:
-        """Queues a request; one that is complete already gets an empty last chunk.
+        """Queues a request; one that is already complete gets an empty last chunk.
 
-        Raises OverloadedError, also where the queue is longer than the request can wait; NotReadyError, also where
-        another request runs in isolation; and InvalidRequestError for what can never fit.
+        Raises OverloadedError if the queue is full or longer than the request can wait, NotReadyError also while
+        another request runs isolated, and InvalidRequestError for a request that can never fit.
         """
 
     async def died(self) -> None:
         """Waits until the engine cannot continue, then raises EngineDeadError."""
 
     def close(self) -> None:
-        """Stops the engine; what is in flight ends with NotReadyError (where it has died, HopBrokenError)."""
+        """Stops the engine; requests in flight end with NotReadyError (after the engine's death with
+        HopBrokenError).
+        """
 
 
 class EngineDeadError(Exception):

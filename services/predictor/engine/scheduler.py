@@ -1,14 +1,13 @@
-"""Which ids of which sequences the next step computes.
+"""Chooses which ids of which sequences the next step computes.
 
-Pure: no thread, no clock, no model. A step takes every sequence that waits for its next token, then
-chunks of prompts as far as the step's budget of tokens goes, then new sequences. First come, first
-served, and those that go on from elsewhere before those that begin. Where blocks run out, the last of the
-running sequences gives its own back and is computed again later, so that the first always goes on and none
-starves.
+Pure: no thread, no clock, no model. A step takes every sequence that waits for its next token, then chunks of prompts
+up to the step's budget of tokens, then new sequences. First come, first served, with requests that resume an
+interrupted answer before new ones. If blocks run out, the last of the running sequences is preempted: it frees its
+blocks and is computed again later, so the first always continues and none starves.
 
-A sequence that runs alone waits for its turn like any other. From the step that begins its computation
-until its next token is there, or it has ended, every step is its own: the others keep their blocks and
-wait. Between two of these the others have a step.
+An isolated sequence (`alone`) waits for its turn like any other. From the step in which its computation begins until
+its next token, or its end, it has every step to itself: the others keep their blocks and wait. Between two isolated
+sequences the others have a step.
 """
 
 from __future__ import annotations
@@ -22,50 +21,50 @@ from services.predictor.engine.state.sequence import Row, Sequence
 
 _LEAST_STEP_TOKENS = 16
 _STEPS_TO_REGAIN = 64
-# Positions of prompts that a step scores at most, of all its rows together: the logits of a whole vocabulary each take
-# memory, and time for which the others of the step wait.
+# Maximum of prompt positions that one step scores, in all its rows together: each needs the logits of the whole
+# vocabulary, which take memory and delay the step's other rows.
 _MAX_SCORED = 64
 
 
 class Scheduler:
     """Owns the queue of waiting sequences, the list of running ones (oldest first), and their blocks.
 
-    `step_tokens` is what a step computes at most; an encoder's prompt, which cannot be divided, may be
-    more. `reuses_prefixes` is for models whose blocks depend on nothing but the ids up to them.
+    `step_tokens` is the maximum that a step computes, except that an encoder's prompt, which cannot be divided, may
+    exceed it. `reuses_prefixes`: the contents of a block depend only on the ids up to its end.
     """
 
     def __init__(
         self, blocks: BlockManager, max_running: int, max_waiting: int, step_tokens: int, reuses_prefixes: bool = True
     ) -> None:
         self.blocks = blocks
-        # Both by `precedence`.
+        # Both sorted by `precedence`.
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.step_tokens = self._most_step_tokens = max(step_tokens, max_running)
         self.max_running = self._most_running = max_running
         self.preempted = 0
         self._steps_since_shortage = 0
-        self._alone: list[Sequence] = []  # Those whose next token is not there yet, in the order of arrival.
-        self._gave_way = False  # The others, in the latest step.
-        self._full = False  # Without blocks for the next sequence, in the latest step.
+        self._alone: list[Sequence] = []  # Isolated ones whose next token is not there yet, in order of arrival.
+        self._gave_way = False  # Whether the latest step was that of an isolated sequence.
+        self._full = False  # Whether the latest step had no blocks for the next sequence.
         self._max_waiting = max_waiting
         self._reuses_prefixes = reuses_prefixes
         self._arrivals = counter()
-        self._scores_left = 0  # Positions of prompts that this step can still score.
+        self._scores_left = 0  # Prompt positions that this step can still score.
 
     @property
     def streams(self) -> int:
-        """Running sequences of which nothing is missing but the next token."""
+        """The number of running sequences that lack only their next token."""
         return sum(sequence.remaining == 1 for sequence in self.running)
 
     @property
     def prompts(self) -> int:
-        """Sequences that have more to compute, running ones and those for which there is a place."""
+        """The number of sequences with more to compute: running ones, and waiting ones for which there is a slot."""
         places = self.max_running - len(self.running)
         return len(self.running) - self.streams + min(places, len(self.waiting))
 
     def queue_before(self, sequence: Sequence) -> int:
-        """Sequences that wait for another's end and would go before a new one."""
+        """The number of sequences that wait for another's end and precede a new one."""
         if not self._full and len(self.running) < self.max_running:
             return 0
         if not sequence.request.moved:
@@ -74,13 +73,13 @@ class Scheduler:
 
     @property
     def contended(self) -> bool:
-        """Whether a place that one of those who wait does not take is another's."""
+        """Whether a slot that a waiting sequence does not take would go to another one."""
         places = 0 if self._full else self.max_running - len(self.running)
         return len(self.waiting) > max(1, places)
 
     @property
     def due(self) -> list[Sequence]:
-        """Running sequences that no step may pass by: who runs alone, else those that decode and the oldest."""
+        """The running sequences that every step must serve: an isolated one, else those that decode and the oldest."""
         alone = self._running_alone()
         if alone is not None:
             return [alone]
@@ -88,11 +87,11 @@ class Scheduler:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """All that have not ended, the running ones first."""
+        """All sequences that have not ended, the running ones first."""
         return [*self.running, *self.waiting]
 
     def add(self, sequence: Sequence, retry_after_ms: int) -> None:
-        """Queues a sequence; refuses what can never fit and what finds the queue full."""
+        """Queues a sequence; refuses it if it can never fit or if the queue is full."""
         if not sequence.ids:
             raise InvalidRequestError("the prompt is empty")
         if self.blocks.blocks_for(sequence.longest) > self.blocks.total:
@@ -107,8 +106,9 @@ class Scheduler:
             self._alone.append(sequence)
 
     def schedule(self, prefill_tokens: int) -> list[Row]:
-        """The rows of the next step: all sequences that decode, and `prefill_tokens` of prompts at most; or a
-        sequence alone."""
+        """The rows of the next step: all sequences that decode and at most `prefill_tokens` of prompts, or an isolated
+        sequence.
+        """
         rows: dict[Sequence, Row] = {}
         self._scores_left = _MAX_SCORED
         alone = self._next_alone() if self._alone else None
@@ -130,7 +130,7 @@ class Scheduler:
         return list(rows.values())
 
     def complete(self, row: Row) -> None:
-        """Notes that a row's ids have been computed: their blocks can be used by others."""
+        """Records that a row's ids have been computed: other sequences can reuse their blocks."""
         sequence = row.sequence
         before, sequence.computed = sequence.computed, row.start + row.count
         if self._reuses_prefixes:
@@ -142,7 +142,7 @@ class Scheduler:
                     self.blocks.name(sequence.blocks[index], names[index])
 
     def remove(self, sequence: Sequence, forget: bool = False) -> list[int]:
-        """Takes out a sequence that has ended; the blocks that are void now. With `forget` none is reused."""
+        """Removes a sequence that has ended; returns the blocks that are void now. With `forget` none is reusable."""
         if sequence in self.running:
             self.running.remove(sequence)
         else:
@@ -152,7 +152,7 @@ class Scheduler:
         return self._release(sequence, forget)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Takes its blocks from a running sequence, which goes back to its place in the queue."""
+        """Frees the blocks of a running sequence and returns it to its place in the queue."""
         self.running.remove(sequence)
         self._release(sequence)
         insort(self.waiting, sequence, key=precedence)
@@ -160,9 +160,9 @@ class Scheduler:
         self.preempted += 1
 
     def make_room(self, rows: list[Row]) -> Sequence | None:
-        """After a step that memory was too small for: smaller steps, then fewer sequences at once.
+        """Reduces the load after a step ran out of memory: first smaller steps, then fewer sequences at once.
 
-        Returns the sequence that has to fail where neither is left.
+        Returns the sequence that must fail if neither is possible.
         """
         self._steps_since_shortage = 0
         if self.step_tokens > _LEAST_STEP_TOKENS and any(row.count > 1 for row in rows):
@@ -177,18 +177,18 @@ class Scheduler:
         return None
 
     def regain(self) -> None:
-        """After a step that memory sufficed for: takes back, little by little, what `make_room` gave up."""
+        """Called after a step that fit: undoes, gradually, what `make_room` reduced."""
         self._steps_since_shortage += 1
         if self._steps_since_shortage % _STEPS_TO_REGAIN == 0:
             self.step_tokens = min(self._most_step_tokens, 2 * self.step_tokens)
             self.max_running = min(self._most_running, self.max_running + 1)
 
     def restore(self) -> None:
-        """Takes all of it back, when nothing runs."""
+        """Undoes all of it, when nothing runs."""
         self.step_tokens, self.max_running = self._most_step_tokens, self._most_running
 
     def _next_alone(self) -> Sequence | None:
-        """The sequence that the next step belongs to: one that runs alone, or begins to."""
+        """The sequence that has the next step to itself: an isolated one that runs or begins."""
         self._alone = [sequence for sequence in self._alone if sequence.alone]
         running = self._running_alone()
         if running is not None or (self._gave_way and self.running) or len(self.running) >= self.max_running:
@@ -204,19 +204,19 @@ class Scheduler:
         return None
 
     def _admit(self, budget: int, rows: dict[Sequence, Row]) -> None:
-        """Starts waiting sequences while there are rows, tokens and blocks for them."""
+        """Starts waiting sequences while there are slots, tokens and blocks for them."""
         self._full = False
         for sequence in list(self.waiting):
             if len(self.running) >= self.max_running or budget <= 0:
                 return
             if not sequence.limited(1, self._scores_left):
-                # What is scored takes its turn with those that run; what follows it in the queue may go first.
+                # No scores left in this step; sequences behind it in the queue may go first.
                 continue
             if sequence.indivisible > budget and any(row.count > 1 for row in rows.values()):
                 return
             cached, pending = self._find_cached(sequence)
             if pending:
-                # Another sequence computes the next block; what follows it in the queue may go first.
+                # Another sequence computes the next block; sequences behind it in the queue may go first.
                 continue
             if sequence.alone:
                 return
@@ -231,7 +231,7 @@ class Scheduler:
         return next((sequence for sequence in self._alone if sequence.alone and sequence in self.running), None)
 
     def _has_blocks(self, sequence: Sequence, cached: list[int]) -> bool:
-        """Whether there are blocks for what is known of a sequence that would start; the only one always has."""
+        """Whether there are blocks for the known ids of a sequence that would start; the only one always fits."""
         needed = self.blocks.blocks_for(len(sequence.ids) + 1) - len(cached)
         return not self.running or needed <= self.blocks.free - self.blocks.idle(cached)
 
@@ -254,7 +254,7 @@ class Scheduler:
         return self.blocks.find(sequence.block_names(full, self.blocks.block_tokens))
 
     def _plan(self, sequence: Sequence, count: int, rows: dict[Sequence, Row]) -> int:
-        """Adds a row of up to `count` ids, as far as blocks can be had; how many it has."""
+        """Adds a row of up to `count` ids, as far as there are blocks; returns the number of its ids."""
         if sequence not in self.running:
             return 0
         count = sequence.limited(count, self._scores_left)
@@ -290,5 +290,5 @@ class Scheduler:
 
 
 def precedence(sequence: Sequence) -> tuple[bool, int]:
-    """First come, first served, but for those that go on from elsewhere: their readers are in mid-sentence."""
+    """The order of service: first come, first served, with requests that resume an interrupted answer first."""
     return not sequence.request.moved, sequence.number

@@ -1,10 +1,9 @@
-"""Runs the rows of a step so that a row that fails does so alone.
+"""Runs the rows of a step so that a failure affects only the row that caused it.
 
-A step that raises is run again row by row, which it can be, since what it writes is indexed by position.
-One for which memory was too small makes the next ones smaller, and ends a request only where nothing
-else is left. Where no row came through, by an error or by logits that are no numbers, a probe must,
-before anybody learns of it: a model that cannot run the simplest input cannot go on, and then the
-requests are to blame for nothing. Used by the engine's thread alone.
+A step that raises is repeated row by row, which is safe because it writes at places given by positions. A step that
+runs out of memory makes the next steps smaller, and fails a request only if that is not possible. If every row failed,
+with errors or with logits that are not numbers, the model is probed before any failure is reported: a model that cannot
+run the simplest input is broken, and no request is to blame. Used only by the engine's thread.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Result(NamedTuple):
-    """A row that was computed; its token, if it samples; what it has scored of the prompt."""
+    """A computed row; its token, if it samples; its scores of the prompt."""
 
     row: Row
     token_id: int
@@ -38,7 +37,7 @@ class Result(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a step: rows that were computed, and sequences that have to end; a row may be neither."""
+    """The outcome of a step: computed rows, and sequences that must end; some rows may be in neither."""
 
     results: list[Result]
     failed: list[tuple[Sequence, MillraceError]]
@@ -47,7 +46,8 @@ class Outcome(NamedTuple):
 class StepRunner:
     """See the module.
 
-    `make_room` is the scheduler's; `begin` is called before each pass but the first, for each has a step's time.
+    `make_room` is the scheduler's. `begin` is called before each pass except the first, because each has the timeout of
+    a step.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class StepRunner:
         self._begin = begin
 
     def run(self, rows: list[Row]) -> Outcome:
-        """Computes the rows; raises what no request is to blame for."""
+        """Computes the rows; raises errors for which no request is to blame."""
         outcome = self._run(rows)
         sampled = [result for result in outcome.results if result.row.samples]
         numbers = not sampled or any(result.token_id != NO_TOKEN for result in sampled)
@@ -104,12 +104,12 @@ class StepRunner:
         return results
 
     def _replay(self, rows: list[Row], error: Exception) -> Outcome:
-        """Runs each row alone, so that only what is at fault fails."""
+        """Runs each row alone, so that only the culprit fails."""
         results: list[Result] = []
         failed: list[tuple[Sequence, MillraceError]] = []
         for row in rows:
             if not row.sequence.blocks:
-                continue  # It gave them to another row.
+                continue  # It was preempted for another row.
             self._begin()
             try:
                 results += self._try([row]) if len(rows) > 1 else _raise(error)
@@ -124,7 +124,7 @@ class StepRunner:
         return Outcome([result for result in results if result.row.sequence.blocks], failed)
 
     def _shrink(self, rows: list[Row], error: Exception) -> list[tuple[Sequence, MillraceError]]:
-        """After an allocation that failed: smaller steps, then fewer sequences, then one request less."""
+        """Reacts to a failed allocation: smaller steps, then fewer sequences, then the failure of one request."""
         hopeless = self._make_room(rows)
         if hopeless is None:
             return []

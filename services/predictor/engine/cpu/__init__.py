@@ -1,1 +1,1 @@
-"""CPU kernels: compiled by numba, or private operators of torch. Check them at every torch upgrade."""
+"""CPU kernels: compiled by numba, or private operators of torch. Test them at every torch upgrade."""

@@ -1,23 +1,21 @@
 """Attention over paged keys and values, compiled for the CPU by Numba.
 
-torch has no such operation: it needs the blocks copied together first, and the copy and a batch of
-tiny matrix products cost several times what reading the cache once does (an OPT-125M step of 32 rows
-spent two thirds of its time there).
+torch has no such operation: it needs a sequence's blocks in one tensor. That copy and a batch of tiny matrix products
+cost several times as much as reading the cache once (two thirds of the time of an OPT-125M step of 32 rows).
 
-Every token is computed by itself and always in the same order, so its result does not depend, to the
-last bit, on what else is in the step or on how its sequence was cut into chunks.
+Every token is computed separately and always in the same order, so its result is the same to the last bit, whatever
+else is in the step and however its sequence is divided into chunks.
 
-Shapes, T being the step's tokens: packed [T, query heads, then heads of keys, then of values, head
-size], of which keys and values are written to the cache first, or queries alone, where nothing is to be
-written; cosines and sines [T, head size] of the rotary position embedding that queries and keys get,
-[0, 0] for none; the cache's keys [blocks, heads, head size, BLOCK_TOKENS] and values [blocks, heads,
-BLOCK_TOKENS, head size]; the output [T, query heads, head size]. table int32 [sequences, blocks of the
-longest]; owners int32 [T], each token's row of it; firsts and ends int32 [T], the range of positions
-that a token looks at, its own being ends - 1 where keys are written; both ascend along the tokens of a
-sequence. bias float32 [query heads, n] is added to scores: n - 1 is the distance from which on it stays
-the same, the furthest first; [query heads, 0] for none. Of values none at or beyond a tile's end is read.
+Shapes, with T tokens in the step: packed [T, query heads, then key heads, then value heads, head size], of which keys
+and values are written to the cache first; or queries only, if nothing is written. Cosines and sines [T, head size] of
+the rotary position embedding of queries and keys, [0, 0] for none. The cache's keys [blocks, heads, head size,
+BLOCK_TOKENS] and values [blocks, heads, BLOCK_TOKENS, head size]. The output [T, query heads, head size]. table int32
+[sequences, blocks of the longest]; owners int32 [T], each token's row of the table; firsts and ends int32 [T], the
+range of positions that a token attends to, its own being ends - 1 if keys are written; both ascend along the tokens of
+a sequence. bias float32 [query heads, n] is added to scores by distance, the furthest first; it is constant from
+distance n - 1 on; [query heads, 0] for none. Values at or beyond a tile's end are never read.
 
-Rotation is that of transformers' `apply_rotary_pos_emb`: a number and the one half a head further on turn together.
+Rotation is that of transformers' `apply_rotary_pos_emb`: it pairs each number with the one half a head further on.
 """
 
 from __future__ import annotations
@@ -32,26 +30,26 @@ from numba import njit, prange
 from services.predictor.engine.cpu.vectors import add_weighted_rows, exp, narrow, widen
 from services.predictor.engine.state.cache import BLOCK_TOKENS
 
-_TILE_TOKENS = 8  # So many read the cache together: a prompt's tokens look at nearly the same.
+_TILE_TOKENS = 8  # Tokens that read the cache together: neighbours in a prompt attend to nearly the same positions.
 
 _THREADS = threading.Lock()
-numba.config.THREADING_LAYER = "workqueue"  # The one that needs no library of the system.
+numba.config.THREADING_LAYER = "workqueue"  # The only layer without a system library.
 
 _ZERO = np.float32(0)
 _ONE = np.float32(1)
 _LOWEST = np.float32(-3e38)
 
-# Without the checks of Python's semantics: the caller has made the shapes, so no exception can arise.
+# Without Python's checks: the caller constructs the shapes, so no exception can occur.
 _OPTIONS = {"nogil": True, "error_model": "numpy", "cache": True}
-# Sums in the order that is written here, whatever calls it: that is what makes results the same everywhere.
+# Sums in the order written here, for every caller: so results are the same everywhere.
 _EXACT = {"fastmath": {"contract", "nsz"}, **_OPTIONS}
-# A row's maximum and sum may be taken by lanes, which depends on nothing but the row's range.
+# Lanes may reorder a row's maximum and sum: the order then depends only on the row's range.
 _BY_LANES = {"fastmath": {"reassoc", "contract", "arcp", "nsz"}, **_OPTIONS}
 
 
 @njit(**_EXACT)  # type: ignore[untyped-decorator]
 def _turn(source: Any, cosines: Any, sines: Any, factor: Any, target: Any) -> None:
-    """A head [head size] times a factor and, where there are cosines, rotated; float32."""
+    """Multiplies a head [head size] by a factor and, if there are cosines, rotates it; float32."""
     if len(cosines) == 0:
         for d in range(len(target)):
             target[d] = widen(source[d]) * factor
@@ -67,7 +65,7 @@ def _turn(source: Any, cosines: Any, sines: Any, factor: Any, target: Any) -> No
 def _write(
     packed: Any, cosines: Any, sines: Any, keys: Any, values: Any, table: Any, owners: Any, ends: Any, query_heads: Any
 ) -> None:
-    """All before any is read: a token looks at those before it, which may be of the same step."""
+    """Writes all keys and values before any is read: a token attends to earlier tokens, also to those of this step."""
     tokens, all_heads, size = packed.shape
     heads = (all_heads - query_heads) // 2
     key = np.empty(size, np.float32)
@@ -132,17 +130,17 @@ def _attend_tile(
     scale: Any,
     out: Any,
 ) -> None:
-    """Neighbouring tokens of one sequence, whose blocks these are."""
+    """Attends for neighbouring tokens of one sequence, whose blocks are `blocks`."""
     tokens, query_heads, size = out.shape
     heads = keys.shape[1]
     group = query_heads // heads
     alone = tokens * group == 1
-    # Ranges begin and end later from token to token.
+    # Both ends of the range ascend along the tokens.
     first_block, end_block = firsts[0] // BLOCK_TOKENS, (ends[tokens - 1] + BLOCK_TOKENS - 1) // BLOCK_TOKENS
     wide = np.empty((tokens, query_heads, size), np.float32)
     scores = np.empty((tokens, query_heads, end_block * BLOCK_TOKENS), np.float32)
     sums = np.zeros((tokens, query_heads, size), np.float32)
-    # What several queries read is copied first.
+    # Blocks are copied once for several queries.
     key = np.empty((size, BLOCK_TOKENS), np.float32)
     value = np.empty((BLOCK_TOKENS, size), np.float32)
 
@@ -190,7 +188,7 @@ def _attend_tile(
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]
 def _tiles(owners: Any) -> Any:
-    """Where each run of at most _TILE_TOKENS neighbours with one owner begins, and the end of the last."""
+    """The indices at which runs of at most _TILE_TOKENS neighbours with one owner begin, and the end of the last."""
     begins = np.empty(len(owners) + 1, np.int64)
     count = 0
     for i in range(len(owners)):
@@ -254,11 +252,11 @@ def _attend_in_parallel(
 
 
 def attend(threads: int, *arguments: Any) -> None:
-    """Computes all tokens with so many threads; see the module for the arguments, of which the last is the output."""
+    """Computes all tokens with `threads` threads; see the module for the arguments, the last of which is the output."""
     if threads == 1:
         _attend_in_turn(*arguments)
     else:
-        # Numba's own threads serve one caller at a time.
+        # Numba's thread pool serves one caller at a time.
         with _THREADS:
             numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
             _attend_in_parallel(*arguments)

@@ -1,4 +1,4 @@
-"""The compiled kernels for tensors: where they can be used, and the calls."""
+"""The compiled kernels for tensors: whether they apply, and the calls."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ try:
 except ImportError:  # Numba is optional.
     cpu_attention = None  # type: ignore[assignment]
 
-_UNROLL = 8  # The kernels' head sizes are multiples of it.
+_UNROLL = 8  # The kernels' head sizes are multiples of this.
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def takes(query: Tensor) -> bool:
-    """Whether it computes queries [..., head size] of this device, dtype and size."""
+    """Whether the kernel supports queries [..., head size] of this device, dtype and size."""
     return takes_heads(query.device, query.dtype, query.shape[-1])
 
 
 def takes_heads(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether it computes attention of such heads."""
+    """Whether the kernel supports attention with such heads."""
     return cpu_attention is not None and device.type == "cpu" and dtype in _DTYPES and head_size % _UNROLL == 0
 
 
@@ -44,9 +44,10 @@ def attend(
     bias: Tensor | None = None,
     rotary: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Output [T, query heads, head size] of packed queries, keys and values, [T, all their heads, head size].
+    """Returns the output [T, query heads, head size] for packed queries, keys and values [T, all their heads, head
+    size].
 
-    `rotary` is cosines and sines [T, head size]. What the arguments mean is said in `cpu_attention`.
+    `rotary` is cosines and sines [T, head size]. For the other arguments see attention.py.
     """
     output = torch.empty(packed.shape[0], query_heads, packed.shape[2], dtype=packed.dtype)
     stored = _array(packed)
@@ -63,7 +64,7 @@ def attend(
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """x [..., n] of float32 or bfloat16, each row divided by its root mean square, times weight [n]."""
+    """Divides each row of x [..., n], float32 or bfloat16, by its root mean square, and multiplies by weight [n]."""
     output = torch.empty(x.shape, dtype=x.dtype)
     size = x.shape[-1]
     cpu_norm.rms_norm(_array(x.view(-1, size)), _array(weight), np.float32(epsilon), _array(output.view(-1, size)))
@@ -71,6 +72,6 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def _array(tensor: Tensor) -> NDArray[Any]:
-    """The tensor's memory as the kernels take it."""
+    """The tensor's memory in the kernels' types."""
     tensor = tensor.contiguous()
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

@@ -1,7 +1,7 @@
-"""Root mean square norm, compiled for the CPU by Numba: torch computes it in eight passes.
+"""Root mean square norm, compiled for the CPU by Numba: torch takes eight passes for it.
 
-Rows are computed by themselves and always in the same order. Sums are float32, as in transformers'
-`LlamaRMSNorm`, which rounds once more, before the weight.
+Rows are computed separately and always in the same order. Sums are float32, as in transformers' `LlamaRMSNorm`, which
+also rounds before the multiplication by the weight.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from services.predictor.engine.cpu.vectors import narrow, widen
 _ONE = np.float32(1)
 
 
-# Reassociated by lanes, which depends on nothing but the row's length.
+# Lanes may reorder the sum: the order then depends only on the row's length.
 @njit(nogil=True, error_model="numpy", cache=True, fastmath={"reassoc", "contract", "nsz"})  # type: ignore[untyped-decorator]
 def rms_norm(x: Any, weight: Any, epsilon: Any, out: Any) -> None:
     """Rows of x [rows, n], float32 or bfloat16's bits as uint16, times weight [n], to out [rows, n]."""

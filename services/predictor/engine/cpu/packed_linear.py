@@ -1,12 +1,11 @@
-"""Linear layers with weights packed once, at load, as oneDNN's kernels want them. CPU, float32 and bfloat16.
+"""Linear layers whose weights are packed once, at load, for oneDNN's kernels. CPU, float32 and bfloat16.
 
-torch's own `F.linear` packs bfloat16 weights again at every call, and its float32 sums in another order
-for every number of rows. oneDNN's packed product is faster for a few rows, and adds up a row in the
-same order in whatever batch it stands, so that results do not depend on it: in float32, and in bfloat16
-where the processor multiplies that by itself (AVX512_BF16, AMX). One row alone is the exception for
-wide inputs; where it is, by trial, a second row goes along.
+torch's own `F.linear` packs bfloat16 weights at every call, and the order of its float32 sums depends on the number of
+rows. oneDNN's packed product is faster for a few rows, and the order of a row's sum does not depend on the batch: in
+float32, and in bfloat16 on processors that multiply it in hardware (AVX512_BF16, AMX). The exception is a single row
+with wide inputs; if a test at load finds it, a second row is added to such a product.
 
-A packed copy takes the weight's place, except where the weight is the embedding's too.
+A packed copy replaces the weight, unless the embedding shares the weight.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-_ROWS = 32  # The number of rows that the packing is made for; others work as well.
+_ROWS = 32  # The packing is optimised for this number of rows; others work as well.
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class PackedLinear(nn.Module):
     """x [..., in] to x·weightᵀ + bias [..., out]; `weight` is [out, in].
 
-    What follows the product can be done with it, before it is rounded: an activation, or a sum or a
-    product with another tensor [..., out].
+    An operation that follows the product can be fused with it, before rounding: an activation, or a sum or product with
+    another tensor [..., out].
     """
 
-    # Some of transformers' layers ask for the dtype of the next one's weight, where it has any.
+    # Some layers of transformers read the dtype of the next layer's weight, if it has one.
     weight = None
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -40,7 +39,7 @@ class PackedLinear(nn.Module):
 
     @classmethod
     def of(cls, *linears: nn.Linear) -> PackedLinear:
-        """One for layers that get the same input; their outputs one behind the other."""
+        """One layer for several with the same input; their outputs are concatenated."""
         biases = [linear.bias for linear in linears]
         bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
         return cls(torch.cat([linear.weight.detach() for linear in linears]), bias)
@@ -52,11 +51,11 @@ class PackedLinear(nn.Module):
         return self._product(x, activation)
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """The output and `other` [..., out] added up."""
+        """The output plus `other` [..., out]."""
         return self._combined(x, other, "add")
 
     def times(self, x: Tensor, other: Tensor) -> Tensor:
-        """The output and `other` [..., out] multiplied."""
+        """The output times `other` [..., out]."""
         return self._combined(x, other, "mul")
 
     def _is_lone_row(self, x: Tensor) -> bool:
@@ -80,7 +79,7 @@ def packs(model: Any) -> bool:
     """Whether oneDNN has packed products for the model's device and dtype."""
     if model.device.type != "cpu" or model.dtype not in _DTYPES or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
-    # Its bfloat16 wants vectors of 512 bits.
+    # oneDNN's bfloat16 kernels need vectors of 512 bits.
     return model.dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
@@ -92,5 +91,5 @@ def pack_linears(model: Any) -> None:
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
                 setattr(module, name, PackedLinear(child.weight, child.bias))
-            elif type(child) is Conv1D:  # GPT-2's, whose weight lies the other way.
+            elif type(child) is Conv1D:  # GPT-2's, whose weight is transposed.
                 setattr(module, name, PackedLinear(child.weight.t(), child.bias))

@@ -1,8 +1,8 @@
-"""What the compiled CPU kernels are built of: stored numbers, exp, and sums of weighted rows.
+"""Building blocks of the compiled CPU kernels: number formats, exp, and sums of weighted rows.
 
-Numba turns these into machine code. Numbers are stored as float32, or as bfloat16 given as their bits,
-uint16; arithmetic is float32. `add_weighted_rows` is written for vectors of 16 because LLVM, left to
-itself, keeps its sums in memory: that was three times as slow (80 against 235 ns for 64 rows of 32 bfloat16).
+Numba compiles these to machine code. Numbers are stored as float32, or as bfloat16 in the form of its bits, uint16;
+arithmetic is float32. `add_weighted_rows` is written for vectors of 16 because LLVM's own code keeps the sums in
+memory: that was three times as slow (235 instead of 80 ns for 64 rows of 32 bfloat16).
 
 exp is 2^n times a polynomial of degree 6 (Cody and Waite's reduction), within 2e-7 of the true value.
 """
@@ -18,9 +18,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 _LANES = 16
-_FEWER_LANES = 8  # The width of rows is a multiple of it.
-_SIDE_BY_SIDE = 2  # Vectors of a row, and rows, that are summed at once: one sum would wait for itself.
-_CONTRACT = ("contract",)  # A product and a sum may be one instruction.
+_FEWER_LANES = 8  # The width of rows is a multiple of this.
+_SIDE_BY_SIDE = 2  # Vectors of a row, and rows, that are summed at once: a single sum would wait for itself.
+_CONTRACT = ("contract",)  # A product and a sum may become one instruction.
 
 _SIZE = ir.IntType(64)
 _WORD = ir.IntType(32)
@@ -39,7 +39,7 @@ _C1 = np.float32(6.931472028550421e-1)
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _float_of(typing_context: Any, bits: Any) -> Any:
-    """The float32 with these 32 bits."""
+    """Reinterprets 32 bits as a float32."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], _FLOAT)
@@ -49,7 +49,7 @@ def _float_of(typing_context: Any, bits: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def widen(typing_context: Any, stored: Any) -> Any:
-    """A stored number as float32."""
+    """Converts a stored number to float32."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if stored == types.float32:
@@ -62,7 +62,7 @@ def widen(typing_context: Any, stored: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def narrow(typing_context: Any, number: Any, like: Any) -> Any:
-    """A float32 as numbers such as `like` are stored, rounded to nearest even."""
+    """Converts a float32 to the type of `like`, rounded to nearest even."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if like == types.float32:
@@ -93,7 +93,7 @@ def exp(x: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def add_weighted_rows(typing_context: Any, weights: Any, rows: Any, sums: Any) -> Any:
-    """Adds rows [n, m], each times its weight [n], to sums [m]: even rows and odd rows, then both.
+    """Adds rows [n, m], each times its weight [n], to sums [m]: even rows and odd rows separately, then both.
 
     All are contiguous; weights and sums are float32.
     """
@@ -118,7 +118,7 @@ def add_weighted_rows(typing_context: Any, weights: Any, rows: Any, sums: Any) -
 def _sum_columns(
     builder: Any, data: Any, count: Any, width: Any, first: Any, end: Any, lanes: int, vectors: int
 ) -> None:
-    """Writes the code for columns [first, end), so many lanes times vectors at once."""
+    """Emits the code for columns [first, end), `lanes` times `vectors` of them at once."""
     weights, rows, sums = data
     numbers = ir.VectorType(_FLOAT, lanes)
     zeros = ir.Constant(numbers, [0.0] * lanes)
@@ -149,7 +149,7 @@ def _sum_columns(
 
 
 def _load(builder: Any, numbers: Any, at: Any, lanes: int) -> Any:
-    """A vector of stored numbers as float32."""
+    """Loads a vector of stored numbers as float32."""
     stored = numbers.type.pointee
     pointer = builder.bitcast(builder.gep(numbers, [at]), ir.VectorType(stored, lanes).as_pointer())
     if stored == _FLOAT:
@@ -160,7 +160,7 @@ def _load(builder: Any, numbers: Any, at: Any, lanes: int) -> Any:
 
 
 def _splat(builder: Any, number: Any, lanes: int) -> Any:
-    """A vector of one number."""
+    """A vector with one number in all lanes."""
     undefined = ir.Constant(ir.VectorType(_FLOAT, lanes), ir.Undefined)
     first = builder.insert_element(undefined, number, _WORD(0))
     return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_WORD, lanes), [0] * lanes))

@@ -1,7 +1,7 @@
-"""What an engine has to do, for those who watch it from other threads.
+"""The load of an engine, for threads that observe it.
 
-The engine's thread tells of each step; `read` may be called by any thread, and holds up neither the engine nor who
-submits for longer than it takes to copy the two lists of sequences.
+The engine's thread reports each step. `read` is thread-safe and blocks the engine and submitters only while it copies
+the two lists of sequences.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from services.predictor.engine.state.sequence import Row
 
 
 class LoadMeter:
-    """See the module; `guard` is held by the thread that changes the scheduler."""
+    """See the module; `guard` is held by every thread that changes the scheduler."""
 
     def __init__(self, scheduler: Scheduler, statistics: EngineStatistics, guard: threading.Condition) -> None:
         self._scheduler = scheduler
@@ -25,7 +25,7 @@ class LoadMeter:
         self._batch = 0
 
     def begin(self, rows: Rows[Row], now: float) -> None:
-        """Notes the rows of a step that begins, and which sequences are computed for the first time."""
+        """Records the rows of a step that begins, and which sequences start with it."""
         self._batch = len(rows)
         for row in rows:
             sequence = row.sequence
@@ -36,11 +36,11 @@ class LoadMeter:
                 self._statistics.cached_tokens += sequence.cached_tokens
 
     def idle(self) -> None:
-        """Notes that there is nothing to do."""
+        """Records that there is no work."""
         self._batch = 0
 
     def read(self) -> EngineLoad:
-        """What there is to do now."""
+        """The current load."""
         with self._guard:
             running, waiting = list(self._scheduler.running), list(self._scheduler.waiting)
         oldest = min((sequence.timeline.submitted for sequence in running + waiting), default=None)

@@ -1,38 +1,37 @@
-"""How many tokens of prompts a step may compute, beside running streams or alone.
+"""How many prompt tokens a step may compute, with or without running streams.
 
-Prompts and streams share each step, so a long prompt stretches the gaps between everyone's tokens. A
-step may always take `_STRETCH` times as long as one without prompts; so much longer as there are prompts
-for each stream, so that one prompt hardly disturbs sixteen streams and one stream does not hold up
-sixteen prompts; and as many times as long as there are prompts, but for no more than `_PATIENCE_S`: small
-steps are dear, and those who wait for their first token are more than those who wait for the next. Where
-no stream runs it may take `_PATIENCE_S`, since what comes in meanwhile waits for its end, and no prompt
-of ordinary length is divided.
+Prompts and streams share each step, so a long prompt delays the next token of every stream. A step may take `_STRETCH`
+times as long as one without prompts, or 1 + prompts / streams times if that is more, so that one prompt hardly disturbs
+sixteen streams and one stream does not delay sixteen prompts. Up to `_PATIENCE_S` it may take as many times as long as
+there are prompts, because small steps are inefficient and more callers then wait for a first token than for a next one.
+If no stream runs, a step may take `_PATIENCE_S`: new requests wait for its end, and a prompt of ordinary length fits
+undivided.
 
-What steps take is measured, for no constant would suit every model and machine: those of streams or
-prompts alone as a + b · tokens, and beside streams what a prompt's token adds, which grows along the
-prompt. Pure; seconds come from the caller.
+The durations of steps are measured, because no constant suits every model and machine: steps of only streams or only
+prompts as a + b · tokens; in mixed steps the additional cost of a prompt token, which grows along the prompt. Pure;
+times come from the caller.
 """
 
 from __future__ import annotations
 
 _STRETCH = 1.4
 _LEAST = 4  # Tokens; fewer would hardly be cheaper.
-_UNKNOWN = 32  # Tokens, as long as there is nothing to calculate with.
+_UNKNOWN = 32  # Tokens, until there are measurements.
 _PATIENCE_S = 0.25
 _LEAST_ALONE = 256  # Tokens.
-_LINE_MEMORY = 0.97  # The weight of a step against the one after it.
+_LINE_MEMORY = 0.97  # The weight of a step relative to the next one.
 _COST_MEMORY = 0.7
 
 
 class PrefillPace:
-    """Learns from steps, and says how large the next may be."""
+    """Measures steps and limits the next one."""
 
     def __init__(self) -> None:
         self._weight = self._tokens = self._seconds = self._tokens_squared = self._products = 0.0
-        self._cost: float | None = None  # Seconds that a prompt's token adds.
+        self._cost: float | None = None  # Seconds that one more prompt token takes.
 
     def limit(self, streams: int, prompts: int) -> int:
-        """Tokens that `prompts` sequences may compute in a step in which `streams` others get their next."""
+        """The number of tokens that `prompts` sequences may compute in a step with `streams` others."""
         alone, per_token = self._alone(streams)
         if not streams:
             return max(_LEAST_ALONE, int((_PATIENCE_S - alone) / per_token)) if per_token > 0 else _LEAST_ALONE
@@ -43,7 +42,7 @@ class PrefillPace:
         return max(_LEAST, int((longest - alone) / cost))
 
     def observe(self, streams: int, prompt_tokens: int, seconds: float) -> None:
-        """Learns from a step that gave so many streams their next token and computed so many of prompts."""
+        """Adds the measurement of a step with one token for each of `streams` and `prompt_tokens` of prompts."""
         if streams and prompt_tokens:
             alone, per_token = self._alone(streams)
             if per_token > 0:
@@ -59,7 +58,7 @@ class PrefillPace:
         self._products = self._products * _LINE_MEMORY + tokens * seconds
 
     def _alone(self, tokens: int) -> tuple[float, float]:
-        """Seconds of a step of so many tokens, and of each token; 0 where the steps do not tell."""
+        """Estimated seconds of a step of `tokens` tokens, and of one token; 0 if the measurements do not suffice."""
         spread = self._weight * self._tokens_squared - self._tokens**2
         if spread <= 1e-6 * self._tokens_squared * self._weight:
             return 0.0, 0.0

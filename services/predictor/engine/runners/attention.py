@@ -1,9 +1,9 @@
-"""Paged attention behind transformers' AttentionInterface: what every layer of a paged model calls.
+"""Paged attention behind transformers' AttentionInterface, which every layer of a paged model calls.
 
-The step's plan comes as the model's keyword `step_plan`. A layer writes the keys and values of the
-step's tokens to their blocks, at places given by position, so a step can be run again; then each
-token's query looks at its own sequence's blocks: by the compiled kernel where there is one for device
-and dtype, else in plain torch, which runs anywhere.
+The step's plan is the model's keyword argument `step_plan`. A layer writes the keys and values of the step's tokens to
+their blocks, at places given by position, so a step can be repeated. Then each token's query attends to its own
+sequence's blocks: with the compiled kernel if it supports the device and dtype, otherwise in plain torch, which runs
+anywhere.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def paged_attention(
     step_plan: StepPlan | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Query [1, heads, T, head size] to output [1, T, heads, head size], as the interface wants it."""
+    """Query [1, heads, T, head size] to output [1, T, heads, head size], as the interface requires."""
     if step_plan is None:
         raise ValueError("paged attention needs a step plan")
     if unknown := [name for name in _UNSUPPORTED if others.get(name) is not None]:
@@ -65,7 +65,7 @@ def attend_packed(
     window: int,
     rotary: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Output [T, query heads, head size] of packed [T, all heads, head size], as the kernel takes it."""
+    """Output [T, query heads, head size] for packed [T, all heads, head size], the kernel's layout."""
     return kernel.attend(
         *(plan.cache, layer, plan.table, plan.owners, plan.firsts(window), plan.ends),
         *(packed, query_heads, scale),
@@ -76,7 +76,7 @@ def attend_packed(
 def _attend_in_copies(
     plan: StepPlan, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int
 ) -> Tensor:
-    """Output [T, heads, head size], from blocks copied together."""
+    """Output [T, heads, head size], from copies of the blocks."""
     plan.cache.write(layer, plan.places(), keys, values)
     outputs = []
     if decodes := plan.decodes:
@@ -90,7 +90,7 @@ def _attend_in_copies(
 
 
 def _prefill(plan: StepPlan, layer: int, chunk: Chunk, queries: Tensor, scale: float, window: int) -> Tensor:
-    """Output [tokens, heads, head size] of a chunk, whose keys and values are in the cache already."""
+    """Output [tokens, heads, head size] of a chunk whose keys and values are already in the cache."""
     blocks = -(-(chunk.start + chunk.count) // BLOCK_TOKENS)
     keys, values = plan.cache.read(layer, plan.table[chunk.owner : chunk.owner + 1, :blocks])
     query = queries[chunk.at : chunk.at + chunk.count].transpose(0, 1)[None]

@@ -1,9 +1,9 @@
-"""Recorded decode passes: on CUDA a step of small kernels is bound by launching them, and a graph launches all at once.
+"""Recorded decode passes: on CUDA, launching its many small kernels dominates a step; a graph launches all at once.
 
-A pass is recorded for each bucket of rows and of blocks a row, over buffers that stay where they are;
-a step copies its contents in and replays. Rows that only fill a bucket up read and write block 0, which
-is nobody's. What is recorded is the same code that runs without graphs; `record` is a parameter so that
-buckets and buffers can be tested where there is no GPU.
+A pass is recorded for each bucket of rows and of blocks for each row, over buffers at fixed addresses; a step copies
+its contents in and replays. Rows that only pad a bucket read and write block 0, which no sequence owns. The recorded
+code is the code that runs without graphs; `record` is a parameter so that buckets and buffers can be tested without a
+GPU.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from services.predictor.engine.state.cache import KeyValueCache
 Forward = Callable[[Tensor, Tensor, StepPlan], Tensor]
 Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
-_WARM_UPS = 2  # Libraries choose and allocate in their first calls, which a recording must not contain.
+_WARM_UPS = 2  # Libraries choose algorithms and allocate in their first calls, which must not be recorded.
 
 
 def row_bucket(rows: int) -> int:
-    """The number of rows that a pass for `rows` rows has: powers of two up to 16, then multiples of 8, then of 16."""
+    """The rows of the pass that serves `rows` rows: powers of two up to 16, then multiples of 8, then of 16."""
     if rows <= 16:
         return 1 << (rows - 1).bit_length()
     return -(-rows // 8) * 8 if rows <= 32 else -(-rows // 16) * 16
 
 
 def block_bucket(blocks: int) -> int:
-    """The number of blocks a row that a pass for `blocks` blocks has: powers of two."""
+    """The blocks for each row of the pass that serves `blocks` blocks: powers of two."""
     return 1 << (max(1, blocks) - 1).bit_length()
 
 
 def record_cuda_graph(forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Records what `forward` launches; the returned function launches it again, into the same output."""
+    """Records the kernels that `forward` launches; the returned function launches them again, into the same output."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -66,7 +66,7 @@ class _Pass:
 
 
 class DecodeGraphs:
-    """Passes of `forward(ids [1, rows], positions [1, rows], plan)`, recorded when they are first needed."""
+    """Passes of `forward(ids [1, rows], positions [1, rows], plan)`, each recorded at its first use."""
 
     def __init__(self, forward: Forward, cache: KeyValueCache, record: Record = record_cuda_graph) -> None:
         self._forward = forward
@@ -97,7 +97,7 @@ class DecodeGraphs:
         ends = torch.ones(rows, dtype=torch.int32, device=device)
 
         def forward() -> Tensor:
-            # A plan remembers what it derived, so each pass needs its own.
+            # A plan caches derived tensors, so each pass needs its own.
             plan = StepPlan(self._cache, rows, [], table, owners, ends)
             return self._forward(ids, positions, plan)
 

@@ -1,12 +1,12 @@
-"""Decoder layers of the commonest kinds in few operations, for the CPU. float32 and bfloat16.
+"""Decoder layers of the most common kinds in few operations, for the CPU. float32 and bfloat16.
 
-A layer of transformers is some forty small operations, and for a few rows calling them takes most of
-the time. Here queries, keys and values are one product; rotation, writing to the cache and attention
-are one kernel; activations and residual sums are part of the products. Only what a layer computes is
-the same, not where it rounds: where transformers rounds to bfloat16 in between, this does not.
+A layer of transformers is some forty small operations, and for a few rows the calls take most of the time. Here
+queries, keys and values are one product; rotation, writing to the cache and attention are one kernel; activations and
+residual sums are fused into the products. The result is the same except for rounding: transformers rounds intermediate
+results to bfloat16, this code does not.
 
-The rest of the model (embeddings, rotary angles, last norm, head) stays transformers' own. Layers are
-recognised by their class; any other class, and a configuration beyond what is written here, stays as it is.
+The rest of the model (embeddings, rotary angles, last norm, head) is transformers' own. Layers are recognised by their
+class; other classes, and unsupported configurations, stay unchanged.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ class _Attention:
         return attended.view(1, normed.shape[1], -1)
 
     def _normed(self, packed: Tensor) -> Tensor:
-        """Qwen3's norms of each query's and each key's head."""
+        """Applies Qwen3's norms to each query head and each key head."""
         parts = torch.split(packed, [self._query_heads, self._key_heads, self._key_heads], dim=1)
         norms = zip(parts, self._norms, strict=False)
         return torch.cat([*(kernel.rms_norm(part.contiguous(), *norm) for part, norm in norms), parts[2]], dim=1)
 
 
 class GatedLayer(nn.Module):
-    """Llama's layer and its like: root mean square norms, rotary positions, a gated feed-forward part."""
+    """The layer of Llama and similar models: root mean square norms, rotary positions, a gated feed-forward part."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
         attention, feed_forward = layer.self_attn, layer.mlp
-        # Qwen says it by layer, Mistral for all.
+        # Qwen defines it for each layer, Mistral for all.
         windowed = attention if hasattr(attention, "sliding_window") else attention.config
         window = getattr(windowed, "sliding_window", None) or 0
         self._attention = _Attention(attention, attention.scaling, window)
@@ -119,7 +119,7 @@ class OPTLayer(nn.Module):
 
 
 def fuse_layers(model: Any) -> None:
-    """Replaces a paged model's decoder layers where they are of a kind that is known here."""
+    """Replaces the decoder layers of a paged model that are of a supported kind."""
     if not packs(model):
         return
     for layers in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
@@ -130,7 +130,7 @@ def fuse_layers(model: Any) -> None:
 
 
 def _fused(layer: Any, model: Any) -> nn.Module | None:
-    # By the class itself: what inherits from it may compute something else.
+    # Exactly the class: a subclass may compute something else.
     kind = GatedLayer if type(layer) in _GATED else OPTLayer if type(layer) is OPTDecoderLayer else None
     if kind is None or not kernel.takes_heads(model.device, model.dtype, layer.self_attn.head_dim):
         return None

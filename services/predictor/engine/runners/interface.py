@@ -1,4 +1,4 @@
-"""What computes a step: the interface of model runners, of which each serves a family of models."""
+"""The interface of model runners, which compute the steps; each runner serves a family of models."""
 
 from __future__ import annotations
 
@@ -11,33 +11,36 @@ from services.predictor.engine.state.sequence import Row
 
 
 class ModelRunner(Protocol):
-    """Turns the rows of a step into logits. Used by the engine's thread alone."""
+    """Computes the logits of a step's rows. Used only by the engine's thread."""
 
     @property
     def description(self) -> str:
-        """Its kind in a word or two, for log and ModelConfig."""
+        """Its kind in a word or two, for the log and ModelConfig."""
 
     @property
     def start_ids(self) -> tuple[int, ...]:
-        """What stands between prompt and output: an encoder-decoder model's decoder start token."""
+        """The ids between prompt and output: an encoder-decoder model's decoder start token."""
 
     @property
     def reuses_prefixes(self) -> bool:
-        """Whether a block's contents depend on nothing but the ids up to its end."""
+        """Whether a block's contents depend only on the ids up to its end."""
 
     @property
     def scores_prompts(self) -> bool:
         """Whether rows may have positions to score."""
 
     def run(self, rows: Rows[Row]) -> Tensor:
-        """Computes the rows' ids; the logits [rows that sample, vocabulary] of each last one, in the rows' order.
+        """Computes the rows' ids; returns the last logits [rows that sample, vocabulary] of each row that samples, in
+        order.
 
-        Behind them come the logits of all positions that rows score, in the same order.
-        It may raise, and may then be called again with the same rows or some of them.
+        After them, in the same order, come the logits of all positions that rows score. It may raise, and may then be
+        called again with the same rows or some of them.
         """
 
     def clear(self, blocks: Rows[int]) -> None:
-        """Wipes what a failed sequence left in blocks that others will use."""
+        """Zeroes what a failed sequence left in blocks that others will use."""
 
     def probe(self) -> None:
-        """A forward pass that touches no sequence; raises where the model cannot run any more, or gives no numbers."""
+        """Runs a forward pass that affects no sequence; raises if the model cannot run any more or returns no
+        numbers.
+        """

@@ -1,8 +1,8 @@
-"""How much memory the KV cache may take, and what context fits it.
+"""The size of the KV cache, and the context that fits it.
 
-A container's limit counts, not the machine's memory. On CUDA the cache takes what `gpu_memory_share`
-leaves beside the weights: with N predictors on one GPU each is given its share, whatever order they
-start in.
+In a container the container's limit counts, not the machine's memory. On CUDA the cache gets what is left of
+`gpu_memory_share` after the weights: with N predictors on one GPU each gets its share, whatever the order in which they
+start.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 _CPU_DEFAULT = 1 << 30
 _CGROUP = Path("/sys/fs/cgroup")
-_CONTAINER_SHARE = 0.5  # Of what a container has left: weights' copies and activations need the rest.
-_UNSTATED_CONTEXT = 512  # For models with no position table, such as T5's, that name no length.
+_CONTAINER_SHARE = 0.5  # Of the free memory of a container: copies of weights and activations need the rest.
+_UNSTATED_CONTEXT = 512  # For models without a position table, such as T5's, whose configuration names no length.
 _LEAST_CONTEXT = 256
 
 
 def cache_shape(model: Any) -> CacheShape:
-    """What a model keeps of each token, by its configuration."""
+    """What a model stores for each token, from its configuration."""
     config = model.config.get_text_config(decoder=True)
 
     def first(*names: str) -> int | None:
@@ -44,10 +44,10 @@ def cache_shape(model: Any) -> CacheShape:
 
 
 def plan_memory(name: str, model: Any, shape: CacheShape, settings: PredictorSettings) -> tuple[int, int]:
-    """The context length served, and the cache's blocks with the reserved one; raises StartupError."""
+    """Returns the served context length and the number of blocks with the reserved one; raises StartupError."""
     memory = cache_memory(name, model.device, settings)
     tokens = max(0, memory // (shape.bytes_per_token * BLOCK_TOKENS) - RESERVED) * BLOCK_TOKENS
-    # An encoder-decoder model holds its prompt beside its output, and the token that starts it.
+    # An encoder-decoder model stores the prompt as well as the output, and the decoder's start token.
     copies = 2 if model.config.is_encoder_decoder else 1
     fits = max(0, tokens // copies - (copies - 1))
     config = model.config.get_text_config(decoder=True)
@@ -65,13 +65,13 @@ def plan_memory(name: str, model: Any, shape: CacheShape, settings: PredictorSet
     context = settings.max_context or min(own, fits)
     if context < own:
         logger.warning("model %s: context %d of its %d; PREDICTOR_KV_CACHE_MEMORY sets more", name, context, own)
-    # No more blocks than so many whole contexts could fill.
+    # Limited to the blocks that whole contexts of all running requests can fill.
     useful = settings.max_running * 2 * copies * (context + BLOCK_TOKENS) // BLOCK_TOKENS
     return context, min(tokens // BLOCK_TOKENS, useful) + RESERVED
 
 
 def cache_memory(name: str, device: torch.device, settings: PredictorSettings) -> int:
-    """Bytes for keys and values; raises StartupError where a setting asks for more than there is."""
+    """Bytes for keys and values; raises StartupError if a setting asks for more than there is."""
     wanted = settings.kv_cache_memory
     most: int | None
     if device.type == "cuda":
@@ -93,7 +93,7 @@ def cache_memory(name: str, device: torch.device, settings: PredictorSettings) -
 
 
 def container_memory_left(cgroup: Path = _CGROUP) -> int | None:
-    """Bytes until the limit of this process's container; None where it has none."""
+    """Bytes below the memory limit of this process's container; None without a limit."""
     try:
         limit = (cgroup / "memory.max").read_text().strip()
         used = int((cgroup / "memory.current").read_text())
@@ -102,5 +102,5 @@ def container_memory_left(cgroup: Path = _CGROUP) -> int | None:
         return None
     if limit == "max":
         return None
-    # Pages of files, such as the weights', are given up when memory is short.
+    # Cached pages of files, such as the weights', are reclaimed when memory is short.
     return int(limit) - used + int(statistics.get("inactive_file", 0))

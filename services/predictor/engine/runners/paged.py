@@ -1,8 +1,8 @@
 """Runs any decoder of transformers that takes an attention function: one forward pass for all rows of a step.
 
-Tokens of all rows are packed into one row of ids with explicit positions; only `attention.py` knows
-where one sequence ends and the next begins. Whether a model really goes through it is tested at load
-(`self_test`), since models that do not ignore it silently.
+Tokens of all rows are packed into one row of ids with explicit positions; only `attention.py` knows where one sequence
+ends and the next begins. Some models ignore the attention function silently, so `self_test` verifies at load that the
+model uses it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from services.predictor.engine.state.slot import MergingSlot
 logger = logging.getLogger(__name__)
 
 _TEST_LENGTH = 40
-# Logits of rounding alone, relative to the largest; a wrong attention is off by tens of percent.
+# Differences by rounding only, relative to the largest logit; wrong attention differs by tens of percent.
 _TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
 
 
 class PagedRunner:
-    """See the module. `blocks` are those of the cache, the reserved one included."""
+    """See the module. `blocks` is the size of the cache, with the reserved block."""
 
     description = "paged"
     start_ids: tuple[int, ...] = ()
@@ -41,7 +41,7 @@ class PagedRunner:
     scores_prompts = True
 
     def __init__(self, model: Any, shape: CacheShape, blocks: int, record: Record | None = None) -> None:
-        """With `record`, steps that only decode are recorded and replayed."""
+        """With `record`, decode-only steps are recorded and replayed."""
         self._model = model
         self._cache = KeyValueCache(shape, blocks, model.device)
         self._planner = StepPlanner(self._cache)
@@ -49,7 +49,7 @@ class PagedRunner:
         model.set_attn_implementation(NAME)
 
     def run(self, rows: Rows[Row]) -> Tensor:
-        # The planner wants those of one id first; the caller gets logits in its own order.
+        # The planner takes rows with one id first; the returned logits are in the caller's order.
         order = sorted(range(len(rows)), key=lambda i: rows[i].count > 1)
         packed = [rows[i] for i in order]
         ids: list[int] = []
@@ -83,7 +83,7 @@ class PagedRunner:
             position_ids=positions,
             step_plan=plan,
             use_cache=False,
-            logits_to_keep=0 if wanted is None else wanted,  # 0 is all of them.
+            logits_to_keep=0 if wanted is None else wanted,  # 0 means all.
         ).logits[0]
         return logits
 
@@ -106,10 +106,10 @@ def detached_sequence(ids: list[int]) -> Sequence:
 
 
 def self_test(model: Any, shape: CacheShape, vocabulary_size: int) -> str | None:
-    """Why the model cannot be run by `PagedRunner`; None if it gives what a plain forward pass gives.
+    """Why `PagedRunner` cannot run the model; None if it gives the logits of a plain forward pass.
 
-    Two sequences, one in uneven chunks while the other decodes. Leaves the model with paged attention
-    if it can be run so, and as it was if not.
+    Tests two sequences, one in uneven chunks while the other decodes. Leaves the model with paged attention if it
+    passes, and unchanged otherwise.
     """
     if not getattr(model, "_supports_attention_backend", False):
         return "it does not take an attention function"
@@ -131,7 +131,9 @@ def self_test(model: Any, shape: CacheShape, vocabulary_size: int) -> str | None
 
 
 def _largest_difference(runner: PagedRunner, ids: list[int], expected: Tensor) -> float:
-    """Between logits of chunked and decoded rows and the expected ones, relative to the largest of these."""
+    """The largest difference between the logits of chunked and decoded rows and the expected ones, relative to the
+    largest.
+    """
     chunked, decoded = detached_sequence([]), detached_sequence([])
     blocks = len(ids) // BLOCK_TOKENS + 1
     chunked.blocks = list(range(RESERVED, RESERVED + blocks))

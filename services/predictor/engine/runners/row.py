@@ -1,8 +1,8 @@
 """Runs a model of transformers one row at a time, with transformers' own caches.
 
-It serves what the batching runners cannot: every architecture that `generate` can serve, at the price
-of a forward pass a row. `CausalRunner` and `EncoderDecoderRunner` keep a cache a sequence in its
-`state`; `CachelessRunner` computes every id at each step, for models whose memory is of another kind.
+It serves the models that the batching runners cannot: every architecture of `generate`, at the cost of one forward pass
+for each row. `CausalRunner` and `EncoderDecoderRunner` keep a cache for each sequence in its `state`; `CachelessRunner`
+computes every id at each step, for models with another kind of memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from services.predictor.engine.state.sequence import Row
 
 
 class _RowRunner:
-    """What is common to them: rows one after another."""
+    """The common part: rows one after another."""
 
     description = "one row"
     start_ids: tuple[int, ...] = ()
@@ -29,7 +29,7 @@ class _RowRunner:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        # A long prompt's other logits would take far more memory than its keys and values.
+        # The logits of a long prompt's other positions would take far more memory than its keys and values.
         self._takes = inspect.signature(model.forward).parameters
         self._only_last = {"logits_to_keep": 1} if "logits_to_keep" in self._takes else {}
 
@@ -38,7 +38,7 @@ class _RowRunner:
         return torch.stack([one for one, row in zip(logits, rows, strict=True) if row.samples] or [logits[0]])
 
     def clear(self, blocks: Rows[int]) -> None:
-        """Nothing of a sequence outlives its state."""
+        """Does nothing: everything of a sequence is in its state."""
 
     def probe(self) -> None:
         check_numbers(self._model(input_ids=self._tensor([0]), use_cache=False).logits)
@@ -55,9 +55,9 @@ class CausalRunner(_RowRunner):
 
     def _last_logits(self, row: Row) -> Tensor:
         sequence = row.sequence
-        # The cache is put back only after the pass succeeded: a failed pass may leave it half written.
+        # The cache is restored only after a successful pass: a failed one may leave it half written.
         cache, sequence.state = sequence.state, None
-        if cache is None or cache.get_seq_length() > row.start:  # The latter when the step is run again.
+        if cache is None or cache.get_seq_length() > row.start:  # The latter if the step is repeated.
             cache = DynamicCache(config=self._model.config)
         done, end = cache.get_seq_length(), row.start + row.count
         positions = {"position_ids": self._tensor([*range(done, end)])} if "position_ids" in self._takes else {}
@@ -74,7 +74,7 @@ class CausalRunner(_RowRunner):
 
 
 class EncoderDecoderRunner(_RowRunner):
-    """Encoder-decoder models: the encoder runs once, the output has a cache of its own."""
+    """Encoder-decoder models: the encoder runs once, the output has its own cache."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
@@ -106,7 +106,7 @@ class EncoderDecoderRunner(_RowRunner):
 
 
 class CachelessRunner(_RowRunner):
-    """Models without keys and values, such as those of state spaces: every step reads all ids."""
+    """Models without keys and values, such as state space models: every step computes all ids."""
 
     description = "one row, no cache"
 

@@ -1,8 +1,8 @@
-"""What a step's attention needs to know: which tokens are whose, and in which blocks their keys and values lie.
+"""The input of a step's attention: the sequence of each token, and the blocks of its keys and values.
 
-The tokens of a step are packed into one row [1, T]: first those of `decodes` sequences that compute
-one id each, then chunks of prompts. All is tensors of fixed meaning, so that a recorded pass over
-decodes can be fed with other contents.
+The tokens of a step are packed into one row [1, T]: first those of `decodes` sequences that compute one id each, then
+chunks of prompts. Everything is in tensors with fixed meanings, so that a recorded decode pass can be replayed with
+other contents.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Handed to every layer's attention; what several layers derive from it is derived once."""
+    """Passed to the attention of every layer; tensors that layers derive from it are derived once."""
 
     cache: KeyValueCache
     decodes: int
     chunks: list[Chunk]
-    table: Tensor  # int32 [sequences, blocks of the longest], filled up with block 0.
+    table: Tensor  # int32 [sequences, blocks of the longest], padded with block 0.
     owners: Tensor  # int32 [T], each token's row of the table.
-    ends: Tensor  # int32 [T], each token's position + 1: what it looks at ends there.
+    ends: Tensor  # int32 [T], each token's position + 1: it attends to positions before that.
     _derived: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
 
     def firsts(self, window: int) -> Tensor:
-        """The first position [T] that each token looks at; `window` is how many at most, 0 for all."""
+        """The first position [T] that each token attends to; `window` is the maximum number of positions, 0 for all."""
         if not window:
             return self._once(("firsts",), lambda: torch.zeros_like(self.ends))
         return self._once(("firsts", window), lambda: (self.ends - window).clamp(min=0))
 
     def places(self) -> tuple[Tensor, Tensor]:
-        """The block and the offset in it [T] of each token's own keys and values."""
+        """The block [T] of each token's own keys and values, and the offset [T] in it."""
         position = self._once(("position",), lambda: self.ends.long() - 1)
         block = self._once(("block",), lambda: self.table[self.owners.long(), position // BLOCK_TOKENS].long())
         return block, self._once(("offset",), lambda: position % BLOCK_TOKENS)
 
     def decode_mask(self, window: int) -> Tensor:
-        """Which tokens of its blocks each decoding row looks at: [decodes, 1, 1, tokens]."""
+        """The positions in its blocks that each decoding row attends to: [decodes, 1, 1, tokens]."""
         return self._once(("decodes", window), lambda: self._mask(slice(0, self.decodes), self.table.shape[1], window))
 
     def chunk_mask(self, chunk: Chunk, window: int) -> Tensor:
-        """Which tokens of its blocks each token of a chunk looks at: [1, 1, chunk, tokens]."""
+        """The positions in its blocks that each token of a chunk attends to: [1, 1, chunk, tokens]."""
         tokens = slice(chunk.at, chunk.at + chunk.count)
         blocks = -(-(chunk.start + chunk.count) // BLOCK_TOKENS)
         return self._once((chunk, window), lambda: self._mask(tokens, blocks, window).permute(1, 2, 0, 3))
@@ -75,7 +75,7 @@ class StepPlan:
 
 
 class StepPlanner:
-    """Makes plans; keeps the table of running sequences between steps, since it hardly changes."""
+    """Creates plans; keeps the table of running sequences between steps, because it hardly changes."""
 
     def __init__(self, cache: KeyValueCache) -> None:
         self._cache = cache
@@ -83,7 +83,7 @@ class StepPlanner:
         self._filled: list[list[int]] = []  # The blocks in each of its rows.
 
     def plan(self, rows: Rows[Row]) -> StepPlan:
-        """The plan of rows of which those with one id come first."""
+        """The plan for rows, of which those with one id come first."""
         decodes = sum(row.count == 1 for row in rows)
         chunks = []
         owners = list(range(decodes))
@@ -104,12 +104,12 @@ class StepPlanner:
 
     def _blocks(self, rows: Rows[Row], width: int) -> Tensor:
         if self._table.shape[0] < len(rows) or self._table.shape[1] < width:
-            # Twice as large as needed, so that it grows rarely.
+            # Twice the needed size, so that it rarely grows.
             self._table = np.zeros((2 * len(rows), 2 * width), dtype=np.int32)
             self._filled = [[]] * (2 * len(rows))
         for i, row in enumerate(rows):
             blocks = row.sequence.blocks[: self._table.shape[1]]
-            # After a preemption any of them may be another.
+            # After a preemption any block may differ.
             if self._filled[i] != blocks:
                 self._table[i] = 0
                 self._table[i, : len(blocks)] = blocks

@@ -1,15 +1,14 @@
-"""Runs T5 and its family: every step one encoder pass for its new prompts and one decoder pass for all its rows.
+"""Runs T5 and its family: in every step one encoder pass for new prompts and one decoder pass for all rows.
 
-A sequence's ids are prompt, decoder start token, output, and its blocks hold the keys and values of
-each at its position: of the prompt those that cross-attention reads, made once by the encoder, of the
-rest those of the decoder's own attention. Both are of one size, and nothing is kept elsewhere: what the
-scheduler counts is all the memory there is, and a step can be run again, whatever rows it has.
+A sequence's ids are prompt, decoder start token, output. Its blocks hold keys and values of each at its position: for
+the prompt those that cross-attention reads, computed once by the encoder, for the rest those of the decoder's
+self-attention. Both have the same size, and nothing is stored elsewhere: the blocks that the scheduler counts are all
+the memory in use, and a step can be repeated, whatever its rows.
 
-A decoder's token knows its place only by a bias that depends on the distance between query and key,
-so tokens of many sequences, at any position, go through the decoder packed in one row, and each looks
-at a range of its own sequence. Tokens that a request gives go the same way as those it generates.
-Norms, projections and feed-forward layers are the model's own modules; the order of a block's parts,
-the bias and the bounds of float16 follow transformers' T5Block.
+In the decoder, positions enter only by a bias that depends on the distance between query and key, so tokens of many
+sequences, at any position, pass the decoder packed in one row, and each attends to a range of its own sequence. Output
+tokens from the request are computed like generated ones. Norms, projections and feed-forward layers are the model's own
+modules; the order of a block's parts, the bias and the clamping for float16 follow transformers' T5Block.
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ from services.predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyV
 from services.predictor.engine.state.sequence import Row, Sequence
 from services.predictor.engine.state.slot import MergingSlot
 
-# Whether the decoder's outputs are scaled by the root of their size before the vocabulary's projection.
+# Whether the decoder's outputs are divided by the root of their size before the projection to the vocabulary.
 _SCALES_OUTPUTS: dict[type, Callable[[Any], bool]] = {
     T5ForConditionalGeneration: lambda config: config.scale_decoder_outputs,
     MT5ForConditionalGeneration: lambda config: False,
     UMT5ForConditionalGeneration: lambda config: config.tie_word_embeddings,
 }
-_SHORT_PROMPT = 16  # Prompts up to here are padded to any length up to here.
-_COPIED_TOKENS = 64  # How many tokens' blocks are copied at a time where there is no kernel.
+_SHORT_PROMPT = 16  # Prompts up to this length are padded together, whatever their lengths.
+_COPIED_TOKENS = 64  # The number of tokens whose blocks are copied at a time if there is no kernel.
 
 
 @dataclass(frozen=True)
 class _Range:
-    """The positions `firsts` to `ends` [tokens] in its own sequence that each token looks at, int32."""
+    """The positions `firsts` to `ends` [tokens] of its own sequence that each token attends to, int32."""
 
     firsts: Tensor
     ends: Tensor
@@ -56,14 +55,14 @@ class _Tokens:
     """The decoder's tokens of a step, all rows packed."""
 
     ids: Tensor  # int64 [tokens].
-    table: Tensor  # int32 [tokens, blocks of the longest sequence], filled up with block 0.
+    table: Tensor  # int32 [tokens, blocks of the longest sequence], padded with block 0.
     prompt: _Range
     own: _Range
-    sampled: list[int]  # Those whose logits are wanted.
+    sampled: list[int]  # The tokens whose logits are needed.
 
 
 class T5Runner:
-    """See the module. `blocks` are those of the cache, the reserved one included."""
+    """See the module. `blocks` is the size of the cache, with the reserved block."""
 
     description = "ragged decoder"
     reuses_prefixes = False
@@ -78,12 +77,12 @@ class T5Runner:
         self._cache = KeyValueCache(shape, blocks, model.device)
         self._biases = _biases(model.decoder)
         self._no_bias = torch.zeros((config.num_heads, 1), device=model.device)
-        # Compiles what is to be compiled before the first request.
+        # Compiles the kernels before the first request.
         self.probe()
 
     @staticmethod
     def supports(model: Any) -> bool:
-        """Whether the model is of an architecture whose decoder this runner knows."""
+        """Whether this runner implements the model's architecture."""
         return type(model) in _SCALES_OUTPUTS
 
     def run(self, rows: Rows[Row]) -> Tensor:
@@ -109,7 +108,7 @@ class T5Runner:
         check_numbers(self.run([Row(sequence, 0, len(sequence.ids))]))
 
     def _encode(self, sequences: Rows[Sequence]) -> None:
-        """Reads prompts and writes what cross-attention needs of them."""
+        """Encodes prompts and writes the keys and values of cross-attention."""
         for group in _groups(sequences):
             prompts = [sequence.request.input_ids for sequence in group]
             longest = max(map(len, prompts))
@@ -183,7 +182,9 @@ class T5Runner:
         bias: Tensor,
         written: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Output [tokens, heads x head size]; keys and values to be written are each range's last, and read too."""
+        """Output [tokens, heads x head size]. `written` are keys and values to be stored at each range's last
+        position.
+        """
         if not kernel.takes(query):
             if written is not None:
                 last = looks_at.ends.long() - 1
@@ -198,7 +199,7 @@ class T5Runner:
         return attended.view(len(query), -1)
 
     def _attend_in_copies(self, layer: int, table: Tensor, looks_at: _Range, query: Tensor, bias: Tensor) -> Tensor:
-        """The same in plain torch, from blocks copied together, a bounded number at a time."""
+        """The same in plain torch, from copies of the blocks, a bounded number at a time."""
         outputs = []
         furthest = bias.shape[1] - 1
         position = torch.arange(table.shape[1] * BLOCK_TOKENS, device=table.device)[None]
@@ -223,7 +224,7 @@ class T5Runner:
 
 
 def _groups(sequences: Rows[Sequence]) -> Iterator[list[Sequence]]:
-    """Sequences whose prompts are padded together: none to more than twice its length, but for short ones."""
+    """Groups sequences whose prompts are padded together, none to more than twice its length except short ones."""
     group: list[Sequence] = []
     for sequence in sorted(sequences, key=lambda sequence: len(sequence.request.input_ids)):
         length = len(sequence.request.input_ids)
@@ -235,12 +236,12 @@ def _groups(sequences: Rows[Sequence]) -> Iterator[list[Sequence]]:
 
 
 def _prompt_blocks(sequence: Sequence) -> NDArray[np.int64]:
-    """The block of each of the prompt's tokens."""
+    """The block of each prompt token."""
     return np.array(sequence.blocks).repeat(BLOCK_TOKENS)[: len(sequence.request.input_ids)]
 
 
 def _biases(decoder: Any) -> list[Tensor]:
-    """Of each layer, float32 [heads, distances]: the furthest first, from which on it stays the same."""
+    """The bias of each layer, float32 [heads, distances]: the furthest first, constant beyond it."""
     biases = []
     for block in decoder.block:
         attention = block.layer[0].SelfAttention
@@ -249,13 +250,13 @@ def _biases(decoder: Any) -> list[Tensor]:
             bias = attention.compute_bias(1, distances, past_seen_tokens=distances - 1)
             biases.append(bias[0, :, 0].float().contiguous())
         else:
-            # T5's layers share the first one's; UMT5's have each their own.
+            # In T5 all layers share the first layer's; in UMT5 each has its own.
             biases.append(biases[-1])
     return biases
 
 
 def _bounded(hidden: Tensor) -> Tensor:
-    """Within what float16 can hold."""
+    """Clamps to the range of float16."""
     if hidden.dtype != torch.float16:
         return hidden
     largest = torch.finfo(torch.float16).max

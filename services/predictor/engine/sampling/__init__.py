@@ -1,1 +1,1 @@
-"""From logits to token ids, and what a vocabulary forbids."""
+"""Samples token ids from logits."""

@@ -1,22 +1,21 @@
-"""The stateless sampler: logits to token ids, every row by its own parameters, in one vectorised pass.
+"""The stateless sampler: logits to token ids, each row with its own parameters, in one vectorised pass.
 
-The uniform number for output position n is a hash of (seed, n), and the sampled id is the inverse of
-the cumulative distribution at it, summed in float64 in the order of token ids after all masks. So
-nothing is remembered between tokens: a sequence continued elsewhere from its own ids goes on as it
-would have gone on. What a row gets depends on that row alone, never on its neighbours.
+The uniform number for output position n is a hash of (seed, n), and the sampled id is the inverse of the cumulative
+distribution at it, summed in float64 in the order of token ids after all masks. So there is no state between tokens: a
+sequence that resumes elsewhere from its own ids continues with the same tokens. The result of a row depends on that row
+only, never on its neighbours.
 
-Order: penalties, then the minimum length, then temperature, top-k, top-p, min-p. Tokens that tie with
-the last one that top-k or top-p keeps are kept. Equal scores: greedy takes the lowest id. Log
-probabilities are those of the model's raw logits, in nats.
+Order: penalties, then the minimum length, then temperature, top-k, top-p, min-p. Tokens that tie with the last one that
+top-k or top-p keeps are kept. Equal scores: greedy takes the lowest id. Log probabilities are those of the model's raw
+logits, in nats.
 
-A row whose logits are not numbers (any is NaN, or the largest is infinite, as where every token is
-masked) gets `NO_TOKEN`. Any device; float32 and float64 are computed as they come, other dtypes in
-float32. One transfer brings the results to the host; on CUDA nothing else waits for the device.
-Called from the engine's thread; `logits` is only read.
+A row whose logits are not numbers (any is NaN, or the largest is infinite, as when every token is masked) gets
+`NO_TOKEN`. Any device; float32 and float64 are computed in their own precision, other dtypes in float32. One transfer
+brings the results to the host; on CUDA nothing else waits for the device. Called on the engine's thread; `logits` is
+only read.
 
-Sources: splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators");
-repetition penalty (Keskar et al. 2019, CTRL); nucleus sampling (Holtzman et al. 2019); min-p (Nguyen
-et al. 2024, "Turning up the heat").
+Sources: splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"); repetition penalty
+(Keskar et al. 2019, CTRL); nucleus sampling (Holtzman et al. 2019); min-p (Nguyen et al. 2024, "Turning up the heat").
 """
 
 from __future__ import annotations
@@ -36,18 +35,18 @@ from services.predictor.engine.sampling.vocabulary import argmax, invert, larges
 from services.predictor.engine.state.sampling_row import SamplingRow
 
 NO_TOKEN = -1
-# Part of a model's fingerprint; to be raised where the same logits and seed may come to give another token.
+# Part of a model's fingerprint; raise it with any change after which the same logits and seed may give another token.
 SAMPLER_VERSION = 1
 
-# Candidates that a CPU looks at before it orders the whole vocabulary. Fixed, so that a row takes
-# the same way, and gets the same rounding, in every batch.
+# The numbers of candidates that a CPU tries before it sorts the whole vocabulary. Fixed, so that a row takes the same
+# path, with the same rounding, in every batch.
 _CANDIDATES = (128, 1024, 4096)
 _MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """Token ids and log probabilities, one for each row; the latter only where a row asks for them."""
+    """Token ids and log probabilities, one for each row; log probabilities only where a row asks for them."""
 
     token_ids: list[int]
     logprobs: list[Logprobs | None]
@@ -87,7 +86,7 @@ def _mix(value: int) -> int:
 
 
 def _penalise(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Scores after repetition, presence and frequency penalties; the same tensor where no row has any."""
+    """Scores after repetition, presence and frequency penalties; the same tensor if no row has any."""
     repeating = [i for i, row in enumerate(rows) if row.sampling.repetition_penalty != 1]
     counting = [i for i, row in enumerate(rows) if row.sampling.presence_penalty or row.sampling.frequency_penalty]
     if not repeating and not counting:
@@ -127,7 +126,7 @@ def _places(
 
 
 def _mask_early_end(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Scores that cannot end a row before its minimum length; the same tensor where none is below it."""
+    """Masks the end tokens of rows below their minimum length; the same tensor if there are none."""
     masked = [
         (i, token_id)
         for i, row in enumerate(rows)
@@ -141,9 +140,9 @@ def _mask_early_end(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _draw(scores: Tensor, highest: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Ids sampled by each row's temperature, filters and uniform number; `highest` [rows, 1] is the largest score."""
+    """Samples ids by each row's temperature, filters and uniform number; `highest` [rows, 1] is the largest score."""
     parameters = [row.sampling for row in rows]
-    # Taken off first, for a low temperature would make much of what rounding takes from large scores.
+    # Subtract first: a low temperature would magnify the rounding errors of large scores.
     relative = (scores - highest).div_(_column([s.temperature for s in parameters], scores))
     probabilities = relative.softmax(-1)
     drawn = [uniform(row.sampling.seed or 0, len(row.output_ids)) for row in rows]
@@ -163,13 +162,13 @@ def _draw(scores: Tensor, highest: Tensor, rows: Sequence[SamplingRow]) -> Tenso
 def _draw_filtered(
     scores: Tensor, probabilities: Tensor, numbers: Tensor, parameters: Sequence[SamplingParameters]
 ) -> Tensor:
-    """Ids sampled from what top-k, top-p and min-p keep.
+    """Samples ids from the tokens that top-k, top-p and min-p keep.
 
-    Looks at few candidates of each row, at more where they do not decide, and at last at all in order.
+    Tries a few candidates of each row, then more if they do not decide, and finally sorts all.
     """
     rows, size = scores.shape
     chosen = torch.zeros(rows, dtype=torch.long, device=scores.device)
-    # Looking whether candidates decide would make a GPU wait, and it sorts fast.
+    # Checking whether the candidates decide would make a GPU wait, and a GPU sorts fast.
     tiers = () if scores.is_cuda else tuple(count for count in _CANDIDATES if count < size)
     undecided = list(range(rows))
     for count in tiers:
@@ -180,7 +179,7 @@ def _draw_filtered(
         ids, order = ids.sort(-1)
         at = invert(weights.where(inside, 0.0).gather(1, order), numbers[index])
         chosen[index] = ids.gather(1, at[:, None])[:, 0]
-        # Where the last candidate is kept, one beyond it might be too.
+        # If the last candidate is kept, one beyond it might be too.
         undecided = [i for i, last in zip(undecided, inside[:, -1].tolist(), strict=True) if last]
         if not undecided:
             return chosen
@@ -194,14 +193,14 @@ def _draw_filtered(
 
 
 def _inside(values: Tensor, weights: Tensor, parameters: Sequence[SamplingParameters], size: int) -> Tensor:
-    """Which candidates top-k, top-p and min-p keep, or all of a row's where more of them are needed to tell.
+    """Which candidates top-k, top-p and min-p keep; all of a row if more candidates are needed to decide.
 
     `values` are in descending order, `weights` their probabilities.
     """
     count = values.shape[1]
     ranks = [min(s.top_k, size) if s.top_k > 0 else size for s in parameters]
     kth = torch.tensor(ranks, device=values.device)[:, None]
-    # A value and not a rank is the limit, so that ties are kept; what has no weight is never chosen.
+    # The limit is a value and not a rank, so that ties are kept; tokens without weight are never chosen.
     inside = ((values >= values.gather(1, kth.clamp(max=count) - 1)) | (kth > count)) & (weights > 0)
     open_ended = inside[:, -1:] & (kth < size)
     cumulative = weights.where(inside, 0.0).double().cumsum(-1)
@@ -216,7 +215,7 @@ def _inside(values: Tensor, weights: Tensor, parameters: Sequence[SamplingParame
 
 
 def _at(values: Tensor, index: Tensor) -> Tensor:
-    """The rows at `index`, which is in ascending order; not a copy where that is all of them."""
+    """The rows at `index`, in ascending order; not a copy if that is all of them."""
     return values if len(index) == len(values) else values[index]
 
 
@@ -229,11 +228,11 @@ def _with_logprobs(raw: Tensor, token_ids: Tensor, rows: Sequence[SamplingRow]) 
     asked = [i for i, row in enumerate(rows) if row.sampling.logprobs]
     index = torch.tensor(asked, device=raw.device)
     logprobs = raw[index].log_softmax(-1)
-    # As many for every row, since how many are looked for can change the order of equal ones.
+    # The same number for every row, because it can change the order of equal ones.
     count = min(MAX_TOP_LOGPROBS, raw.shape[1]) if any(row.sampling.top_logprobs for row in rows) else 0
     values, ids = largest(logprobs, count) if count else (logprobs[:, :0], index.new_empty(len(asked), 0))
     chosen = logprobs.gather(1, token_ids[index, None].clamp(min=0))
-    # Float64 holds ids and float32 alike: all of it is one transfer.
+    # Float64 represents ids and float32 exactly: everything is one transfer.
     packed = torch.cat([column.double().flatten() for column in (token_ids, chosen, ids, values)]).tolist()
     after_ids = len(rows) + len(asked)
     after_top = after_ids + len(asked) * count

@@ -1,7 +1,7 @@
 """The log probabilities of a prompt's tokens, from the logits of a step.
 
-A request for them has every position of its prompt computed, none taken from a cached block, and the head at each. How
-many of these a step has, the scheduler bounds.
+A request for them computes every position of its prompt, none from a cached block, and the model's head at each. The
+scheduler limits their number in a step.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from services.predictor.engine.state.sequence import Row
 
 
 def score(logits: Tensor, rows: Rows[Row]) -> list[PromptLogprobs]:
-    """Those of each row's positions to score; `logits` [positions of all rows, vocabulary]."""
+    """The log probabilities of each row's positions to score; `logits` [positions of all rows, vocabulary]."""
     raw = logits if logits.dtype == torch.float64 else logits.float()
     logprobs = raw.log_softmax(-1)
     following = [row.sequence.ids[position + 1] for row in rows for position in row.scores]
     chosen = logprobs.gather(1, torch.tensor(following, device=logits.device)[:, None])[:, 0].float().cpu().numpy()
     tops = [row.sequence.request.prompt_logprobs or 0 for row in rows]
-    # As many for every row, since how many are looked for can change the order of equal ones.
+    # The same number for every row, because it can change the order of equal ones.
     count = min(MAX_TOP_LOGPROBS, raw.shape[1]) if any(tops) else 0
     found, found_ids = largest(logprobs, count) if count else (logprobs[:, :0], logprobs[:, :0])
     values, ids = found.float().cpu().numpy(), found_ids.cpu().numpy().astype(np.int32)

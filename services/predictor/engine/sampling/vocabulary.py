@@ -1,9 +1,8 @@
-"""Searches along the vocabulary that look at its blocks first, and then into few of them.
+"""Searches along the vocabulary that first reduce blocks, and then search only a few of them.
 
-A CPU reduces blocks many times faster than torch's own argmax, topk and cumsum read every token: for
-32 rows of 32,000 tokens argmax takes 0.1 ms instead of 0.8. Pure; every function takes a tensor [rows, vocabulary]
-and treats each row on its own, with rounding that does not depend on how many there are. Rows that
-hold NaN give some id within the vocabulary.
+A CPU reduces blocks many times faster than torch's own argmax, topk and cumsum read every token: for 32 rows of 32,000
+tokens argmax takes 0.1 ms instead of 0.8. Pure; every function takes a tensor [rows, vocabulary] and computes each row
+separately, with rounding that does not depend on the number of rows. Rows with NaN give some id within the vocabulary.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_BLOCK = 128  # Tokens in a row, for argmax and invert.
+_BLOCK = 128  # Adjacent tokens, for argmax and invert.
 _ROWS = 4  # Rows at a time, for invert.
-_GROUP = 16  # Tokens spread over the vocabulary, at most, for largest: spread, since a CPU reduces those fastest.
+_GROUP = 16  # Maximum of tokens, for largest: spread over the vocabulary, because a CPU reduces that layout fastest.
 
 
 def argmax(values: Tensor) -> Tensor:
-    """The id of each row's largest value, the lowest of equal ones; of NaN where there is any."""
+    """The id of each row's largest value, the lowest of equal ones; the id of a NaN if there is any."""
     if values.is_cuda or values.shape[1] <= _BLOCK:
         return values.argmax(-1)
     blocks, rest = _blocks(values)
@@ -36,7 +35,7 @@ def invert(weights: Tensor, numbers: Tensor) -> Tensor:
     Sums are float64 and in the order of ids. A weight of zero is never chosen.
     """
     blocks, rest = _blocks(weights)
-    # A few rows at a time: the float64 copies then stay in the cache, and in memory that the allocator keeps.
+    # A few rows at a time: then the float64 copies stay in the processor's cache, and the allocator keeps their memory.
     parts = [blocks[at : at + _ROWS].double().sum(-1) for at in range(0, len(blocks), _ROWS)]
     sums = torch.cat([torch.cat(parts), rest.double().sum(-1, keepdim=True)], -1)
     cumulative = sums.cumsum(-1)
@@ -50,9 +49,9 @@ def invert(weights: Tensor, numbers: Tensor) -> Tensor:
 
 
 def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest values of each row in descending order, and their ids; of equal ones any."""
+    """The `count` largest values of each row in descending order, and their ids; any of equal ones."""
     size = values.shape[1]
-    # Groups enough that most of them can be left out.
+    # Enough groups that most of them can be skipped.
     group = min(_GROUP, size // (8 * count))
     if values.is_cuda or group < 2:
         return values.topk(count)
@@ -72,25 +71,25 @@ def ordered(values: Tensor) -> Tensor:
     """Each row's values in descending order."""
     if values.is_cuda:
         return values.sort(-1, descending=True).values
-    # numpy's sort takes a quarter of the time of torch's, which brings the places along.
+    # numpy's sort takes a quarter of the time of torch's, which also returns the indices.
     return torch.from_numpy(np.sort(values.numpy(), axis=-1)).flip(-1)
 
 
 def _blocks(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole blocks [rows, blocks, tokens], and what is left of the last one."""
+    """Whole blocks [rows, blocks, tokens], and the rest."""
     blocks = values.shape[1] // _BLOCK
     whole = blocks * _BLOCK
     return values[:, :whole].view(len(values), blocks, _BLOCK), values[:, whole:]
 
 
 def _ids_of(block: Tensor) -> Tensor:
-    """Ids [rows, tokens] of one block [rows, 1] each; those of the last may go beyond the vocabulary."""
+    """Ids [rows, tokens] in one block [rows, 1] each; in the last block they may exceed the vocabulary."""
     return block * _BLOCK + torch.arange(_BLOCK, device=block.device)
 
 
 def _reaching(cumulative: Tensor, target: Tensor) -> Tensor:
-    """The first index whose sum is above the target, and at most the last index that adds anything."""
+    """The first index whose sum is above the target, but at most the last index with a weight."""
     chosen = torch.searchsorted(cumulative, target, right=True)
-    # Rounding can put the target on the total itself, beyond everything that has any weight.
+    # Rounding can make the target equal to the total, beyond every token with a weight.
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous(), right=False)
     return torch.minimum(chosen, last).clamp(max=cumulative.shape[1] - 1)

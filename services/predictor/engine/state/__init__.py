@@ -1,1 +1,1 @@
-"""What a sequence is and what it holds: blocks, cache, output slot."""
+"""The state of a sequence: ids, blocks, cache, output slot."""

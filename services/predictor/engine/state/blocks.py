@@ -1,11 +1,10 @@
-"""Which blocks of the KV cache are whose, and which hold what another sequence can use again.
+"""The owners of the KV cache's blocks, and the blocks that other sequences can reuse.
 
-Pure: block numbers and names, no tensors. A block holds the keys and values of `block_tokens` tokens.
-Full blocks are named by a hash of all ids up to their end, salted by the tenant's name, so equal names
-mean equal contents and response times do not reveal what another tenant asked. A block that
-is not in use keeps its contents until it is the least recently used one and another is needed.
-Block 0 is never handed out: padding rows write there.
-Source: prefix caching by hashed blocks (Kwon et al. 2023, PagedAttention; vLLM's design notes).
+Pure: block numbers and names, no tensors. A block holds the keys and values of `block_tokens` tokens. Full blocks are
+named by a hash of all ids up to their end, salted with the tenant's name, so equal names mean equal contents, and
+response times do not reveal another tenant's prompts. A block that is not in use keeps its contents until it is evicted
+as the least recently used one. Block 0 is never allocated: padding rows write there. Source: prefix caching by hashed
+blocks (Kwon et al. 2023, PagedAttention; vLLM's design notes).
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ RESERVED = 1  # Block 0.
 
 
 def first_name(salt: str) -> bytes:
-    """What the name of a sequence's first block is derived from."""
+    """The name from which the name of a sequence's first block is derived."""
     return blake2b(salt.encode(), digest_size=32).digest()
 
 
 def block_name(before: bytes, ids: Ids[int]) -> bytes:
-    """The name of a block that holds `ids` and follows the one named `before`."""
+    """The name of a block that holds `ids` and follows the block named `before`."""
     return blake2b(array("q", ids).tobytes(), key=before, digest_size=32).digest()
 
 
@@ -44,16 +43,16 @@ class BlockManager:
 
     @property
     def free(self) -> int:
-        """Blocks that can be taken."""
+        """The number of blocks that can be allocated."""
         return len(self._idle)
 
     @property
     def in_use(self) -> float:
-        """The share of all that sequences hold."""
+        """The share of all blocks that sequences hold."""
         return 1 - self.free / self.total
 
     def blocks_for(self, tokens: int) -> int:
-        """How many blocks so many tokens fill."""
+        """The number of blocks for `tokens` tokens."""
         return -(-tokens // self.block_tokens)
 
     def find(self, names: Iterable[bytes]) -> tuple[list[int], bool]:
@@ -71,13 +70,13 @@ class BlockManager:
         return sum(block in self._idle for block in blocks)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Takes a reference to each of these blocks."""
+        """Adds a reference to each of these blocks."""
         for block in blocks:
             self._references[block] += 1
             self._idle.pop(block, None)
 
     def take(self) -> int | None:
-        """A block for new contents; None if all are in use."""
+        """Allocates a block for new contents; None if all are in use."""
         if not self._idle:
             return None
         block, _ = self._idle.popitem(last=False)
@@ -86,7 +85,7 @@ class BlockManager:
         return block
 
     def announce(self, names: Iterable[bytes]) -> None:
-        """Tells that blocks of these names are being computed."""
+        """Announces that blocks with these names are being computed."""
         self._announced.update(names)
 
     def withdraw(self, names: Iterable[bytes]) -> None:
@@ -94,7 +93,7 @@ class BlockManager:
         self._announced.difference_update(names)
 
     def name(self, block: int, name: bytes) -> None:
-        """Names a block whose contents are complete, unless another block has the name already."""
+        """Names a block whose contents are complete, unless another block already has the name."""
         self._announced.discard(name)
         if name not in self._by_name:
             self._forget(block)
@@ -102,9 +101,9 @@ class BlockManager:
             self._names[block] = name
 
     def release(self, blocks: Iterable[int], forget: bool = False) -> list[int]:
-        """Drops a reference to each; returns those whose contents cannot be reused. With `forget` all are void."""
+        """Drops a reference to each block; returns those whose contents cannot be reused: with `forget`, all."""
         released = []
-        # The end of a sequence is of less use to others than its beginning: it is evicted first.
+        # The end of a sequence is less useful to others than its beginning, so it is evicted first.
         for block in reversed(list(blocks)):
             if forget:
                 self._forget(block)

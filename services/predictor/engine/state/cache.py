@@ -13,7 +13,7 @@ BLOCK_TOKENS = 32
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What a model's layers keep of each token."""
+    """What a model's layers store for each token."""
 
     layers: int
     heads: int
@@ -22,15 +22,15 @@ class CacheShape:
 
     @property
     def bytes_per_token(self) -> int:
-        """Keys and values of all layers."""
+        """Bytes of keys and values in all layers."""
         return 2 * self.layers * self.heads * self.head_size * self.dtype.itemsize
 
 
 class KeyValueCache:
     """Keys [blocks, heads, head size, BLOCK_TOKENS] and values [blocks, heads, BLOCK_TOKENS, head size] by layer.
 
-    Keys lie transposed, as the products that read them want them. It starts as zeros, and must never
-    hold what is not a number where masked positions are read: zero times NaN is NaN.
+    Keys are transposed for the products that read them. The cache starts as zeros, and must never contain NaN or
+    infinity at masked positions that are read: zero times NaN is NaN.
     """
 
     block_tokens = BLOCK_TOKENS
@@ -40,7 +40,7 @@ class KeyValueCache:
         self.device = device
 
         def zeros(*block: int) -> list[Tensor]:
-            # The CPU's zeros take no memory until they are written.
+            # On the CPU, zeros take no memory until they are written.
             size = (blocks, shape.heads, *block)
             return [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.layers)]
 
@@ -66,7 +66,7 @@ class KeyValueCache:
         )
 
     def clear(self, blocks: Rows[int]) -> None:
-        """Zeroes blocks, all layers."""
+        """Zeroes blocks in all layers."""
         if blocks:
             index = torch.tensor(blocks, device=self.device)
             for pool in (*self.keys, *self.values):

@@ -1,4 +1,4 @@
-"""What the sampler needs to know of a row of logits. Without torch, because the scheduler makes these too."""
+"""The sampler's input for a row of logits. Without torch, because the scheduler creates these too."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from millrace.sampling import SamplingParameters
 
 
 class SamplingRow(NamedTuple):
-    """One row of logits: its parameters, the ids that penalties look at, and the model's own end tokens.
+    """One row of logits: its parameters, the ids for penalties, and the model's own end tokens.
 
-    Ids may be arrays: lists are converted at each step where a row has penalties.
+    Ids may be arrays: lists are converted at each step if a row has penalties.
     """
 
     sampling: SamplingParameters

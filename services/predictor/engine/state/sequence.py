@@ -1,7 +1,7 @@
-"""A request as the engine sees it while it lives.
+"""A request as the engine sees it while it is in flight.
 
-There is no prefill phase and no decode phase: a sequence has ids, and `computed` of them have their
-keys and values in its blocks. A step computes some of the rest; if it computes the last, it samples.
+There is no prefill phase and no decode phase: a sequence has ids, and `computed` of them have their keys and values in
+its blocks. A step computes some of the rest; if it computes the last, it samples.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from services.predictor.engine.state.slot import MergingSlot
 
 
 class Sequence:
-    """Ids so far, the blocks that hold them, the slot they go to. Owned by the engine thread.
+    """The ids so far, the blocks with their keys and values, and the output slot. Owned by the engine's thread.
 
-    `start_ids` come between prompt and output: an encoder-decoder model's decoder start token.
+    `start_ids` are between prompt and output: an encoder-decoder model's decoder start token.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class Sequence:
         self.computed = 0
         self.cached_tokens = 0
         self.announced: list[bytes] = []
-        self.number = 0  # Of its arrival.
-        self.state: Any = None  # What a model runner keeps for it; gone when its blocks are.
-        self.alone = request.alone  # Until its next token is there.
+        self.number = 0  # Its position in the order of arrival.
+        self.state: Any = None  # A model runner's own state of it; discarded with its blocks.
+        self.alone = request.alone  # Until its next token.
         self.timeline = slot.timeline
         self.timeline.submitted = time.monotonic()
         self.to_score = 0 if request.prompt_logprobs is None else len(request.input_ids) - 1
-        self.scored = 0  # Positions of the prompt; a preemption does not take them away.
+        self.scored = 0  # Scored positions of the prompt; a preemption does not reset it.
         self._scores: list[PromptLogprobs] = []
         self._block_names: list[bytes] = []
 
@@ -55,23 +55,23 @@ class Sequence:
 
     @property
     def longest(self) -> int:
-        """Tokens whose keys and values it may come to hold."""
+        """The maximum number of tokens whose keys and values it may need."""
         produced = len(self.output_ids)
         return len(self.ids) - produced + max(self.request.sampling.max_tokens or 0, produced + 1)
 
     @property
     def asked(self) -> int:
-        """Tokens that were asked for at most, beyond those produced before."""
+        """The maximum number of new tokens that the request asks for."""
         return (self.request.sampling.max_tokens or 0) - len(self.request.output_ids)
 
     @property
     def remaining(self) -> int:
-        """Ids that are still to be computed."""
+        """The number of ids still to be computed."""
         return len(self.ids) - self.computed
 
     @property
     def proven(self) -> bool:
-        """Whether it has got a token: what it left in its blocks is numbers."""
+        """Whether it has a token, which proves that its blocks contain numbers."""
         return len(self.output_ids) > len(self.request.output_ids)
 
     @property
@@ -80,14 +80,14 @@ class Sequence:
 
     @property
     def complete(self) -> str | None:
-        """Why nothing follows what was produced before, if that is so."""
+        """The finish reason, if the earlier output is already complete."""
         if not self.output_ids:
             return None
         return self.request.sampling.finish_reason(self.output_ids[-1], len(self.output_ids) - 1, self.end_ids)
 
     @property
     def first_token_deadline(self) -> float | None:
-        """Until when its first new token must be there, while it is not."""
+        """When its first new token is due, until it has one."""
         timeout_s = self.request.first_token_timeout_s
         return None if timeout_s is None or self.proven else self.timeline.submitted + timeout_s
 
@@ -102,7 +102,7 @@ class Sequence:
         return None
 
     def block_names(self, count: int, block_tokens: int) -> list[bytes]:
-        """The names of its first `count` blocks, all of which its ids fill."""
+        """The names of its first `count` blocks, all of which are full."""
         names = self._block_names
         for index in range(len(names), count):
             before = names[-1] if names else first_name(self.request.sampling.cache_salt)
@@ -111,32 +111,32 @@ class Sequence:
 
     @property
     def reusable(self) -> int:
-        """Ids at the beginning that need no computation where their keys and values are there."""
-        # The last id is always computed: its logits are what the sequence is after.
+        """The number of ids at the beginning that need no computation if their keys and values are cached."""
+        # The last id is always computed: sampling needs its logits.
         return len(self.ids) - 1 if self.scored == self.to_score else self.scored
 
     def limited(self, count: int, scores: int) -> int:
-        """How many of the next `count` ids can be computed with at most so many positions to score."""
+        """How many of the next `count` ids can be computed if at most `scores` positions are scored."""
         first = max(self.computed, self.scored)
         return count if first + scores >= self.to_score else min(count, first + scores - self.computed)
 
     def add_scores(self, scores: PromptLogprobs) -> None:
-        """Takes those of the next positions of the prompt."""
+        """Adds the scores of the prompt's next positions."""
         self._scores.append(scores)
         self.scored += len(scores.chosen)
 
     def take_prompt(self) -> PromptLogprobs | None:
-        """What its first chunk carries of the prompt."""
+        """The prompt's scores for the first chunk."""
         top, parts = self.request.prompt_logprobs, self._scores
         self._scores = []
         return None if top is None or self.proven else PromptLogprobs.joined(parts, top)
 
     def preempt(self) -> None:
-        """Notes that it gave its blocks back, to be computed again later."""
+        """Records a preemption: its blocks have been freed and it will be computed again."""
         self.timeline.preempt(time.monotonic())
 
     def append(self, token_id: int) -> str | None:
-        """Takes the next token; the reason if the sequence ends with it."""
+        """Appends the next token; returns the finish reason if the sequence ends with it."""
         reason = self.request.sampling.finish_reason(token_id, len(self.output_ids), self.end_ids)
         self.alone = False
         self.ids.append(token_id)
@@ -146,7 +146,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one step computes of a sequence: `count` of its ids from `start` on."""
+    """The part of a sequence that one step computes: `count` of its ids from `start` on."""
 
     sequence: Sequence
     start: int
@@ -154,11 +154,11 @@ class Row:
 
     @property
     def samples(self) -> bool:
-        """Whether the last id is among them, so that the next token can be chosen."""
+        """Whether it includes the last id, so that the next token can be sampled."""
         return self.start + self.count == len(self.sequence.ids)
 
     @property
     def scores(self) -> range:
-        """The positions of the prompt whose logits say how likely the next id was, and are not there yet."""
+        """The positions of the prompt whose logits have to be scored and are not scored yet."""
         first = max(self.start, self.sequence.scored)
         return range(first, max(first, min(self.start + self.count, self.sequence.to_score)))

@@ -1,7 +1,7 @@
-"""The merging output slot: the engine thread writes and never waits, one reader on the event loop takes.
+"""The merging output slot: the engine's thread writes and never waits; one task on the event loop reads.
 
-A slow reader gets bigger chunks, not a longer queue: memory is bounded by the request's max_tokens.
-Publishing does not wake the reader by itself: the engine wakes all readers of a step at once.
+A slow reader gets bigger chunks, not a longer queue: memory is bounded by the request's max_tokens. Publishing does not
+wake the reader by itself: the engine wakes all readers of a step at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Reader = asyncio.Future[None]
 
 
 class MergingSlot:
-    """One request's output. `publish` and `fail` may be called by any thread, `read` by one task."""
+    """One request's output. Any thread may call `publish` and `fail`, one task calls `read`."""
 
     def __init__(self, sampling: SamplingParameters) -> None:
         self._chunk_tokens = sampling.chunk_tokens
@@ -34,22 +34,23 @@ class MergingSlot:
         self._prompt: PromptLogprobs | None = None
         self._finish: tuple[str, Usage] | None = None
         self._error: MillraceError | None = None
-        self._hold_until: float | None = None  # When `chunk_ms` ends for what is held back; the reader's loop's clock.
-        self.timeline = Timeline()  # The sequence's, whose engine writes it.
-        self.cached_tokens = 0  # Of the prompt; known when its first token is.
-        self.cancelled = False  # The engine looks at it before each step.
+        self._hold_until: float | None = None  # End of `chunk_ms` for held-back tokens, on the reader loop's clock.
+        self.timeline = Timeline()  # The sequence's; the engine writes it.
+        self.cached_tokens = 0  # Of the prompt; known with the first token.
+        self.cancelled = False  # The engine reads it before each step.
         self.runs_alone = False
         self._reported = threading.Event()
 
     def cancel(self) -> None:
-        """Tells the engine to stop; any thread may."""
+        """Asks the engine to stop; thread-safe."""
         self.cancelled = True
         self._reported.set()
 
     def run_alone(self, timeout_s: float) -> bool:
-        """Has the reader tell that nothing else is computed from now on; whether somebody waits for the next token.
+        """Wakes the reader to report that the request runs isolated; returns whether a caller still waits for its next
+        token.
 
-        Returns once the reader has, or the reader is gone, or after the timeout.
+        Returns once the reader has reported it, or has left, or after the timeout.
         """
         with self._lock:
             self.runs_alone = True
@@ -69,7 +70,7 @@ class MergingSlot:
         finish: tuple[str, Usage] | None = None,
         prompt: PromptLogprobs | None = None,
     ) -> Reader | None:
-        """Adds a token, the last one with the reason to finish and the usage; the reader that has to be woken.
+        """Adds a token, the last one with the finish reason and the usage; returns the reader to be woken.
 
         `prompt` comes with the first token.
         """
@@ -90,17 +91,17 @@ class MergingSlot:
         self._end(finish=(reason, usage))
 
     def fail(self, error: MillraceError) -> None:
-        """Ends the output with an error; what was published before is still read."""
+        """Ends the output with an error, after the tokens that it already has."""
         self._end(error=error)
 
     async def readable(self, timeout_s: float) -> bool:
-        """Waits until `read` has a chunk at once; False where that takes longer than `timeout_s`."""
+        """Waits until `read` would return at once; returns False after `timeout_s`."""
         return await self._until_chunk(asyncio.get_running_loop().time() + timeout_s)
 
     async def read(self) -> Chunk:
-        """Everything new, once there is as much as the request asks for."""
+        """Returns all new tokens, once there are as many as the request asks for."""
         while not await self._until_chunk(None):
-            pass  # It was woken to tell that it runs alone.
+            pass  # It was woken to report that it runs isolated.
         self._hold_until = None
         with self._lock:
             ids, self._ids = self._ids, []
@@ -112,8 +113,9 @@ class MergingSlot:
             return Chunk(ids, logprobs, reason, usage, prompt)
 
     async def _until_chunk(self, limit: float | None) -> bool:
-        """Waits until there is as much as the request asks for, or the limit; whether there is. Whoever waits in
-        several goes holds nothing back for longer."""
+        """Waits until there are as many tokens as the request asks for, or until the limit; returns whether there are.
+        Tokens are not held back for longer if the reader waits several times.
+        """
         if not await self._until(1, limit):
             return False
         if self._chunk_tokens == 1:
@@ -126,9 +128,9 @@ class MergingSlot:
         return True
 
     async def _until(self, tokens: int, limit: float | None) -> bool:
-        """Waits for so many tokens or the end, or until the limit; whether they are there."""
+        """Waits for `tokens` tokens or the end, or until the limit; returns whether they are there."""
         with self._lock:
-            if self._has(tokens) or (limit is not None and self._is_untold):
+            if self._has(tokens) or (limit is not None and self._is_unreported):
                 return self._has(tokens)
             self._wake_at = tokens
             reader = self._wake = asyncio.get_running_loop().create_future()
@@ -157,14 +159,14 @@ class MergingSlot:
         return self._ended() or len(self._ids) >= tokens
 
     @property
-    def _is_untold(self) -> bool:
+    def _is_unreported(self) -> bool:
         return self.runs_alone and not self._reported.is_set()
 
     def _ended(self) -> bool:
         return self._finish is not None or self._error is not None
 
     def _satisfied(self) -> Reader | None:
-        """The reader, if what it waits for is there. The lock is held."""
+        """The reader, if what it waits for is there. The caller holds the lock."""
         if self._wake is None or not self._has(self._wake_at):
             return None
         reader, self._wake = self._wake, None
@@ -172,12 +174,12 @@ class MergingSlot:
 
 
 def wake(readers: Iterable[Reader]) -> None:
-    """Wakes waiting readers, with one call for each of their event loops; any thread may."""
+    """Wakes waiting readers, with one call for each of their event loops; thread-safe."""
     by_loop: dict[asyncio.AbstractEventLoop, list[Reader]] = defaultdict(list)
     for reader in readers:
         by_loop[reader.get_loop()].append(reader)
     for loop, waiting in by_loop.items():
-        # A loop that has closed has no reader left; it may do so at any moment.
+        # A closed loop has no readers left; it may close at any moment.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(_set, waiting)
 
