@@ -6,9 +6,7 @@ then. `python -m bench.divergence` counts it, and writes bench/results/divergenc
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import logging
 import random
 from pathlib import Path
@@ -17,32 +15,28 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from bench.runs import parser, write
 from millrace.sampling import SamplingParameters
 from services.predictor.engine.build import build_engine
 from services.predictor.engine.interface import Engine, GenerationRequest
 from services.predictor.settings import PredictorSettings
 
 _ROOT = Path(__file__).resolve().parent.parent
-_RESULTS = _ROOT / "bench" / "results" / "divergence.json"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _CROWD = 32
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=_ROOT / "models" / "storyteller")
-    parser.add_argument("--sequences", type=int, default=96)
-    parser.add_argument("--tokens", type=int, default=100)
-    parser.add_argument("--out", type=Path, default=_RESULTS)
-    arguments = parser.parse_args()
+    options = parser(__doc__, "divergence")
+    options.add_argument("--model", type=Path, default=_ROOT / "models" / "storyteller")
+    options.add_argument("--sequences", type=int, default=96)
+    options.add_argument("--tokens", type=int, default=100)
+    arguments = options.parse_args()
     logging.disable(logging.WARNING)
     results = {
         dtype: asyncio.run(_measure(arguments.model, dtype, arguments.sequences, arguments.tokens)) for dtype in _DTYPES
     }
-    arguments.out.parent.mkdir(exist_ok=True)
-    arguments.out.write_text(
-        json.dumps({"model": arguments.model.name, "tokens": arguments.tokens, "diverged": results}, indent=2) + "\n"
-    )
+    write(arguments.out, {"model": arguments.model.name, "tokens": arguments.tokens, "diverged": results})
     for dtype, counts in results.items():
         print(dtype, *(f"{case}: {different} of {arguments.sequences}" for case, different in counts.items()), sep="  ")
 

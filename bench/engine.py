@@ -25,8 +25,8 @@ from typing import Any
 
 from bench.cases import CASES, GENERATE, LONG_PROMPT_TOKENS, Case
 from bench.contenders import CONTENDERS, ROOT
-from bench.machine import machine
 from bench.report import case_table, target_table, verdicts
+from bench.runs import machine
 from bench.worker_process import ENVIRONMENT, ContenderError, WorkerProcess
 
 _STATE = ROOT / ".run" / "bench"

@@ -1,38 +1,30 @@
 """A collector to measure and to record with: takes spans and metrics by OTLP over gRPC.
 
-In this process, on threads of its own:
+In this process, on threads of its own, where the newest point of each metric series is kept and every span:
 
     with OtlpReceiver() as receiver:
         ...  # export to receiver.endpoint
         receiver.spans(trace_id)
 
-In a process of its own, so that it costs the measured event loop nothing:
+In a process of its own, so that it costs the measured event loop nothing; there spans are counted alone:
 
-    async with receiver_process(sink=True) as receiver:
+    with receiver_process() as receiver:
         ...  # export to receiver.endpoint
-        await receiver.counts()
-
-The newest spans and the newest point of each metric series are kept; with `sink` they are counted alone.
-
-`python -m bench.otlp_receiver` runs that process: its first line is {"endpoint": …}, then each line of its input,
-`counts` or `spans TRACE_ID`, is answered by one line of JSON, until its input ends.
+        receiver.span_count()
 """
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import json
-import sys
+import multiprocessing
 import threading
-from collections import deque
-from collections.abc import AsyncIterator, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import grpc
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as metrics_pb2
@@ -42,9 +34,6 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as tra
 
 from bench.spans import Attributes, Span, attributes_of, span_count, spans_of
 
-_ROOT = Path(__file__).resolve().parent.parent
-_KEPT = 100_000
-_LINE_BYTES = 64 << 20
 _TIMEOUT_S = 20.0
 
 
@@ -67,30 +56,21 @@ class MetricPoint:
         return self.instance, self.name, frozenset(self.attributes.items())
 
 
-@dataclass(frozen=True)
-class Counts:
-    """What has come in since the start."""
-
-    exports: int
-    spans: int
-    metric_points: int
-
-
 class OtlpReceiver:
     """See the module; a context manager. Its methods may be called by any thread."""
 
-    def __init__(self, port: int = 0, *, sink: bool = False, kept: int = _KEPT) -> None:
-        """`kept`: so many spans, the newest, and as many series at most."""
-        self._sink = sink
+    def __init__(self, *, counts_alone: bool = False) -> None:
+        self._counts_alone = counts_alone
         self._lock = threading.Lock()
-        self._counts = Counts(0, 0, 0)
-        self._spans: deque[Span] = deque(maxlen=kept)
+        self._spans: list[Span] = []
         self._points: dict[Hashable, MetricPoint] = {}
-        self._kept = kept
+        self.span_count = 0
         self._server = grpc.server(ThreadPoolExecutor(2, thread_name_prefix="otlp-receiver"))
-        trace_grpc.add_TraceServiceServicer_to_server(_Traces(self), self._server)  # type: ignore[no-untyped-call]
-        metrics_grpc.add_MetricsServiceServicer_to_server(_Metrics(self), self._server)  # type: ignore[no-untyped-call]
-        self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
+        traces, metrics = trace_grpc.TraceServiceServicer(), metrics_grpc.MetricsServiceServicer()
+        traces.Export, metrics.Export = self._take_spans, self._take_metrics
+        trace_grpc.add_TraceServiceServicer_to_server(traces, self._server)  # type: ignore[no-untyped-call]
+        metrics_grpc.add_MetricsServiceServicer_to_server(metrics, self._server)  # type: ignore[no-untyped-call]
+        self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
 
     def __enter__(self) -> Self:
         self._server.start()
@@ -101,112 +81,73 @@ class OtlpReceiver:
     ) -> None:
         self._server.stop(None).wait()
 
-    def counts(self) -> Counts:
+    def spans(self, trace_id: str) -> list[Span]:
+        """Those that belong or link to a trace, in the order in which they came."""
         with self._lock:
-            return self._counts
-
-    def spans(self, trace_id: str | None = None) -> list[Span]:
-        """All that are kept, in the order in which they came; of one trace those that belong or link to it."""
-        with self._lock:
-            spans = list(self._spans)
-        return [span for span in spans if trace_id is None or trace_id in _traces(span)]
+            return [span for span in self._spans if trace_id in _traces(span)]
 
     def metric_points(self) -> list[MetricPoint]:
         """The newest of each series."""
         with self._lock:
             return list(self._points.values())
 
-    def take_spans(self, request: trace_pb2.ExportTraceServiceRequest) -> None:
-        spans = [] if self._sink else list(spans_of(request))
-        self._take(spans, [], span_count(request), 0)
-
-    def take_metrics(self, request: metrics_pb2.ExportMetricsServiceRequest) -> None:
-        points = list(_points(request))
-        self._take([], [] if self._sink else points, 0, len(points))
-
-    def _take(self, spans: list[Span], points: list[MetricPoint], span_count: int, point_count: int) -> None:
+    def _take_spans(
+        self, request: trace_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext
+    ) -> trace_pb2.ExportTraceServiceResponse:
+        spans = [] if self._counts_alone else list(spans_of(request))
         with self._lock:
-            self._spans.extend(spans)
-            for point in points:
-                if point.series in self._points or len(self._points) < self._kept:
-                    self._points[point.series] = point
-            before = self._counts
-            self._counts = Counts(before.exports + 1, before.spans + span_count, before.metric_points + point_count)
+            self._spans += spans
+            self.span_count += span_count(request)
+        return trace_pb2.ExportTraceServiceResponse()
+
+    def _take_metrics(
+        self, request: metrics_pb2.ExportMetricsServiceRequest, context: grpc.ServicerContext
+    ) -> metrics_pb2.ExportMetricsServiceResponse:
+        points = [] if self._counts_alone else list(_points(request))
+        with self._lock:
+            self._points |= {point.series: point for point in points}
+        return metrics_pb2.ExportMetricsServiceResponse()
 
 
 class ReceiverProcess:
     """A receiver in another process, as the one that started it sees it."""
 
-    def __init__(self, process: asyncio.subprocess.Process, endpoint: str) -> None:
+    def __init__(self, process: SpawnProcess, connection: Connection) -> None:
         self.process = process
-        self.endpoint = endpoint
+        self._connection = connection
+        self.endpoint: str = self._received()
 
-    async def counts(self) -> Counts:
-        return Counts(**await self._ask("counts"))
+    def span_count(self) -> int:
+        self._connection.send(None)
+        return int(self._received())
 
-    async def spans(self, trace_id: str) -> list[Span]:
-        """Those kept that belong or link to the trace."""
-        return [Span.from_json(told) for told in await self._ask(f"spans {trace_id}")]
-
-    async def _ask(self, question: str) -> Any:
-        if self.process.stdin is None or self.process.stdout is None:
-            raise RuntimeError("the receiver has no pipes")
-        self.process.stdin.write(f"{question}\n".encode())
-        async with asyncio.timeout(_TIMEOUT_S):
-            line = await self.process.stdout.readline()
-        if not line:
-            raise RuntimeError("the receiver has ended")
-        return json.loads(line)
+    def _received(self) -> str:
+        if not self._connection.poll(_TIMEOUT_S):
+            raise RuntimeError("the receiver does not answer")
+        return str(self._connection.recv())
 
 
-@asynccontextmanager
-async def receiver_process(*, sink: bool = False) -> AsyncIterator[ReceiverProcess]:
+@contextmanager
+def receiver_process() -> Iterator[ReceiverProcess]:
     """A receiver in a process of its own, which ends with the block."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "bench.otlp_receiver", *(("--sink",) if sink else ())),
-        cwd=_ROOT,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        limit=_LINE_BYTES,
-    )
-    if process.stdin is None or process.stdout is None:
-        raise RuntimeError("the receiver has no pipes")
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_answer, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
     try:
-        async with asyncio.timeout(_TIMEOUT_S):
-            line = await process.stdout.readline()
-        if not line:
-            raise RuntimeError("the receiver did not start")
-        yield ReceiverProcess(process, json.loads(line)["endpoint"])
+        yield ReceiverProcess(process, ours)
     finally:
-        process.stdin.close()
-        try:
-            async with asyncio.timeout(_TIMEOUT_S):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+        process.kill()
+        process.join()
 
 
-class _Traces(trace_grpc.TraceServiceServicer):
-    def __init__(self, receiver: OtlpReceiver) -> None:
-        self._receiver = receiver
-
-    def Export(  # noqa: N802
-        self, request: trace_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext
-    ) -> trace_pb2.ExportTraceServiceResponse:
-        self._receiver.take_spans(request)
-        return trace_pb2.ExportTraceServiceResponse()
-
-
-class _Metrics(metrics_grpc.MetricsServiceServicer):
-    def __init__(self, receiver: OtlpReceiver) -> None:
-        self._receiver = receiver
-
-    def Export(  # noqa: N802
-        self, request: metrics_pb2.ExportMetricsServiceRequest, context: grpc.ServicerContext
-    ) -> metrics_pb2.ExportMetricsServiceResponse:
-        self._receiver.take_metrics(request)
-        return metrics_pb2.ExportMetricsServiceResponse()
+def _answer(connection: Connection) -> None:
+    with OtlpReceiver(counts_alone=True) as receiver:
+        connection.send(receiver.endpoint)
+        while True:
+            connection.recv()  # EOFError where the one that asks has gone.
+            connection.send(receiver.span_count)
 
 
 def _traces(span: Span) -> set[str]:
@@ -231,24 +172,3 @@ def _points(request: metrics_pb2.ExportMetricsServiceRequest) -> Iterator[Metric
                         float(getattr(point, point.WhichOneof("value") or "as_double") if single else point.sum),
                         None if single else point.count,
                     )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--port", type=int, default=0, help="on loopback; 0 takes a free one")
-    parser.add_argument("--sink", action="store_true", help="count and keep nothing")
-    arguments = parser.parse_args()
-    with OtlpReceiver(arguments.port, sink=arguments.sink) as receiver:
-        print(json.dumps({"endpoint": receiver.endpoint}), flush=True)
-        for line in sys.stdin:
-            question, _, trace_id = line.strip().partition(" ")
-            told = (
-                [span.as_json() for span in receiver.spans(trace_id or None)]
-                if question == "spans"
-                else asdict(receiver.counts())
-            )
-            print(json.dumps(told), flush=True)
-
-
-if __name__ == "__main__":
-    main()

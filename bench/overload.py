@@ -23,24 +23,20 @@ import json
 import os
 import random
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import grpc
 
+from bench.runs import cpu_seconds, parser, running_stack, write
 from bench.statistics import quantile
 from bench.streams import PROMPT
 from millrace.errors import FAILED_HOP, RETRY_AFTER_MS
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
-from runner.free_ports import start_stack
 from runner.stack import Stack
 
-_RESULTS = Path(__file__).resolve().parent / "results" / "overload.json"
 _MODEL = "storyteller"
 _PREDICTORS = 3
 _TOKENS = (16, 64)
@@ -50,7 +46,6 @@ _OVERLOADS = (96, 384, 1500)
 _AIM = 0.9
 _WARM_UP_S = 5.0  # At the beginning of each arm, not counted: the queue fills, or empties.
 _CONNECTIONS = 4
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Outcome(NamedTuple):
@@ -68,43 +63,47 @@ Ask: TypeAlias = Callable[[int], Awaitable[Outcome]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each arm, beside its warm-up")
-    parser.add_argument("--sweep", type=int, nargs="+", default=_SWEEP, help="numbers of callers that may be the peak")
-    parser.add_argument(
+    options = parser(__doc__, "overload")
+    options.add_argument("--seconds", type=float, default=15.0, help="of each arm, beside its warm-up")
+    options.add_argument("--sweep", type=int, nargs="+", default=_SWEEP, help="numbers of callers that may be the peak")
+    options.add_argument(
         "--callers", type=int, nargs="+", default=_OVERLOADS, help="numbers of callers that are too many"
     )
-    parser.add_argument("--paced", type=float, metavar="MS", help="a model that sleeps instead of computing")
-    parser.add_argument("--no-variations", action="store_true", help="gRPC callers that come back at once alone")
-    parser.add_argument("--out", type=Path, default=_RESULTS)
-    arguments = parser.parse_args()
+    options.add_argument("--paced", type=float, metavar="MS", help="a model that sleeps instead of computing")
+    options.add_argument("--no-variations", action="store_true", help="gRPC callers that come back at once alone")
+    arguments = options.parse_args()
     report = asyncio.run(_measure(arguments))
-    arguments.out.write_text(json.dumps(report, indent=2) + "\n")
+    write(arguments.out, report)
     print(json.dumps({name: report[name] for name in ("peak", "ratios", "aim", "reached")}, indent=2))
 
 
 async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        async with _stack(Path(folder), arguments.paced) as stack, _grpc_callers(stack) as grpc_ask:
-            await _arm(stack, "warm-up", grpc_ask, max(arguments.sweep), 2.0)
-            sweep = [await _arm(stack, "sweep", grpc_ask, n, arguments.seconds / 2) for n in arguments.sweep]
-            peak = max(sweep, key=lambda arm: float(arm["goodput"]))["callers"]
-            plans = [("gRPC, back at once", grpc_ask, callers, False) for callers in arguments.callers]
-            if not arguments.no_variations:
-                openai = _openai_callers(stack)
-                plans += [
-                    ("gRPC, back after retry-after", grpc_ask, 384, True),
-                    ("SSE, back at once", openai, 384, False),
-                ]
-            arms: list[dict[str, Any]] = []
-            for name, ask, callers, patient in plans:
-                if not arms or arms[-1]["ask"] != name.partition(",")[0]:
-                    arms.append(await _arm(stack, name, ask, peak, arguments.seconds, patient))
-                arms.append(await _arm(stack, name, ask, callers, arguments.seconds, patient))
+    paced: dict[str, Any] = {}
+    if arguments.paced is not None:
+        environment = {"predictor": {"PACE_MS": str(arguments.paced)}}
+        paced = {"predictor": "paced_predictor", "environment": environment}
+    async with (
+        running_stack(_MODEL, predictors=_PREDICTORS, **paced) as stack,
+        _grpc_callers(stack) as grpc_ask,
+    ):
+        await _arm(stack, "warm-up", grpc_ask, max(arguments.sweep), 2.0)
+        sweep = [await _arm(stack, "sweep", grpc_ask, n, arguments.seconds / 2) for n in arguments.sweep]
+        peak = max(sweep, key=lambda arm: float(arm["goodput"]))["callers"]
+        plans = [("gRPC, back at once", grpc_ask, callers, False) for callers in arguments.callers]
+        if not arguments.no_variations:
+            openai = _openai_callers(stack)
+            plans += [
+                ("gRPC, back after retry-after", grpc_ask, 384, True),
+                ("SSE, back at once", openai, 384, False),
+            ]
+        arms: list[dict[str, Any]] = []
+        for name, ask, callers, patient in plans:
+            if not arms or arms[-1]["ask"] != name.partition(",")[0]:
                 arms.append(await _arm(stack, name, ask, peak, arguments.seconds, patient))
+            arms.append(await _arm(stack, name, ask, callers, arguments.seconds, patient))
+            arms.append(await _arm(stack, name, ask, peak, arguments.seconds, patient))
     ratios = _ratios(arms, peak)
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cores": os.cpu_count(),
         "predictors": _PREDICTORS,
         "model": _MODEL if arguments.paced is None else f"{_MODEL}, each step {arguments.paced:g} ms longer",
@@ -117,20 +116,6 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "aim": _AIM,
         "reached": all(ratio["ratio"] >= _AIM for ratio in ratios),
     }
-
-
-@contextlib.asynccontextmanager
-async def _stack(folder: Path, pace_ms: float | None) -> AsyncIterator[Stack]:
-    more: dict[str, Any] = {}
-    if pace_ms is not None:
-        more["commands"] = {"predictor": (sys.executable, "-m", "bench.paced_predictor")}
-        more["environment"] = {"predictor": {"PACE_MS": str(pace_ms), "PACE_SEED": "1"}}
-    overrides = {"models": f"{_MODEL}=models/{_MODEL}", "predictors": _PREDICTORS}
-    stack = await start_stack(folder, overrides, say=lambda line: None, **more)
-    try:
-        yield stack
-    finally:
-        await stack.stop()
 
 
 async def _arm(
@@ -151,9 +136,9 @@ async def _arm(
 
     calls = asyncio.gather(*(call_again_and_again() for _ in range(callers)))
     await asyncio.sleep(_WARM_UP_S)
-    before = _cpu_seconds(stack)
+    before = cpu_seconds(stack)
     await asyncio.sleep(seconds)
-    cpu = {process: round((after - before[process]) / seconds, 2) for process, after in _cpu_seconds(stack).items()}
+    cpu = {process: round((after - before[process]) / seconds, 2) for process, after in cpu_seconds(stack).items()}
     await calls
     arm = {"ask": name.partition(",")[0], "name": name, "callers": callers, "seconds": seconds}
     arm |= _figures(outcomes, begun + _WARM_UP_S, end) | {"cores_used": cpu}
@@ -271,16 +256,6 @@ def _ratios(arms: Sequence[dict[str, Any]], peak: int) -> list[dict[str, Any]]:
             times = round(arm["callers"] / peak, 1)
             ratios.append({"name": arm["name"], "callers": arm["callers"], "times": times, "ratio": round(ratio, 3)})
     return ratios
-
-
-def _cpu_seconds(stack: Stack) -> dict[str, float]:
-    """What each process has used, its children not included."""
-    pids = {name: stack.pid(name) for name in stack.names} | {"client": os.getpid()}
-    used = {}
-    for name, pid in pids.items():
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        used[name] = (int(fields[11]) + int(fields[12])) / _TICKS
-    return used
 
 
 if __name__ == "__main__":

@@ -15,30 +15,23 @@ processes together: 32 streams at 10 ms a step, and 32 callers that ask for one 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
-import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from datetime import UTC, datetime
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
 
+from bench.runs import parser, running_stack, write
 from bench.statistics import estimate, quantile
 from bench.streams import PROMPT
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
-from runner.free_ports import start_stack
-from runner.stack import Stack
 
-_RESULTS = Path(__file__).resolve().parent / "results" / "payload_log.json"
 _MODEL = "storyteller"
 _MODES = ("all", "off")
 _AIMS = {"median": 1.05, "p99": 1.15}
@@ -65,21 +58,15 @@ class Case(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=10_000, help="of each mode and case, at least")
-    parser.add_argument("--rounds", type=int, default=11, help="of each case, at least")
-    parser.add_argument("--only", action="append", choices=_CASES, help="a case; the others stay as the file has them")
-    parser.add_argument("--out", type=Path, default=_RESULTS)
-    arguments = parser.parse_args()
+    options = parser(__doc__, "payload_log")
+    options.add_argument("--samples", type=int, default=10_000, help="of each mode and case, at least")
+    options.add_argument("--rounds", type=int, default=11, help="of each case, at least")
+    options.add_argument("--only", action="append", choices=_CASES, help="a case; the others stay as the file has them")
+    arguments = options.parse_args()
     cases = asyncio.run(_measure(arguments.only or list(_CASES), arguments.samples, arguments.rounds))
     before = json.loads(arguments.out.read_text())["cases"] if arguments.only else {}
     cases = {name: (before | cases)[name] for name in _CASES if name in before | cases}
-    told = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "aims": _AIMS,
-        "cases": cases,
-    }
-    arguments.out.write_text(json.dumps(told, indent=2) + "\n")
+    write(arguments.out, {"aims": _AIMS, "cases": cases})
     for name, case in cases.items():
         for share, ratio in case["ratios"].items():
             print(f"{name:<36} {share:<7} {case['all'][share]:>8} / {case['off'][share]:>8} ms", *ratio.values())
@@ -107,18 +94,10 @@ async def _measure_case(stubs: Mapping[str, Any], case: Case, samples: int, roun
 
 
 async def _stub(stacks: AsyncExitStack, mode: str, pace_ms: int) -> Any:
-    folder = Path(stacks.enter_context(tempfile.TemporaryDirectory()))
-    stack: Stack = await start_stack(
-        folder,
-        {"models": f"{_MODEL}=models/{_MODEL}"},
-        commands={"predictor": (sys.executable, "-m", "bench.paced_predictor")},
-        environment={
-            "predictor": {"PACE_MS": str(pace_ms), "PACE_SEED": "1"},
-            "transformer": {"TRANSFORMER_PAYLOAD_LOG": mode},
-        },
-        say=lambda line: None,
+    environment = {"predictor": {"PACE_MS": str(pace_ms)}, "transformer": {"TRANSFORMER_PAYLOAD_LOG": mode}}
+    stack = await stacks.enter_async_context(
+        running_stack(_MODEL, predictor="paced_predictor", environment=environment)
     )
-    stacks.push_async_callback(stack.stop)
     channel = await stacks.enter_async_context(grpc.aio.insecure_channel(stack.gateway))
     return millrace_pb2_grpc.TextGenerationStub(channel)
 

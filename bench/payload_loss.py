@@ -9,26 +9,20 @@ kill allowed, so many times 10 ms before it. The promise is 50 ms, and no reques
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
-import sys
-import tempfile
 from contextlib import suppress
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import grpc
 
+from bench.runs import parser, running_stack, write
 from bench.statistics import quantile
 from bench.streams import PROMPT
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
-from runner.free_ports import start_stack
 from runner.stack import Stack
 
-_RESULTS = Path(__file__).resolve().parent / "results" / "payload_loss.json"
 _MODEL = "storyteller"
 _PACE_MS = 10
 _PROMISE_MS = 50
@@ -38,31 +32,20 @@ _TIMEOUT_S = 60.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=_RESULTS)
-    arguments = parser.parse_args()
+    options = parser(__doc__, "payload_loss")
+    options.add_argument("--kills", type=int, default=10)
+    arguments = options.parse_args()
     told = asyncio.run(_measure(arguments.kills))
-    arguments.out.write_text(json.dumps(told, indent=2) + "\n")
+    write(arguments.out, told)
     print(json.dumps(told, indent=2))
 
 
 async def _measure(kills: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        stack = await start_stack(
-            Path(folder),
-            {"models": f"{_MODEL}=models/{_MODEL}"},
-            commands={"predictor": (sys.executable, "-m", "bench.paced_predictor")},
-            environment={"predictor": {"PACE_MS": str(_PACE_MS), "PACE_SEED": "1"}},
-            say=lambda line: None,
-        )
-        try:
-            missing = [lost for kill in range(kills) for lost in await _kill_once(stack, kill)]
-        finally:
-            await stack.stop()
+    environment = {"predictor": {"PACE_MS": str(_PACE_MS)}}
+    async with running_stack(_MODEL, predictor="paced_predictor", environment=environment) as stack:
+        missing = [lost for kill in range(kills) for lost in await _kill_once(stack, kill)]
     lost = [chunks * _PACE_MS for chunks in missing if chunks is not None]
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "pace_ms": _PACE_MS,
         "promise_ms": _PROMISE_MS,
         "streams_cut": len(missing),

@@ -11,7 +11,6 @@ loop while the threads behind the tap write and ship; at most 20 us at the 99th 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -22,13 +21,13 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from bench.runs import parser, write
 from bench.statistics import quantile
 from millrace.payload.ids import as_uuid7, next_id
 from millrace.payload.tap import PayloadTap
@@ -43,7 +42,6 @@ from millrace_protos.millrace_pb2 import (
 from runner.free_ports import free_settings
 
 _ROOT = Path(__file__).resolve().parent.parent
-_RESULTS = _ROOT / "bench" / "results" / "payload_store.json"
 _AIMS = {"append_records_a_second": 5000, "query_p95_ms": 50, "tap_chunk_p99_us": 20}
 _PAGE = 100
 _STATUSES = ("OK",) * 17 + ("CANCELLED", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED")
@@ -53,24 +51,24 @@ _OPEN, _CHUNKS, _PACE_S = 32, 400, 0.01
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--appended", type=int, default=60_000, help="records of 4 KB")
-    parser.add_argument("--senders", type=int, default=2)
-    parser.add_argument("--kept", type=int, default=1_000_000, help="records that are queried")
-    parser.add_argument("--queries", type=int, default=100, help="by each filter")
-    parser.add_argument("--only", choices=("append", "query", "tap"), help="the others stay as the file has them")
-    parser.add_argument("--out", type=Path, default=_RESULTS)
-    arguments = parser.parse_args()
+    options = parser(__doc__, "payload_store")
+    options.add_argument("--appended", type=int, default=60_000, help="records of 4 KB")
+    options.add_argument("--senders", type=int, default=2)
+    options.add_argument("--kept", type=int, default=1_000_000, help="records that are queried")
+    options.add_argument("--queries", type=int, default=100, help="by each filter")
+    options.add_argument("--only", choices=("append", "query", "tap"), help="the others stay as the file has them")
+    arguments = options.parse_args()
     parts: dict[str, Callable[[], Coroutine[Any, Any, dict[str, Any]]]] = {
         "append": lambda: _append(arguments.appended, arguments.senders),
         "query": lambda: _query(arguments.kept, arguments.queries),
         "tap": _tap,
     }
     told = json.loads(arguments.out.read_text()) if arguments.only else {}
-    told |= {"date": datetime.now(UTC).isoformat(timespec="seconds"), "aims": _AIMS}
+    told.pop("date", None)
+    told["aims"] = _AIMS
     for name in [arguments.only] if arguments.only else parts:
         told[name] = asyncio.run(parts[name]())
-    arguments.out.write_text(json.dumps(told, indent=2) + "\n")
+    write(arguments.out, told)
     print(json.dumps(told, indent=2))
 
 
@@ -211,7 +209,7 @@ async def _tap() -> dict[str, Any]:
 
             async def one_stream(number: int) -> None:
                 recording = tap.begin(request_id=str(number), model="m", protocol="p", prompt="x" * 1000)
-                await recording.begun()
+                await recording.flushed()
                 for _ in range(_CHUNKS):
                     await asyncio.sleep(_PACE_S)
                     begun = time.perf_counter_ns()

@@ -10,15 +10,12 @@ compared with what was sent.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime
-from pathlib import Path
+from contextlib import AsyncExitStack
 from typing import Any, NamedTuple
 
 import grpc
@@ -26,13 +23,12 @@ import httpx2
 import numpy as np
 import orjson
 
+from bench.runs import parser, running_stack, write
 from bench.statistics import quantile
 from millrace.oip.tensors import Tensor, add_input
 from millrace_protos import inference_pb2 as pb
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from runner.free_ports import start_stack
 
-_RESULTS = Path(__file__).resolve().parent / "results" / "protocols.json"
 _MODEL = "identity"
 _IDS = np.arange(16 * 2048, dtype=np.int64).reshape(16, 2048) % 50_000
 _CALLERS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -55,36 +51,32 @@ class Ended(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each protocol at each level")
-    parser.add_argument("--out", type=Path, default=_RESULTS)
-    arguments = parser.parse_args()
+    options = parser(__doc__, "protocols")
+    options.add_argument("--seconds", type=float, default=8.0, help="of each protocol at each level")
+    arguments = options.parse_args()
     told = asyncio.run(_measure(arguments.seconds))
-    arguments.out.write_text(json.dumps(told, indent=2) + "\n")
+    write(arguments.out, told)
     print(json.dumps({"knees": told["knees"], "most_per_s": told["most_per_s"]}, indent=2))
 
 
 async def _measure(seconds: float) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        stack = await start_stack(Path(folder), {"models": f"{_MODEL}=models/{_MODEL}"}, say=lambda line: None)
-        channels = [grpc.aio.insecure_channel(stack.gateway, options=_OPTIONS) for _ in range(_CONNECTIONS)]
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-        try:
-            async with httpx2.AsyncClient(
-                base_url=f"http://{stack.gateway}", timeout=_TIMEOUT_S, limits=limits
-            ) as client:
-                protocols = {"gRPC": _by_grpc(channels), "REST": await _by_rest(client)}
-                levels: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in protocols}
-                for callers in _CALLERS:
-                    for name, ask in protocols.items():
-                        levels[name][callers] = await _level(ask, callers, seconds)
-                        print(name, callers, levels[name][callers], flush=True)
-        finally:
-            for channel in channels:
-                await channel.close()
-            await stack.stop()
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+    levels: dict[str, dict[int, dict[str, Any]]] = {"gRPC": {}, "REST": {}}
+    async with AsyncExitStack() as opened:
+        stack = await opened.enter_async_context(running_stack(_MODEL))
+        channels = [
+            await opened.enter_async_context(grpc.aio.insecure_channel(stack.gateway, options=_OPTIONS))
+            for _ in range(_CONNECTIONS)
+        ]
+        client = await opened.enter_async_context(
+            httpx2.AsyncClient(base_url=f"http://{stack.gateway}", timeout=_TIMEOUT_S, limits=limits)
+        )
+        protocols = {"gRPC": _by_grpc(channels), "REST": await _by_rest(client)}
+        for callers in _CALLERS:
+            for name, ask in protocols.items():
+                levels[name][callers] = await _level(ask, callers, seconds)
+                print(name, callers, levels[name][callers], flush=True)
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "tensor": {"datatype": "INT64", "shape": _IDS.shape, "bytes": _IDS.nbytes, "json_bytes": len(_json_body())},
         "seconds_each": seconds,
         "levels": levels,

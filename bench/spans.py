@@ -1,9 +1,9 @@
-"""A span as it is kept, and how it is had from OTLP and from a recording. Pure."""
+"""A span as it is kept, from OTLP. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -52,15 +52,6 @@ class Span:
     @property
     def seconds(self) -> float:
         return (self.end_ns - self.start_ns) / 1e9
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Span:
-        events = tuple(Event(**event) for event in told["events"])
-        links = tuple(Link(**link) for link in told["links"])
-        return cls(**{**told, "events": events, "links": links})
 
 
 def spans_of(request: ExportTraceServiceRequest) -> Iterator[Span]:

@@ -2,7 +2,7 @@
 
 By gRPC as a gRPC client makes the calls, by HTTP through `curl -N`, which shows what an ordinary client
 sees, pipes and all. A piece is what one message or one event says; closing the generator ends the call.
-Used by sse_gaps.py and by the tests.
+Used by the tests; the other benchmarks take its prompt.
 """
 
 from __future__ import annotations

@@ -17,37 +17,28 @@ what everything costs, the ratio to `off`, and how much processor time a message
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import os
 import random
-import sys
-import tempfile
 import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, suppress
-from datetime import UTC, datetime
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
 
-from bench.machine import machine
 from bench.otlp_receiver import ReceiverProcess, receiver_process
+from bench.runs import cpu_seconds, machine, parser, running_stack, write
 from bench.statistics import estimate, paired_ratios
 from bench.streams import PROMPT
 from millrace.oip.tensors import Tensor, add_input
 from millrace_protos import inference_pb2 as pb
 from millrace_protos import millrace_pb2
-from runner.free_ports import start_stack
 from runner.stack import Stack
 
-_RESULTS = Path(__file__).resolve().parent / "results" / "telemetry.json"
 _TEXT_MODEL, _TENSOR_MODEL = "storyteller", "identity"
 _MODES = ("traced", "untraced", "off")
 _RATIOS = (("traced", "untraced"), ("untraced", "off"), ("traced", "off"))
@@ -59,7 +50,6 @@ _CONNECTIONS = 4
 _SCRAPE_S = 5.0
 _UNCOUNTED = 0.25  # Of a block, at its beginning.
 _CALL_TIMEOUT_S = 30.0
-_TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 
 # Makes one request, and calls what it is given for each message or answer.
 Ask = Callable[[Callable[[], None]], Awaitable[None]]
@@ -87,19 +77,18 @@ class Mode(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=40, help="of each case and mode")
-    parser.add_argument(
+    options = parser(__doc__, "telemetry")
+    options.add_argument("--blocks", type=int, default=40, help="of each case and mode")
+    options.add_argument(
         "--seconds", type=float, default=2.0, help="of a block, the first quarter of which is not counted"
     )
-    parser.add_argument("--quick", action="store_true", help="three short blocks, to see that it works; writes no file")
-    parser.add_argument("--only", choices=_CASES, help="one case, written to no file")
-    parser.add_argument("--out", type=Path, default=_RESULTS)
-    arguments = parser.parse_args()
+    options.add_argument("--quick", action="store_true", help="three short blocks, written to no file")
+    options.add_argument("--only", choices=_CASES, help="one case, written to no file")
+    arguments = options.parse_args()
     blocks, seconds = (3, 2.0) if arguments.quick else (arguments.blocks, arguments.seconds)
     told = asyncio.run(_measure([arguments.only] if arguments.only else list(_CASES), blocks, seconds))
     if not (arguments.quick or arguments.only):
-        arguments.out.write_text(json.dumps(told, indent=2) + "\n")
+        write(arguments.out, told)
     print(_table(told))
     if missed := [name for name, case in told["cases"].items() if not case["reached"]]:
         raise SystemExit(f"not reached: {', '.join(missed)}")
@@ -107,26 +96,24 @@ def main() -> None:
 
 async def _measure(names: list[str], blocks: int, seconds: float) -> dict[str, Any]:
     async with AsyncExitStack() as opened:
-        collector = await opened.enter_async_context(receiver_process(sink=True))
+        collector = opened.enter_context(receiver_process())
         modes = {name: await _start(opened, name, collector) for name in _MODES}
         scraper = asyncio.create_task(_scrape([modes["traced"].stack, modes["untraced"].stack]))
         opened.push_async_callback(_end, scraper)
         cases = {name: await _measure_case(name, modes, blocks, seconds) for name in names}
         await asyncio.sleep(_SCRAPE_S)  # What is on its way to the collector arrives.
-        counts = await collector.counts()
+        spans_exported = collector.span_count()
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine(),
         "tokens_a_stream": _TOKENS,
         "pace_ms": _PACE_MS,
         "seconds_a_block": seconds,
-        "spans_exported": counts.spans,
+        "spans_exported": spans_exported,
         "cases": cases,
     }
 
 
 async def _start(opened: AsyncExitStack, name: str, collector: ReceiverProcess) -> Mode:
-    folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
     # Empty is unset: nothing that the environment of this process says is passed on.
     endpoint = collector.endpoint if name == "traced" else ""
     told = {"OTEL_EXPORTER_OTLP_ENDPOINT": "", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": endpoint}
@@ -134,22 +121,19 @@ async def _start(opened: AsyncExitStack, name: str, collector: ReceiverProcess) 
         told["OTEL_TRACES_SAMPLER"] = "always_off"
     if name == "off":
         told["OTEL_SDK_DISABLED"] = "true"
-    stack = await start_stack(
-        folder,
-        {
-            "models": f"{_TEXT_MODEL}=models/{_TEXT_MODEL},{_TENSOR_MODEL}=models/{_TENSOR_MODEL}",
-            "gateway_trace_percent": 100 if name == "traced" else 0,
-            "otel_exporter_otlp_endpoint": collector.endpoint,
-        },
-        commands={"predictor": (sys.executable, "-m", "bench.instant_predictor")},
-        environment={
-            "transformer": told,
-            "logger": told,
-            "predictor": told | {"PACE_MS": str(_PACE_MS), "PREDICTOR_MAX_RUNNING": "64"},
-        },
-        say=lambda line: None,
+    stack = await opened.enter_async_context(
+        running_stack(
+            *(_TEXT_MODEL, _TENSOR_MODEL),
+            predictor="instant_predictor",
+            environment={
+                "transformer": told,
+                "logger": told,
+                "predictor": told | {"PACE_MS": str(_PACE_MS), "PREDICTOR_MAX_RUNNING": "64"},
+            },
+            gateway_trace_percent=100 if name == "traced" else 0,
+            otel_exporter_otlp_endpoint=collector.endpoint,
+        )
     )
-    opened.push_async_callback(stack.stop)
     channels = []
     for number in range(_CONNECTIONS):  # Told apart by an option, or they would share one connection.
         channel = grpc.aio.insecure_channel(stack.gateway, options=[("millrace.number", number)])
@@ -204,9 +188,9 @@ async def _block(mode: Mode, case: Case, seconds: float) -> Block:
 
     async def processor_time() -> dict[str, float]:
         await asyncio.sleep(begin - time.monotonic())
-        before = _cpu_s(mode.stack)
+        before = cpu_seconds(mode.stack)
         await asyncio.sleep(end - time.monotonic())
-        return {process: spent - before[process] for process, spent in _cpu_s(mode.stack).items()}
+        return {process: spent - before[process] for process, spent in cpu_seconds(mode.stack).items()}
 
     async with asyncio.TaskGroup() as group:
         spent = group.create_task(processor_time())
@@ -215,16 +199,6 @@ async def _block(mode: Mode, case: Case, seconds: float) -> Block:
     if not counted:
         raise RuntimeError("nothing came within a block: make it longer")
     return Block(counted / (end - begin), {name: 1000 * seconds / counted for name, seconds in spent.result().items()})
-
-
-def _cpu_s(stack: Stack) -> dict[str, float]:
-    """Seconds of processor time that each process of the stack, and this one, has used so far."""
-    pids = {name: stack.pid(name) for name in stack.names} | {"callers": os.getpid()}
-    spent = {}
-    for name, pid in pids.items():
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        spent[name] = (int(fields[11]) + int(fields[12])) / _TICKS_A_SECOND
-    return spent
 
 
 def _streamed(mode: Mode) -> Ask:

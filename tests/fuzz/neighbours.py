@@ -82,7 +82,6 @@ async def attacked_stack(folder: Path) -> AsyncIterator[Stack]:
     models = ",".join(f"{name}=models/{name}" for name in ("storyteller", "identity"))
     environment = {
         "PACE_MS": str(_PACE_MS),
-        "PACE_SEED": "1",
         "PREDICTOR_MAX_RUNNING": "32",
         "PREDICTOR_MODEL_REPOSITORY": str(folder / "repository"),
     }

@@ -12,7 +12,7 @@ from tests.waiting import until
 
 # Paced, the first stream takes eight seconds or more, and a reload four. The second reload begins when the first stream
 # ends, and the second stream goes on six seconds longer than that.
-PACE = {"PACE_MS": "16", "PACE_SEED": "1"}
+PACE = {"PACE_MS": "16"}
 FIRST_TOKENS, SECOND_TOKENS = 500, 900
 STREAM = {"model": "storyteller", "prompt": "Once upon a time", "ignore_eos": True, "temperature": 0}
 CALLS_BETWEEN = 10

@@ -18,7 +18,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.timeout(480)
 
 # Paced, a stream takes ten seconds; a successor takes a few to load.
-PACE = {"PACE_MS": "12", "PACE_SEED": "1"}
+PACE = {"PACE_MS": "12"}
 TOKENS = 650
 STREAMS = 4
 MANY_STREAMS = 64
