@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from bench.prometheus import CONFIG, Prometheus
+from bench.prometheus import CONFIG, Prometheus, running_prometheus
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from runner.free_ports import start_stack
 from runner.stack import Stack
@@ -77,7 +77,8 @@ async def watched(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Wat
     }
     stack = await start_stack(tmp_path_factory.mktemp("stack"), {}, environment=environment)
     try:
-        async with Prometheus(stack.metrics_pages, tmp_path_factory.mktemp("prometheus"), EVERY_S) as prometheus:
+        folder = tmp_path_factory.mktemp("prometheus")
+        async with running_prometheus(stack.metrics_pages, folder, EVERY_S) as prometheus:
             begun = time.time()
             await prometheus.scraped()
             await mixed_load(stack.gateway)
