@@ -69,35 +69,11 @@ class OpenInferenceBase(inference_pb2_grpc.GRPCInferenceServiceServicer):
             }
         )
 
-    async def SystemSharedMemoryStatus(
-        self, request: pb.SystemSharedMemoryStatusRequest, context: Context
-    ) -> pb.SystemSharedMemoryStatusResponse:
-        _refuse_shared_memory()
+    async def _refuse_shared_memory(self, request: Any, context: Context) -> NoReturn:
+        raise NotImplementedMethodError("shared memory is not supported; send tensors in the request")
 
-    async def SystemSharedMemoryRegister(
-        self, request: pb.SystemSharedMemoryRegisterRequest, context: Context
-    ) -> pb.SystemSharedMemoryRegisterResponse:
-        _refuse_shared_memory()
-
-    async def SystemSharedMemoryUnregister(
-        self, request: pb.SystemSharedMemoryUnregisterRequest, context: Context
-    ) -> pb.SystemSharedMemoryUnregisterResponse:
-        _refuse_shared_memory()
-
-    async def CudaSharedMemoryStatus(
-        self, request: pb.CudaSharedMemoryStatusRequest, context: Context
-    ) -> pb.CudaSharedMemoryStatusResponse:
-        _refuse_shared_memory()
-
-    async def CudaSharedMemoryRegister(
-        self, request: pb.CudaSharedMemoryRegisterRequest, context: Context
-    ) -> pb.CudaSharedMemoryRegisterResponse:
-        _refuse_shared_memory()
-
-    async def CudaSharedMemoryUnregister(
-        self, request: pb.CudaSharedMemoryUnregisterRequest, context: Context
-    ) -> pb.CudaSharedMemoryUnregisterResponse:
-        _refuse_shared_memory()
+    SystemSharedMemoryStatus = SystemSharedMemoryRegister = SystemSharedMemoryUnregister = _refuse_shared_memory
+    CudaSharedMemoryStatus = CudaSharedMemoryRegister = CudaSharedMemoryUnregister = _refuse_shared_memory
 
 
 def trace_settings() -> dict[str, str]:
@@ -149,7 +125,3 @@ def _level_of(wanted: Mapping[str, bool | int | str]) -> int:
                 raise InvalidRequestError(f"{name} cannot be on while {above} is off")
             level = lower
     return level
-
-
-def _refuse_shared_memory() -> NoReturn:
-    raise NotImplementedMethodError("shared memory is not supported; send tensors in the request")

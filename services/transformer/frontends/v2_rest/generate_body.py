@@ -27,9 +27,8 @@ from millrace.oip.tensors import BYTES, RawTensor
 from millrace_protos import inference_pb2 as pb
 from services.transformer.frontends.json_text import dump, load_object
 from services.transformer.frontends.v2_rest.infer_body import answered_tensors, parsed_answer
-from services.transformer.frontends.v2_rest.json_tensors import flattened, json_of, tensor_of
+from services.transformer.frontends.v2_rest.json_tensors import fitted_shape, flattened, json_of, tensor_of
 from services.transformer.frontends.v2_rest.parameters import plain_parameters, write_parameters
-from services.transformer.frontends.v2_rest.shapes import fitted_shape
 
 _PARAMETERS = "parameters"
 _SAMPLING = "sampling_parameters"

@@ -28,9 +28,8 @@ from millrace.oip.tensors import BYTES, RawTensor, checked_shape, dtype_of, raw_
 from millrace.rpc.admission import MAX_MESSAGE_BYTES
 from millrace_protos import inference_pb2 as pb
 from services.transformer.frontends.json_text import dump, load_object
-from services.transformer.frontends.v2_rest.json_tensors import json_of, tensor_of
+from services.transformer.frontends.v2_rest.json_tensors import fitted_shape, json_of, tensor_of
 from services.transformer.frontends.v2_rest.parameters import plain_parameters, write_parameters
-from services.transformer.frontends.v2_rest.shapes import fitted_shape
 from services.transformer.predictors.answers import predictor_answers
 
 HEADER_LENGTH = "inference-header-content-length"
