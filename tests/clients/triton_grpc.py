@@ -9,7 +9,8 @@ import time
 
 import numpy as np
 import tritonclient.grpc as triton
-from tritonclient.utils import InferenceServerException, triton_to_np_dtype
+from refusals import refused
+from tritonclient.utils import triton_to_np_dtype
 
 client = triton.InferenceServerClient(sys.argv[1])
 DATATYPES = ("BOOL", "INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64", "FP16", "FP32", "FP64")
@@ -19,17 +20,6 @@ def text_input(name, text):
     tensor = triton.InferInput(name, [1], "BYTES")
     tensor.set_data_from_numpy(np.array([text.encode()], dtype=object))
     return tensor
-
-
-def refused(status, text, call, *arguments, **options):
-    refusal = None
-    try:
-        call(*arguments, **options)
-    except InferenceServerException as error:
-        refusal = error
-    assert refusal is not None, f"was not refused: {text}"
-    assert refusal.status() == f"StatusCode.{status}", refusal
-    assert text in refusal.message(), refusal
 
 
 def until_waiting(count):

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import tritonclient.http as triton
-from tritonclient.utils import InferenceServerException
+from refusals import refused
 
 client = triton.InferenceServerClient(sys.argv[1], network_timeout=60)
 PROMPT = "Once upon a time"
@@ -18,17 +18,6 @@ def text_input(name, text, binary=True):
     tensor = triton.InferInput(name, [1], "BYTES")
     tensor.set_data_from_numpy(np.array([text.encode()], dtype=object), binary_data=binary)
     return tensor
-
-
-def refused(status, text, call, *arguments, **options):
-    refusal = None
-    try:
-        call(*arguments, **options)
-    except InferenceServerException as error:
-        refusal = error
-    assert refusal is not None, f"was not refused: {text}"
-    assert refusal.status() == status, refusal
-    assert text in refusal.message(), refusal
 
 
 assert client.is_server_live()

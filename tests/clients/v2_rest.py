@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import tritonclient.http as triton
 import tritonclient.http.aio as triton_aio
-from tritonclient.utils import InferenceServerException
+from refusals import refused
 
 (gateway,) = sys.argv[1:]
 client = triton.InferenceServerClient(gateway, concurrency=2, network_timeout=60, connection_timeout=60)
@@ -49,17 +49,6 @@ def check(result, names):
         else:
             assert answer.dtype == ARRAYS[name].dtype, name
             np.testing.assert_array_equal(answer, ARRAYS[name], name)
-
-
-def refused(status, text, call, *arguments, **named):
-    refusal = None
-    try:
-        call(*arguments, **named)
-    except InferenceServerException as error:
-        refusal = error
-    assert refusal is not None, f"{call} was not refused"
-    assert str(refusal.status()).startswith(status), refusal
-    assert text in refusal.message(), refusal
 
 
 assert client.is_server_live()

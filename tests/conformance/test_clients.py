@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.system.own_clients import client_passes
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ROOT / "tests" / "clients"
 ENVIRONMENTS = {
     "triton_grpc": ".venv-clients",
     "triton_grpc_aio": ".venv-clients",
@@ -38,10 +38,7 @@ async def run(*command):
 
 @pytest.mark.parametrize("script", ENVIRONMENTS)
 async def test_a_python_client_works_unchanged(stack, script):
-    python = ROOT / ENVIRONMENTS[script] / "bin" / "python"
-    if not (ROOT / ENVIRONMENTS[script] / ".installed").exists():
-        pytest.skip(f"{ENVIRONMENTS[script]} is not installed (make {ENVIRONMENTS[script]}/.installed)")
-    assert await run(python, SCRIPTS / f"{script}.py", stack.gateway) == "done\n"
+    await client_passes(script, stack.gateway, environment=ENVIRONMENTS[script])
 
 
 # ------------------------------------------------------------------ buf curl, which is to JSON what grpcurl is

@@ -10,11 +10,11 @@ import uuid
 import pytest
 
 from tests.containers.stack import ROOT
+from tests.system.own_clients import python_of
 
 CLIENTS_PAGE = (ROOT / "docs" / "clients.md").read_text()
 BUF = ROOT / ".tools" / "node_modules" / ".bin"
 PATH = f"{BUF}{os.pathsep}{os.environ['PATH']}"
-CLIENTS = ROOT / ".venv-clients" / "bin" / "python"
 CODE = ROOT / "millrace" / "__init__.py"
 
 
@@ -56,11 +56,10 @@ def test_curl_streams(stack):
 
 
 def test_tritons_own_client_streams(stack):
-    if not CLIENTS.exists():
-        pytest.skip("the clients' own environment is not installed (make .venv-clients/.installed)")
+    python = python_of()
     (script,) = re.findall(r"```python\n(.*?)```", CLIENTS_PAGE, re.DOTALL)
     with stack.timed("tritonclient: 40 tokens"):
-        output = run(stack, str(CLIENTS), "-c", script)
+        output = run(stack, python, "-c", script)
     assert len(output.splitlines()) > 10
 
 

@@ -11,7 +11,6 @@ import subprocess
 from contextlib import aclosing
 from pathlib import Path
 
-import pytest
 import pytest_asyncio
 
 from millrace_protos import millrace_pb2_grpc
@@ -19,9 +18,9 @@ from tests.chaos.asks import Story
 from tests.chaos.load import Client, text_request
 from tests.conformance.conftest import CHUNKS
 from tests.system.gated_stack import gated_stack
+from tests.system.own_clients import python_of
 
 ROOT = Path(__file__).parents[2]
-TRITON = ROOT / ".venv-clients" / "bin" / "python"
 SCRIPT = ROOT / "tests" / "clients" / "broken_stream.py"
 TIMEOUT_S = 15
 
@@ -74,13 +73,12 @@ async def _sizes(client, story):
 
 
 async def test_tritons_client_sees_a_pause_where_its_predictor_dies_in_the_middle_of_its_streams(new_stack, tmp_path):
-    if not TRITON.exists():
-        pytest.skip("the clients' own environment is not installed (make .venv-clients/.installed)")
+    python = python_of()
     (tmp_path / "chunks").mkdir()
     (tmp_path / "chunks" / "model.py").write_text(CHUNKS)
     stack = await new_stack(models=f"storyteller=models/storyteller,chunks={tmp_path / 'chunks'}")
     client = await asyncio.create_subprocess_exec(
-        *(str(TRITON), str(SCRIPT), stack.gateway),
+        *(python, str(SCRIPT), stack.gateway),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

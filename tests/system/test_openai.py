@@ -17,12 +17,11 @@ from runner.free_ports import start_stack
 from services.transformer.frontends.openai.choices import choice_seed
 from tests.random_encoders import save_random_encoder, save_words_tokenizer
 from tests.system.calls import rest, statistics
+from tests.system.own_clients import client_passes
 from tests.system.payload_log import records
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
-CLIENTS = ROOT / ".venv-clients" / "bin" / "python"
-SCRIPT = ROOT / "tests" / "clients" / "openai_client.py"
 STORY = {"model": "storyteller", "prompt": "Once upon a time", "ignore_eos": True}
 WORDS = ("the", "fox", "sat", "on", "a", "mat", "bird")
 
@@ -58,11 +57,7 @@ async def post(stack, path, body, **headers):
 
 
 async def test_openais_own_client_works_unchanged(stack):
-    if not CLIENTS.exists():
-        pytest.skip("the clients' own environment is not installed (make .venv-clients/.installed)")
-    command = [str(CLIENTS), str(SCRIPT), stack.gateway]
-    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=110)
-    assert done.stdout == "done\n", done.stderr
+    await client_passes("openai_client", stack.gateway)
 
 
 async def test_curl_reads_the_stream(stack):

@@ -15,12 +15,12 @@ import psutil
 import pytest
 
 from runner.free_ports import free_settings
+from tests.system.own_clients import python_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = "\n".join(page.read_text() for page in PAGES)
 BUF = ROOT / ".tools" / "node_modules" / ".bin"
-CLIENTS = ROOT / ".venv-clients" / "bin" / "python"
 PATH = f"{BUF}{os.pathsep}{os.environ['PATH']}"
 # Not to be had, a download of gigabytes, or what the fixture runs with other ports.
 NOT_RUN = ("grpcurl", "MODELS=", "PREDICTORS=", "TRANSFORMER_PAYLOAD_REDACT=")
@@ -172,9 +172,7 @@ def test_buf_lists_the_public_services(make_up):
 
 @pytest.mark.parametrize("script", blocks("python"), ids=lambda script: re.findall(r"import (\w+)", script)[-1])
 def test_the_clients_of_the_readme_work(make_up, script):
-    if not CLIENTS.exists():
-        pytest.skip("the clients' own environment is not installed (make .venv-clients/.installed)")
-    output = run([str(CLIENTS), "-c", script.replace("127.0.0.1:8080", make_up.gateway)], make_up)
+    output = run([python_of(), "-c", script.replace("127.0.0.1:8080", make_up.gateway)], make_up)
     if "tritonclient" in script:
         assert len(output.splitlines()) > 10
         assert all(line.startswith("[b") for line in output.splitlines())

@@ -1,7 +1,6 @@
 """Models are loaded and unloaded through the gateway while others are served: gRPC clients of the predictor's face."""
 
 import asyncio
-import subprocess
 from pathlib import Path
 
 import grpc
@@ -16,11 +15,10 @@ from runner.free_ports import start_stack
 from tests.hub import serve_hub
 from tests.random_models import save_random_model
 from tests.system.calls import channel, each, generate, ids_request
+from tests.system.own_clients import client_passes
 from tests.system.payload_log import records
 
 ROOT = Path(__file__).parents[2]
-CLIENTS = ROOT / ".venv-clients" / "bin" / "python"
-SCRIPT = ROOT / "tests" / "clients" / "repository_control.py"
 
 ECHO = "async def execute(request):\n    return request.raw\n"
 WAITS = """
@@ -101,12 +99,7 @@ def ids(model, **parameters):
 
 
 async def test_tritons_client_controls_the_repository(stack):
-    if not CLIENTS.exists():
-        pytest.skip("the clients' own environment is not installed (make .venv-clients/.installed)")
-    done = await asyncio.to_thread(
-        subprocess.run, [str(CLIENTS), str(SCRIPT), stack.gateway], capture_output=True, text=True, timeout=100
-    )
-    assert done.stdout == "done\n", done.stderr
+    await client_passes("repository_control", stack.gateway)
 
 
 async def test_a_model_that_generates_is_loaded_used_counted_and_unloaded(stack, predictor):

@@ -6,10 +6,8 @@ when whoever reads the stream says so, through a Unix socket that the request na
 
 import asyncio
 import json
-import subprocess
 from collections import Counter
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 
 import grpc
 import numpy as np
@@ -23,12 +21,10 @@ from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from runner.free_ports import start_stack
 from tests.random_encoders import save_random_encoder
 from tests.system.calls import each, generate, rest, text_of, text_request
+from tests.system.own_clients import client_passes
 from tests.system.payload_log import records
 from tests.waiting import until
 
-ROOT = Path(__file__).parents[2]
-CLIENTS = ROOT / ".venv-clients" / "bin" / "python"
-SCRIPT = ROOT / "tests" / "clients" / "paced_stream.py"
 INVALID, INTERNAL = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL
 
 # Yields 0, 1, 2 … to n; each after the first once a byte has come through the socket `gate`.
@@ -137,11 +133,7 @@ async def infer(stack, request, **arguments):
 
 
 async def test_tritons_client_streams_the_chunks_of_a_model_py_one_by_one(stack, tmp_path):
-    if not CLIENTS.exists():
-        pytest.skip("the clients' own environment is not installed (make .venv-clients/.installed)")
-    command = [str(CLIENTS), str(SCRIPT), stack.gateway, str(tmp_path / "socket")]
-    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=100)
-    assert done.stdout == "done\n", done.stderr
+    await client_passes("paced_stream", stack.gateway, tmp_path / "socket")
 
 
 async def test_text_and_tensors_mix_on_one_stream_and_answers_carry_their_ids(stack, gate):

@@ -5,7 +5,6 @@ import json
 import shutil
 import struct
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,12 +12,9 @@ import pytest_asyncio
 
 from runner.free_ports import start_stack
 from tests.system.calls import rest
+from tests.system.own_clients import client_passes
 from tests.system.payload_log import records
 from tests.waiting import until
-
-ROOT = Path(__file__).parents[2]
-CLIENTS = ROOT / ".venv-clients" / "bin" / "python"
-SCRIPT = ROOT / "tests" / "clients" / "v2_rest.py"
 
 MODELS = {
     # Declares what it takes and gives a response for each row.
@@ -105,11 +101,7 @@ async def infer(stack, model, body, **headers):
 
 
 async def test_tritons_http_clients_work_unchanged(stack):
-    if not CLIENTS.exists():
-        pytest.skip("the clients' own environment is not installed (make .venv-clients/.installed)")
-    command = [str(CLIENTS), str(SCRIPT), stack.gateway]
-    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=100)
-    assert done.stdout == "done\n", done.stderr
+    await client_passes("v2_rest", stack.gateway)
 
 
 async def test_curl_sends_json_and_reads_json(stack):
