@@ -1,1 +1,1 @@
-"""The payload logger: takes records of requests and answers and lets them be looked up."""
+"""The payload logger: stores records of requests and answers, and serves queries for them."""

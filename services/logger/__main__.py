@@ -1,4 +1,4 @@
-"""Starts the logger: the store, its gRPC services, retention, and health that says whether the store answers."""
+"""Starts the logger: the store, its gRPC services, retention, and health checks that reflect the state of the store."""
 
 from __future__ import annotations
 

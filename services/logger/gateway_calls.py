@@ -1,12 +1,13 @@
-"""The gateway's access log, taken by OTLP: the calls of models, and what the gateway refused or could not pass on.
+"""Receives the gateway's access log over OTLP: calls of models, and calls that the gateway refused or could not
+forward.
 
-Each is stored as a record of the call alone: joined there to the service's record of the same `call_id`,
-or shown as it is where no service recorded the call, in the words of the services' own records. The attributes are
-those that envoy/envoy.yaml gives its access log; "-" is Envoy's word for none. What a client has sent need not be
-UTF-8, and Envoy passes it on as it is: hence messages of OTLP's shape whose strings are bytes. A value that cannot be
-read counts as none; a line that cannot be read is lost alone.
+Each line is stored as a record of the call. The store joins it to the service's record with the same `call_id`; if no
+service recorded the call, queries return it as it is, with the same status names as other records. The attributes are
+those of the access log in envoy/envoy.yaml; Envoy writes "-" for a missing value. What a client sends need not be
+UTF-8, and Envoy forwards it unchanged, so the messages here have OTLP's fields with bytes for strings. An unreadable
+value counts as missing; an unreadable line is dropped alone.
 
-Inner: neither routed by the gateway nor listed by reflection.
+Internal: the gateway does not route this service, and reflection does not list it.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ logger = logging.getLogger(__name__)
 _SERVICE = logs_service_pb2.DESCRIPTOR.services_by_name["LogsService"].full_name
 _MAX_CHARACTERS = 1024
 _MAX_ID = 256
-_MAX_DIGITS = 19  # Of a number of 64 bits.
+_MAX_DIGITS = 19  # The maximum for a number of 64 bits.
 _MAX_UINT32 = 2**32 - 1
 _TRACE_ID_BYTES, _SPAN_ID_BYTES = 16, 8
-_TURN = 64  # So many lines are read before others have their turn.
+_TURN = 64  # Lines that are parsed before the event loop runs other tasks.
 
 _NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 _OF_HTTP = {
@@ -56,35 +57,35 @@ _OF_HTTP = {
     503: "UNAVAILABLE",
     504: "DEADLINE_EXCEEDED",
 }
-# Envoy's response flags: the caller left; a time limit of the gateway passed; the connection to the service broke.
+# Envoy's response flags: the caller left; a timeout of the gateway expired; the connection to the service broke.
 _LEFT = {"DC", "DR"}
 _TOO_LATE = {"UT", "SI", "DT"}
 _BROKE = {"UC", "UR", "UF", "UPE"}
-# Of the last host that was tried Envoy tells the address, though it could not be connected to.
+# With these flags Envoy's upstream address is that of the last host tried, which it could not connect to.
 _NOT_REACHED = {"UF", "UH"}
 _UNIT_MS = {"H": 3_600_000, "M": 60_000, "S": 1_000, "m": 1, "u": 1e-3, "n": 1e-6}
-# The gateway notices a caller's deadline that much earlier than it has passed.
+# The gateway notices an expired deadline of the caller up to this much early.
 _DEADLINE_MARGIN_MS = 10
 
 _Attributes = Mapping[str, str]
 
 
 class Observed(NamedTuple):
-    """A call as the gateway saw it, and whether a service may have a record of it."""
+    """A call as the gateway logged it, and whether a service may have recorded it."""
 
     record: PayloadRecord
     reached_a_recorder: bool
 
 
 class GatewayCalls:
-    """Takes what the gateway logs; shows to `tails` the calls of which no service can have a record."""
+    """Stores the gateway's access log; shows `tails` the calls that no service can have recorded."""
 
     def __init__(self, store: Store, tails: Tails) -> None:
         self._store = store
         self._tails = tails
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Has the server answer LogsService."""
+        """Registers LogsService at the server."""
         handler = grpc.unary_unary_rpc_method_handler(
             self._export,
             request_deserializer=_ExportRequest.FromString,
@@ -109,7 +110,7 @@ class GatewayCalls:
 
 
 def observe(log: Any) -> Observed:
-    """A call out of a log record, whose strings are bytes."""
+    """Converts a log record, whose strings are bytes."""
     attributes: _Attributes = {
         attribute.key.decode(errors="replace"): value
         for attribute in log.attributes
@@ -150,9 +151,9 @@ def observe(log: Any) -> Observed:
 
 
 def _status(attributes: _Attributes, flags: set[str], gateway: GatewayCall) -> str:
-    """A gRPC status name, whatever protocol the caller spoke."""
+    """A gRPC status name, whatever protocol the caller used."""
     if flags & _LEFT:
-        # A caller whose deadline passes leaves as one who has lost interest.
+        # In Envoy's flags an expired deadline of the caller looks like a cancellation.
         late = gateway.duration_ms + _DEADLINE_MARGIN_MS >= _milliseconds(attributes.get("grpc_timeout", ""))
         return "DEADLINE_EXCEEDED" if late else "CANCELLED"
     if _is_grpc(attributes) and not flags & _BROKE:
@@ -165,7 +166,7 @@ def _status(attributes: _Attributes, flags: set[str], gateway: GatewayCall) -> s
 
 
 def _failed_hop(attributes: _Attributes, status: str, gateway: GatewayCall) -> str:
-    """The hop that the caller's answer names; the gateway where none is named and no service answered."""
+    """The hop that the caller's answer names; without one, the gateway if no service answered."""
     if status in ("OK", "CANCELLED"):
         return ""
     hop = (attributes.get("failed_hop") or attributes.get("failed_hop_trailer") or "")[:_MAX_ID]
@@ -173,7 +174,7 @@ def _failed_hop(attributes: _Attributes, status: str, gateway: GatewayCall) -> s
 
 
 def _protocol(attributes: _Attributes, path: str) -> str:
-    """The method that was called, "package.Service/Method", of REST too where the gateway knows it; else the path."""
+    """The called method, "package.Service/Method", also for REST if the gateway transcoded it; otherwise the path."""
     routed = attributes.get("routed_path", "").partition("?")[0][:_MAX_CHARACTERS]
     return routed.removeprefix("/") if _is_grpc(attributes) or routed != path else path
 
@@ -184,7 +185,7 @@ def _is_grpc(attributes: _Attributes) -> bool:
 
 
 def _milliseconds(grpc_timeout: str) -> float:
-    """gRPC's header, digits and a unit; without one there is no end, nor where it cannot be read."""
+    """Parses gRPC's timeout header, digits and a unit; infinity if it is missing or unreadable."""
     digits, unit = grpc_timeout[:-1], grpc_timeout[-1:]
     return int(digits) * _UNIT_MS[unit] if _is_number(digits) and unit in _UNIT_MS else float("inf")
 
@@ -199,7 +200,7 @@ def _is_number(text: str) -> bool:
 
 
 def _with_bytes_for_strings() -> Any:
-    """OTLP's ExportLogsServiceRequest with its strings as bytes, which on the wire is the same."""
+    """OTLP's ExportLogsServiceRequest with bytes instead of strings, which have the same encoding on the wire."""
     pool = DescriptorPool()
     for module in (common_pb2, resource_pb2, logs_pb2, logs_service_pb2):
         file = FileDescriptorProto.FromString(module.DESCRIPTOR.serialized_pb)

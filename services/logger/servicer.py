@@ -1,6 +1,6 @@
-"""The logger's gRPC services over a `Store`: PayloadLog reads and deletes, PayloadIngest takes records in.
+"""The logger's gRPC services over a `Store`: PayloadLog reads and deletes records, PayloadIngest receives them.
 
-Every record that is committed is shown to the calls of Tail, by `Tails`, after the commit and once.
+`Tails` shows every committed record once, after the commit, to the calls of Tail.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ PAYLOAD_LOG = millrace_pb2.DESCRIPTOR.services_by_name["PayloadLog"].full_name
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 
-_GATHER_S = 0.005  # What comes in one burst is one commit.
+_GATHER_S = 0.005  # Requests that arrive within this time share a commit.
 _MAX_ARRIVED_BYTES = 8 * 1024 * 1024
 _MAX_SEQUENCE = 2**63 - 1
 _UUID = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 
-Response: TypeAlias = bytes | PayloadRecord  # Serialized or not.
+Response: TypeAlias = bytes | PayloadRecord  # A serialized message or a message.
 
 
 def _error(error: str) -> Response:
@@ -49,10 +49,10 @@ def _error(error: str) -> Response:
 
 
 class PayloadLogServicer:
-    """Reads records by key, by filter, and as they come; deletes them by key.
+    """Returns records by key, by filter, and as they are committed; deletes them by key.
 
-    Records go out as they lie in the store, serialized. Get streams its one record, which on the wire is the same: the
-    memory for it is lent until it has left.
+    Records are sent as the store has them, serialized. Get is implemented as a stream of one record, which is the same
+    on the wire: so the loan for its memory lasts until it has been sent.
     """
 
     def __init__(self, store: Store, tails: Tails, readers: Readers | None = None) -> None:
@@ -61,7 +61,7 @@ class PayloadLogServicer:
         self._readers = readers or Readers()
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Has the server answer PayloadLog."""
+        """Registers PayloadLog at the server."""
         handlers: dict[str, Handler] = {
             "Get": grpc.unary_stream_rpc_method_handler(self.Get, GetPayloadRequest.FromString, _serialized),
             "Query": grpc.unary_stream_rpc_method_handler(self.Query, QueryPayloadsRequest.FromString, _serialized),
@@ -90,7 +90,7 @@ class PayloadLogServicer:
 
     async def Delete(self, request: DeletePayloadsRequest, context: Context) -> DeletePayloadsResponse:
         key = request.WhichOneof("key")
-        # Without a value it would be every record that has none.
+        # An empty value would match every record without one.
         if key is None or not getattr(request, key):
             raise InvalidRequestError("give a record_id, a request_id or a client")
         return DeletePayloadsResponse(deleted=await self._store.delete(**{key: getattr(request, key)}))
@@ -108,7 +108,7 @@ class PayloadLogServicer:
 
     async def Tail(self, request: TailPayloadsRequest, context: Context) -> AsyncGenerator[Response, None]:
         with self._tails.open(Filters(request), caller_of(context)) as tail:
-            # Headers mean that the tail has begun: a query after this misses no record between the two.
+            # Response headers signal that the tail is open: a query after them misses no record between the two.
             await context.send_initial_metadata(())
             async with aclosing(self._follow(tail, context)) as records:
                 async for record in records:
@@ -127,10 +127,10 @@ def _serialized(response: Response) -> bytes:
 
 
 class PayloadIngestServicer(millrace_pb2_grpc.PayloadIngestServicer):
-    """Commits what taps send, batch by batch, and shows the new records to `tails`.
+    """Commits what taps send, in batches, and shows the new records to `tails`.
 
-    A call has no end of its own, so it ends when `stopping` is set: with what had arrived committed
-    and acknowledged. The tap sends the rest to the next process.
+    A call has no end of its own. When `stopping` is set it ends, after the commit and acknowledgement of everything
+    that has arrived; the tap sends the rest to the next process.
     """
 
     def __init__(self, store: Store, tails: Tails, stopping: asyncio.Event) -> None:
@@ -154,7 +154,7 @@ class PayloadIngestServicer(millrace_pb2_grpc.PayloadIngestServicer):
 
 
 class _Arrivals:
-    """Requests that have arrived and wait for the commit before theirs; a bounded number of bytes."""
+    """Requests that have arrived and wait for the previous commit; bounded by size."""
 
     def __init__(self) -> None:
         self._waiting: list[AppendRequest] = []
@@ -164,7 +164,7 @@ class _Arrivals:
         self._room = asyncio.Event()
 
     async def take(self) -> list[AppendRequest]:
-        """All that has arrived, at least one; empty after the last."""
+        """Returns all that have arrived, at least one; empty after the last."""
         await self._news.wait()
         if not self._ended:
             await asyncio.sleep(_GATHER_S)
@@ -175,7 +175,7 @@ class _Arrivals:
         return batch
 
     async def collect(self, requests: AsyncIterator[AppendRequest], stopping: asyncio.Event) -> None:
-        """Fills up until the requests end or `stopping` is set; raises what was wrong with a request."""
+        """Collects requests until they end or `stopping` is set; raises the error of an invalid request."""
         reader = asyncio.create_task(self._read(requests), name="append reader")
         stop = asyncio.create_task(stopping.wait(), name="append stop")
         try:

@@ -1,15 +1,15 @@
-"""Records shown to the calls of Tail as they are committed.
+"""Shows records to the calls of Tail as they are committed.
 
     with tails.open(filters, caller) as tail:
         shown = await tail.next()
 
-`show` takes new records and never waits. The newest are kept once for all tails, within a bound: a tail has its place
-among them alone, looks at what its filters pass, and costs little. A reader that falls behind all that is kept gets
-what it was late for no more, but OverloadedError. There may be so many tails, and so many of one caller; of more than
-that the one that has had nothing to read for longest gives way, one of the caller who has most. From `end` on every
-tail raises NotReadyError: its reader may come again when the logger does.
+`show` takes new records and never waits. The newest records are kept once for all tails, within a bound; a tail has
+only its position among them and its filters. A reader that falls behind the oldest kept record gets OverloadedError.
+The number of tails is limited, in all and for each caller; above the limit the tail that has been idle for longest is
+closed, among those of the caller with most tails. After `end` every tail raises NotReadyError: its reader may retry
+once the logger runs again.
 
-All on the event loop's thread.
+Everything belongs to the event loop's thread.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ MAX_TAILS, MAX_TAILS_OF_ONE = 64, 48
 MAX_KEPT = 1000
 _MAX_KEPT_BYTES = 16 * 1024 * 1024
 _LARGE_BYTES = 256 * 1024
-_TURN = 64  # So many records are looked at before others have their turn.
+_TURN = 64  # Records that a tail examines before the event loop runs other tasks.
 
 
 class Shown:
-    """A record that was committed; what tails need of it is made once."""
+    """A committed record; what tails derive from it is computed once."""
 
     def __init__(self, record: PayloadRecord) -> None:
         self.record = record
@@ -44,13 +44,13 @@ class Shown:
 
     @property
     def columns(self) -> Mapping[str, Any]:
-        """As `columns_of` gives them."""
+        """The result of `columns_of`."""
         if self._columns is None:
             self._columns = columns_of(self.record)
         return self._columns
 
     async def serialized(self) -> bytes:
-        """The record as it goes over the wire."""
+        """The record's bytes on the wire."""
         if self._serialized is None:
             write = self.record.SerializeToString
             self._serialized = await asyncio.to_thread(write) if self.size > _LARGE_BYTES else write()
@@ -58,7 +58,7 @@ class Shown:
 
 
 class OpenTail:
-    """What one reader has yet to read."""
+    """The position of one reader."""
 
     def __init__(self, tails: Tails, filters: Filters, caller: str, place: int) -> None:
         self.caller = caller
@@ -66,12 +66,12 @@ class OpenTail:
         self.is_waiting = False
         self._tails = tails
         self._filters = filters
-        self._place = place  # The number of the record to be looked at next.
+        self._place = place  # The number of the next record to examine.
         self._changed = asyncio.Event()
         self._error: MillraceError | None = None
 
     async def next(self) -> Shown:
-        """The record that comes next; raises why there will be none."""
+        """Returns the next record; raises the error that ends the tail."""
         looked_at = 0
         while self._error is None:
             shown = self._tails.at(self._place)
@@ -96,17 +96,17 @@ class OpenTail:
             self.is_waiting = False
 
     def wake(self) -> None:
-        """Says that there are new records."""
+        """Notifies the tail of new records."""
         self._changed.set()
 
     def fail(self, error: MillraceError) -> None:
-        """Ends the tail."""
+        """Ends the tail with an error."""
         self._error = error
         self._changed.set()
 
 
 class Tails:
-    """Every open tail, and the newest records."""
+    """All open tails, and the newest records."""
 
     def __init__(self, max_tails: int = MAX_TAILS, max_of_one: int = MAX_TAILS_OF_ONE) -> None:
         self._max_tails = max_tails
@@ -114,7 +114,7 @@ class Tails:
         self._open: set[OpenTail] = set()
         self._kept: deque[Shown] = deque()
         self._kept_bytes = 0
-        self._first = 0  # The number of the oldest that is kept.
+        self._first = 0  # The number of the oldest kept record.
         self._ended = False
 
     def __len__(self) -> int:
@@ -122,7 +122,7 @@ class Tails:
 
     @contextmanager
     def open(self, filters: Filters, caller: str = "") -> Iterator[OpenTail]:
-        """A tail of what is committed from now on."""
+        """Opens a tail of the records that are committed from now on."""
         if self._ended:
             raise _stopping()
         self._make_room(caller)
@@ -136,7 +136,7 @@ class Tails:
                 self._drop(0, 0)
 
     def at(self, number: int) -> Shown | None:
-        """The record of that number; None where it is to come, OverloadedError where it is kept no more."""
+        """The record with this number; None if it is still to come; raises OverloadedError if it is no longer kept."""
         if number < self._first:
             late = f"the reader is too slow: {self._first - number} records are past that it has not read"
             raise OverloadedError(late, retry_after_ms=COME_BACK_MS)
@@ -150,13 +150,13 @@ class Tails:
         for record in records:
             self._kept.append(shown := Shown(record))
             self._kept_bytes += shown.size
-        # What came last stays, however much it is: no tail has had time to look at it.
+        # The latest batch is kept whatever its size: no tail has seen it yet.
         self._drop(max(MAX_KEPT, len(records)), _MAX_KEPT_BYTES, keep=len(records))
         for tail in self._open:
             tail.wake()
 
     def end(self) -> None:
-        """Ends every tail, and those that would be opened."""
+        """Ends every tail, and refuses new ones."""
         self._ended = True
         for tail in self._open:
             tail.fail(_stopping())
@@ -167,7 +167,7 @@ class Tails:
             self._first += 1
 
     def _make_room(self, caller: str) -> None:
-        """Has a tail give way to a new one of a caller, if one must; OverloadedError where none can."""
+        """Closes a tail for a caller's new one, if the limit requires it; raises OverloadedError if none is idle."""
         of = Counter(tail.caller for tail in self._open)
         if of[caller] >= self._max_of_one:
             greediest = caller
@@ -175,7 +175,7 @@ class Tails:
             [(greediest, _)] = of.most_common(1)
         else:
             return
-        # One whose reader does not read cannot be ended: it waits for the reader.
+        # A tail whose reader does not read cannot be closed: it waits for the reader.
         idle = (tail for tail in self._open if tail.is_waiting and tail.caller == greediest)
         tail = min(idle, key=lambda one: one.idle_since, default=None)
         if tail is None:

@@ -1,12 +1,12 @@
-"""What the logger tells of itself: a span for each commit, how many records it has committed, how late its sinks are.
+"""The logger's telemetry: a span for each commit, the number of committed records, the lag of its sinks.
 
-A span `payload commit` is of a trace of its own, for what it commits are many requests, and links to the span that
-answered each of them: the record's trace_id and span_id, where it has both. A span takes 128 links at most, so of a
-commit of more records there are several, of one trace and of the same time, the first one the others' parent. Each
-says in `millrace.records` how many records it stands for. Spans are made only where they are exported.
+A span `payload commit` has a trace of its own, because a commit serves many requests, and links to the span that
+answered each of them: the record's trace_id and span_id, if it has both. A span has at most 128 links, so a larger
+commit has several spans, in one trace and with the same times; the first is the parent of the others. The attribute
+`millrace.records` of each is its number of records. Spans are created only if they are exported.
 
-`Commits.observe` is for the thread that commits, and costs a few microseconds a record; the gauge is asked for on the
-metrics reader's thread.
+`Commits.observe` runs on the thread that commits, and takes a few microseconds for each record; the gauge is read on
+the metrics reader's thread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TRACE_ID_DIGITS, _SPAN_ID_DIGITS = 32, 16
 
 
 class Commits:
-    """Counts what is committed and makes the spans; without `tracer`, where the environment names a collector."""
+    """Counts commits and creates their spans; without `tracer`, if the environment configures an exporter."""
 
     def __init__(self, tracer: Tracer | None = None, meter: Meter | None = None) -> None:
         self._tracer = tracer or (trace.get_tracer("millrace") if exports("TRACES") else NoOpTracer())
@@ -43,32 +43,32 @@ class Commits:
         self._lost_databases = (meter or metrics.get_meter("millrace")).create_counter(
             "millrace.payload.lost_databases", "{database}", "Databases that were removed while the logger ran."
         )
-        self._committed.add(0)  # To be shown from the start on.
+        self._committed.add(0)  # So that the counter is exported from the start.
         self._lost_databases.add(0)
 
     def observe(
         self, requests: Sequence[AppendRequest], commit: Callable[[], Sequence[AppendRequest]]
     ) -> Sequence[AppendRequest]:
-        """What `commit` returns, the requests whose records are new; where it raises, the span is in error."""
+        """Runs `commit` and returns its result, the requests whose records are new; the span records its error."""
         began_ns = time.time_ns()
         try:
             new = commit()
         except Exception as error:
-            self._tell(requests, began_ns, error)
+            self._record_commit(requests, began_ns, error)
             raise
         self._committed.add(len(new))
-        self._tell(new, began_ns)
+        self._record_commit(new, began_ns)
         return new
 
     def count_lost_database(self) -> None:
         """Counts a database that was removed, with every record in it."""
         self._lost_databases.add(1)
 
-    def _tell(self, requests: Sequence[AppendRequest], began_ns: int, error: Exception | None = None) -> None:
+    def _record_commit(self, requests: Sequence[AppendRequest], began_ns: int, error: Exception | None = None) -> None:
         if not self._traces:
             return
         ended_ns = time.time_ns()
-        parent = Context()  # Of no trace.
+        parent = Context()  # A new trace.
         for first in range(0, len(requests), MAX_LINKS):
             some = requests[first : first + MAX_LINKS]
             span = self._tracer.start_span("payload commit", parent, SpanKind.CONSUMER, start_time=began_ns)
@@ -79,7 +79,7 @@ class Commits:
                 if (answering := _answering(request.record)) is not None:
                     span.add_link(answering)
             if error is not None:
-                # Not its message, in which there may be what is in a record.
+                # Without the message, which may contain text of a record.
                 span.set_attribute("error.type", type(error).__name__)
                 span.set_status(Status(StatusCode.ERROR))
             span.end(ended_ns)
@@ -88,21 +88,21 @@ class Commits:
 
 
 class Sending(Protocol):
-    """Who brings records to a sink."""
+    """The sender of records to a sink."""
 
     @property
     def lag_s(self) -> float:
-        """How long ago the oldest record ended that the sink has not got; 0 where there is none. For any thread."""
+        """The age of the end of the oldest record that the sink has not accepted; 0 if there is none. Thread-safe."""
         ...
 
     @property
     def outcomes(self) -> Mapping[str, int]:
-        """How many events were delivered, tried again, refused by the sink, or failed and given up. For any thread."""
+        """Events that were delivered, retried, refused by the sink, or failed and skipped. Thread-safe."""
         ...
 
 
 def observe_sinks(sinks: Mapping[str, Sending], meter: Meter | None = None) -> None:
-    """Shows how late each sink is, and what became of its events, under its name."""
+    """Exports the lag of each sink, and the outcomes of its events, under its name."""
 
     def lags(_: CallbackOptions) -> Iterable[Observation]:
         return [Observation(sink.lag_s, {SINK: name}) for name, sink in sinks.items()]
@@ -127,7 +127,7 @@ def observe_sinks(sinks: Mapping[str, Sending], meter: Meter | None = None) -> N
 
 
 def _answering(record: PayloadRecord) -> SpanContext | None:
-    """The span that answered a record's request, where the record names one."""
+    """The span that answered a record's request, if the record names one."""
     trace_id, span_id = record.trace_id, record.span_id
     if len(trace_id) != _TRACE_ID_DIGITS or len(span_id) != _SPAN_ID_DIGITS:
         return None

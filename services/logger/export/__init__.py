@@ -1,1 +1,1 @@
-"""The payload log as a file: Parquet or JSON lines."""
+"""Exports the payload log to a file: Parquet or JSON lines."""

@@ -1,11 +1,11 @@
-"""`python -m services.logger export`: the payload log as a file, Parquet or JSON lines.
+"""`python -m services.logger export`: exports the payload log to a file, Parquet or JSON lines.
 
-Reads a database that a logger may be writing to, and changes nothing in it. What is committed when the export begins is
-exported, oldest first, in short transactions, so that the logger's own work is not held up; what is deleted
-meanwhile is missing. The file appears under its name when it is whole. Rows and their types:
+Reads a database that a logger may be writing to, and never changes it. Records that are committed when the export
+begins are exported, oldest first, in short transactions, so that the logger is not blocked; records deleted during the
+export are missing. The file appears under its name once it is complete. Rows and their types:
 `services.logger.store.values`, `services.logger.export.parquet`.
 
-Errors: StartupError, one line, where the database or the output cannot be used.
+Errors: StartupError, one line, if the database or the output cannot be used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from services.logger.store.values import row, to_json
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _BATCH_ROWS = 1000
 _BATCH_BYTES = 2 * 1024 * 1024
-_INTERRUPTED = 130  # As a shell says it of SIGINT.
+_INTERRUPTED = 130  # A shell's exit code for SIGINT.
 
 
 class _Writer(Protocol):
@@ -44,7 +44,7 @@ class _Writer(Protocol):
 
 
 class JsonLinesWriter:
-    """Writes one JSON object a line."""
+    """Writes one JSON object in each line."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -54,12 +54,12 @@ class JsonLinesWriter:
         self._file.writelines(to_json(row) + b"\n" for row in rows)
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes buffered rows."""
         self._file.flush()
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exports as the command line says; the exit code."""
+    """Runs the export of the command line; returns the exit code."""
     options = _parse(arguments)
     try:
         count = export(options.database or _database(), options.format, options.output, _filters(options))
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"export: {error}\n")
         return 1
     except BrokenPipeError:
-        _leave_stdout()  # The reader has what it wanted.
+        _leave_stdout()  # The reader has closed the pipe.
         return 0
     except KeyboardInterrupt:
         _leave_stdout()
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def export(database: Path, file_format: str, output: str, filters: Filters) -> int:
-    """Writes the records that pass the filters to the file `output`, "-" for stdout; how many they were."""
+    """Writes the records that pass the filters to the file `output`, "-" for stdout; returns their number."""
     with Snapshot(database, filters) as snapshot, _open(output) as file:
         writer = _writer(file_format, file)
         shown = sys.stderr.isatty()
@@ -94,12 +94,12 @@ def export(database: Path, file_format: str, output: str, filters: Filters) -> i
 
 
 def _leave_stdout() -> None:
-    """Python flushes at its end, which would fail in a closed pipe, and wait for ever for who does not read."""
+    """Detaches stdout: Python's flush at exit would fail on a closed pipe, or hang on a reader that has stopped."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def instant(text: str, now: datetime | None = None) -> datetime:
-    """A date, a time or an age such as 24h, as a time in UTC; without a zone it is one of UTC."""
+    """Parses a date, a time or an age such as 24h to a time in UTC; a time without a zone is UTC."""
     now = now or datetime.now(UTC)
     age = re.fullmatch(r"(\d+)([smhdw])", text)
     try:
@@ -151,7 +151,7 @@ def _filters(options: argparse.Namespace) -> Filters:
 def _writer(file_format: str, file: IO[bytes]) -> _Writer:
     if file_format == "jsonl":
         return JsonLinesWriter(file)
-    # pyarrow takes a second to import, and JSON lines do without.
+    # pyarrow takes a second to import, and JSON lines do not need it.
     from services.logger.export.parquet import ParquetWriter
 
     return ParquetWriter(file)
@@ -172,7 +172,7 @@ def _batches(records: Iterable[PayloadRecord]) -> Iterator[list[dict[str, Any]]]
 
 @contextmanager
 def _open(output: str) -> Iterator[IO[bytes]]:
-    """The file to write; under its name only if the block ends well. Its owner alone may read it: it holds prompts."""
+    """The output file; it gets its name only if the block succeeds. Only its owner can read it: it contains prompts."""
     if output == "-":
         if sys.stdout.isatty():
             raise StartupError("--output - is for a pipe, not for a terminal")

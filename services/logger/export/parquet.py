@@ -1,8 +1,8 @@
-"""Rows of `services.logger.store.values` as a Parquet file.
+"""Writes rows of `services.logger.store.values` to a Parquet file.
 
-The types are said once, in `SCHEMA`: times in UTC to the microsecond, lists of structs for chunks and tensors, a map
-for the caller's metadata, numbers that may be null. Rows become Arrow batches as they come, and a row group whenever
-32 MiB have come together: memory stays bounded however long the export is.
+`SCHEMA` defines the types: times in UTC to the microsecond, lists of structs for chunks and tensors, a map for the
+caller's metadata, nullable numbers. Rows become Arrow batches as they arrive, and every 32 MiB of batches become a row
+group: memory is bounded for an export of any length.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _ROW_GROUP_BYTES = 32 * 1024 * 1024
 
 
 class ParquetWriter:
-    """Writes rows to an open file; `close` makes the file whole."""
+    """Writes rows to an open file; `close` completes the file."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._writer = pq.ParquetWriter(file, SCHEMA, compression="zstd")
@@ -98,7 +98,7 @@ class ParquetWriter:
             self._write_row_group()
 
     def close(self) -> None:
-        """Writes what is left, and the footer."""
+        """Writes buffered rows and the footer."""
         self._write_row_group()
         self._writer.close()
 

@@ -1,6 +1,6 @@
-"""Sinks: where every record goes on to from the store, each at its own pace.
+"""Sinks: receivers of every record of the store, each at its own pace.
 
-`sink.py` says what a sink is, `runner.py` brings the records to one, `cloud_events.py` is one.
+`sink.py` defines the interface, `runner.py` delivers records to a sink, `cloud_events.py` implements one.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from services.logger.telemetry import Sending
 
 
 async def start_sinks(settings: LoggerSettings, store: Store, server: Server) -> Mapping[str, Sending]:
-    """Has the server send to every sink of the settings, from now on and until it stops; returns who does, by name."""
+    """Starts sending to every sink of the settings, until the server stops; returns the runners by sink name."""
     if not settings.sinks:
         return {}
-    # An HTTP client, for those who need one.
+    # These import an HTTP client, which only loggers with sinks need.
     from services.logger.sinks.cloud_events import CloudEventsSink
     from services.logger.sinks.runner import SinkRunner
 

@@ -1,13 +1,13 @@
-"""CloudEvents 1.0 over HTTP, binary mode, as KServe's logger sends them.
+"""CloudEvents 1.0 over HTTP, binary mode, in the format of KServe's logger.
 
-A record becomes one event for the request and one for its answer, of KServe's types and with its extensions
-(kserve/kserve, pkg/logger/worker.go). Both have the record's id, by which KServe's consumers pair them; their sources
-differ, `<source>/request` and `<source>/response`, since CloudEvents wants (source, id) to be unique. An event is left
-out where the record has nothing for it: the settings may keep requests or answers out of the log.
+A record becomes one event for the request and one for its answer, with KServe's types and extensions (kserve/kserve,
+pkg/logger/worker.go). Both have the record's id, by which KServe's consumers pair them; their sources differ,
+`<source>/request` and `<source>/response`, because CloudEvents requires a unique (source, id). An event without
+contents is omitted: the settings may exclude requests or answers from the log.
 
-The data is JSON: the fields of PayloadRecord by name. Headers follow the HTTP binding 1.0.2, section 3.1.3.2, to the
-letter, which the CloudEvents SDK does not: it escapes `/` and `:` too, and the receivers of its first generation,
-KServe's among them, unescape nothing.
+The data is JSON: the fields of PayloadRecord by name. Headers follow the HTTP binding 1.0.2, section 3.1.3.2, exactly.
+The CloudEvents SDK does not: it also escapes `/` and `:`, and receivers with its first generation, including KServe's,
+unescape nothing.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _RESPONSE = (
     *("prompt_tokens", "cached_tokens", "completion_tokens"),
     *("ttft_ms", "duration_ms", "resumes", "incomplete"),
 )
-# Of what a caller chose, so much goes into a header: a longer one could make the sink refuse the event.
+# The maximum length of a caller's value in a header: a sink might refuse an event with a longer one.
 _MAX_HEADER_CHARACTERS = 256
 _UNESCAPED = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) not in '"%')
 _MAX_RETRY_AFTER_S = 3600.0
-# An answer's body says nothing, but a connection whose answer was not read to its end cannot be used again.
+# The body of a response is ignored, but a connection can be reused only after it has been read to its end.
 _MAX_ANSWER_BYTES = 64 * 1024
 
 
 class CloudEventsSink:
-    """Posts events to one URL, over at most `connections` connections; a try takes at most `timeout_s` seconds."""
+    """Posts events to one URL, over at most `connections` connections; an attempt takes at most `timeout_s` seconds."""
 
     def __init__(self, url: str, *, source: str, namespace: str, timeout_s: float, connections: int) -> None:
         self.name = _without_credentials(url)
@@ -56,14 +56,14 @@ class CloudEventsSink:
         self._source = source.rstrip("/")
         self._namespace = namespace
         self._timeout_s = timeout_s
-        # No timeouts of its own: those are for each read, and a sink that drips would never meet them.
+        # No timeouts of its own: they apply to single reads, and a slow, steady response would never exceed them.
         self._client = httpx2.AsyncClient(timeout=None, limits=httpx2.Limits(max_connections=connections))
 
     def events(self, record: PayloadRecord) -> Sequence[Event]:
         values = row(record)
         values["parameters"] = _parsed(record.parameters)
         has_request = any(values[name] for name in _REQUEST_CONTENT)
-        # A failure is an answer, too.
+        # An error counts as an answer.
         has_response = record.status != "OK" or any(values[name] for name in _RESPONSE_CONTENT)
         events = []
         if has_request:
@@ -103,7 +103,7 @@ class CloudEventsSink:
             "source": f"{self._source}/{part}",
             "type": kind,
             "time": time.isoformat().replace("+00:00", "Z") if time else "",
-            # A cut id would be another's.
+            # A truncated id could equal another one.
             "subject": record.request_id if len(record.request_id) <= _MAX_HEADER_CHARACTERS else "",
             "inferenceservicename": record.model[:_MAX_HEADER_CHARACTERS],
             "namespace": self._namespace,
@@ -111,14 +111,13 @@ class CloudEventsSink:
             "endpoint": "default",
             "traceparent": _traceparent(record),
         }
-        # CloudEvents knows no empty attribute: one without a value is left out.
+        # CloudEvents has no empty attributes: one without a value is omitted.
         headers = {f"ce-{name}": quote(value, safe=_UNESCAPED) for name, value in attributes.items() if value}
         return Event(record.record_id, headers | {"content-type": "application/json"}, to_json(data))
 
 
 def _parsed(parameters: str) -> Any:
-    """The sampling parameters themselves, where they are JSON, and as they are written: however deep, they are not
-    encoded anew."""
+    """Returns the sampling parameters unchanged: as JSON, which is not encoded again however deep it is, or as text."""
     if not parameters:
         return None
     try:
@@ -136,7 +135,7 @@ def _later(time: datetime | None, duration_ms: float) -> datetime | None:
 
 
 def _traceparent(record: PayloadRecord) -> str:
-    """W3C's trace context, https://www.w3.org/TR/trace-context; empty where the record names no span."""
+    """W3C's trace context, https://www.w3.org/TR/trace-context; empty if the record has no span."""
     known = re.fullmatch("[0-9a-f]{32}", record.trace_id) and re.fullmatch("[0-9a-f]{16}", record.span_id)
     return f"00-{record.trace_id}-{record.span_id}-01" if known else ""
 
@@ -150,7 +149,7 @@ async def _skim(response: httpx2.Response) -> None:
 
 
 def _retry_after_s(value: str) -> float:
-    """Seconds that a Retry-After header asks for, as a number or as a date; 0 where it cannot be read."""
+    """Parses a Retry-After header, a number of seconds or a date, to seconds; 0 if it is unreadable."""
     if value.isascii() and value.isdigit():
         wait_s = float(value)
     else:
@@ -158,7 +157,7 @@ def _retry_after_s(value: str) -> float:
             at = parsedate_to_datetime(value)
         except ValueError:
             return 0.0
-        # A date without a zone, which is against the rules, is meant as UTC.
+        # A date without a zone violates the specification; it is read as UTC.
         wait_s = (at.replace(tzinfo=at.tzinfo or UTC) - datetime.now(UTC)).total_seconds()
     return min(max(wait_s, 0.0), _MAX_RETRY_AFTER_S)
 

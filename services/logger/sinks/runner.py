@@ -1,24 +1,24 @@
-"""Brings every record of the store to one sink, in the order of commit, and remembers how far it has come.
+"""Delivers every record of the store to one sink, in the order of commit, and persists its position.
 
-Records are read page by page and sent several at a time; a record's own events go one after the other. The cursor in
-the store moves over an unbroken run of finished records only, so a restart resumes with the first unfinished one: no
-record is passed over, some come again, with the same event ids. What the store's retention deletes before a sink has
-taken it does not reach that sink.
+Records are read page by page and several are sent at a time; the events of one record are sent in sequence. The cursor
+in the store moves only over an unbroken run of finished records, so a restart resumes with the first unfinished one: no
+record is skipped, some are sent again, with the same event ids. Records that retention deletes before a sink has
+accepted them do not reach that sink.
 
-An event that the sink cannot take now is tried again, for ever, at growing intervals with jitter; one that it refuses
-is logged and passed over. So is one with which the sink fails in a way that it does not know, after some tries, and a
-record of which it makes no events. Meanwhile at most `concurrency` records, 32 MiB and one page are in memory: the
-reading stops, and other sinks are not affected. Counted in `counts`: delivered, retried, refused, failed. Any other
-error is logged, and sending resumes later at the cursor.
+An event that the sink cannot accept now is retried without limit, with exponential backoff and jitter; one that it
+refuses is logged and skipped. An event on which the sink fails in an unknown way is skipped after some attempts, as is
+a record that it cannot convert to events. Meanwhile at most `concurrency` records, 32 MiB and one page are in memory:
+reading pauses, and other sinks are not affected. `counts` has the events delivered, retried, refused and failed. Any
+other error is logged, and sending resumes later at the cursor.
 
-A sink that the store has never heard of starts at the present end, or at the beginning.
+A sink without a cursor in the store starts at the current end, or at the beginning.
 
     runner = SinkRunner(sink, store, ...)
-    await runner.start()          # before records come in: from here on none is missed
+    await runner.start()          # before records arrive: none is missed from here on
     task = create_task(runner.run())
     task.cancel(); await runner.close()
 
-Everything belongs to one event loop, but for `lag_s`; records become events on a thread.
+Everything except `lag_s` belongs to one event loop; records are converted to events on a thread.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from services.logger.store.store import Store
 
 logger = logging.getLogger(__name__)
 
-_PAGE = 64  # Records read at once.
-_WINDOW = 256  # Records from the cursor to the newest one begun.
+_PAGE = 64  # Records in one read.
+_WINDOW = 256  # Maximum of records from the cursor to the newest one in progress.
 _MAX_BYTES = 32 * 1024 * 1024
-_POLL_S = 5.0  # How often the store is read without a notice of a commit.
-_SAVE_EVERY_S = 0.1  # A cursor for each record would cost the store a commit each.
+_POLL_S = 5.0  # The interval of reads without a notice of a commit.
+_SAVE_EVERY_S = 0.1  # Saving the cursor after each record would cost the store a commit each time.
 _MIN_DELAY_S, _MAX_DELAY_S = 0.2, 10.0
 _STORE_DELAY_S = 1.0
-_MAX_FAILURES = 10  # Tries of an event with which the sink fails unexpectedly.
+_MAX_FAILURES = 10  # Attempts of an event on which the sink fails unexpectedly.
 _RESTART_DELAY_S = 5.0
 _OUTCOMES = ("delivered", "retried", "refused", "failed")
 _WARN_EVERY_S = 60.0
 
-_Begun = tuple[int, asyncio.Task[None]]  # A record's position, and what sends it.
+_Begun = tuple[int, asyncio.Task[None]]  # A record's position, and the task that sends it.
 Arguments = ParamSpec("Arguments")
 T = TypeVar("T")
 
@@ -69,11 +69,11 @@ class SinkRunner:
         self._from_beginning = from_beginning
         self._news = asyncio.Event()
         self._room = asyncio.Condition()
-        self._records = 0  # That are being sent, and their size.
+        self._records = 0  # The number of records in flight, and their size.
         self._bytes = 0
-        self._finished = 0  # The position up to which every record is.
-        self._ends: deque[float] = deque()  # When those ended that were read and are not, in their order.
-        self._newest_end = math.inf  # When the newest read one ended; never, once no more wait behind it.
+        self._finished = 0  # All records up to this position are finished.
+        self._ends: deque[float] = deque()  # End times of the records that were read and are not finished, in order.
+        self._newest_end = math.inf  # End time of the last record read; infinite when no more records wait behind it.
         self._saved = 0
         self._progress = asyncio.Event()
         self._next_warning = 0.0
@@ -81,9 +81,9 @@ class SinkRunner:
 
     @property
     def lag_s(self) -> float:
-        """How long ago the oldest record ended, in the order of commit, that the sink has not got; 0: it has them all.
+        """The time since the end of the first record, in the order of commit, that the sink has not accepted; 0: none.
 
-        Between two pages of the store, where that one is not known yet, the newest before it counts. For any thread.
+        Between two pages of the store, when that record is unknown, the last one before it counts. Thread-safe.
         """
         try:
             end = self._ends[0]
@@ -93,11 +93,11 @@ class SinkRunner:
 
     @property
     def outcomes(self) -> Mapping[str, int]:
-        """A copy of `counts`, with every outcome; for any thread."""
+        """A copy of `counts` with all outcomes; thread-safe."""
         return {outcome: self.counts[outcome] for outcome in _OUTCOMES}
 
     async def start(self) -> None:
-        """Finds where to go on, and makes a sink that is new known to the store."""
+        """Loads the cursor, or creates one for a new sink."""
         cursors = await self._store.cursors()
         if self._sink.name in cursors:
             position = cursors[self._sink.name]
@@ -108,14 +108,14 @@ class SinkRunner:
         self._store.on_append(self._news.set)
 
     async def run(self) -> None:
-        """Sends until it is cancelled; to be called once."""
+        """Sends until it is cancelled; called once."""
         while True:
             try:
                 await self._run()
             except ExceptionGroup:
                 logger.exception("sending to the sink %s failed; it begins again", self._sink.name)
             await asyncio.sleep(_RESTART_DELAY_S)
-            # What was on its way comes again.
+            # Records that were in flight are sent again.
             self._records = self._bytes = 0
             self._ends.clear()
 
@@ -127,7 +127,7 @@ class SinkRunner:
             group.create_task(self._save(), name="sink cursor")
 
     async def close(self) -> None:
-        """Remembers how far it has come and ends the connections; `run` must have ended."""
+        """Saves the cursor and closes the connections; `run` must have ended."""
         with suppress(NotReadyError):
             if self._finished > self._saved:
                 await self._store.move_cursor(self._sink.name, self._finished)
@@ -150,7 +150,7 @@ class SinkRunner:
                     await asyncio.wait_for(self._news.wait(), _POLL_S)
 
     async def _take_room(self, size: int) -> None:
-        """Waits until one more record of that size may be sent; a single one always may."""
+        """Waits until one more record of this size may be sent; a single one always may."""
         async with self._room:
             await self._room.wait_for(
                 lambda: self._records == 0 or (self._records < self._concurrency and self._bytes + size <= _MAX_BYTES)
@@ -173,7 +173,7 @@ class SinkRunner:
             self._room.notify_all()
 
     async def _follow(self, window: asyncio.Queue[_Begun]) -> None:
-        """Moves `_finished` over the records that are, in their order."""
+        """Moves `_finished` over finished records, in order."""
         while True:
             position, task = await window.get()
             await task
@@ -202,7 +202,7 @@ class SinkRunner:
             except TryAgainError as error:
                 self.counts["retried"] += 1
                 self._say_away(error)
-                # Spread, so that not all that wait come back in the same instant.
+                # Jitter, so that events do not all return at the same instant.
                 await asyncio.sleep(max(error.retry_after_s, delay_s * random.uniform(0.5, 1.0)))  # noqa: S311
                 delay_s = min(2 * delay_s, _MAX_DELAY_S)
             except Exception as error:
@@ -236,7 +236,7 @@ class SinkRunner:
 
 
 async def _patiently(ask: Callable[Arguments, Awaitable[T]], *args: Arguments.args, **kwargs: Arguments.kwargs) -> T:
-    """What the store answers, as soon as it does; it says in the log why it does not."""
+    """Calls the store until it answers; the store itself logs its failures."""
     while True:
         try:
             return await ask(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""What a sink is: it turns a record into events and sends one event at a time.
+"""The interface of a sink: converts a record to events and sends one event at a time.
 
-A sink keeps nothing of its own on disk: `SinkRunner` remembers under `name` how far it has come, and brings the same
-record again where that is uncertain. So the events of a record must be the same every time, their ids included.
+A sink has no state on disk: `SinkRunner` persists its position under `name`, and sends a record again if its delivery
+is uncertain. So the events of a record must be the same every time, including their ids.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from millrace_protos.millrace_pb2 import PayloadRecord
 
 
 class TryAgainError(Exception):
-    """The sink cannot take the event now; `retry_after_s` is how long it asks to be left alone."""
+    """The sink cannot accept the event now; `retry_after_s` is the minimum delay that it asks for."""
 
     def __init__(self, reason: str, retry_after_s: float = 0.0) -> None:
         super().__init__(reason)
@@ -22,12 +22,12 @@ class TryAgainError(Exception):
 
 
 class RefusedError(Exception):
-    """The sink will never take this event."""
+    """The sink will never accept this event."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """What goes to a sink in one piece."""
+    """The unit of delivery to a sink."""
 
     id: str
     headers: Mapping[str, str]
@@ -35,18 +35,18 @@ class Event:
 
 
 class Sink(Protocol):
-    """Something that takes events."""
+    """A receiver of events."""
 
-    name: str  # Of its cursor, and in the log: another one is another sink. Holds no secret.
+    name: str  # Identifies the cursor and appears in the log; another name is another sink. Without secrets.
 
     def events(self, record: PayloadRecord) -> Sequence[Event]:
-        """The record's events, in the order in which they are sent; called on any thread."""
+        """Returns the record's events in the order of sending; called on any thread."""
         ...
 
     async def send(self, event: Event) -> None:
-        """Returns when the sink has taken the event, within a bounded time; raises TryAgainError or RefusedError."""
+        """Returns when the sink has accepted the event, within bounded time; raises TryAgainError or RefusedError."""
         ...
 
     async def close(self) -> None:
-        """Ends the connections."""
+        """Closes the connections."""
         ...

@@ -1,10 +1,10 @@
-"""What was asked to be deleted, for the records that are still on their way: they are dropped when they come.
+"""Requested deletions, which also apply to records that arrive later.
 
-A record lies in a spool until the logger has it, and a request that is answered now has its record at its end. So a
-deletion covers, beside what is in the store, every record of its key whose request arrived before it. It is
-remembered for as long as sequences are (`removing.forget_some`), and a bounded number of them.
+A record waits in a spool until the logger has it, and the record of a request in flight is written at its end. So a
+deletion covers, besides the records in the store, every later record with its key whose request arrived before the
+deletion. Deletions are kept for as long as sequences (`removing.forget_some`), up to a maximum number.
 
-On the writer's thread.
+Belongs to the writer's thread.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _KEYS = ("record_id", "request_id", "client")
 
 
 class Deletions:
-    """The table `deletions`, and the same in memory, where every record that comes is looked for."""
+    """The table `deletions`, with a copy in memory, where every new record is looked up."""
 
     def __init__(self) -> None:
-        self._times: dict[tuple[str, str], int] = {}  # When each was asked for, oldest first.
+        self._times: dict[tuple[str, str], int] = {}  # The time of each request, oldest first.
 
     def load(self, connection: sql.Connection) -> None:
-        """Takes what the table has."""
+        """Loads the table."""
         rows = connection.exec_driver_sql("SELECT key, value, time_us FROM deletions ORDER BY time_us").all()
         self._times = {(row.key, row.value): row.time_us for row in rows}
 
     def add(self, connection: sql.Connection, key: str, value: str, now_us: int) -> None:
-        """Remembers a deletion; of too many the oldest is forgotten."""
+        """Adds a deletion; above the maximum the oldest is dropped."""
         value = _kept(value)
         self._times.pop((key, value), None)
         self._times[key, value] = now_us
@@ -46,7 +46,7 @@ class Deletions:
             connection.exec_driver_sql("DELETE FROM deletions WHERE key = ? AND value = ?", oldest)
 
     def cover(self, record: PayloadRecord) -> bool:
-        """Whether a record that comes now was deleted before it came."""
+        """Whether a record that arrives now was deleted before it arrived."""
         if not self._times:
             return False
         times = [self._times.get((key, _kept(getattr(record, key)))) for key in _KEYS]
@@ -55,5 +55,5 @@ class Deletions:
 
 
 def _kept(value: str) -> str:
-    """A key as it is remembered: of a long one its digest, for who deletes chooses the length."""
+    """The stored form of a key: its digest if it is long, because callers choose the length."""
     return value if len(value) <= _MAX_KEPT else hashlib.sha256(value.encode()).hexdigest()

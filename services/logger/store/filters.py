@@ -1,8 +1,8 @@
-"""What Query and Tail filter by, said once: as SQL for records that lie in a table, and as a test of one that comes in.
+"""The filters of Query and Tail, defined once: as SQL for stored records, and as a test of a new record.
 
-`columns_of` gives the columns that the filters look at. Times are whole microseconds since 1970; a bound between two
-of them counts from the next one. A record without a time to first token passes no `min_ttft_ms`. Durations have a class
-beside them, four to a doubling: an index of classes grows at a few places, one of durations all over.
+`columns_of` returns the columns that the filters compare. Times are whole microseconds since 1970; a bound between two
+of them is rounded up. A record without a time to first token passes no `min_ttft_ms`. Durations also have a class, four
+for each doubling: an index of classes is written at a few places, an index of durations everywhere.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from millrace_protos.millrace_pb2 import PayloadRecord, QueryPayloadsRequest, Ta
 
 Comparison = Callable[[Any, Any], Any]
 
-# A filter's field → the column it looks at, and how the two must compare. `text_contains` looks into the texts.
+# Filter field → its column and the comparison. `text_contains` searches the texts.
 _COMPARISONS: Mapping[str, tuple[str, Comparison]] = {
     "model": ("model", operator.eq),
     "since": ("time_us", operator.ge),
@@ -32,13 +32,13 @@ _COMPARISONS: Mapping[str, tuple[str, Comparison]] = {
     "min_duration_ms": ("duration_ms", operator.ge),
     "min_ttft_ms": ("ttft_ms", operator.ge),
 }
-# Durations → their classes.
+# Duration column → column of its class.
 _CLASSES = {"duration_ms": "duration_class", "ttft_ms": "ttft_class"}
 _SHORTEST_MS, _LONGEST_MS = 2.0**-10, 2.0**40
 
 
 class Texts(Protocol):
-    """What of a record is searched."""
+    """The parts of a record that are searched."""
 
     @property
     def prompt(self) -> str: ...
@@ -48,7 +48,7 @@ class Texts(Protocol):
 
 
 class Filters:
-    """The filters that a request sets; all of them must be passed."""
+    """The filters that a request sets; a record must pass all of them."""
 
     def __init__(self, request: QueryPayloadsRequest | TailPayloadsRequest) -> None:
         self.text = request.text_contains
@@ -59,11 +59,11 @@ class Filters:
         ]
 
     def clauses(self, table: sql.Table) -> list[sql.ColumnElement[bool]]:
-        """All but the text, as conditions of a query."""
+        """All filters except the text, as conditions of a query."""
         return [compare(table.c[column], value) for column, compare, value in self._comparisons]
 
     def lookups(self, table: sql.Table) -> list[sql.ColumnElement[bool]]:
-        """For each of the clauses, but those of time, one of an index that whatever passes it passes too."""
+        """For each filter except times, a condition on an index; every record that passes the filter fulfils it too."""
         return [
             table.c[_CLASSES[column]] >= class_of(value) if column in _CLASSES else compare(table.c[column], value)
             for column, compare, value in self._comparisons
@@ -71,11 +71,11 @@ class Filters:
         ]
 
     def has_text(self, record: Texts) -> bool:
-        """Whether the text that is looked for is in the prompt or in the answer."""
+        """Whether the prompt or the answer contains the text."""
         return self.text in record.prompt or self.text in record.text
 
     def passes(self, record: PayloadRecord, columns: Mapping[str, Any]) -> bool:
-        """Whether a record, of which `columns_of` gives the columns, passes all of them."""
+        """Whether a record, with its `columns_of`, passes all filters."""
         return (
             all(
                 columns[column] is not None and compare(columns[column], value)
@@ -85,7 +85,7 @@ class Filters:
 
 
 def columns_of(record: PayloadRecord) -> dict[str, Any]:
-    """What of a record lies in columns of its own, by their names; always in the same order."""
+    """The values of a record's own columns by name, always in the same order."""
     ttft_ms = record.ttft_ms if record.HasField("ttft_ms") else None
     return {
         "record_id": record.record_id,
@@ -105,15 +105,15 @@ def columns_of(record: PayloadRecord) -> dict[str, Any]:
 
 
 def class_of(ms: float) -> int:
-    """The class of a duration; a longer one has the same or a higher."""
+    """The class of a duration; ascending with the duration."""
     return math.floor(4 * math.log2(min(max(_SHORTEST_MS, ms), _LONGEST_MS)))
 
 
 def _ceil_us(time: Timestamp) -> int:
-    """Records lie at whole microseconds: the first of them that is at or after `time`."""
+    """Rounds up, because records have whole microseconds."""
     return _microseconds(time, -(-time.nanos // 1_000))
 
 
 def _microseconds(time: Timestamp, fraction_us: int) -> int:
-    """Microseconds since 1970, kept within the 64 bits of an SQLite integer."""
+    """Microseconds since 1970, clamped to the 64 bits of an SQLite integer."""
     return max(-(2**63), min(time.seconds * 1_000_000 + fraction_us, 2**63 - 1))

@@ -1,14 +1,14 @@
-"""Who reads records, and how many bytes of them are on their way out.
+"""Limits the calls that read records, and the bytes of records that are being sent.
 
-A record that is being written to a caller stays in memory until the caller has read it, and gRPC gives no means to take
-it back. So a record of more than `FREE_BYTES` is read from the store only under a loan: all loans together are bounded,
-and those of one caller to half of that. Smaller records are bounded by the number of calls, which is bounded for each
-caller too. A caller that gets no loan within a time limit gets OverloadedError.
+A record that is being sent stays in memory until the caller has read it, and gRPC cannot take it back. So a record of
+more than `FREE_BYTES` is read from the store only under a loan: all loans together are bounded, and those of one caller
+to half of that. Smaller records are bounded by the number of calls, which is bounded for each caller too. A caller that
+gets no loan within a timeout gets OverloadedError.
 
     with readers.reader(caller_of(context)) as reader:
         async with reader.loan(size): ...   # read the records, write them
 
-All on the event loop's thread.
+Everything belongs to the event loop's thread.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _FORWARDED_FOR = "x-forwarded-for"
 
 
 class Lender(Protocol):
-    """Where who reads records gets the memory for them."""
+    """Lends memory to a call that reads records."""
 
     def loan(self, size: int) -> AbstractAsyncContextManager[None]:
-        """Memory for so many bytes of records, for as long as the block lasts."""
+        """Lends memory for `size` bytes of records until the block ends."""
         ...
 
 
@@ -48,7 +48,7 @@ class _Waiting:
 
 
 class Readers:
-    """Every open call that reads, and the bytes lent to them; `wait_s` is how long a loan is waited for."""
+    """All open calls that read, and the bytes lent to them; `wait_s` is the timeout of a loan."""
 
     def __init__(
         self,
@@ -61,18 +61,18 @@ class Readers:
         self._max_readers = max_readers
         self._max_of_one = max_of_one
         self._wait_s = wait_s
-        self._readers: Counter[str] = Counter()  # By caller, as what follows.
+        self._readers: Counter[str] = Counter()  # By caller, like the loans.
         self._lent: Counter[str] = Counter()
         self._waiting: list[_Waiting] = []
 
     @property
     def lent_bytes(self) -> int:
-        """What is lent now."""
+        """The bytes on loan."""
         return self._lent.total()
 
     @contextmanager
     def reader(self, caller: str) -> Iterator[Lender]:
-        """A call of a caller that begins to read."""
+        """Registers a call of a caller that reads."""
         count, total = self._readers[caller], self._readers.total()
         if count >= self._max_of_one or total >= self._max_readers:
             message = f"{total} calls read records, {count} of them this caller's, which is all there may be"
@@ -85,7 +85,7 @@ class Readers:
 
     @asynccontextmanager
     async def lend(self, caller: str, size: int) -> AsyncIterator[None]:
-        """A loan for a caller; a single one may always be had, however large."""
+        """Lends bytes to a caller; a single loan is always granted, whatever its size."""
         if size <= FREE_BYTES:
             yield
             return
@@ -117,7 +117,7 @@ class Readers:
     def _give_back(self, caller: str, size: int) -> None:
         _subtract(self._lent, caller, size)
         for waiting in tuple(self._waiting):
-            # One that has been cancelled takes itself off the list at its next turn.
+            # A cancelled one removes itself from the list when its task runs.
             if not waiting.granted.done() and self._has_room(waiting.caller, waiting.size):
                 self._waiting.remove(waiting)
                 self._lent[waiting.caller] += waiting.size
@@ -130,7 +130,7 @@ class Readers:
 
 @dataclass(frozen=True)
 class Reader:
-    """One caller's `Lender`."""
+    """The `Lender` of one caller."""
 
     _readers: Readers
     _caller: str
@@ -140,11 +140,11 @@ class Reader:
 
 
 def caller_of(context: Context) -> str:
-    """Who calls: the client that the gateway names, else the address that it saw, else that of the connection."""
+    """Identifies the caller: the client that the gateway names, else the gateway's address of it, else the peer's."""
     metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
     if client := metadata.get(CLIENT):
         return client
-    # The gateway adds the address that it saw at the end; what stands before it a caller may have sent.
+    # The gateway appends the address that it saw; the caller may have sent everything before it.
     return metadata.get(_FORWARDED_FOR, "").rpartition(",")[2].strip() or context.peer().rpartition(":")[0]
 
 

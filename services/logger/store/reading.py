@@ -1,14 +1,14 @@
-"""How records are found: statements on the tables of schema.py, and the tokens of pages.
+"""Finds records: statements on the tables of schema.py, and page tokens.
 
-Newest first means by the records' times, and at the same time by the order of commit. A filter that few records pass
-is looked up in its index, and what it finds is sorted; where many pass each, the newest are scanned for those that pass
-all, so that a page is never far. Which of the two, SQLite cannot know: `page` counts, up to a bound.
+Newest first means by the records' times, then by the order of commit. If few records pass a filter, they are looked up
+in its index and sorted; if many records pass every filter, the newest are scanned for those that pass all, so a page is
+found soon. SQLite cannot know which of the two applies, so `page` counts matches, up to a bound.
 
-A page is first found without the bodies of its records, which may be large, and then read body by body: a record that
-nobody takes is not in memory. What is found stays as it is serialized: a `Found` is the record for a reader, put
-together of its parts as protobuf merges them, and nothing of it is parsed but for a search.
+A page is first found without the bodies of its records, which may be large; the bodies are then read in batches, so
+that records without a reader take no memory. Records stay serialized: a `Found` is the record for a reader, assembled
+from parts that protobuf merges; nothing of it is parsed except for a text search.
 
-Pure but for the connection that they are given.
+Pure except for the connection that the functions take.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from millrace_protos.millrace_pb2 import PayloadRecord
 from services.logger.store.filters import Filters
 from services.logger.store.schema import NOT_OF_CALL, OF_CALL_FOR_NOW, calls, now_us, records
 
-# So many rows are looked up and sorted in a few milliseconds.
+# This many rows are looked up and sorted in a few milliseconds.
 FEW = 2000
-# The gateway's word on a call may come before the service's record, which waits where the logger was away.
+# The gateway's line of a call may arrive before the service's record, which may wait in a spool.
 RECORD_LATE_S = 10.0
 
-# The first byte tells it from the tokens of earlier versions.
+# The first byte distinguishes it from the tokens of earlier versions.
 _TOKEN, _TOKEN_VERSION = struct.Struct(">Bqq"), 2
 
 Row = sql.Row[Any]
 
 
 class Place(NamedTuple):
-    """Where a record lies in the order of queries."""
+    """A record's place in the order of queries."""
 
     time_us: int
     position: int
 
 
 class Found(NamedTuple):
-    """A record as its readers see it, in parts that protobuf merges; `gateway` is what the gateway said of the call."""
+    """A record for its readers, in parts that protobuf merges; `gateway` is the gateway's part."""
 
     body: bytes
     gateway: bytes | None
@@ -56,7 +56,7 @@ class Found(NamedTuple):
 
     @property
     def serialized(self) -> bytes:
-        """A serialized PayloadRecord."""
+        """The serialized PayloadRecord."""
         added = PayloadRecord(page_token=self.page_token)
         if self.gateway is not None:
             added.gateway.ParseFromString(self.gateway)
@@ -64,34 +64,34 @@ class Found(NamedTuple):
 
     @property
     def record(self) -> PayloadRecord:
-        """The same, parsed."""
+        """The parsed PayloadRecord."""
         return PayloadRecord.FromString(self.serialized)
 
 
 def page(
     connection: sql.Connection, filters: Filters, before: Place | None, limit: int, room: int
 ) -> tuple[Sequence[Row], Sequence[Found | None]]:
-    """The newest rows before a place that pass every filter but that by text; and the first of them as `read` does.
+    """Finds the newest rows before a place that pass every filter except the text, and reads the first of them.
 
-    They are as many as fit into `room` bytes.
+    It reads as many as fit into `room` bytes, with the results of `read`.
     """
     rows = connection.execute(page_statement(filters, before, limit, _few(connection, filters))).all()
     return rows, read(connection, filters, rows[: fitting(rows, room)])
 
 
 def read(connection: sql.Connection, filters: Filters, rows: Sequence[Row]) -> Sequence[Found | None]:
-    """What the rows of a page hold, for each: None where its text does not pass, or it is not for its reader's eyes."""
+    """Reads the rows of a page; None for a row whose text does not match, or that must not be shown yet."""
     shown = [row.position for row in rows if not may_be_replaced(row)]
     if not shown:
         return [None] * len(rows)
     chosen = _bodies().where(records.c.position.in_(each_of(shown)))
-    # In no order, for which SQLite would hold all of them.
+    # Without an order, which would make SQLite hold all of them.
     bodies = {row.position: row for row in connection.execute(chosen)}
     return [_found(filters, row, bodies.get(row.position)) for row in rows]
 
 
 def fitting(rows: Sequence[Row], room: int) -> int:
-    """How many of the first rows hold no more than `room` bytes together."""
+    """How many of the first rows have at most `room` bytes together."""
     for count, row in enumerate(rows):
         room -= row.size
         if room < 0:
@@ -108,15 +108,15 @@ def one(connection: sql.Connection, position: int) -> Found | None:
 def page_statement(
     filters: Filters, before: Place | None, limit: int, positions: Sequence[int] | None = None
 ) -> sql.Select[Any]:
-    """What `page` executes; `positions` are all that can pass, where they are few."""
+    """The statement of `page`; `positions` are all candidates, if they are few."""
     clauses = filters.clauses(records)
     if positions is not None:
         clauses.append(records.c.position.in_(each_of(positions)))
     if before is not None:
-        # The first of the two is what an index is entered by.
+        # The first of the two is for the index.
         clauses.append(records.c.time_us <= before.time_us)
         clauses.append((records.c.time_us < before.time_us) | (records.c.position < before.position))
-    # The rest is read of those alone that have been chosen.
+    # The other columns are read only for the chosen rows.
     chosen = sql.select(records.c.position).where(*clauses).order_by(*_newest_first()).limit(limit)
     size = sql.func.length(records.c.body).label("size")
     columns = (records.c.position, records.c.time_us, records.c.of_call, size, calls.c.time_us.label("called_us"))
@@ -125,7 +125,7 @@ def page_statement(
 
 
 def by_record_id(record_id: str) -> sql.Select[Any]:
-    """The position and size of that key's record."""
+    """The position and size of the record with this id."""
     columns = (records.c.position, sql.func.length(records.c.body).label("size"))
     return sql.select(*columns).where(records.c.record_id == record_id)
 
@@ -137,7 +137,7 @@ def after(position: int, limit: int) -> sql.Select[Any]:
 
 
 def record_of(row: Row) -> PayloadRecord:
-    """The record as its readers see it: with what the gateway said of the call."""
+    """The record for its readers, with the gateway's part."""
     record = PayloadRecord.FromString(row.body)
     if row.gateway is not None:
         record.gateway.ParseFromString(row.gateway)
@@ -145,19 +145,19 @@ def record_of(row: Row) -> PayloadRecord:
 
 
 def may_be_replaced(row: Row) -> bool:
-    """Whether this is a call's record in place of which a service's own may yet come: not for the reader's eyes."""
+    """Whether this is a call's record that a service's record may still replace: it must not be shown yet."""
     if row.of_call != OF_CALL_FOR_NOW or row.called_us is None:
         return False
     return bool(now_us() - row.called_us < RECORD_LATE_S * 1_000_000)
 
 
 def token_of(row: Row) -> str:
-    """The page token that goes on after a row."""
+    """The page token that continues after a row."""
     return base64.urlsafe_b64encode(_TOKEN.pack(_TOKEN_VERSION, row.time_us, row.position)).rstrip(b"=").decode()
 
 
 def place_of(page_token: str) -> Place:
-    """Where a page token goes on."""
+    """The place where a page token continues."""
     try:
         version, *place = _TOKEN.unpack(base64.urlsafe_b64decode(page_token + "=="))
     except (ValueError, struct.error):
@@ -168,13 +168,14 @@ def place_of(page_token: str) -> Place:
 
 
 def whole_rows() -> sql.Select[Any]:
-    """Rows as `record_of` takes them, of all records."""
+    """Rows of all records, as `record_of` takes them."""
     columns = (records.c.position, records.c.time_us, records.c.of_call, records.c.body)
     return sql.select(*columns, calls.c.gateway, calls.c.time_us.label("called_us")).select_from(_with_calls())
 
 
 def _bodies() -> sql.Select[Any]:
-    # A record of the gateway's log alone says it itself: twice, the field is no JSON for the gateway's transcoder.
+    # A record of only the gateway's line contains that part itself: a duplicate field would be invalid for the
+    # transcoder.
     gateway = sql.case((records.c.of_call == NOT_OF_CALL, calls.c.gateway)).label("gateway")
     return sql.select(records.c.position, records.c.body, gateway).select_from(_with_calls())
 
@@ -190,23 +191,23 @@ def _found(filters: Filters, row: Row, whole: Row | None) -> Found | None:
 
 
 def _has_text(filters: Filters, body: bytes) -> bool:
-    """Whether a record has the text; protobuf keeps strings as they are, so that most need no parsing."""
+    """Whether a record contains the text; protobuf stores strings unchanged, so most records need no parsing."""
     text = filters.text
     return not text or (text.encode() in body and filters.has_text(_Texts.FromString(body)))
 
 
 def each_of(values: Sequence[int | str]) -> sql.ScalarSelect[Any]:
-    """Any number of values as one parameter, of which SQLite takes a bounded number."""
+    """Any number of values as one parameter, because SQLite limits the number of parameters."""
     return sql.select(sql.func.json_each(json.dumps(values)).table_valued("value").c.value).scalar_subquery()
 
 
 def lookups(filters: Filters) -> list[sql.Select[Any]]:
-    """Statements that find, for each filter alone, the positions that pass it, up to one more than FEW."""
+    """Statements that find, for each filter alone, the positions that pass it, up to FEW + 1."""
     return [sql.select(records.c.position).where(clause).limit(FEW + 1) for clause in filters.lookups(records)]
 
 
 def _few(connection: sql.Connection, filters: Filters) -> Sequence[int] | None:
-    """The positions that pass one of the filters, if one there is that no more than FEW pass."""
+    """The positions that pass one of the filters, if there is one that at most FEW pass."""
     for statement in lookups(filters):
         found = connection.execute(statement).scalars().all()
         if len(found) <= FEW:
@@ -215,7 +216,7 @@ def _few(connection: sql.Connection, filters: Filters) -> Sequence[int] | None:
 
 
 def _texts() -> Any:
-    """The class of messages that know of a record the texts alone, which are searched: the rest is not parsed."""
+    """A message class with only the texts of a record, which are searched: the rest is not parsed."""
     message = DescriptorProto(name="Texts")
     for name in ("prompt", "text"):
         message.field.add(
@@ -239,7 +240,7 @@ def _newest_first() -> tuple[sql.ColumnElement[Any], ...]:
 
 
 def searched_too_long(looked_through: int, last: Row) -> DeadlineError:
-    """Of a search for text that has come to the row `last`."""
+    """The error of a text search that has reached the row `last`."""
     return DeadlineError(
         f"of the newest records {looked_through} were looked through for the text, which took too long:"
         f" narrow the search by other filters, or go on with page_token={token_of(last)}"

@@ -1,7 +1,7 @@
-"""How records leave the tables of schema.py: deleted, expired, forgotten; and how the file gives back their space.
+"""Removes records from the tables of schema.py (deletion, expiry, forgetting), and returns the file's free space.
 
-Each function does a bounded part of its work, so that others can write between two of them, and tells whether there was
-something to do. The first three work within the transaction of the connection they are given.
+Each function does a bounded part of its work, so that others can write in between, and returns whether there was work.
+The first three run within the transaction of their connection.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from services.logger.store.schema import BUSY_MS, EACH, column, now_us, records
 _RECORDS = 200
 _SEQUENCES = 10_000
 _PAGES = 1_000
-# What stands in the way of emptying the log, a reader, is given so long.
+# A reader can keep the log from being truncated; this is the longest wait for it.
 _LOG_BUSY_MS = 100
 
-# What is refused may take this share of the log before it goes first, however new it is.
+# The share of the database above which refused requests are deleted first, however new they are.
 _REFUSED_SHARE = 1 / 8
 
 _Rows = Sequence[Any]
@@ -37,14 +37,14 @@ _LARGEST_REFUSED = "SELECT client FROM shares WHERE refused ORDER BY bytes DESC 
 
 
 def delete_some(connection: sql.Connection, chosen: sql.ColumnElement[bool]) -> int:
-    """Deletes some of the chosen records; what the gateway has yet to say of their calls will not be taken."""
+    """Deletes some of the chosen records; later lines of the gateway for their calls will be ignored."""
     rows = connection.execute(sql.select(records.c.position, records.c.call_id).where(chosen).limit(_RECORDS)).all()
     take_no_more_of_calls(connection, _delete(connection, rows))
     return len(rows)
 
 
 def take_no_more_of_calls(connection: sql.Connection, call_ids: Iterable[str]) -> None:
-    """Has what the gateway has yet to say of calls not taken."""
+    """Marks calls so that the gateway's later lines for them are ignored."""
     if tombstones := [(call_id, now_us()) for call_id in call_ids]:
         connection.exec_driver_sql("INSERT OR REPLACE INTO calls (call_id, time_us) VALUES (?, ?)", tombstones)
 
@@ -52,9 +52,9 @@ def take_no_more_of_calls(connection: sql.Connection, call_ids: Iterable[str]) -
 def expire_some(connection: sql.Connection, before_us: int | None, max_bytes: int | None) -> list[int]:
     """Deletes some of the oldest records, those before a time or above a size; returns their positions.
 
-    Above the size, refused requests go first if they take more than their share: those of the client with most of them.
-    Then the client whose records take most loses its oldest. No client displaces records of one with fewer.
-    Records of the gateway's log alone count as position 0.
+    Above the size, refused requests go first if they exceed their share: those of the client with most of them. Then
+    the client whose records take most space loses its oldest. No client displaces records of a client with fewer.
+    Records of only the gateway's line count as position 0.
     """
     rows: _Rows = ()
     if before_us is not None:
@@ -68,9 +68,9 @@ def expire_some(connection: sql.Connection, before_us: int | None, max_bytes: in
 
 
 def forget_some(connection: sql.Connection, before_us: int) -> int:
-    """Forgets some of the sequences that came, and of the calls that were deleted, before a time.
+    """Forgets some of the received sequences, and of the deleted calls, before a time.
 
-    A source's sequences rise with time, so those to be forgotten are its first.
+    A source's sequences ascend with time, so the oldest are its first.
     """
     forgotten = 0
     for source_id in column(connection, "SELECT source_id FROM sources"):
@@ -96,16 +96,17 @@ def forget_some(connection: sql.Connection, before_us: int) -> int:
 
 
 def give_back_some(engine: sql.Engine) -> bool:
-    """Gives some free pages of the file back to the file system."""
+    """Returns some free pages of the file to the file system."""
     with engine.connect() as connection:
         before = _pragma(connection, "freelist_count")
-        # A statement that has no columns the driver executes for its first row alone, which is one page; not a script.
+        # The driver executes a statement without columns only for its first row, which is one page; a script it
+        # executes fully.
         connection.connection.executescript(f"PRAGMA incremental_vacuum({_PAGES})")
         return 0 < _pragma(connection, "freelist_count") < before
 
 
 def empty_log(engine: sql.Engine) -> None:
-    """Moves the log's contents to the file and cuts it; a reader that takes its time keeps it from being cut."""
+    """Moves the write-ahead log's contents to the file and truncates the log; a slow reader prevents the truncation."""
     with engine.connect() as connection:
         connection.exec_driver_sql(f"PRAGMA busy_timeout = {_LOG_BUSY_MS}")
         connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").all()
@@ -113,7 +114,7 @@ def empty_log(engine: sql.Engine) -> None:
 
 
 def _delete(connection: sql.Connection, rows: _Rows) -> list[str]:
-    """Deletes records and what the gateway said of calls that none names any more; returns the ids of these."""
+    """Deletes records, and the gateway's lines of calls that no record names any more; returns these calls' ids."""
     positions = json.dumps([row.position for row in rows])
     connection.exec_driver_sql(f"DELETE FROM records WHERE position IN {EACH}", (positions,))  # noqa: S608
     call_ids = json.dumps([row.call_id for row in rows if row.call_id is not None])
@@ -128,17 +129,17 @@ def _delete(connection: sql.Connection, rows: _Rows) -> list[str]:
 
 
 def _first_to_go(connection: sql.Connection, max_bytes: int) -> Sequence[sql.ColumnElement[bool]]:
-    """The conditions that the next records to be deleted for space fulfil."""
+    """The conditions of the records that are deleted next for space."""
     (refused_bytes,) = column(connection, "SELECT coalesce(sum(bytes), 0) FROM shares WHERE refused")
     if refused_bytes > max_bytes * _REFUSED_SHARE:
         (client,) = column(connection, _LARGEST_REFUSED)
-        # The condition as the index has it.
+        # Written like the condition of the index.
         return records.c.client == client, sql.text("refused")  # type: ignore[return-value]
     return [records.c.client == client for client in column(connection, _LARGEST)]
 
 
 def _first(rows: _Rows, excess: int) -> _Rows:
-    """As many of the rows as hold `excess` bytes."""
+    """The first rows that have `excess` bytes together."""
     for count, row in enumerate(rows):
         if excess <= 0:
             return rows[:count]

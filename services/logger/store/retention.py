@@ -1,10 +1,10 @@
-"""Retention: deletes records older than an age and, while the database is above a size, more of them, oldest first.
+"""Retention: deletes records above an age, and more of them, oldest first, while the database is above a size.
 
 Above the size, refused requests are deleted first if they take more than an eighth of it, then the oldest records of
-the client that uses most: see `removing.expire_some`.
+the client that uses most space: see `removing.expire_some`.
 
-Records that a sink has not confirmed are deleted too; a warning has their number. Which sequences a source has sent,
-and which calls were deleted, is remembered for as long as a spool might repeat them.
+Records that a sink has not confirmed are deleted too; a warning has their number. The received sequences of a source
+and the ids of deleted calls are kept for as long as a spool might send them again.
 
 One task on the event loop, owned by the caller of `run`; deletions run on the store's writer thread.
 """
@@ -27,7 +27,7 @@ _REMEMBERED_US = 30 * _DAY_US
 
 
 class Retention:
-    """Keeps a store within an age in days (0: no limit) and a size in bytes; `sinks` are names of cursors."""
+    """Keeps a store below an age in days (0: no limit) and a size in bytes; `sinks` are names of cursors."""
 
     def __init__(
         self, store: Store, days: float, max_bytes: int, sinks: Sequence[str] = (), now_us: Callable[[], int] = now_us

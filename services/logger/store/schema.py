@@ -1,19 +1,18 @@
-"""The SQLite file of the payload log: its tables, how an older file becomes one of today, and engines on it.
+"""The SQLite file of the payload log: its tables, migrations from older versions, and engines.
 
 `records` holds each record as its serialized protobuf beside the columns that queries filter by. `position` is the
-order of commit, never given twice. Every index ends in `time_us` and, as all of SQLite's do, in `position`: the
-matches lie in the order in which they are asked for. A record that was made of the gateway's access log alone says so
-in `of_call`, and whether a service's record of the same call may yet come to take its place. `calls` holds what the
-gateway said of a call, under the id that the gateway gave it; without contents where the call's records were deleted.
-`appended` remembers which sequences of a source have come, apart from the records: what was deleted does not come back.
-`deletions` remembers what was asked to be deleted, for records that come later.
-`cursors` says how far the readers of all records are. `shares` has what each client's records take, those that were
-refused apart; triggers keep it.
+order of commit, never reused. Every index ends in `time_us` and, like all of SQLite's, in `position`: matches are in
+the order of queries. `of_call` marks a record of only the gateway's access log, and whether a service's record of the
+same call may still replace it. `calls` holds the gateway's part of a call, by the gateway's call id; without contents
+if the call's records were deleted. `appended` holds the received sequences of each source, apart from the records: a
+deleted record does not return. `deletions` holds requested deletions, for records that arrive later. `cursors` holds
+the positions of readers of all records. `shares` holds the space of each client's records, with refused requests
+separately; triggers maintain it.
 
-Times are whole microseconds since 1970. The file is its owner's alone (mode 0600), in WAL mode, so that `sqlite3` may
-read it live, and gives back the space of what is deleted, which is overwritten with zeros.
+Times are whole microseconds since 1970. Only the owner can read the file (mode 0600). It is in WAL mode, so that
+`sqlite3` may read it live, and returns the space of deleted records, which are overwritten with zeros.
 
-Errors: StartupError where the file cannot be used.
+Errors: StartupError if the file cannot be used.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ BUSY_MS = 5000
 _CACHE_KIB = 16 * 1024  # Four times as much brings no more records a second.
 _LOG_BYTES = 64 * 1024 * 1024
 _LOG_PAGES = 8192
-_INCREMENTAL = 2  # What `PRAGMA auto_vacuum` calls it.
+_INCREMENTAL = 2  # The value of `PRAGMA auto_vacuum`.
 
-# What `of_call` says: a service's record; a call's, for good; a call's, until a service's record of it comes.
+# Values of `of_call`: a service's record; a call's record for good; a call's record until a service's record arrives.
 NOT_OF_CALL, OF_CALL, OF_CALL_FOR_NOW = 0, 1, 2
 
 _metadata = sql.MetaData()
@@ -63,14 +62,14 @@ records = sql.Table(
     sql.Column("ttft_class", sql.Integer),
     sql.Column("call_id", sql.String),
     sql.Column("of_call", sql.Integer, nullable=False),
-    # Whether it was refused, or left by its caller, before any of an answer.
+    # Whether the request was refused, or left by its caller, before any output.
     sql.Column("refused", sql.Integer, nullable=False, server_default="0"),
     sql.Column("body", sql.LargeBinary, nullable=False),
     *(
         sql.Index(f"records_by_{name}", name, "time_us")
         for name in ("model", "request_id", "trace_id", "client", "status", "finish_reason")
     ),
-    # The newest are scanned in it, which this lets SQLite do without reading the rows themselves.
+    # For scans of the newest records: it contains every column that they compare.
     sql.Index("records_by_time", "time_us", "position", "duration_ms", "ttft_ms"),
     sql.Index("records_by_duration", "duration_class"),
     sql.Index("records_by_ttft", "ttft_class"),
@@ -124,7 +123,7 @@ shares = sql.Table(
     sql.Column("bytes", sql.BigInteger, nullable=False),
     sqlite_with_rowid=False,
 )
-# 600 is what a record takes beside its body: columns, and entries of the indexes.
+# 600 is an estimate of a record's space besides its body: columns and index entries.
 _TRIGGERS = (
     "CREATE TRIGGER IF NOT EXISTS share_more AFTER INSERT ON records BEGIN"
     " INSERT INTO shares (client, refused, bytes) VALUES (new.client, new.refused, length(new.body) + 600)"
@@ -140,7 +139,7 @@ EACH = "(SELECT value FROM json_each(?))"
 
 
 def column(connection: sql.Connection, statement: str, *parameters: Any) -> list[Any]:
-    """The first column of what a statement finds."""
+    """The first column of a statement's result."""
     return list(connection.exec_driver_sql(statement, parameters).scalars())
 
 
@@ -150,7 +149,7 @@ def now_us() -> int:
 
 
 def prepare(path: Path) -> None:
-    """Makes the file, or what an earlier logger left, one of today's schema."""
+    """Creates the file, or migrates that of an earlier logger to the current schema."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # SQLite gives its -wal and -shm files the mode of the database.
@@ -168,15 +167,15 @@ def prepare(path: Path) -> None:
 
 
 def open_for_writing(path: Path, fsync: bool) -> sql.Engine:
-    """An engine of one connection, so that every transaction finds what the last left in its cache."""
+    """An engine with a single connection, so that its page cache serves every transaction."""
     engine = sql.create_engine(sql.URL.create("sqlite", database=str(path)), pool_size=1, max_overflow=0)
     _configure(
         engine,
-        # Takes effect in a file without tables; of no other can it be changed but by VACUUM.
+        # Takes effect in a file without tables; in others only VACUUM changes it.
         "auto_vacuum = INCREMENTAL",
         # Readers never wait for the writer.
         "journal_mode = WAL",
-        # Pages that many commits change are moved from the log to the file once.
+        # Pages that many commits change are written from the log to the file once.
         f"wal_autocheckpoint = {_LOG_PAGES}",
         f"journal_size_limit = {_LOG_BYTES}",
         f"synchronous = {'FULL' if fsync else 'NORMAL'}",
@@ -188,7 +187,7 @@ def open_for_writing(path: Path, fsync: bool) -> sql.Engine:
 
 
 def open_for_reading(path: Path, connections: int) -> sql.Engine:
-    """An engine that changes nothing, on a file that exists."""
+    """A read-only engine on an existing file."""
     database = path.absolute().as_uri()
     url = sql.URL.create("sqlite", database=database, query={"mode": "ro", "uri": "true"})
     engine = sql.create_engine(url, pool_size=connections, max_overflow=0)
@@ -197,7 +196,7 @@ def open_for_reading(path: Path, connections: int) -> sql.Engine:
 
 
 def files_of(path: Path) -> tuple[int, ...]:
-    """What tells the files of a database that is open from others of their names; empty where one is gone."""
+    """Identifies the files of an open database, which may be replaced under the same names; empty if one is missing."""
     try:
         return tuple(os.stat(f"{path}{suffix}").st_ino for suffix in ("", "-wal"))
     except FileNotFoundError:
@@ -205,17 +204,17 @@ def files_of(path: Path) -> tuple[int, ...]:
 
 
 def last_position(connection: sql.Connection) -> int:
-    """The position of the newest record that ever was; 0 where there was none."""
+    """The highest position ever used; 0 if there was no record."""
     return next(iter(column(connection, "SELECT seq FROM sqlite_sequence WHERE name = 'records'")), 0)
 
 
 def go_on_after(connection: sql.Connection, position: int) -> None:
-    """Gives the first record of a new database the position after that."""
+    """Lets a new database continue the positions of an earlier one."""
     connection.exec_driver_sql("INSERT INTO sqlite_sequence (name, seq) VALUES ('records', ?)", (position,))
 
 
 def check_version(path: Path, version: int) -> None:
-    """StartupError where a newer logger made the file."""
+    """Raises StartupError if a newer logger wrote the file."""
     if version > SCHEMA_VERSION:
         raise StartupError(
             f"{path} has schema version {version}, this logger knows {SCHEMA_VERSION}: "
@@ -235,7 +234,7 @@ def _bring_up_to_date(engine: sql.Engine, path: Path) -> None:
     with engine.begin() as connection:
         version = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
         check_version(path, version)
-        # The driver begins no transaction by itself before a table is made.
+        # The driver does not begin a transaction by itself before DDL.
         connection.exec_driver_sql("BEGIN IMMEDIATE")
         if version in _MIGRATIONS:
             logger.info("%s: from schema version %d to %d, once", path, version, SCHEMA_VERSION)
@@ -248,7 +247,8 @@ def _bring_up_to_date(engine: sql.Engine, path: Path) -> None:
         connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")
     with engine.connect() as connection:
         if connection.exec_driver_sql("PRAGMA auto_vacuum").scalar_one() != _INCREMENTAL:
-            # The connection has asked for it when it was opened; this is what does it, with as much space again.
+            # The mode was requested when the connection was opened; VACUUM applies it and temporarily doubles the
+            # space.
             try:
                 connection.exec_driver_sql("VACUUM")
             except DatabaseError as error:
@@ -258,7 +258,7 @@ def _bring_up_to_date(engine: sql.Engine, path: Path) -> None:
 
 
 def _from_1(connection: sql.Connection) -> None:
-    """Version 1 had the record_id for its order, and (source, sequence) beside each record."""
+    """Version 1 ordered records by record_id and stored (source, sequence) with each."""
     connection.exec_driver_sql("ALTER TABLE records RENAME TO records_1")
     for name in ("model", "request_id", "trace_id", "status", "finish_reason", "range"):
         connection.exec_driver_sql(f"DROP INDEX IF EXISTS records_by_{name}")
@@ -296,5 +296,5 @@ def _fill_shares(connection: sql.Connection) -> None:
     )
 
 
-# Version of a file → what makes one of today out of it.
+# Version of a file → its migration to the current schema.
 _MIGRATIONS: dict[int, Callable[[sql.Connection], None]] = {1: _from_1, 2: _add_columns}

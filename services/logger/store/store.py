@@ -1,18 +1,18 @@
-"""Where payload records lie.
+"""The store of payload records.
 
-`Store` is what the logger's services need; `SqliteStore` is the embedded one, in the file that schema.py describes.
-`append` returns after the commit; a (source, sequence) or record_id that has come before changes nothing, deleted or
-not. What is read is newest first, by the records' times, but for `after`, which reads in the order of commit. A call
-that a service answered is not shown without the service's record while that may be on its way.
+`Store` is the interface that the logger's services use; `SqliteStore` implements it in the file of schema.py. `append`
+returns after the commit; a (source, sequence) or record_id that has arrived before has no effect, even if its record
+was deleted. Reads return the newest first, by the records' times, except `after`, which reads in the order of commit. A
+call that a service may have recorded is not shown for a while, until the service's record can have arrived.
 
 Threads: all writes happen on one thread, reads on a few others, none on the event loop. A query reads some records at a
-time, in a transaction of its own, and holds none while its reader takes its time. Whatever could take long (deleting,
-giving back space) is done in small steps, between which others write.
+time, each time in a transaction, and keeps none open for a slow reader. Long work (deleting, freeing space) is done in
+small steps, between which others can write.
 
-If the database's files are removed, a new database is created, and what was written to the old one is not acknowledged.
+If the database's files are removed, a new database is created, and writes to the old one are not acknowledged.
 
-Errors: StartupError where the file cannot be used, NotReadyError where the database stops answering,
-InvalidRequestError for a page token that is none, DeadlineError where a search for text takes too long.
+Errors: StartupError if the file cannot be used, NotReadyError if the database stops answering, InvalidRequestError for
+an invalid page token, DeadlineError if a text search takes too long.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Stored(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """Rows of a query, what each holds that passes the filters, and whether others follow."""
+    """Rows of a query, the matching record of each or None, and whether more rows follow."""
 
     rows: Sequence[Row]
     found: Sequence[Found | None]
@@ -69,76 +69,76 @@ class Store(Protocol):
     """Payload records by key, by filter and in the order of commit."""
 
     async def append(self, requests: Sequence[AppendRequest]) -> list[PayloadRecord]:
-        """Commits the records, all or none, and returns the new ones; those that are there already stay as they are."""
+        """Commits the records, all or none, and returns the new ones; existing ones stay unchanged."""
         ...
 
     async def add_calls(self, calls: Sequence[PayloadRecord], reached: Collection[str] = ()) -> list[PayloadRecord]:
-        """Commits what the gateway said of calls: records of which `gateway` is set, and `call_id` where it has one.
+        """Commits calls that the gateway logged: records with `gateway` and, if there is one, `call_id`.
 
-        The call is joined to the services' records that name its call_id. Where there is none it is a record of its
-        own, until one comes; these are returned. `reached` has the record_ids of those that a service may record.
+        A call is joined to the services' records with its call_id. Without such a record it is a record of its own
+        until one arrives; these are returned. `reached` has the record_ids of calls that a service may record.
         """
         ...
 
     def get(self, record_id: str, lender: Lender | None = None) -> AsyncGenerator[Found, None]:
-        """The record of that key, if there is one; `lender` as in `query`."""
+        """Yields the record with this id, if there is one; `lender` as in `query`."""
         ...
 
     def query(
         self, filters: Filters, page_token: str | None, limit: int, lender: Lender | None = None
     ) -> AsyncGenerator[Found, None]:
-        """At most `limit` records that pass every filter, newest first, each with the page_token that goes on after it.
+        """Yields at most `limit` records that pass every filter, newest first, each with the next page_token.
 
-        Of large ones there are no more in memory than `lender` lends for. DeadlineError, which tells how far it came,
-        where a text was looked for longer than it may be.
+        `lender` bounds the large records in memory. Raises DeadlineError, which states the progress, if a text search
+        takes too long.
         """
         ...
 
     async def delete(
         self, *, record_id: str | None = None, request_id: str | None = None, client: str | None = None
     ) -> int:
-        """Deletes every record of the one key that is given, for good; returns how many there were.
+        """Deletes every record with the one given key permanently; returns their number.
 
-        Those of requests that have arrived and whose records have yet to come are dropped when they do.
+        Records that arrive later are dropped if their requests arrived before the deletion.
         """
         ...
 
     async def after(self, position: int, limit: int) -> list[Stored]:
-        """At most `limit` of the services' records after `position`, in the order of commit.
+        """Returns at most `limit` of the services' records after `position`, in the order of commit.
 
-        As they came: without what the gateway says, so that one that is read again is the same.
+        Without the gateway's part, so that every read of a record returns the same.
         """
         ...
 
     async def last_position(self) -> int:
-        """The position of the newest commit, deleted or not; 0 where there was none."""
+        """The position of the newest commit, even if deleted; 0 if there was none."""
         ...
 
     async def cursors(self) -> dict[str, int]:
-        """Every cursor that was ever moved."""
+        """Returns all cursors."""
         ...
 
     async def move_cursor(self, name: str, position: int) -> None:
-        """Remembers how far the reader of that name is; returns after the commit."""
+        """Saves a reader's position under its name; returns after the commit."""
         ...
 
     def on_append(self, notice: Callable[[], None]) -> None:
-        """Has `notice` called on the event loop after each commit of services' records."""
+        """Registers a callback that runs on the event loop after each commit of services' records."""
         ...
 
     async def expire(self, before_us: int | None, max_bytes: int | None) -> list[int]:
         """Deletes some of the oldest records, those before a time or above a size; returns their positions.
 
-        Empty when there are no more such. Records of the gateway's log alone count as position 0.
+        Empty when none are left. Records of only the gateway's line count as position 0.
         """
         ...
 
     async def forget(self, before_us: int) -> None:
-        """Forgets which sequences came, and which calls were deleted, before a time."""
+        """Forgets sequences that were received, and calls that were deleted, before a time."""
         ...
 
     async def give_back(self) -> None:
-        """Gives the space of what was deleted back to the file system, and leaves nothing of it in the log."""
+        """Returns deleted records' space to the file system, and removes their contents from the write-ahead log."""
         ...
 
     async def check(self) -> None:
@@ -146,14 +146,14 @@ class Store(Protocol):
         ...
 
     async def close(self) -> None:
-        """Ends the threads after what they are doing and closes the database."""
+        """Ends the threads after their current work and closes the database."""
         ...
 
 
 class SqliteStore:
-    """A `Store` in one SQLite file that only its owner may read.
+    """A `Store` in one SQLite file that only its owner can read.
 
-    With `fsync` what was committed survives a power cut too; without, the process's death alone.
+    With `fsync` commits survive a power failure; without it, only the death of the process.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class SqliteStore:
         self._commits = commits or Commits()
         self._search_s = search_s
         self._deletions = Deletions()
-        self._lost_after: int | None = None  # The last position of a removed database that has no successor yet.
+        self._lost_after: int | None = None  # The last position of a removed database, until its successor exists.
         self._open()
         self._writer = ThreadPoolExecutor(1, "store-writer")
         self._readers = ThreadPoolExecutor(_READERS, "store-reader")
@@ -178,13 +178,13 @@ class SqliteStore:
         self._writing = schema.open_for_writing(self._path, self._fsync)
         self._reading = schema.open_for_reading(self._path, _READERS)
         with self._writing.connect() as connection:
-            self._deletions.load(connection)  # From the first look on there is a log beside the file.
+            self._deletions.load(connection)  # The first read creates the log beside the file.
         self._files = schema.files_of(self._path)
 
     def _check_files(self) -> None:
-        """Begins a new database where somebody has removed the files of this one; on the writer's thread.
+        """Creates a new database if its files were removed; on the writer's thread.
 
-        SQLite would go on to write to files that have no name any more, and all of it would be gone at the stop.
+        SQLite would continue to write to the unlinked files, and everything would be lost at the stop.
         """
         if schema.files_of(self._path) == self._files:
             return
@@ -210,13 +210,13 @@ class SqliteStore:
         self._gathered += requests
         if self._next_commit is None:
             self._next_commit = asyncio.create_task(self._commit(), name="store commit")
-            # Who waited for it may have gone.
+            # Its callers may have left; this retrieves the exception.
             self._next_commit.add_done_callback(lambda task: task.cancelled() or task.exception())
         new = await asyncio.shield(self._next_commit)
         return [request.record for key, request in {id(one): one for one in requests}.items() if key in new]
 
     async def _commit(self) -> set[int]:
-        """Commits what all callers submitted during the previous commit; returns the `id` of each new request."""
+        """Commits the requests submitted during the previous commit; returns the `id` of each new one."""
         async with self._committing:
             requests, self._gathered, self._next_commit = self._gathered, [], None
             new = await self._run_writing(self._commits.observe, requests, lambda: self._add(requests))
@@ -258,7 +258,7 @@ class SqliteStore:
     async def _batches(
         self, filters: Filters, before: Place | None, rows_per_read: int, lender: Lender | None
     ) -> AsyncGenerator[_Batch, None]:
-        """What a query looks at, in batches of a few bytes or of one record; the loan for one lasts until the next."""
+        """The rows of a query, in batches of a few bytes or of one record; a batch's loan lasts until the next one."""
         while True:
             rows, found = await self._read(reading.page, filters, before, rows_per_read, FREE_BYTES)
             is_full = len(rows) == rows_per_read
@@ -280,7 +280,7 @@ class SqliteStore:
     ) -> int:
         keys = {"record_id": record_id, "request_id": request_id, "client": client}
         ((column, value),) = ((column, value) for column, value in keys.items() if value is not None)
-        # First, so that what comes meanwhile is covered.
+        # Registered first, so that records that arrive meanwhile are covered.
         await self._write(self._deletions.add, column, value, schema.now_us())
         deleted = 0
         while batch := await self._write(removing.delete_some, schema.records.c[column] == value):
@@ -333,7 +333,7 @@ class SqliteStore:
         return await self._read(lambda connection: connection.execute(statement).all())
 
     async def _read(self, work: Callable[..., T], *arguments: Any) -> T:
-        """`work(connection, …)` on a reader's thread, in a transaction of its own."""
+        """Runs `work(connection, …)` on a reader's thread, in its own transaction."""
 
         def transact() -> T:
             with self._reading.connect() as connection:
@@ -342,7 +342,7 @@ class SqliteStore:
         return await self._run(self._readers, transact)
 
     async def _write(self, work: Callable[..., T], *arguments: Any) -> T:
-        """`work(connection, …)` on the writer's thread, committed."""
+        """Runs `work(connection, …)` on the writer's thread, and commits."""
 
         def transact() -> T:
             with self._writing.begin() as connection:
@@ -351,7 +351,7 @@ class SqliteStore:
         return await self._run_writing(transact)
 
     async def _run_writing(self, work: Callable[..., T], *arguments: Any) -> T:
-        """`work(…)` on the writer's thread; NotReadyError where what it wrote is in no file that exists."""
+        """Runs `work(…)` on the writer's thread; raises NotReadyError if its files were removed meanwhile."""
 
         def checked() -> T:
             result = work(*arguments)

@@ -1,8 +1,7 @@
-"""A payload record as plain values: what leaves the store as JSON or as Parquet has the same names and types.
+"""A payload record as plain values: the common names and types of the JSON and Parquet exports.
 
-Times are datetimes in UTC, whole microseconds; what is not known is None; a tensor's contents are bytes; floats may be
-NaN or infinite. `to_json` writes such values as JSON: a time as RFC 3339, contents in base64, NaN and the infinities
-as null.
+Times are datetimes in UTC with whole microseconds; unknown values are None; a tensor's contents are bytes; floats may
+be NaN or infinite. `to_json` encodes them as JSON: times as RFC 3339, contents in base64, NaN and infinities as null.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _GATEWAY = tuple(field.name for field in GatewayCall.DESCRIPTOR.fields)
 
 
 def row(record: PayloadRecord) -> dict[str, Any]:
-    """Every field of the record, one value each; the usage is spread over columns of its own."""
+    """Every field of the record by name; the usage has columns of its own."""
     usage = record.usage if record.HasField("usage") else None
     gateway = record.gateway if record.HasField("gateway") else None
     return {
@@ -50,7 +49,7 @@ def row(record: PayloadRecord) -> dict[str, Any]:
 
 
 def time_of(record: PayloadRecord) -> datetime | None:
-    """When the request arrived; None where no calendar has that time."""
+    """The time of the request's arrival; None if it is outside of datetime's range."""
     try:
         return record.time.ToDatetime(tzinfo=UTC)
     except (OverflowError, ValueError):
@@ -58,7 +57,7 @@ def time_of(record: PayloadRecord) -> datetime | None:
 
 
 def to_json(values: Any) -> bytes:
-    """The values as one line of JSON, without the line's end."""
+    """Encodes the values as one line of JSON, without the line break."""
     return orjson.dumps(values, default=_base64, option=orjson.OPT_UTC_Z)
 
 

@@ -1,6 +1,6 @@
-"""What is done to the tables of schema.py; each function within the transaction of the connection it is given.
+"""Writes to the tables of schema.py; each function runs within the transaction of its connection.
 
-Rows come by the thousand a second: they go to the driver as they are, many in one statement, and any number of keys is
+Thousands of rows arrive each second: the driver gets them as tuples, many in one statement, and any number of keys is
 one parameter, a JSON list.
 """
 
@@ -30,7 +30,7 @@ _Row = tuple[Any, ...]
 def append(
     connection: sql.Connection, requests: Sequence[AppendRequest], now_us: int, deletions: Deletions
 ) -> list[AppendRequest]:
-    """Adds the services' records that have not come before and that no deletion covers; returns their requests."""
+    """Adds the services' records that are new and not covered by a deletion; returns their requests."""
     new: list[AppendRequest] = []
     for source in dict.fromkeys(request.source for request in requests):
         new += _append_of_source(
@@ -73,7 +73,7 @@ def _append_of_source(
 
 
 def _replace_calls(connection: sql.Connection, new: Iterable[PayloadRecord]) -> None:
-    """Removes the records that stood for calls of which a service's record has come."""
+    """Removes the records of calls whose service's record has arrived."""
     call_ids = {record.call_id for record in new if record.call_id}
     if call_ids:
         connection.exec_driver_sql(
@@ -83,7 +83,7 @@ def _replace_calls(connection: sql.Connection, new: Iterable[PayloadRecord]) -> 
 
 
 def _take_no_more_of(connection: sql.Connection, deleted: Iterable[PayloadRecord]) -> None:
-    """As where records are deleted: of their calls nothing is taken any more, but of those that other records name."""
+    """Marks the calls of deleted records as deleted, except those that other records name."""
     call_ids = {record.call_id for record in deleted if record.call_id}
     if call_ids:
         named = f"SELECT call_id FROM records WHERE call_id IN {EACH}"  # noqa: S608
@@ -93,7 +93,7 @@ def _take_no_more_of(connection: sql.Connection, deleted: Iterable[PayloadRecord
 def add_calls(
     connection: sql.Connection, observed: Sequence[PayloadRecord], reached: Collection[str], now_us: int
 ) -> list[PayloadRecord]:
-    """Adds the calls that have not come before; returns those that are records of their own."""
+    """Adds the calls that are new; returns those that became records of their own."""
     by_id = {record.call_id: record for record in reversed(observed) if record.call_id}
     call_ids = json.dumps(list(by_id))
     for call_id in column(connection, f"SELECT call_id FROM calls WHERE call_id IN {EACH}", call_ids):  # noqa: S608
@@ -115,10 +115,10 @@ def add_calls(
 
 
 def _insert(connection: sql.Connection, into: str, rows: list[_Row]) -> None:
-    """`into` names a table and its columns.
+    """Inserts rows; `into` is a table with its columns.
 
-    Many rows are one statement: the driver takes the interpreter's lock anew after each, for which it may wait long
-    while the event loop is busy. Statements of few sizes, so that they stay prepared.
+    One statement takes many rows: the driver reacquires the interpreter's lock after each statement, which can take
+    long while the event loop is busy. Only a few sizes occur, so that the statements stay prepared.
     """
     begin = 0
     for size in _SIZES:

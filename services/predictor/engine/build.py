@@ -81,9 +81,7 @@ def _choose_runner(
 
 
 def _keeps_keys_and_values(model: Any) -> bool:
-    """Whether transformers' own cache works for the model: two passes with a cache give the logits of one pass
-    without.
-    """
+    """Whether transformers' own cache works for the model: two passes with it give the same logits as one without."""
     ids = torch.arange(8, device=model.device)[None]
     try:
         whole = model(input_ids=ids, use_cache=False).logits[0, -1].float()

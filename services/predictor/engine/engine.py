@@ -291,7 +291,7 @@ class ContinuousBatchingEngine:
             if sequence.timeline.started is not None:
                 self._estimate.ended(now)
             if outcome == "succeeded":
-                self._estimate.succeeded(sequence.asked, now - started_at)
+                self._estimate.succeeded(sequence.requested_tokens, now - started_at)
         self._isolation.release(sequence)
         self.statistics.add(outcome, submitted_at, started_at, now)
         return released

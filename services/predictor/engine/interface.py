@@ -152,9 +152,7 @@ class EngineStatistics(RequestCounts):
 
 
 class EngineTotals(NamedTuple):
-    """Totals since the engine started: prompt tokens, those of them from the cache, generated tokens, tokens generated
-    after the caller had gone, and preemptions.
-    """
+    """Totals since the engine started; `tokens_after_cancel` were generated after the caller had gone."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -207,9 +205,7 @@ class Engine(Protocol):
         """Waits until the engine cannot continue, then raises EngineDeadError."""
 
     def close(self) -> None:
-        """Stops the engine; requests in flight end with NotReadyError (after the engine's death with
-        HopBrokenError).
-        """
+        """Stops the engine; requests in flight end with NotReadyError (HopBrokenError if the engine has died)."""
 
 
 class EngineDeadError(Exception):

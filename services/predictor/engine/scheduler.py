@@ -106,9 +106,7 @@ class Scheduler:
             self._alone.append(sequence)
 
     def schedule(self, prefill_tokens: int) -> list[Row]:
-        """The rows of the next step: all sequences that decode and at most `prefill_tokens` of prompts, or an isolated
-        sequence.
-        """
+        """The rows of the next step: an isolated sequence, or all that decode and up to `prefill_tokens` of prompts."""
         rows: dict[Sequence, Row] = {}
         self._scores_left = _MAX_SCORED
         alone = self._next_alone() if self._alone else None
@@ -260,8 +258,8 @@ class Scheduler:
         count = sequence.limited(count, self._scores_left)
         if count == 0:
             return 0
-        wanted = self.blocks.blocks_for(sequence.computed + count)
-        while len(sequence.blocks) < wanted:
+        block_count = self.blocks.blocks_for(sequence.computed + count)
+        while len(sequence.blocks) < block_count:
             block = self.blocks.take()
             if block is not None:
                 sequence.blocks.append(block)

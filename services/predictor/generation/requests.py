@@ -64,14 +64,14 @@ def read_request(
         raise InvalidRequestError(f"the prompt has {len(input_ids)} tokens, the context is {limits.context_length}")
     output_ids = _ids(tensors[OUTPUT_IDS], limits) if OUTPUT_IDS in tensors else []
     parameters = read_sampling(request.parameters)
-    wanted = {output.name for output in request.outputs}
+    names = {output.name for output in request.outputs}
     prompt_logprobs = _prompt_logprobs(parameters.pop(PROMPT_LOGPROBS, None), len(input_ids), limits)
-    if wanted & _SCORED and prompt_logprobs is None:
+    if names & _SCORED and prompt_logprobs is None:
         raise InvalidRequestError(f"outputs {', '.join(PROMPT_OUTPUTS)} need the parameter {PROMPT_LOGPROBS}")
-    if wanted - {OUTPUT_IDS} - _SCORED:
+    if names - {OUTPUT_IDS} - _SCORED:
         parameters["logprobs"] = True
     sampling = model.defaults.changed(parameters).resolved(limits.room(len(input_ids)))
-    if wanted & {TOP_LOGPROB_IDS, TOP_LOGPROBS} and not sampling.top_logprobs:
+    if names & {TOP_LOGPROB_IDS, TOP_LOGPROBS} and not sampling.top_logprobs:
         raise InvalidRequestError("outputs 'top_logprob_ids' and 'top_logprobs' need the parameter top_logprobs")
     _check_ids("stop_token_ids", np.array(sampling.stop_token_ids, dtype=np.int64), limits)
     # max_tokens tokens, or fewer with an end token last, are a complete answer of which only the end was lost.
@@ -115,22 +115,22 @@ def write_response(
     other: otherwise a caller could find out which prompts others have sent.
     """
     response = inference_pb2.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
-    wanted = {output.name for output in request.outputs} or {*OUTPUTS, *PROMPT_OUTPUTS}
-    if OUTPUT_IDS in wanted:
+    names = {output.name for output in request.outputs} or {*OUTPUTS, *PROMPT_OUTPUTS}
+    if OUTPUT_IDS in names:
         add_output(response, Tensor(OUTPUT_IDS, "INT32", np.array(chunk.output_ids, dtype=np.int32)))
-    if LOGPROBS in wanted and chunk.logprobs:
+    if LOGPROBS in names and chunk.logprobs:
         chosen = [position.chosen for position in chunk.logprobs]
         add_output(response, Tensor(LOGPROBS, "FP32", np.array(chosen, dtype=np.float32)))
     if chunk.logprobs and chunk.logprobs[0].top:
         # Ids and log probabilities, [k, n, 2]; float64 represents both exactly.
         top = np.array([position.top for position in chunk.logprobs])
-        if TOP_LOGPROB_IDS in wanted:
+        if TOP_LOGPROB_IDS in names:
             add_output(response, Tensor(TOP_LOGPROB_IDS, "INT32", top[:, :, 0].astype(np.int32)))
-        if TOP_LOGPROBS in wanted:
+        if TOP_LOGPROBS in names:
             add_output(response, Tensor(TOP_LOGPROBS, "FP32", top[:, :, 1].astype(np.float32)))
     if chunk.prompt is not None:
         for tensor in chunk.prompt.tensors():
-            if tensor.name in wanted:
+            if tensor.name in names:
                 add_output(response, tensor)
     if chunk.finish_reason is not None:
         set_parameters(response.parameters, {"finish_reason": chunk.finish_reason})

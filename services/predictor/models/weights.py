@@ -19,17 +19,16 @@ _QUIET_LOGGERS = ("transformers.modeling_utils", "transformers.distributed.tenso
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
-def choose_device(wanted: str) -> torch.device:
+def choose_device(setting: str) -> torch.device:
     """Resolves `PREDICTOR_DEVICE` on this machine."""
     available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
+    if setting == "cuda" and not available:
         raise StartupError("DEVICE=cuda, but torch finds no CUDA device; install its CUDA build or set DEVICE=cpu")
-    return torch.device("cuda" if wanted != "cpu" and available else "cpu")
+    return torch.device("cuda" if setting != "cpu" and available else "cpu")
 
 
 def load_weights(name: str, folder: Path, auto: Any, dtype: str, device: torch.device) -> tuple[Any, Sequence[str]]:
-    """Loads a folder with `auto`, one of transformers' Auto classes; returns the model and the names of missing
-    weights.
+    """Loads a folder with `auto`, one of transformers' Auto classes; returns the model and missing weights' names.
 
     Missing weights are random. Raises StartupError.
     """

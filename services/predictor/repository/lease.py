@@ -155,7 +155,8 @@ class Serving:
 
 
 def _close(models: list[ServedModel]) -> None:
-    """Closes the only element. A pool thread keeps its arguments for a moment: emptying the list keeps the model, whose
-    memory is about to be released, out of them.
+    """Closes the only element and empties the list.
+
+    A pool thread keeps its arguments for a moment: they must not keep the model, whose memory is about to be released.
     """
     models.pop().close()

@@ -82,7 +82,7 @@ class _Entry:
     source: ModelSource
     state: State
     reason: str = ""
-    wanted: bool = False
+    expected: bool = False
     serving: Serving | None = None
     watch: asyncio.Task[None] | None = None
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # Held by the task that changes the entry.
@@ -102,7 +102,7 @@ class ModelRepository:
         self._reported_ready = False
         self._device = torch.device("cpu")
         self._entries = {
-            source.name: _Entry(source, State.LOADING, "waiting to be loaded", wanted=True)
+            source.name: _Entry(source, State.LOADING, "waiting to be loaded", expected=True)
             for source in settings.models
         }
         self._loading = asyncio.Lock()
@@ -150,7 +150,7 @@ class ModelRepository:
 
     @property
     def ready(self) -> bool:
-        return not self._ending and all(e.state is State.READY for e in self._entries.values() if e.wanted)
+        return not self._ending and all(e.state is State.READY for e in self._entries.values() if e.expected)
 
     @property
     def served(self) -> Sequence[Serving]:
@@ -225,7 +225,7 @@ class ModelRepository:
             except BaseException as error:
                 if entry.serving is None:
                     entry.set(State.UNAVAILABLE, str(error) or type(error).__name__)
-                    entry.wanted = False
+                    entry.expected = False
                 await self._changed()
                 raise
             await self._unwatch(entry)
@@ -233,7 +233,7 @@ class ModelRepository:
             self.engines.add(new.model)
             entry.watch = asyncio.create_task(self._watch(new), name=f"watch-{source.name}")
             entry.set(State.READY)
-            entry.wanted = True
+            entry.expected = True
             await self._changed()
             if replaced is not None:
                 await self._end(replaced)
@@ -269,7 +269,7 @@ class ModelRepository:
         async with entry.turn:
             if entry.state is State.LOADING:
                 raise NotReadyError(f"model {entry.source.name!r} waits to be loaded")
-            entry.wanted = False
+            entry.expected = False
             if entry.serving is not None:
                 await self._take_out(entry)
                 await self._changed()

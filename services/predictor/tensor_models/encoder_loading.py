@@ -103,15 +103,15 @@ def _check_whole(name: str, missing: Sequence[str]) -> None:
         )
 
 
-def _max_length(model: Any, wanted: int) -> int:
+def _max_length(model: Any, setting: int) -> int:
     """The maximum length of a row: that of the position table, or a lower setting."""
     stated: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for part, module in model.named_modules():
         if part.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             # RoBERTa's family numbers positions from the padding's index + 1.
             stated = module.num_embeddings - module.padding_idx - 1
-    stated = stated or wanted or _UNSTATED_LENGTH
-    return min(wanted or stated, stated)
+    stated = stated or setting or _UNSTATED_LENGTH
+    return min(setting or stated, stated)
 
 
 def _token_types(model: Any) -> int:

@@ -36,10 +36,10 @@ def write_result(request: pb.ModelInferRequest, result: Any) -> pb.ModelInferRes
     """Converts a result of `execute` to a response with the outputs that the request names, or with all of them."""
     parameters = result.parameters if isinstance(result, Response) else {}
     outputs = as_mapping(result.outputs if isinstance(result, Response) else result, "the model")
-    wanted = [output.name for output in request.outputs] or list(outputs)
+    names = [output.name for output in request.outputs] or list(outputs)
     response = pb.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
     write_response_parameters(response, parameters)
-    for name in wanted:
+    for name in names:
         if name not in outputs:
             raise InvalidRequestError(f"unknown output {name!r}; the model gives {', '.join(map(str, outputs))}")
         tensor = as_tensor(name, outputs[name], "the model")

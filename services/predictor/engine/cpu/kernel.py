@@ -44,8 +44,7 @@ def attend(
     bias: Tensor | None = None,
     rotary: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Returns the output [T, query heads, head size] for packed queries, keys and values [T, all their heads, head
-    size].
+    """Returns the output [T, query heads, head size] for packed queries, keys, values [T, all heads, head size].
 
     `rotary` is cosines and sines [T, head size]. For the other arguments see attention.py.
     """

@@ -17,7 +17,7 @@ _MARGIN = 1.2  # All work of a request that is late by a little is lost.
 
 
 class _Run(NamedTuple):
-    asked_tokens: int
+    requested_tokens: int
     seconds: float
 
 
@@ -37,10 +37,10 @@ class QueueEstimate:
         if self._knows:
             self._interval_s = self._interval(now)
 
-    def succeeded(self, asked_tokens: int, seconds: float) -> None:
-        """Records that a request for at most `asked_tokens` tokens ran for `seconds`."""
-        self._runs.append(_Run(asked_tokens, seconds))
-        self._token_s = sum(run.seconds for run in self._runs) / sum(run.asked_tokens for run in self._runs)
+    def succeeded(self, requested_tokens: int, seconds: float) -> None:
+        """Records that a request for at most `requested_tokens` tokens ran for `seconds`."""
+        self._runs.append(_Run(requested_tokens, seconds))
+        self._token_s = sum(run.seconds for run in self._runs) / sum(run.requested_tokens for run in self._runs)
 
     def idle(self) -> None:
         """Records that there is no work."""
@@ -65,7 +65,7 @@ class QueueEstimate:
 
     def is_hopeless(self, sequence: Sequence, now: float) -> bool:
         """Whether a sequence that starts now is expected to miss its deadline."""
-        done_at = now + _MARGIN * self._token_s * sequence.asked
+        done_at = now + _MARGIN * self._token_s * sequence.requested_tokens
         return self._knows and done_at > sequence.request.deadline
 
     @property

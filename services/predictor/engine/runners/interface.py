@@ -30,8 +30,7 @@ class ModelRunner(Protocol):
         """Whether rows may have positions to score."""
 
     def run(self, rows: Rows[Row]) -> Tensor:
-        """Computes the rows' ids; returns the last logits [rows that sample, vocabulary] of each row that samples, in
-        order.
+        """Computes the rows' ids; returns the last logits [rows that sample, vocabulary] of rows that sample, in order.
 
         After them, in the same order, come the logits of all positions that rows score. It may raise, and may then be
         called again with the same rows or some of them.
@@ -41,6 +40,4 @@ class ModelRunner(Protocol):
         """Zeroes what a failed sequence left in blocks that others will use."""
 
     def probe(self) -> None:
-        """Runs a forward pass that affects no sequence; raises if the model cannot run any more or returns no
-        numbers.
-        """
+        """Runs a forward pass that affects no sequence; raises if it fails or if its logits are not numbers."""

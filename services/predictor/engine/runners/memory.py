@@ -72,24 +72,24 @@ def plan_memory(name: str, model: Any, shape: CacheShape, settings: PredictorSet
 
 def cache_memory(name: str, device: torch.device, settings: PredictorSettings) -> int:
     """Bytes for keys and values; raises StartupError if a setting asks for more than there is."""
-    wanted = settings.kv_cache_memory
+    size = settings.kv_cache_memory
     most: int | None
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         share = int(total * settings.gpu_memory_share) - torch.cuda.memory_reserved(device)
         most = min(share, free)
-        if wanted is None:
+        if size is None:
             return max(0, most)
     else:
         most = container_memory_left()
-        if wanted is None:
+        if size is None:
             return _CPU_DEFAULT if most is None else min(_CPU_DEFAULT, int(most * _CONTAINER_SHARE))
-    if most is not None and wanted > most:
+    if most is not None and size > most:
         raise StartupError(
-            f"model {name}: PREDICTOR_KV_CACHE_MEMORY is {wanted / 1e9:.2g} GB, "
+            f"model {name}: PREDICTOR_KV_CACHE_MEMORY is {size / 1e9:.2g} GB, "
             f"but only {max(0, most) / 1e9:.2g} are left"
         )
-    return int(wanted)
+    return int(size)
 
 
 def container_memory_left(cgroup: Path = _CGROUP) -> int | None:

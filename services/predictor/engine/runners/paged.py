@@ -70,20 +70,20 @@ class PagedRunner:
         plan = self._planner.plan(packed)
         tensors = self._tensor([ids]), self._tensor([positions])
         if scored or len(last) < len(ids):
-            wanted = [*last, *(place for i in sorted(scored) for place in scored[i])]
-            return self._forward(*tensors, plan, self._tensor(wanted))
+            places = [*last, *(place for i in sorted(scored) for place in scored[i])]
+            return self._forward(*tensors, plan, self._tensor(places))
         if self._graphs:
             return self._graphs.run(*tensors, plan)
         return self._forward(*tensors, plan)
 
-    def _forward(self, ids: Tensor, positions: Tensor, plan: StepPlan, wanted: Tensor | None = None) -> Tensor:
-        """Logits of the tokens at `wanted`, by default of all."""
+    def _forward(self, ids: Tensor, positions: Tensor, plan: StepPlan, places: Tensor | None = None) -> Tensor:
+        """Logits of the tokens at `places`, by default of all."""
         logits: Tensor = self._model(
             input_ids=ids,
             position_ids=positions,
             step_plan=plan,
             use_cache=False,
-            logits_to_keep=0 if wanted is None else wanted,  # 0 means all.
+            logits_to_keep=0 if places is None else places,  # 0 means all.
         ).logits[0]
         return logits
 
@@ -131,9 +131,7 @@ def self_test(model: Any, shape: CacheShape, vocabulary_size: int) -> str | None
 
 
 def _largest_difference(runner: PagedRunner, ids: list[int], expected: Tensor) -> float:
-    """The largest difference between the logits of chunked and decoded rows and the expected ones, relative to the
-    largest.
-    """
+    """The largest difference between logits of chunked or decoded rows and `expected`, relative to its largest."""
     chunked, decoded = detached_sequence([]), detached_sequence([])
     blocks = len(ids) // BLOCK_TOKENS + 1
     chunked.blocks = list(range(RESERVED, RESERVED + blocks))
@@ -145,7 +143,7 @@ def _largest_difference(runner: PagedRunner, ids: list[int], expected: Tensor) -
         rows = [Row(chunked, start, end - start), Row(decoded, step, 1)]
         logits = runner.run(rows)
         for got, position in zip(logits, (end - 1, step), strict=True):
-            wanted = expected[position].float()
-            worst = max(worst, float((got.float() - wanted).abs().max() / wanted.abs().max()))
+            reference = expected[position].float()
+            worst = max(worst, float((got.float() - reference).abs().max() / reference.abs().max()))
         start = end
     return worst

@@ -182,9 +182,7 @@ class T5Runner:
         bias: Tensor,
         written: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Output [tokens, heads x head size]. `written` are keys and values to be stored at each range's last
-        position.
-        """
+        """Output [tokens, heads x head size]. `written`, keys and values, are stored at each range's last position."""
         if not kernel.takes(query):
             if written is not None:
                 last = looks_at.ends.long() - 1

@@ -225,19 +225,19 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
 
 def _with_logprobs(raw: Tensor, token_ids: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
     """The ids with the log probabilities that rows ask for."""
-    asked = [i for i, row in enumerate(rows) if row.sampling.logprobs]
-    index = torch.tensor(asked, device=raw.device)
+    scored = [i for i, row in enumerate(rows) if row.sampling.logprobs]
+    index = torch.tensor(scored, device=raw.device)
     logprobs = raw[index].log_softmax(-1)
     # The same number for every row, because it can change the order of equal ones.
     count = min(MAX_TOP_LOGPROBS, raw.shape[1]) if any(row.sampling.top_logprobs for row in rows) else 0
-    values, ids = largest(logprobs, count) if count else (logprobs[:, :0], index.new_empty(len(asked), 0))
+    values, ids = largest(logprobs, count) if count else (logprobs[:, :0], index.new_empty(len(scored), 0))
     chosen = logprobs.gather(1, token_ids[index, None].clamp(min=0))
     # Float64 represents ids and float32 exactly: everything is one transfer.
     packed = torch.cat([column.double().flatten() for column in (token_ids, chosen, ids, values)]).tolist()
-    after_ids = len(rows) + len(asked)
-    after_top = after_ids + len(asked) * count
+    after_ids = len(rows) + len(scored)
+    after_top = after_ids + len(scored) * count
     results: list[Logprobs | None] = [None] * len(rows)
-    for n, i in enumerate(asked):
+    for n, i in enumerate(scored):
         at = slice(n * count, (n + 1) * count)
         pairs = zip(map(int, packed[after_ids:after_top][at]), packed[after_top:][at], strict=True)
         top = sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[: rows[i].sampling.top_logprobs]

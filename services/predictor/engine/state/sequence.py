@@ -60,7 +60,7 @@ class Sequence:
         return len(self.ids) - produced + max(self.request.sampling.max_tokens or 0, produced + 1)
 
     @property
-    def asked(self) -> int:
+    def requested_tokens(self) -> int:
         """The maximum number of new tokens that the request asks for."""
         return (self.request.sampling.max_tokens or 0) - len(self.request.output_ids)
 

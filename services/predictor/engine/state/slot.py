@@ -47,8 +47,7 @@ class MergingSlot:
         self._reported.set()
 
     def run_alone(self, timeout_s: float) -> bool:
-        """Wakes the reader to report that the request runs isolated; returns whether a caller still waits for its next
-        token.
+        """Wakes the reader to report that the request runs isolated; returns whether its caller still waits for it.
 
         Returns once the reader has reported it, or has left, or after the timeout.
         """
@@ -113,8 +112,9 @@ class MergingSlot:
             return Chunk(ids, logprobs, reason, usage, prompt)
 
     async def _until_chunk(self, limit: float | None) -> bool:
-        """Waits until there are as many tokens as the request asks for, or until the limit; returns whether there are.
-        Tokens are not held back for longer if the reader waits several times.
+        """Waits for as many tokens as the request asks for, or until the limit; returns whether they are there.
+
+        Several waits in sequence do not hold tokens back for longer.
         """
         if not await self._until(1, limit):
             return False
