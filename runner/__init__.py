@@ -1,1 +1,1 @@
-"""The local runner: the stack of docker compose as local processes, the real Envoy included."""
+"""The local runner: runs the stack of docker compose as local processes, with a real Envoy."""

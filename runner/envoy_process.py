@@ -1,12 +1,12 @@
 """Envoy as a supervised process that can be replaced without losing a call: Envoy's hot restart.
 
 `reload` starts another Envoy, which takes over the listening sockets of the running one and gets every new connection.
-The one before tells its clients by GOAWAY or `connection: close` to come again, goes on with the calls that it has, and
-ends after `PREDECESSOR_LIFE_S`, or when the next reload needs its place: Envoy knows two generations at a time, a third
-ends the first. So a reload waits while the one before the running one still has calls.
+The previous one asks its clients by GOAWAY or `connection: close` to reconnect, finishes its calls, and ends after
+`PREDECESSOR_LIFE_S`, or at the next reload: Envoy supports two generations at a time, and a third ends the first. So a
+reload waits while the oldest of two generations still has calls.
 
-The generations find each other by a base id that Envoy chooses by itself, so that two stacks never meet. An Envoy that
-dies is started anew, with an id of its own: who is dead hands nothing over.
+The generations find each other by a base id that Envoy chooses, so two stacks never collide. An Envoy that dies is
+restarted with a new id: a dead process cannot hand over.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from millrace.errors import StartupError
 from runner.process import Process, ProcessSpec, Say, signal_to
 from runner.settings import LOOPBACK
 
-# An hour, as long as a connection may be idle and as the longest stream that is promised. What lasts longer is cut.
+# An hour: the longest idle time of a connection and the longest promised stream. Longer calls are cut.
 PREDECESSOR_LIFE_S = 3600
 
 _ACTIVE = r"/stats?format=json&filter=^http\.(ingress|inner)\.downstream_rq_active$"
@@ -37,7 +37,7 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # Where the C library puts what
 
 
 class EnvoyProcess(Process):
-    """A `Process` whose command is Envoy's; what hot restart needs is added to it here."""
+    """A `Process` that runs Envoy's command, with the arguments for hot restart."""
 
     def __init__(
         self,
@@ -56,16 +56,16 @@ class EnvoyProcess(Process):
         self._one_at_a_time = asyncio.Lock()
 
     async def reload(self) -> None:
-        """Returns when a new Envoy, which has read its files anew, takes all new calls.
+        """Replaces Envoy by one with the current files; returns when it takes all new calls.
 
-        StartupError with one line where it does not come up: the running one goes on as before.
+        Raises StartupError with one line if it does not start: the running one continues as before.
         """
         async with self._one_at_a_time:
             await self._wait_for_place()
             running = self._process
             if running is None or running.returncode is not None or not self._base_id_file.exists():
                 raise StartupError("envoy is being started just now; reload once more")
-            # Connected now, since the port of the admin page passes to the new one.
+            # Connected now, because the port of the admin page passes to the new one.
             admin = await asyncio.to_thread(_AdminConnection, self._admin_port)
             try:
                 base_id, epoch = self._base_id_file.read_text().strip(), self._epoch + 1
@@ -75,7 +75,7 @@ class EnvoyProcess(Process):
                 raise
             try:
                 await self._until_live(process, epoch)
-                if self._predecessor is not None:  # Envoy has ended it.
+                if self._predecessor is not None:  # The new Envoy has ended it.
                     await self._predecessor.end(self.spec.grace_s)
                 if self._process is not running or running.returncode is not None:
                     raise StartupError("envoy ended during the reload and was started anew; reload once more")
@@ -101,13 +101,13 @@ class EnvoyProcess(Process):
         self._forget_base_id()
         self._epoch = 0
         if self._predecessor is not None:
-            # The one that would have ended it is gone.
+            # The Envoy that would have ended it is dead.
             self._predecessor.terminate_after(PREDECESSOR_LIFE_S)
         dynamic = ("--use-dynamic-base-id", "--base-id-path", str(self._base_id_file), "--restart-epoch", "0")
         return await self._run((*self.spec.command, *dynamic))
 
     async def _wait_for_place(self) -> None:
-        """Returns when a new generation costs no call of the one before the running one."""
+        """Returns when another generation would not cut a call of the oldest one."""
         predecessor = self._predecessor
         if predecessor is None or not predecessor.is_running:
             return
@@ -119,12 +119,12 @@ class EnvoyProcess(Process):
             await asyncio.sleep(_CALLS_POLL_S)
             calls = await predecessor.calls()
         if self._epoch == 0:
-            # It is no parent of the running one, which therefore does not end it.
+            # It is not the parent of the running one, which therefore does not end it.
             predecessor.terminate()
             await predecessor.end(self.spec.grace_s)
 
     async def _until_live(self, process: Running, epoch: int) -> None:
-        """Returns when the admin page is that of the epoch and says that it serves."""
+        """Returns when the admin page belongs to this epoch and reports LIVE."""
         try:
             async with asyncio.timeout(_LIVE_TIMEOUT_S):
                 while not await asyncio.to_thread(_is_live, self._admin_port, epoch):
@@ -135,16 +135,16 @@ class EnvoyProcess(Process):
             raise StartupError(f"the new Envoy did not serve within {_LIVE_TIMEOUT_S:g} s (see {self.log})") from None
 
     def _forget_base_id(self) -> None:
-        """Removes what Envoy leaves behind for a successor."""
+        """Removes the files that Envoy leaves for a successor."""
         with suppress(FileNotFoundError, ValueError):
             base_id = int(self._base_id_file.read_text())
             self._base_id_file.unlink()
-            # Envoy counts generations in the last digit.
+            # The last digit is the number of the generation.
             (_SHARED_MEMORY / f"envoy_shared_memory_{base_id * 10}").unlink()
 
 
 class _Predecessor:
-    """The generation before the running one, with a connection to its admin page from before."""
+    """The generation before the running one, with a connection to its admin page."""
 
     def __init__(self, process: Running, admin: _AdminConnection) -> None:
         self._process = process
@@ -156,7 +156,7 @@ class _Predecessor:
         return self._process.returncode is None
 
     async def calls(self) -> int | None:
-        """How many calls it has in flight; None where it does not tell."""
+        """The number of its calls in flight; None if it does not answer."""
         return await asyncio.to_thread(self._admin.active_calls)
 
     def terminate(self) -> None:
@@ -169,7 +169,7 @@ class _Predecessor:
             self._timer = asyncio.get_running_loop().call_later(seconds, self.terminate)
 
     async def end(self, grace_s: float) -> None:
-        """Returns when it has ended, by force after the grace."""
+        """Returns when it has ended, killed after the grace period."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), grace_s)
         await _end(self._process, signal.SIGKILL)
@@ -183,10 +183,10 @@ class _AdminConnection:
         self._connection = http.client.HTTPConnection(LOOPBACK, port, timeout=_ADMIN_TIMEOUT_S)
         with suppress(OSError):
             self._connection.connect()
-        self._connection.auto_open = 0  # Opened again it would lead to the successor.
+        self._connection.auto_open = 0  # A new connection would reach the successor.
 
     def active_calls(self) -> int | None:
-        """Calls in flight on both listeners; None where it does not tell."""
+        """The number of calls in flight on both listeners; None if it does not answer."""
         try:
             self._connection.request("GET", _ACTIVE)
             stats = json.load(self._connection.getresponse())["stats"]

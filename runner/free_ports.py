@@ -1,4 +1,4 @@
-"""Stacks for tests: free ports, a folder of their own, settings that no `.env` changes."""
+"""Stacks for tests: free ports, separate folders, settings independent of `.env`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def free_settings(run_folder: Path, **overrides: Any) -> StackSettings:
 
 
 async def start_stack(run_folder: Path, overrides: dict[str, Any], **arguments: Any) -> Stack:
-    """A stack that is ready; `arguments` are Stack's own. Another process may win a port: then once more."""
+    """A ready stack; `arguments` are Stack's. Retries if another process takes one of the ports."""
     for attempt in range(1, _ATTEMPTS + 1):
         stack = Stack(free_settings(run_folder, **overrides), **arguments)
         try:

@@ -1,7 +1,7 @@
 """`python runner/install.py TITLE ARGUMENTS…`: `pip install ARGUMENTS…` with one line of progress.
 
-A terminal shows the line in place; elsewhere it is printed every ten seconds. The output of pip, with its warnings, is
-shown only where pip fails. Needs nothing but Python, for it runs before anything is installed.
+On a terminal the line is updated in place; otherwise it is printed every ten seconds. The output of pip is shown only
+if pip fails. Needs only Python itself, because it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from pathlib import Path, PurePath
 
 _TICK_S = 0.5
 _LINE_EVERY_S = 10.0
-_SHOWN_LINES = 30  # Of pip's, where it fails.
+_SHOWN_LINES = 30  # Of pip's output, if it fails.
 _UNITS = {"bytes": 1e-6, "kB": 1e-3, "MB": 1.0, "GB": 1e3}
 _FOUND = re.compile(r"\s*(Downloading|Using cached|Processing) (\S+)(?: \(([\d.]+) (bytes|kB|MB|GB)\))?")
 _INSTALLING = "Installing collected packages: "
 
 
 class Progress:
-    """What pip is doing, from its output."""
+    """The progress of pip, from its output."""
 
     def __init__(self, installed: Callable[[], int]) -> None:
-        """`installed`: how many packages the environment has now."""
+        """`installed` returns the current number of packages in the environment."""
         self._installed = installed
         self._before = installed()
         self._found = 0
@@ -38,7 +38,7 @@ class Progress:
         self._latest = ""
 
     def read(self, line: str) -> None:
-        """Takes one line of pip's."""
+        """Parses one line of pip's output."""
         if found := _FOUND.match(line):
             source, size, unit = PurePath(found[2]), found[3], found[4]
             if found[1] == "Processing" and not str(source).endswith(".whl"):
@@ -59,14 +59,14 @@ class Progress:
         return "reading the package index"
 
     def result(self) -> str:
-        """What was done, once pip has ended."""
+        """A summary, after pip has ended."""
         if not self._wanted:
             return "up to date"
         return f"{_packages(self._wanted)}, {self._megabytes:.0f} MB"
 
 
 def install(title: str, arguments: Iterable[str]) -> int:
-    """Runs pip and shows its progress; pip's exit code."""
+    """Runs pip and shows its progress; returns pip's exit code."""
     started = time.monotonic()
     progress = Progress(_count_installed)
     output: deque[str] = deque(maxlen=_SHOWN_LINES)
@@ -79,7 +79,7 @@ def install(title: str, arguments: Iterable[str]) -> int:
         reading.start()
         _show(title, progress, started, reading)
         code = pip.wait()
-    # A conflict of two packages is an error to pip, yet no failure.
+    # pip reports a conflict of two packages as an error, although it succeeds.
     sys.stderr.write("".join(line for line in output if code or line.startswith("ERROR:")))
     if not code:
         _print(f"{title}: {progress.result()} in {time.monotonic() - started:.0f} s\n")
@@ -109,7 +109,7 @@ def _show(title: str, progress: Progress, started: float, reading: threading.Thr
 
 
 def _print(text: str) -> None:
-    """On a terminal in place of the line before."""
+    """On a terminal, replaces the previous line."""
     print(f"\r\033[K{text}" if sys.stdout.isatty() else text, end="", flush=True)
 
 

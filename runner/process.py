@@ -1,7 +1,7 @@
-"""One supervised process: started, started again with back-off when it ends, stopped in order.
+"""One supervised process: started, restarted with backoff when it ends, stopped in order.
 
-Output goes straight to the log file, so a supervisor that is killed loses none of it. The process
-leads a session of its own: Ctrl-C reaches the runner alone, which stops everything in order.
+Its output goes straight to the log file, so none is lost if the supervisor is killed. The process leads its own
+session: Ctrl-C reaches only the runner, which stops everything in order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from runner import tether
 
 FIRST_DELAY_S = 0.2
 MAX_DELAY_S = 10.0
-STEADY_S = 30.0  # Who ran so long begins with the first delay again.
+STEADY_S = 30.0  # After a run of this length the backoff starts at the first delay again.
 
 _TAIL_BYTES = 4096
 _ENDING = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
@@ -34,10 +34,10 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """What runs and how it ends.
+    """The command of a process and how it ends.
 
-    An exit code in `fatal_exit_codes` means that starting again cannot help. After SIGTERM it has
-    `grace_s` seconds before SIGKILL.
+    An exit code in `fatal_exit_codes` means that a restart cannot help. After SIGTERM the process has `grace_s` seconds
+    before SIGKILL.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Process:
         say: Say,
         prepare: Callable[[], None] | None = None,
     ) -> None:
-        """`prepare` is called before each start: it makes what the process finds in its folder."""
+        """`prepare` is called before each start: it creates the files that the process needs."""
         self.spec = spec
         self._prepare = prepare
         self.log = log_folder / f"{spec.name}.log"
@@ -69,30 +69,30 @@ class Process:
         self._stopping = asyncio.Event()
         self._supervision: asyncio.Task[None] | None = None
         self._replaced = asyncio.Event()
-        self._predecessors: set[asyncio.Task[int]] = set()  # Their ends.
+        self._predecessors: set[asyncio.Task[int]] = set()  # Tasks that wait for their ends.
 
     @property
     def pid(self) -> int:
-        """The running process's id; ProcessLookupError between two lives."""
+        """The running process's id; raises ProcessLookupError between two runs."""
         if self._process is None or self._process.returncode is not None:
             raise ProcessLookupError(f"{self.spec.name} is not running")
         return self._process.pid
 
     def start(self) -> asyncio.Task[None]:
-        """Begins to supervise; the task ends at `stop`, or with StartupError, the log's last line."""
+        """Starts supervision; the task ends at `stop`, or with StartupError and the log's last line."""
         self.log.write_bytes(b"")
         self._supervision = asyncio.create_task(self._supervise(), name=f"supervise {self.spec.name}")
         return self._supervision
 
     async def kill(self, signum: signal.Signals) -> None:
-        """Sends a signal to the running process; where the signal asks it to end, returns when it has."""
+        """Sends a signal to the running process; returns after its end if the signal asks for it."""
         process = self._process
         os.kill(self.pid, signum)
         if process is not None and signum in _ENDING:
             await process.wait()
 
     async def stop(self) -> None:
-        """Ends the process, by force after its grace, and the supervision."""
+        """Ends the process, by SIGKILL after its grace period, and the supervision."""
         self._stopping.set()
         if self._supervision is None:
             return
@@ -104,7 +104,7 @@ class Process:
         await asyncio.gather(self._supervision, return_exceptions=True)
 
     def last_line(self) -> str:
-        """The last line of the log that says something; empty where there is no log."""
+        """The log's last line that is not empty; empty if there is no log."""
         try:
             with self.log.open("rb") as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -120,7 +120,7 @@ class Process:
             try:
                 ended = _how(await self._live())
             except OSError as error:
-                # A full disk, or too many processes: it may pass.
+                # A full disk or too many processes: a retry may succeed.
                 ended = f"could not be started ({error})"
             if self._stopping.is_set():
                 return
@@ -132,7 +132,7 @@ class Process:
             delay_s = min(2 * delay_s, MAX_DELAY_S)
 
     async def _live(self) -> int:
-        """One life of the process; its exit code; StartupError where another life cannot help."""
+        """Runs the process once; returns its exit code; raises StartupError if a restart cannot help."""
         if self._prepare is not None:
             self._prepare()
         self._process = await self._spawn()
@@ -144,11 +144,11 @@ class Process:
         return exit_code
 
     async def _spawn(self) -> Running:
-        """Begins a life of the process."""
+        """Starts the process."""
         return await self._run(self.spec.command)
 
     async def _until_end(self, process: Running) -> int:
-        """Waits for the end of the life that serves, whichever that is by then; its exit code."""
+        """Waits for the end of the current process, also after a replacement; returns its exit code."""
         while True:
             ended = asyncio.create_task(self._ended(process), name=f"{self.spec.name}'s end")
             replaced = asyncio.create_task(self._replaced.wait(), name=f"{self.spec.name}'s successor")
@@ -162,12 +162,12 @@ class Process:
             process = self._process
 
     def _succeed(self, successor: Running) -> None:
-        """Supervises another process instead of the one before, which goes on as a predecessor."""
+        """Supervises a successor; the previous process continues as a predecessor."""
         self._process = successor
         self._replaced.set()
 
     async def _ended(self, process: Running) -> int:
-        """Waits for a process's end; its exit code."""
+        """Waits for a process's end; returns its exit code."""
         exit_code = await process.wait()
         end_group(process.pid)
         return exit_code
@@ -185,7 +185,7 @@ class Process:
 async def spawn(
     command: tuple[str, ...], environment: Mapping[str, str], working_folder: Path, log: IO[bytes]
 ) -> Running:
-    """Starts a command that leads a session of its own, writes to the log, and dies with this process."""
+    """Starts a command that leads its own session, writes to the log, and dies with this process."""
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *command),
         stdin=asyncio.subprocess.DEVNULL,
@@ -205,13 +205,13 @@ def signal_to(process: Running, signum: signal.Signals) -> None:
 
 
 def end_group(leader: int) -> None:
-    """Kills what a process that has ended left behind of its own children."""
+    """Kills the remaining children of a process that has ended."""
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
 
 
 def _message(line: str) -> str:
-    """A line of a log as a reader wants it: of a service's JSON the message."""
+    """The message of a log line: that of a service's JSON, or the line itself."""
     try:
         fields = json.loads(line)
     except ValueError:

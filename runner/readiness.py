@@ -1,4 +1,4 @@
-"""What of a stack is not ready yet, as its own health services and Envoy say."""
+"""The processes of a stack that are not ready yet, from their health services and Envoy."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _OPTIONS = (
 
 
 class Readiness:
-    """Asks each service, then Envoy for its view of them, then the whole chain through the gateway."""
+    """Checks each service, then Envoy's view of them, then the whole chain through the gateway."""
 
     def __init__(self, settings: StackSettings, services: dict[str, int]) -> None:
-        """`services`: name → port of what serves gRPC health by itself."""
+        """`services`: name → port of processes with a gRPC health service."""
         self._admin = f"http://{LOOPBACK}:{settings.gateway_admin_port}"
         self._channels = {name: _channel(f"{LOOPBACK}:{port}") for name, port in services.items()}
         self._gateway = _channel(settings.gateway)

@@ -1,4 +1,4 @@
-"""What `up` prints: a line for each process that became ready, and four lines with what to do next.
+"""The output of `up`: a line for each process that becomes ready, and four lines with next steps.
 
 `--verbose` adds every address, the pages of the metrics, and a call by gRPC. Colours are for terminals only.
 """
@@ -16,7 +16,7 @@ from runner.stack import Stack
 from runner.terminal import BOLD, GREEN, Painter
 
 _METHOD = "millrace.v1.TextGeneration/Generate"
-# What `make smoke` has to be given again where `make up` was.
+# Settings of `make up` that `make smoke` also needs.
 _GATEWAY_SETTINGS = ("GATEWAY_BIND", "GATEWAY_PORT")
 
 
@@ -34,13 +34,13 @@ class Report:
         self._say(f"starting; logs are in {short(self._stack.folder.logs)}")
 
     def ready(self, name: str) -> None:
-        """One process is ready."""
+        """Reports one process as ready."""
         name = "gateway" if name == "envoy" else name
         seconds = f"{self._seconds():5.1f} s"
         self._say(f"{self._label(name)} {self._stack.addresses[name]:<21} {self._paint(GREEN, seconds)}")
 
     def all_ready(self) -> None:
-        """The whole stack is ready. The last lines are printed at once, for whoever waits for one of them."""
+        """Reports the whole stack as ready, in one write: other programs may wait for one of the lines."""
         if self._verbose:
             for name, value in self._details():
                 self._say(f"{self._label(name)} {value}")
@@ -82,5 +82,5 @@ class Report:
 
 
 def short(path: Path) -> str:
-    """A path as a user of this folder writes it."""
+    """A path relative to the current folder."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

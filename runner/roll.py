@@ -1,9 +1,9 @@
-"""`make roll`: the request to a running stack, and its outcome.
+"""`make roll`: sends a request to a running stack and waits for its outcome.
 
-Whoever asks leaves `roll.json` in the stack's folder, readable for its user alone: an id, and the settings of its own
-environment, for these may be secrets. The runner takes the file at SIGUSR1, rolls, and leaves `roll.outcome`: the id,
-and the error where there was one. Settings that neither the request nor `.env` names stay as they were, and so do all
-where the roll fails.
+The caller writes `roll.json` to the stack's folder, readable only by its user: an id, and the settings in the caller's
+environment, which may be secrets. At SIGUSR1 the runner takes the file, rolls, and writes `roll.outcome`: the id, and
+the error if there was one. Settings that neither the request nor `.env` names stay unchanged, as do all settings if the
+roll fails.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _POLL_S = 0.2
 
 
 def request(folder: RunFolder, runner: int) -> None:
-    """Asks the runner that holds the folder for a roll and waits for the outcome; StartupError where it failed."""
+    """Requests a roll from the runner that holds the folder, and waits; raises StartupError if the roll failed."""
     request_id = uuid.uuid4().hex
     request = {"id": request_id, "environment": stack_settings.own_environment()}
     try:
@@ -45,17 +45,17 @@ def request(folder: RunFolder, runner: int) -> None:
         raise StartupError(f"not rolled: {outcome['error']}")
 
 
-async def roll_when_asked(stack: Stack, request: asyncio.Event, say: Callable[[str], None]) -> None:
+async def roll_on_request(stack: Stack, request: asyncio.Event, say: Callable[[str], None]) -> None:
     """Rolls the stack at each request, for ever."""
     while True:
         await request.wait()
         request.clear()
-        wanted = _read(_request_file(stack.folder))
+        document = _read(_request_file(stack.folder))
         _request_file(stack.folder).unlink(missing_ok=True)
         error = ""
         started = time.monotonic()
         try:
-            with _environment(wanted.get("environment", {})):
+            with _environment(document.get("environment", {})):
                 await stack.roll(stack_settings.load())
         except (StartupError, OSError) as reason:
             error = str(reason)
@@ -63,12 +63,12 @@ async def roll_when_asked(stack: Stack, request: asyncio.Event, say: Callable[[s
         else:
             say(f"rolled in {time.monotonic() - started:.1f} s: every process is a new one, with the present settings")
         with suppress(OSError):
-            _write(_outcome_file(stack.folder), {"id": wanted.get("id", ""), "error": error})
+            _write(_outcome_file(stack.folder), {"id": document.get("id", ""), "error": error})
 
 
 @contextmanager
 def _environment(added: Mapping[str, str]) -> Iterator[None]:
-    """Adds to this process's environment, for later restarts and rolls too unless the block fails."""
+    """Extends this process's environment, also for later restarts and rolls unless the block fails."""
     before = {name: os.environ.get(name) for name in added}
     os.environ.update(added)
     try:
@@ -91,7 +91,7 @@ def _outcome_file(folder: RunFolder) -> Path:
 
 
 def _write(path: Path, document: object) -> None:
-    """Writes a file that is there as a whole or not at all, for its user's eyes only."""
+    """Writes a file atomically, readable only by its user."""
     new = path.with_name(path.name + ".new")
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         json.dump(document, file)

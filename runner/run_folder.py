@@ -1,7 +1,7 @@
 """The folder of one stack's state, which one runner at a time may hold.
 
-The claim is a lock on `runner.pid`: the kernel drops it with its holder, however that ends, so a
-file left behind by a killed runner never stands in the way.
+The claim is a lock on `runner.pid`: the kernel releases it when its holder ends in any way, so the file of a killed
+runner never blocks the next.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class RunFolder:
         self._lock: IO[str] | None = None
 
     def claim(self) -> None:
-        """Makes the folder this process's; StartupError if another runner holds it or it cannot be written."""
+        """Claims the folder; raises StartupError if another runner holds it or it is not writable."""
         try:
             self._claim()
         except OSError as error:
             raise self.unusable(error) from None
 
     def restore(self) -> bool:
-        """Makes the folder again where it was removed under this process, which held it; whether it was.
+        """Creates the folder again if it was removed while this process held it; returns whether it was.
 
-        OSError where it cannot be made, StartupError where another runner holds it by now.
+        Raises OSError if it cannot be created, StartupError if another runner holds it now.
         """
         if self._lock is None or self._is_held():
             return False
@@ -44,7 +44,7 @@ class RunFolder:
         return True
 
     def unusable(self, error: OSError) -> StartupError:
-        """An error in one line for a folder in which files cannot be written."""
+        """The one-line error for a folder that is not writable."""
         reason = error.strerror or type(error).__name__
         return StartupError(
             f"{self.path} cannot be written ({reason}); make room there, or set RUN_FOLDER=… to another folder"
@@ -64,7 +64,7 @@ class RunFolder:
         self._lock = lock
 
     def _is_held(self) -> bool:
-        """Whether the lock is on the file that others would look at."""
+        """Whether the lock is on the file that other processes would open."""
         if self._lock is None:
             return False
         try:
@@ -74,14 +74,14 @@ class RunFolder:
         return self.logs.is_dir() and (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
 
     def release(self) -> None:
-        """Gives the folder back."""
+        """Releases the folder."""
         if self._lock is not None:
             self._lock.truncate(0)
             self._lock.close()
             self._lock = None
 
     def holder(self) -> int | None:
-        """The process that holds the folder, if one does."""
+        """The process that holds the folder, if any."""
         try:
             with self._pid_file.open("r+") as lock:
                 return None if _try_lock(lock) else int(lock.read())

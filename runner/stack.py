@@ -1,10 +1,10 @@
-"""A whole stack as local processes; behind `make up`, and the fixture of the system tests.
+"""A whole stack as local processes; used by `make up` and by the system tests.
 
     async with Stack(StackSettings(...)) as stack:
         ...  # ready: stack.gateway answers
 
-Every process is started at once, for each can wait for those it needs. They are stopped in order,
-the gateway first and the logger last, within ten seconds. None outlives this process, however it ends.
+All processes start at once, because each can wait for those that it needs. They are stopped in order, the gateway first
+and the logger last, within ten seconds. None outlives this process, however it ends.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _KEEP_S = 1.0
 class Stack:
     """Logger, predictors, transformer and Envoy, supervised.
 
-    `commands` and `environment` are those of `services.plan`; `say` takes one line for the user; `change_gateway` is
-    what a test changes in Envoy's configuration.
+    `commands` and `environment` are those of `services.plan`; `say` prints one line for the user; `change_gateway` is a
+    test's change of Envoy's configuration.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class Stack:
 
     @property
     def addresses(self) -> dict[str, str]:
-        """Name of each process → where it listens on this machine; "inner" is Envoy's inner listener."""
+        """The address of each process by name; "inner" is Envoy's inner listener."""
         own = {name: f"{LOOPBACK}:{process.spec.port}" for name, process in self._processes.items() if name != "envoy"}
         inner = f"{LOOPBACK}:{self.settings.gateway_inner_port}"
         return {"gateway": self.gateway, "inner": inner, **own}
 
     @property
     def metrics_pages(self) -> dict[str, list[tuple[str, int, str]]]:
-        """Where Prometheus finds each kind of process: host, port and path of every page."""
+        """The Prometheus pages of each kind of process: host, port and path."""
         settings = self.settings
         ports = {
             "predictor": settings.predictor_metrics_ports,
@@ -94,21 +94,19 @@ class Stack:
         return tuple(self._processes)
 
     def pid(self, name: str) -> int:
-        """The process id; ProcessLookupError between two lives."""
+        """The process id; raises ProcessLookupError between two runs."""
         return self._processes[name].pid
 
     def log(self, name: str) -> str:
-        """What a process has written so far."""
+        """The output of a process so far."""
         return self._processes[name].log.read_text(errors="replace")
 
     async def kill(self, name: str, signum: signal.Signals = signal.SIGKILL) -> None:
-        """Sends a signal; returns when the process has ended if that is what the signal asks. It is started again."""
+        """Sends a signal; returns after the process's end if the signal asks for it. The process is restarted."""
         await self._processes[name].kill(signum)
 
     async def start(self) -> None:
-        """Starts every process; StartupError if one that is running holds the folder or a port, or nothing can be
-        written there.
-        """
+        """Starts every process; raises StartupError if the folder is held or not writable, or if a port is taken."""
         self.folder.claim()
         try:
             check_ports(self.settings)
@@ -124,20 +122,20 @@ class Stack:
         self._keeping_folder = asyncio.create_task(self._keep_folder(), name="keep the folder")
 
     async def reload(self) -> None:
-        """Returns when a new Envoy with what `envoy/` says now takes the calls; no call is lost.
+        """Replaces Envoy by one with the current files of `envoy/`; no call is lost.
 
-        StartupError with one line where it is refused: nothing has changed then. See envoy_process.py.
+        Raises StartupError with one line if the files are refused: nothing has changed then. See envoy_process.py.
         """
         async with self._one_change_at_a_time:
             await self._reload()
 
     async def roll(self, settings: StackSettings, environment: Mapping[str, Mapping[str, str]] | None = None) -> None:
-        """Replaces every process by one of `settings`, of the code as it is now, one after the other; no call is lost.
+        """Replaces every process by one with `settings` and the current code, one after the other; no call is lost.
 
-        Predictors first, each loaded before the one in its place retires, and that one gone before the next is
-        replaced, so that one predictor's memory is all that is needed beside theirs. Then the transformer, the logger
-        and Envoy. `environment` replaces that of the constructor. StartupError with one line where a process does not
-        come up: it goes on as before, and so do those after it.
+        Predictors first: each new one is loaded before the old one retires, and the old one has ended before the next
+        is replaced, so memory is needed for only one predictor more. Then the transformer, the logger and Envoy.
+        `environment` replaces that of the constructor. Raises StartupError with one line if a process does not start:
+        it and all after it continue as before.
         """
         async with self._one_change_at_a_time:
             _check_same_places(self.settings, settings)
@@ -160,14 +158,14 @@ class Stack:
                 raise
 
     async def _keep_folder(self) -> None:
-        """Makes the folder again soon after somebody removed it, so that `make down` finds the stack."""
+        """Restores the folder soon after its removal, so that `make down` finds the stack."""
         while True:
             await asyncio.sleep(_KEEP_S)
             with suppress(OSError):
                 self._restore_folder()
 
     def _restore_folder(self) -> None:
-        """OSError where the folder was removed and cannot be made again."""
+        """Restores the folder if it was removed; raises OSError if that fails."""
         try:
             if self.folder.restore():
                 self._say(f"{self.folder.path} was removed and is made again; logs from before are gone")
@@ -195,9 +193,10 @@ class Stack:
             raise
 
     async def wait_ready(self, timeout_s: float | None = None, on_ready: Callable[[str], None] | None = None) -> None:
-        """Returns when a generation would work; StartupError if one cannot come to be, TimeoutError if too late.
+        """Returns when a generation would work; raises StartupError if that is impossible, TimeoutError after the
+        timeout.
 
-        `on_ready` gets the name of each process when it is ready, Envoy's last: the whole stack is ready then.
+        `on_ready` gets the name of each process when it is ready, Envoy's last: then the whole stack is ready.
         """
         ready = asyncio.create_task(self._become_ready(on_ready or (lambda _: None)), name="readiness")
         ended = asyncio.create_task(self.ended(), name="watch processes")
@@ -213,13 +212,13 @@ class Stack:
             await asyncio.gather(ready, ended, return_exceptions=True)
 
     async def ended(self) -> None:
-        """Returns when the stack was stopped; StartupError when a process says that it cannot run."""
+        """Returns when the stack has been stopped; raises StartupError when a process cannot run."""
         done, _ = await asyncio.wait(self._supervisions, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             await task
 
     async def stop(self) -> None:
-        """Stops every process and gives the folder back."""
+        """Stops every process and releases the folder."""
         if self._keeping_folder is not None:
             self._keeping_folder.cancel()
             await asyncio.gather(self._keeping_folder, return_exceptions=True)
@@ -264,7 +263,7 @@ class Stack:
 
 
 def _check_same_places(before: StackSettings, after: StackSettings) -> None:
-    """StartupError for a setting that only a start can change: ports, the folder, and how many processes there are."""
+    """Raises StartupError for a changed setting that needs a restart: ports, the folder, the number of processes."""
     fixed = ("gateway_bind", "predictors", "run_folder", *map(str.lower, before.ports() | after.ports()))
     for name in fixed:
         old, new = getattr(before, name), getattr(after, name)
@@ -275,8 +274,8 @@ def _check_same_places(before: StackSettings, after: StackSettings) -> None:
 
 
 def check_ports(settings: StackSettings) -> None:
-    """StartupError, naming the setting that chooses it, if a port is taken or wanted twice."""
-    with ExitStack() as held:  # All at the same time: that finds a port wanted twice.
+    """Raises StartupError with the setting's name if a port is taken or chosen twice."""
+    with ExitStack() as held:  # All at the same time: that finds a port chosen twice.
         for setting, ports in settings.ports().items():
             for port in ports:
                 host = str(settings.gateway_bind) if setting == "GATEWAY_PORT" else LOOPBACK

@@ -1,4 +1,4 @@
-"""What is printed on a terminal: colours for those who want them, and no control characters of others."""
+"""Terminal output: optional colours, and no control characters from other sources."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _PLAIN = "\033[0m"
 
 
 def has_colours(stream: IO[str], environment: Mapping[str, str]) -> bool:
-    """Whether to colour: a terminal, and neither NO_COLOR (https://no-color.org) nor TERM=dumb."""
+    """Whether to use colours: on a terminal, unless NO_COLOR (https://no-color.org) or TERM=dumb is set."""
     return stream.isatty() and not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
 
 
 class Painter:
-    """Colours text, or leaves it as it is."""
+    """Colours text, or leaves it unchanged."""
 
     def __init__(self, coloured: bool) -> None:
         self._coloured = coloured
@@ -26,7 +26,7 @@ class Painter:
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
-    """Text of a client or a model without its power over a terminal: control characters become their escapes."""
+    """Makes text of a client or a model safe for a terminal: control characters become their escapes."""
     return "".join(
         character if character in keep or unicodedata.category(character)[0] != "C" else _escaped(character)
         for character in text
@@ -34,7 +34,7 @@ def printable(text: str, keep: str = "\n\t") -> str:
 
 
 def one_line(text: str, width: int) -> str:
-    """Text on one line, cut to a width."""
+    """Text on one line, truncated to a width."""
     line = printable(" ".join(text.split()), keep="")
     return line if len(line) <= width else f"{line[: width - 1]}…"
 

@@ -1,8 +1,7 @@
 """Runs a command that dies with its parent: `python -I -S tether.py PARENT_PID COMMAND…`.
 
-A parent that is killed cannot stop its children; on Linux the kernel does, when the thread that
-started them ends. `exec` keeps that wish and the process id, so the supervisor sees the command
-itself. Elsewhere this is `exec` alone.
+A killed parent cannot stop its children; on Linux the kernel does, when the thread that started them ends. `exec` keeps
+that setting and the process id, so the command itself is the supervisor's child. On other systems this is only `exec`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 def main(parent: int, command: list[str]) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # It died before this process had registered with the kernel.
+        if os.getppid() != parent:  # The parent died before the kernel had this registration.
             raise SystemExit(1)
     os.execvp(command[0], command)  # noqa: S606
 

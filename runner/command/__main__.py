@@ -63,13 +63,13 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except BrokenPipeError:
-        # The reader of a pipe is gone; without this Python reports it once more at its end.
+        # The reader of the pipe is gone; without this Python would report it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The arguments; settings may stand anywhere, which argparse allows for no subcommand."""
+    """Parses the arguments; settings may be anywhere, which argparse does not support for subcommands."""
     own = parser()
     options, others = own.parse_known_args(arguments)
     if others and (not hasattr(options, "settings") or any(other.startswith("-") for other in others)):
@@ -80,7 +80,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line; `run` of the result is what was asked for."""
+    """The command line; `run` of the parsed arguments is the chosen command."""
     top = argparse.ArgumentParser(
         prog="millrace",
         description="Starts a stack that serves language models, and talks to a running one.",
@@ -108,10 +108,10 @@ def parser() -> argparse.ArgumentParser:
     command("down", _down, "stop the stack of this checkout", "Stops the stack of this checkout.", calls=False)
 
     talking = command("chat", _chat, "talk to a model", _CHAT)
-    talking.add_argument("prompt", nargs="?", metavar="PROMPT", help="without it: what is typed, or piped in")
+    talking.add_argument("prompt", nargs="?", metavar="PROMPT", help="default: read from the terminal or the pipe")
     talking.add_argument("--model", default="", help="without it the first text model that is ready")
     talking.add_argument("--system", default="", metavar="TEXT", help="a system message, for models with a template")
-    talking.add_argument("--max-tokens", type=int, metavar="N", help="at most so many tokens an answer")
+    talking.add_argument("--max-tokens", type=int, metavar="N", help="maximum of tokens in an answer")
     talking.add_argument("--temperature", type=float, metavar="T", help="0 always takes the likeliest token")
     talking.add_argument("--seed", type=int, metavar="N", help="the same seed and prompt give the same answer")
 
@@ -120,10 +120,10 @@ def parser() -> argparse.ArgumentParser:
     command("load", _load, "open the load test's page", _LOAD)
 
     log = command("log", _log, "list the requests so far", _LOG)
-    log.add_argument("id", nargs="?", metavar="ID", help="show this record whole")
-    log.add_argument("-n", "--number", type=_count, default=20, metavar="N", help="so many records (20; at most 1000)")
+    log.add_argument("id", nargs="?", metavar="ID", help="show all of this record")
+    log.add_argument("-n", "--number", type=_count, default=20, metavar="N", help="records (default 20, maximum 1000)")
     log.add_argument("-f", "--follow", action="store_true", help="then print each new record as it is written")
-    log.add_argument("--json", action="store_true", help="print each record whole, as a line of JSON")
+    log.add_argument("--json", action="store_true", help="print all of each record, as a line of JSON")
     log.add_argument("--since", type=_since, metavar="TIME", help="90s, 15m, 24h, 7d ago, or a time in ISO 8601")
     for name, text in (
         ("model", "of this model"),

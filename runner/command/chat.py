@@ -1,4 +1,4 @@
-"""`millrace chat`: answers of a text model as they come."""
+"""`millrace chat`: prints a text model's answers while they are generated."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from millrace_protos import millrace_pb2 as pb
 from runner.command.gateway import Gateway
 from runner.terminal import BOLD, DIM, Painter, printable
 
-_HELP = "an empty line or Ctrl-D ends, /new forgets what was said, Ctrl-C ends an answer"
+_HELP = "an empty line or Ctrl-D ends, /new clears the conversation, Ctrl-C ends an answer"
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """What was given of the sampling parameters; None is the model's own."""
+    """Sampling parameters from the command line; None is the model's default."""
 
     max_tokens: int | None = None
     temperature: float | None = None
     seed: int | None = None
 
-    def given(self) -> dict[str, Any]:
+    def as_fields(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass
 class Conversation:
-    """What has been said to a model: messages, or single prompts where it has no chat template."""
+    """A conversation with a model: messages, or single prompts if it has no chat template."""
 
     model: str
     has_template: bool
@@ -41,15 +41,15 @@ class Conversation:
     _messages: list[pb.ChatMessage] = field(default_factory=list)
 
     def request(self, text: str) -> pb.GenerateRequest:
-        """The request with which the user says `text`."""
+        """The request for the user's message `text`."""
         if not self.has_template:
-            return pb.GenerateRequest(model=self.model, prompt=text, **self.sampling.given())
+            return pb.GenerateRequest(model=self.model, prompt=text, **self.sampling.as_fields())
         system = [pb.ChatMessage(role="system", content=self.system)] if self.system else []
         messages = [*system, *self._messages, pb.ChatMessage(role="user", content=text)]
-        return pb.GenerateRequest(model=self.model, messages=messages, **self.sampling.given())
+        return pb.GenerateRequest(model=self.model, messages=messages, **self.sampling.as_fields())
 
     def answered(self, text: str, answer: str) -> None:
-        """Keeps one turn."""
+        """Adds one turn."""
         if self.has_template:
             self._messages += [
                 pb.ChatMessage(role="user", content=text),
@@ -61,7 +61,7 @@ class Conversation:
 
 
 def choose_model(gateway: Gateway, name: str) -> str:
-    """The model of that name, else the first one that generates text; StartupError where there is none."""
+    """The as_fields model, or the first one that generates text; raises StartupError if there is none."""
     if name:
         if not gateway.generates_text(name):
             raise StartupError(f"{name} does not generate text; `millrace smoke {name}` shows what it answers")
@@ -73,7 +73,7 @@ def choose_model(gateway: Gateway, name: str) -> str:
 
 
 def talk(gateway: Gateway, conversation: Conversation, paint: Painter) -> None:
-    """Answers each line that the user types, until an empty one or the end."""
+    """Answers each line of the user, until an empty one or the end of input."""
     kind = "chat" if conversation.has_template else "completion, for it has no chat template"
     print(f"{paint(BOLD, conversation.model)} ({kind}); {_HELP}")
     with suppress(ImportError):
@@ -96,8 +96,8 @@ def talk(gateway: Gateway, conversation: Conversation, paint: Painter) -> None:
 
 
 def answer(gateway: Gateway, conversation: Conversation, text: str, paint: Painter) -> None:
-    """Prints one answer as it comes, and on a terminal a line about it; StartupError where it fails."""
-    begun = time.monotonic()
+    """Prints an answer while it is generated, and on a terminal a summary; raises StartupError if it fails."""
+    started = time.monotonic()
     parts: list[str] = []
     usage, reason = pb.Usage(), "cancelled"
     with gateway.errors():
@@ -115,7 +115,7 @@ def answer(gateway: Gateway, conversation: Conversation, text: str, paint: Paint
                 _write("\n")
     conversation.answered(text, "".join(parts))
     if sys.stderr.isatty():
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - started
         sys.stderr.write(paint(DIM, f"[{_about(call, reason, usage, seconds)}]") + "\n")
 
 

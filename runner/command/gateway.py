@@ -1,4 +1,4 @@
-"""A running stack as the command sees it: gRPC at its gateway."""
+"""The gateway of a running stack, for the command's gRPC calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Gateway:
         self.log: Any = millrace_pb2_grpc.PayloadLogStub(self._channel)
 
     def check(self) -> None:
-        """StartupError unless a stack answers."""
+        """Raises StartupError unless a stack answers."""
         with self.errors():
             self.inference.ServerLive(inference_pb2.ServerLiveRequest(), timeout=TIMEOUT_S)
 
@@ -49,14 +49,14 @@ class Gateway:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Raises StartupError with one line for what gRPC raises."""
+        """Converts gRPC's errors to StartupErrors with one line."""
         try:
             yield
         except grpc.RpcError as error:
             raise StartupError(self._line(error)) from None
 
     def _line(self, error: Any) -> str:
-        # An answer of Envoy's or a service's names the hop.
+        # Errors from Envoy or a service name the failed hop.
         answered = {key for key, _ in error.trailing_metadata() or ()}
         if error.code() is grpc.StatusCode.UNAVAILABLE and "x-failed-hop" not in answered:
             return f"no stack answers at {self.address}; `millrace up` or `make up` starts one, --gateway names another"

@@ -1,4 +1,4 @@
-"""`millrace log` and `millrace trace`: what the payload log has of the requests."""
+"""`millrace log` and `millrace trace`: records of the payload log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from millrace_protos import millrace_pb2 as pb
 from runner.command.gateway import TIMEOUT_S, Gateway
 from runner.terminal import BOLD, GREEN, RED, Painter, one_line, printable
 
-MAX_RECORDS = 1000  # Of one page.
+MAX_RECORDS = 1000  # The maximum of one page.
 _SPAN = re.compile(r"(\d+)([smhd])")
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 _TRACE_ID = re.compile(r"[0-9a-f]{32}")
@@ -28,7 +28,7 @@ _PREVIEW = 60
 
 
 def since(text: str, now: datetime | None = None) -> datetime:
-    """A time: 90s, 15m, 24h, 7d before now, or in ISO 8601; ValueError where it is neither."""
+    """Parses a time: 90s, 15m, 24h, 7d before now, or ISO 8601; raises ValueError for anything else."""
     if span := _SPAN.fullmatch(text):
         return (now or datetime.now(UTC)) - timedelta(**{_UNITS[span[2]]: int(span[1])})
     time = datetime.fromisoformat(text)
@@ -43,7 +43,7 @@ def latest(gateway: Gateway, count: int, filters: dict[str, Any]) -> list[pb.Pay
 
 
 def follow(gateway: Gateway, count: int, filters: dict[str, Any]) -> Iterator[pb.PayloadRecord]:
-    """The newest records, and then each as it is committed, without an end."""
+    """Yields the newest records, and then each as it is committed, without end."""
     lasting = {name: value for name, value in filters.items() if name != "since"}
     with gateway.errors():
         tail = gateway.log.Tail(pb.TailPayloadsRequest(**lasting))
@@ -56,31 +56,31 @@ def follow(gateway: Gateway, count: int, filters: dict[str, Any]) -> Iterator[pb
             tail.cancel()
 
 
-def one(gateway: Gateway, wanted: str) -> pb.PayloadRecord:
-    """The record with an id of its own, or the newest of a request; StartupError where there is none."""
+def one(gateway: Gateway, identifier: str) -> pb.PayloadRecord:
+    """The record with this id, or the newest of the request with it; raises StartupError if there is none."""
     with gateway.errors():
         for key in ("record_id", "request_id"):
             try:
-                return gateway.log.Get(pb.GetPayloadRequest(**{key: wanted}), timeout=TIMEOUT_S)  # type: ignore[no-any-return]
+                return gateway.log.Get(pb.GetPayloadRequest(**{key: identifier}), timeout=TIMEOUT_S)  # type: ignore[no-any-return]
             except grpc.RpcError as error:
                 if error.code() is not grpc.StatusCode.NOT_FOUND:
                     raise
-    raise StartupError(f"no record of {wanted!r}; a record is written after its call has ended: `millrace log`")
+    raise StartupError(f"no record of {identifier!r}; a record is written after its call has ended: `millrace log`")
 
 
-def of_trace(gateway: Gateway, wanted: str) -> list[pb.PayloadRecord]:
-    """The records of a trace, in order; `wanted` is an id of a trace, a request or a record, or a traceparent."""
-    parent = _TRACE_PARENT.fullmatch(wanted)
-    trace_id = parent[1] if parent else wanted
+def of_trace(gateway: Gateway, identifier: str) -> list[pb.PayloadRecord]:
+    """The records of a trace, in order; `identifier` is a trace, request or record id, or a traceparent."""
+    parent = _TRACE_PARENT.fullmatch(identifier)
+    trace_id = parent[1] if parent else identifier
     found = latest(gateway, MAX_RECORDS, {"trace_id": trace_id}) if _TRACE_ID.fullmatch(trace_id) else []
     if found:
         return found
-    record = one(gateway, wanted)
+    record = one(gateway, identifier)
     return latest(gateway, MAX_RECORDS, {"trace_id": record.trace_id}) if record.trace_id else [record]
 
 
 def trace_page(gateway: Gateway) -> str:
-    """Where a browser finds a trace, its id appended; empty where the stack names no page."""
+    """The address of traces in a browser, without the id; empty if the stack's settings have none."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with direct.open(f"http://{gateway.address}/playground/settings.json", timeout=TIMEOUT_S) as answer:
@@ -121,7 +121,7 @@ def as_text(record: pb.PayloadRecord, paint: Painter) -> str:
 
 
 def hops(record: pb.PayloadRecord) -> dict[str, str]:
-    """What each hop says of a call."""
+    """A summary of each hop's part of a call."""
     found = {}
     if record.HasField("gateway"):
         call = record.gateway
@@ -181,14 +181,14 @@ def _spelled_out(record: pb.PayloadRecord) -> str:
 
 
 def _preview(record: pb.PayloadRecord, width: int) -> str:
-    """The beginning of what was asked and answered; of a conversation, of its last message."""
+    """The beginning of prompt and answer; for a conversation, of its last message."""
     prompt = record.prompt
     with suppress(ValueError, LookupError, TypeError):
         prompt = str(json.loads(prompt)[-1]["content"])
     if not record.text:
         return one_line(prompt, width)
-    asked = one_line(prompt, width // 2)
-    return one_line(f"{asked} → {record.text}", width)
+    question = one_line(prompt, width // 2)
+    return one_line(f"{question} → {record.text}", width)
 
 
 def _colour(record: pb.PayloadRecord) -> str:

@@ -1,4 +1,4 @@
-"""`millrace up`, `serve`, `smoke` and `load`: this process becomes the program that does it."""
+"""`millrace up`, `serve`, `smoke` and `load`: replaces this process by the program that does it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runner.settings import ROOT
 
 
 def run_up(settings: Iterable[str], verbose: bool) -> NoReturn:
-    """`settings` are NAME=value."""
+    """Runs `make up`'s runner; `settings` are NAME=value."""
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals or not name:
@@ -29,7 +29,7 @@ def run_down() -> NoReturn:
 
 
 def models_setting(location: str, name: str) -> str:
-    """MODELS for one model; StartupError where it is neither a folder nor a hub id."""
+    """The value of MODELS for one model; raises StartupError for neither a folder nor a hub id."""
     path = _absolute(location)
     name = name or _name_of(path)
     try:
@@ -46,7 +46,7 @@ def run_smoke(address: str, model: str) -> NoReturn:
 
 
 def run_load(address: str, port: int) -> NoReturn:
-    """Locust's page against the gateway."""
+    """Runs Locust's page against the gateway."""
     if importlib.util.find_spec("locust") is None:
         raise StartupError("Locust is not installed; `make load` installs and starts it")
     script = ROOT / "loadtest" / "locustfile.py"
@@ -56,7 +56,7 @@ def run_load(address: str, port: int) -> NoReturn:
 
 
 def with_absolute_folders(models: str) -> str:
-    """MODELS with each folder as the services find it, which run elsewhere."""
+    """MODELS with absolute folders, because the services run in another folder."""
     items = (item.partition("=") for item in models.split(","))
     return ",".join(f"{name}{equals}{_absolute(location)}" for name, equals, location in items)
 
@@ -73,5 +73,5 @@ def _name_of(location: str) -> str:
 
 def _become(module: str, *arguments: str) -> NoReturn:
     sys.stdout.flush()
-    # -P: the folder that the user is in is no place for modules.
+    # -P: do not import modules from the user's folder.
     os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])  # noqa: S606

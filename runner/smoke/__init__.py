@@ -1,1 +1,1 @@
-"""`make smoke`: every endpoint that a model should answer, and those it must refuse, against a running stack."""
+"""`make smoke`: calls every endpoint that a model should answer, and those it must refuse, on a running stack."""

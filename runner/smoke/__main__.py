@@ -1,8 +1,7 @@
 """Checks a running stack from outside: every endpoint that a model should answer, and those it must refuse.
 
-What kind of model it is, metadata and configuration say: text generation with or without chat template,
-encoder-decoder, embeddings, classification, a user's tensors, a processor. Prints a table; exits 1 where
-anything fails.
+Metadata and configuration define the kind of model: text generation with or without chat template, encoder-decoder,
+embeddings, classification, a user's tensors, a processor. Prints a table; exits with 1 if anything fails.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from runner.smoke.model import describe, ready_models
 from runner.terminal import one_line
 
 _CHECK_TIMEOUT_S = 120.0
-_SHOWN = 110  # Characters of what a check says.
+_SHOWN = 110  # Characters of a check's result.
 _BROKEN = (grpc.aio.AioRpcError, httpx2.HTTPError, TimeoutError, KeyError, IndexError, TypeError, ValueError)
 
 
@@ -47,7 +46,7 @@ def main() -> None:
 
 
 async def smoke(address: str, name: str = "") -> int:
-    """Runs and prints the checks of one model, or of all; how many failed."""
+    """Runs and prints the checks of one model, or of all; returns the number of failures."""
     gateway = Gateway(address)
     try:
         names = [name] if name else await ready_models(gateway, address)

@@ -1,7 +1,7 @@
-"""The table of checks, by what a model is.
+"""The table of checks, by kind of model.
 
-What a user's code takes is not known beyond datatypes and shapes: it is asked with ones, every open size being 1, and
-may refuse them by itself with INVALID_ARGUMENT.
+Of a user's code only datatypes and shapes are known: its inputs are ones, with size 1 for every open dimension, and it
+may refuse them with INVALID_ARGUMENT.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SAMPLING: Mapping[str, Any] = {"max_tokens": _TOKENS, "ignore_eos": True}
 _NO_MODEL = "no-such-model"
 _OUTPUTS = {Kind.EMBEDDING: "embedding", Kind.CLASSIFICATION: "logits"}
 _OPTIONAL = ("attention_mask", "token_type_ids")
-_UNDECLARED = pb.ModelMetadataResponse.TensorMetadata(name="x", datatype="INT64", shape=(1, 3))  # Takes what comes.
+_UNDECLARED = pb.ModelMetadataResponse.TensorMetadata(name="x", datatype="INT64", shape=(1, 3))  # Accepts any input.
 _RECORD_POLLS, _POLL_S = 100, 0.1
 
 
@@ -186,7 +186,7 @@ def _of_text_endpoints(gateway: Gateway, model: Model) -> Iterator[Check]:
 
 
 async def _record(gateway: Gateway, request: millrace_pb2.GenerateRequest) -> Answer:
-    """Generates, and finds the record, which comes after the request's end."""
+    """Generates, and polls for the record, which is written after the request."""
     request_id = f"smoke-{uuid.uuid4()}"
     named = millrace_pb2.GenerateRequest(request_id=request_id)
     named.MergeFrom(request)
@@ -232,7 +232,7 @@ def _json_infer(
 def _binary_infer(
     gateway: Gateway, name: str, inputs: Sequence[Tensor], parameters: Mapping[str, Any] | None = None, **more: Any
 ) -> Check:
-    """With the tensors as bytes behind the JSON."""
+    """Sends the tensors as bytes after the JSON."""
     data = [encode_raw(tensor) for tensor in inputs]
     listed = [
         {**_head(tensor), "parameters": {"binary_data_size": len(raw)}}
@@ -245,7 +245,7 @@ def _binary_infer(
 
 
 def _stubs(gateway: Gateway, model: Model) -> dict[str, Any]:
-    """Who answers for the model: a processor is unknown to the predictor."""
+    """The stubs that serve the model: the predictor does not know a processor."""
     inner = {} if model.kind is Kind.PROCESSOR else {"predictor": gateway.predictor}
     return {"gRPC": gateway.inference, **inner}
 

@@ -1,4 +1,4 @@
-"""One gateway as ordinary clients see it: a gRPC channel, the same with the predictor's authority, and HTTP."""
+"""A gateway as ordinary clients see it: a gRPC channel, one with the predictor's authority, and HTTP."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 
 _TIMEOUT_S = 60.0
 _CODES = {200: "OK", 400: "INVALID_ARGUMENT", 404: "NOT_FOUND"}
-_IN_STREAM = "an error in the stream"  # What `error_message` of ModelStreamInfer is: it has no status.
+_IN_STREAM = "an error in the stream"  # `error_message` of ModelStreamInfer, which has no status.
 _OPENAI_PATHS = ("/v1/", "/openai/")
-# A piece of text that is not empty, in JSON, in a message, and as the raw contents of a tensor after its length.
+# A piece of text that is not empty: in JSON, in a message, and as a tensor's raw contents after its length.
 _TEXT = re.compile(r'(?:text|content|text_output)"?: ?"[^"]|raw_output_contents: "(?!(?:\\000){4}")')
 
 
-class Failed(Exception):  # noqa: N818  # No error of the program: what it found.
-    """What was not as it must be."""
+class Failed(Exception):  # noqa: N818  # It reports a finding, not an error of the program.
+    """A check's expectation is not met."""
 
 
 class Answer(NamedTuple):
-    """A whole answer: its pieces are messages, lines, or bytes where bytes were sent; `times` says when each came.
+    """A complete answer. Its pieces are messages, lines, or bytes if the request had bytes; `times` are their arrivals.
 
-    `status` is that of HTTP, or the name of gRPC's; `error` the message of an error of its API, "" where it is none.
+    `status` is HTTP's or the name of gRPC's; `error` the message of an error of its API, "" if it is none.
     """
 
     status: str
@@ -49,11 +49,13 @@ class Answer(NamedTuple):
         )
 
     def expect(self, status: int, *contents: str) -> Answer:
-        """Itself; Failed where HTTP's status, or what it is in gRPC, is another, or something is missing. Spaces do
-        not count."""
-        wanted, text = str(status) if self.status.isdigit() else _CODES[status], self.text
-        if self.status != wanted:
-            raise Failed(f"{wanted} was expected, not {self.status}: {self.error or text[:200]}")
+        """Returns the answer; raises Failed if its status is not `status` of HTTP or gRPC, or if contents are missing.
+
+        Spaces are ignored.
+        """
+        expected, text = str(status) if self.status.isdigit() else _CODES[status], self.text
+        if self.status != expected:
+            raise Failed(f"{expected} was expected, not {self.status}: {self.error or text[:200]}")
         for content in contents:
             if "".join(content.split()) not in "".join(text.split()):
                 raise Failed(f"no {content} in {text[-500:]}")
@@ -62,10 +64,10 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the table: a call, the status that its answer must have and, where it is 200, its contents.
+    """One row of the table: a call, the expected status and, for 200, the expected contents.
 
-    `streamed`: it must come in pieces, unless there is no text to come. `may_refuse`: a user's own code may find the
-    request wrong."""
+    `streamed`: it must arrive in pieces, unless it has no text. `may_refuse`: a user's own code may refuse the request.
+    """
 
     protocol: str
     name: str
@@ -76,7 +78,7 @@ class Check:
     may_refuse: bool = False
 
     async def run(self) -> str:
-        """What the table says; Failed, and errors of the network, where it does not pass."""
+        """Returns the table's text; raises Failed, or errors of the network, if it does not pass."""
         answer = await self.call()
         if self.may_refuse and answer.status in ("400", _CODES[400], _IN_STREAM):
             return f"the model's own refusal: {answer.error}"
@@ -115,28 +117,28 @@ class Gateway:
             await channel.close()
 
     async def rest(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Answer:
-        """A GET, or a POST of JSON or of bytes."""
+        """Sends a GET, or a POST of JSON or of bytes."""
         pieces: list[Any] = []
-        times, begun = [], time.monotonic()
+        times, started = [], time.monotonic()
         sent = {} if body is None else {"content" if isinstance(body, bytes) else "json": body}
         async with self._http.stream("POST" if sent else "GET", path, headers=dict(headers or {}), **sent) as response:
             async for piece in response.aiter_raw() if "content" in sent else response.aiter_lines():
                 if piece:
                     pieces.append(piece)
-                    times.append(time.monotonic() - begun)
+                    times.append(time.monotonic() - started)
         answer = Answer(str(response.status_code), "", pieces, times, response.headers)
         return answer if response.status_code == 200 else answer._replace(error=_error_of(path, answer.text))
 
 
 async def ask(stub: Any, name: str, request: Any) -> Answer:
-    """A gRPC call of any kind, with one request."""
-    pieces, times, begun, method = [], [], time.monotonic(), getattr(stub, name)
+    """Makes a gRPC call of any kind with one request."""
+    pieces, times, started, method = [], [], time.monotonic(), getattr(stub, name)
     is_stream = isinstance(method, grpc.aio.StreamStreamMultiCallable)
     call = method(_one(request) if is_stream else request, timeout=_TIMEOUT_S)
     try:
         async for message in call if hasattr(call, "__aiter__") else _one(await call):
             pieces.append(message)
-            times.append(time.monotonic() - begun)
+            times.append(time.monotonic() - started)
     except grpc.aio.AioRpcError as error:
         metadata = {key: str(value) for key, value in error.trailing_metadata() or ()}
         return Answer(error.code().name, error.details() or "", pieces, times, metadata)
@@ -149,7 +151,7 @@ async def _one(message: Any) -> AsyncIterator[Any]:
 
 
 def _error_of(path: str, body: str) -> str:
-    """The message of an error in the shape of the path's API; "" where the body is something else."""
+    """The message of an error in the format of the path's API; "" if the body is something else."""
     try:
         error = json.loads(body)["error"]
         return str(error["message"]) if path.startswith(_OPENAI_PATHS) else "" + error

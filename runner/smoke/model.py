@@ -1,4 +1,4 @@
-"""What a stack says of a model, from which follows what the model must answer."""
+"""A model's metadata and configuration, which determine what it must answer."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Model:
-    """One model, as metadata and configuration describe it; `details` are what its kind alone has."""
+    """A model from its metadata and configuration; `details` are those of its kind."""
 
     name: str
     kind: Kind
     details: str
     version: str
-    inputs: Sequence[Any]  # Of name, datatype and shape, in which -1 is any size.
+    inputs: Sequence[Any]  # Each has name, datatype and shape, in which -1 is any size.
     has_half_floats: bool
     decoupled: bool
     has_chat_template: bool
@@ -42,7 +42,7 @@ async def ready_models(gateway: Gateway, address: str) -> list[str]:
 
 
 async def describe(gateway: Gateway, name: str) -> Model:
-    """Asks the stack; Failed where there is no such model or no stack."""
+    """Queries the stack; raises Failed if there is no such model or no stack."""
 
     async def about(stub: Any, method: str, request: Any) -> Any:
         answer = await ask(stub, method, request)
