@@ -30,9 +30,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import grpc
 
-from bench.runs import cpu_seconds, parser, running_stack, write
+from bench.runs import PROMPT, cpu_seconds, parser, running_stack, write
 from bench.statistics import quantile
-from bench.streams import PROMPT
 from millrace.errors import FAILED_HOP, RETRY_AFTER_MS
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from runner.stack import Stack

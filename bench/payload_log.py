@@ -27,9 +27,8 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from bench.runs import parser, running_stack, write
+from bench.runs import PROMPT, parser, running_stack, write
 from bench.statistics import estimate, quantile
-from bench.streams import PROMPT
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
 
 _MODEL = "storyteller"

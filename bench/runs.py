@@ -17,6 +17,8 @@ from typing import Any
 from runner.free_ports import start_stack
 from runner.stack import Stack
 
+PROMPT = "Tell me a story about a fox."
+
 _RESULTS = Path(__file__).resolve().parent / "results"
 _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 

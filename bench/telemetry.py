@@ -31,9 +31,8 @@ import grpc
 import numpy as np
 
 from bench.otlp_receiver import ReceiverProcess, receiver_process
-from bench.runs import cpu_seconds, machine, parser, running_stack, write
+from bench.runs import PROMPT, cpu_seconds, machine, parser, running_stack, write
 from bench.statistics import estimate, paired_ratios
-from bench.streams import PROMPT
 from millrace.oip.tensors import Tensor, add_input
 from millrace_protos import inference_pb2 as pb
 from millrace_protos import millrace_pb2

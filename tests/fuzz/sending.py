@@ -15,7 +15,7 @@ import orjson
 
 from millrace_protos import inference_pb2
 from tests.fuzz.case import Case, GrpcCall, HttpCall, Outcome
-from tests.system.calls import channel
+from tests.system.calls import channel, web_frames
 
 HANG_S = 5.0
 _CONNECTIONS = 32
@@ -24,8 +24,6 @@ _CUT_OFF = "Internal error from Core"
 _ATTEMPTS = 5
 _STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 _GRPC = {str(code.value[0]): code.name for code in grpc.StatusCode}
-_TRAILERS = 0x80
-_FRAME_HEAD = 5
 
 
 class Sender:
@@ -107,23 +105,6 @@ class Sender:
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
-
-
-def web_frames(body: bytes) -> tuple[list[bytes], dict[str, str]]:
-    """Messages and trailers of a gRPC-Web body."""
-    messages, trailers, at = [], {}, 0
-    while at + _FRAME_HEAD <= len(body):
-        length = int.from_bytes(body[at + 1 : at + _FRAME_HEAD], "big")
-        contents = body[at + _FRAME_HEAD : at + _FRAME_HEAD + length]
-        if body[at] & _TRAILERS:
-            lines = contents.decode(errors="replace").splitlines()
-            trailers = {
-                name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
-            }
-        else:
-            messages.append(contents)
-        at += _FRAME_HEAD + length
-    return messages, trailers
 
 
 def _web_outcome(response: httpx2.Response, body: bytes) -> tuple[str, bool, str, list[str]]:

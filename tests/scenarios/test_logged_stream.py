@@ -13,13 +13,11 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from bench.streams import HAS_CURL, WAYS_IN
+from tests.scenarios.streaming_ways import STREAMING_WAYS, TOKENS
 from tests.system.gated_stack import gated_stack
 from tests.system.payload_log import query
 from tests.waiting import until
 
-TOKENS = 8
-BY_GRPC = ("Generate", "ModelStreamInfer")
 SINK_DELAY_S = 10
 
 
@@ -87,13 +85,11 @@ async def logged(tmp_path_factory):
 
 
 @pytest.mark.parametrize("trouble", TROUBLES)
-@pytest.mark.parametrize("name", WAYS_IN)
+@pytest.mark.parametrize("name", STREAMING_WAYS)
 async def test_each_chunk_arrives_before_the_next_one_is_made_and_all_are_recorded(logged, name, trouble):
-    if name not in BY_GRPC and not HAS_CURL:
-        pytest.skip("curl is not installed")
     stack, let_tokens_be_made = logged
     request_id = f"{name} {trouble}".replace(" ", "-")
-    stream = WAYS_IN[name](stack.gateway, "storyteller", TOKENS, request_id)
+    stream = STREAMING_WAYS[name](stack.gateway, request_id)
     async with TROUBLES[trouble](stack), aclosing(stream) as chunks:
         texts = []
         for _ in range(TOKENS):

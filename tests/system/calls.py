@@ -16,6 +16,9 @@ from millrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
 from millrace_protos import inference_pb2, millrace_pb2, millrace_pb2_grpc
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 
+_TRAILERS = 0x80
+_FRAME_HEAD = 5  # Of gRPC-Web: a byte of flags and four of the length.
+
 
 def channel(gateway: str, authority: str | None = None, max_bytes: int = 4 << 20) -> grpc.aio.Channel:
     """A connection of its own; `max_bytes` is how large an answer may be, gRPC's default."""
@@ -155,3 +158,22 @@ async def rest(gateway: str, method: str, path: str, body: Any = None, **headers
     """`http_request` beside the event loop; underscores in header names become dashes."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return await asyncio.to_thread(http_request, gateway, method, path, body, named)
+
+
+def web_frames(body: bytes) -> tuple[list[bytes], dict[str, str]]:
+    """Messages and trailers of a gRPC-Web body, which may be unfinished."""
+    messages, trailers, at = [], {}, 0
+    while at + _FRAME_HEAD <= len(body):
+        length = int.from_bytes(body[at + 1 : at + _FRAME_HEAD], "big")
+        if at + _FRAME_HEAD + length > len(body):
+            break
+        contents = body[at + _FRAME_HEAD : at + _FRAME_HEAD + length]
+        if body[at] & _TRAILERS:
+            lines = contents.decode(errors="replace").splitlines()
+            trailers = {
+                name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
+            }
+        else:
+            messages.append(contents)
+        at += _FRAME_HEAD + length
+    return messages, trailers

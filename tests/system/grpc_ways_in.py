@@ -17,7 +17,7 @@ from millrace_protos import inference_pb2 as pb
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.system.ask import ON_STREAM, STREAM_LOST, Ask, Outcome, WayIn, in_thread, tensor_model
-from tests.system.calls import Answer, http_request
+from tests.system.calls import http_request, web_frames
 
 _GENERATE = "/millrace.v1.TextGeneration/Generate"
 _NO_LIMIT = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
@@ -144,22 +144,9 @@ def grpc_web_call(gateway: str, path: str, message: Message, timeout_s: float) -
         "grpc-timeout": f"{int(timeout_s * 1000)}m",
     }
     answer = http_request(gateway, "POST", path, b"\0" + struct.pack(">I", len(data)) + data, headers)
-    frames, trailers = _frames(answer)
+    messages, trailers = web_frames(answer.body)
     told = {**answer.headers, **trailers}
     assert answer.status == 200, (answer.status, answer.body)
     status = next(code for code in grpc.StatusCode if code.value[0] == int(told["grpc-status"]))
     message_text = unquote(told.get("grpc-message", ""))
-    return Outcome(status, told.get("x-failed-hop"), message_text, told.get("retry-after-ms"), begun=frames > 0)
-
-
-def _frames(answer: Answer) -> tuple[int, dict[str, str]]:
-    """How many messages a body has, and the trailers after them."""
-    body, messages = answer.body, 0
-    while body:
-        flag, length = struct.unpack(">BI", body[:5])
-        frame, body = body[5 : 5 + length], body[5 + length :]
-        if flag & 0x80:
-            lines = frame.decode().split("\r\n")
-            return messages, {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        messages += 1
-    return messages, {}
+    return Outcome(status, told.get("x-failed-hop"), message_text, told.get("retry-after-ms"), begun=bool(messages))
