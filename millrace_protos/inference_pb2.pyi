@@ -703,7 +703,7 @@ Global___ModelStatisticsRequest: _TypeAlias = ModelStatisticsRequest  # noqa: Y0
 
 @_typing.final
 class StatisticDuration(_message.Message):
-    """How often something happened and how long it took in all."""
+    """The number of events and their total duration."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -727,7 +727,7 @@ Global___StatisticDuration: _TypeAlias = StatisticDuration  # noqa: Y015
 
 @_typing.final
 class InferStatistics(_message.Message):
-    """Where the time of a model's requests went."""
+    """The time of a model's requests by phase."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -777,7 +777,7 @@ Global___InferStatistics: _TypeAlias = InferStatistics  # noqa: Y015
 
 @_typing.final
 class InferResponseStatistics(_message.Message):
-    """Where the time of one position in a response stream went."""
+    """The time of one position in a response stream by phase."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

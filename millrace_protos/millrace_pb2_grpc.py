@@ -49,7 +49,7 @@ class TextGenerationServicer:
     def Generate(self, request, context):
         """One response for each chunk of text; the last one carries `finish_reason` and `usage`.
         Trailing metadata: `x-request-id`, `x-ttft-ms`.
-        By REST it is `millrace.rest.v1.TextGeneration`.
+        The REST counterpart is `millrace.rest.v1.TextGeneration`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,7 +104,7 @@ class TextGeneration:
 
 
 class PayloadLogStub:
-    """Reads what the transformer recorded of each request.
+    """Reads and deletes the records of requests.
     """
 
     def __init__(self, channel):
@@ -136,11 +136,11 @@ class PayloadLogStub:
 
 
 class PayloadLogServicer:
-    """Reads what the transformer recorded of each request.
+    """Reads and deletes the records of requests.
     """
 
     def Get(self, request, context):
-        """NOT_FOUND unless a record has the given record_id or, newest first, the given request_id.
+        """The record with the record_id, or the newest one with the request_id; NOT_FOUND if there is none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -154,16 +154,16 @@ class PayloadLogServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Tail(self, request, context):
-        """Records that pass every filter, as they are committed; ends only when the caller does, is too slow to read, or is idle
-        where there are too many: a newer call then takes its place.
+        """Records that pass every filter, as they are committed. Ends only if the caller ends it, reads too slowly, or is
+        idle while too many such calls are open: a newer one then replaces it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Delete(self, request, context):
-        """Deletes every record of the key, for good; deleting what is not there deletes none. Records of requests that arrived
-        before, and that have yet to reach the log, are not counted, and dropped when they do.
+        """Deletes every record with the key permanently; without such records it succeeds. Records that reach the log
+        later are not counted; they are dropped if their requests arrived before the deletion.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -201,7 +201,7 @@ def add_PayloadLogServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PayloadLog:
-    """Reads what the transformer recorded of each request.
+    """Reads and deletes the records of requests.
     """
 
     @staticmethod
@@ -314,7 +314,7 @@ class PayloadLog:
 
 
 class PayloadIngestStub:
-    """Takes records from the transformer. Inner: neither routed by the gateway nor listed by reflection.
+    """Receives records. Internal: neither routed by the gateway nor listed by reflection.
     """
 
     def __init__(self, channel):
@@ -331,12 +331,12 @@ class PayloadIngestStub:
 
 
 class PayloadIngestServicer:
-    """Takes records from the transformer. Inner: neither routed by the gateway nor listed by reflection.
+    """Receives records. Internal: neither routed by the gateway nor listed by reflection.
     """
 
     def Append(self, request_iterator, context):
-        """Each acknowledgement says that every record up to its sequence is committed. Sending the same
-        (source, sequence) again changes nothing.
+        """Each response acknowledges the commit of every record up to its sequence. Sending the same
+        (source, sequence) again has no effect.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -359,7 +359,7 @@ def add_PayloadIngestServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PayloadIngest:
-    """Takes records from the transformer. Inner: neither routed by the gateway nor listed by reflection.
+    """Receives records. Internal: neither routed by the gateway nor listed by reflection.
     """
 
     @staticmethod
@@ -391,8 +391,8 @@ class PayloadIngest:
 
 
 class DevelopmentStub:
-    """Faults on request, where the settings allow them (DEVELOPMENT=true): to be seen, and never in production. Every call
-    carries the metadata `x-millrace-development: true`, which no foreign page can send.
+    """Faults on request, if the settings allow them (DEVELOPMENT=true): for demonstrations, never in production. Every call
+    needs the metadata `x-millrace-development: true`, which pages of other origins cannot send.
     """
 
     def __init__(self, channel):
@@ -409,12 +409,12 @@ class DevelopmentStub:
 
 
 class DevelopmentServicer:
-    """Faults on request, where the settings allow them (DEVELOPMENT=true): to be seen, and never in production. Every call
-    carries the metadata `x-millrace-development: true`, which no foreign page can send.
+    """Faults on request, if the settings allow them (DEVELOPMENT=true): for demonstrations, never in production. Every call
+    needs the metadata `x-millrace-development: true`, which pages of other origins cannot send.
     """
 
     def KillPredictor(self, request, context):
-        """Kills the predictor that generates for a request, as SIGKILL does; NOT_FOUND where none does.
+        """Kills the predictor that generates for a request, with SIGKILL; NOT_FOUND if there is none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -437,8 +437,8 @@ def add_DevelopmentServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Development:
-    """Faults on request, where the settings allow them (DEVELOPMENT=true): to be seen, and never in production. Every call
-    carries the metadata `x-millrace-development: true`, which no foreign page can send.
+    """Faults on request, if the settings allow them (DEVELOPMENT=true): for demonstrations, never in production. Every call
+    needs the metadata `x-millrace-development: true`, which pages of other origins cannot send.
     """
 
     @staticmethod
@@ -470,7 +470,7 @@ class Development:
 
 
 class PredictorDevelopmentStub:
-    """A predictor's own part in that. Inner: neither routed by the gateway nor listed by reflection.
+    """The predictor's part of `Development`. Internal: neither routed by the gateway nor listed by reflection.
     """
 
     def __init__(self, channel):
@@ -487,11 +487,11 @@ class PredictorDevelopmentStub:
 
 
 class PredictorDevelopmentServicer:
-    """A predictor's own part in that. Inner: neither routed by the gateway nor listed by reflection.
+    """The predictor's part of `Development`. Internal: neither routed by the gateway nor listed by reflection.
     """
 
     def Kill(self, request, context):
-        """Kills itself where it generates for the request; NOT_FOUND where it does not.
+        """Kills the predictor that is called; NOT_FOUND unless it generates for the request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -514,7 +514,7 @@ def add_PredictorDevelopmentServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PredictorDevelopment:
-    """A predictor's own part in that. Inner: neither routed by the gateway nor listed by reflection.
+    """The predictor's part of `Development`. Internal: neither routed by the gateway nor listed by reflection.
     """
 
     @staticmethod

@@ -211,7 +211,7 @@ Global___ModelInstanceGroup: _TypeAlias = ModelInstanceGroup  # noqa: Y015
 
 @_typing.final
 class ModelTensorReshape(_message.Message):
-    """Shape a tensor is given before the model sees it."""
+    """The shape to which a tensor is reshaped for the model."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -128,7 +128,7 @@ class FileDescriptorResponse(_message.Message):
     FILE_DESCRIPTOR_PROTO_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def file_descriptor_proto(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """The file asked for and, at least once a stream, its imports."""
+        """The requested file and, at least once in a stream, its imports."""
 
     def __init__(
         self,

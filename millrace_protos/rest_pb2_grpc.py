@@ -125,9 +125,9 @@ class OpenAIServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Health(self, request, context):
-        """What follows is not OpenAI's but vLLM's, and asked for by the tools of its users.
+        """The following are not OpenAI's methods but vLLM's, which clients of vLLM call.
 
-        200 where a generation would work now, else 503.
+        200 if a generation would work now, otherwise 503.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -495,8 +495,8 @@ class OpenAI:
 
 
 class TextGenerationStub:
-    """`millrace.v1.TextGeneration` with the request as JSON: the gateway drops a field that the message does not have, the
-    service refuses it.
+    """`millrace.v1.TextGeneration` with the request as JSON: the gateway would drop
+    unknown fields, the service refuses them.
     """
 
     def __init__(self, channel):
@@ -513,8 +513,8 @@ class TextGenerationStub:
 
 
 class TextGenerationServicer:
-    """`millrace.v1.TextGeneration` with the request as JSON: the gateway drops a field that the message does not have, the
-    service refuses it.
+    """`millrace.v1.TextGeneration` with the request as JSON: the gateway would drop
+    unknown fields, the service refuses them.
     """
 
     def Generate(self, request, context):
@@ -540,8 +540,8 @@ def add_TextGenerationServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TextGeneration:
-    """`millrace.v1.TextGeneration` with the request as JSON: the gateway drops a field that the message does not have, the
-    service refuses it.
+    """`millrace.v1.TextGeneration` with the request as JSON: the gateway would drop
+    unknown fields, the service refuses them.
     """
 
     @staticmethod
@@ -721,7 +721,7 @@ class OpenInferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Infer(self, request, context):
-        """JSON tensors, or tensors as they lie in memory behind a JSON header of `inference-header-content-length` bytes.
+        """JSON tensors, or raw tensors after a JSON header of `inference-header-content-length` bytes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -734,7 +734,7 @@ class OpenInferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """Server-sent events, one a response.
+        """Server-sent events, one for each response.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -783,7 +783,7 @@ class OpenInferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SharedMemory(self, request, context):
-        """Not offered; answers 501 that says so.
+        """Not supported: 501.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

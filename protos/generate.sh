@@ -8,11 +8,11 @@ python=${PYTHON:-.venv/bin/python}
 googleapis=$("$python" -c 'import os, google.api.annotations_pb2 as a; print(os.path.abspath(os.path.join(os.path.dirname(a.__file__), "../..")))')
 
 mkdir -p "$root/millrace_protos" "$root/envoy"
-# The generator plugins of mypy-protobuf stand beside the interpreter.
+# The generator plugins of mypy-protobuf are beside the interpreter.
 PATH="$(dirname "$(realpath -s "$python")"):$PATH" "$python" -m grpc_tools.protoc \
   -Imillrace_protos=protos -I"$googleapis" \
   --python_out="$root" --grpc_python_out="$root" --mypy_out=quiet:"$root" --mypy_grpc_out=quiet:"$root" \
   protos/*.proto
-# What the gateway transcodes is described to it by name; imports included.
+# The descriptor set for the gateway's transcoder, with imports.
 "$python" -m grpc_tools.protoc -Imillrace_protos=protos -I"$googleapis" \
   --include_imports --descriptor_set_out="$root/envoy/descriptors.pb" protos/rest.proto protos/millrace.proto
