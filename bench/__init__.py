@@ -1,1 +1,1 @@
-"""Benchmarks: measured side by side, never part of the tests."""
+"""Benchmarks: comparative measurements, never part of the tests."""

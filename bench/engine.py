@@ -1,9 +1,9 @@
-"""The engine side by side with its peers: `make bench`, or `python -m bench.engine --help`.
+"""Compares the engine with its peers: `make bench`, or `python -m bench.engine --help`.
 
-Each contender is one process on the same core, with the same weights, loaded and warmed up before
-the first round. In a round every contender works once, alone, on the same fresh random prompts, in an
-order drawn anew; so the figures of a round are pairs. Ratios are of such pairs (bench/statistics.py).
-Cases measured before and not now keep their records in the results file.
+Each contender is one process on the same core, with the same weights, loaded and warmed up before the first round. In a
+round every contender runs once, alone, with the same fresh random prompts, in a new random order; so the figures of a
+round are pairs. Ratios are those of pairs (bench/statistics.py). Cases that are not measured now keep their records in
+the results file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bench.runs import machine
 from bench.worker_process import ENVIRONMENT, ContenderError, WorkerProcess
 
 _STATE = ROOT / ".run" / "bench"
-_PROMPT_IDS = range(10, 8000)  # In every model's vocabulary, and none of them special.
+_PROMPT_IDS = range(10, 8000)  # In every model's vocabulary, without special tokens.
 
 
 def main() -> None:
@@ -153,7 +153,7 @@ async def _measure(
 async def _warm_up(
     case: Case, entered: dict[str, WorkerProcess], absent: dict[str, str], load: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Lets each work once; the share of prompts whose first id is that of `generate`: the models are the same."""
+    """Runs each contender once; returns the shares of prompts whose first id equals that of `generate`."""
     first_ids = {}
     for name, worker in list(entered.items()):
         try:
@@ -163,11 +163,12 @@ async def _warm_up(
             del entered[name]
         else:
             first_ids[name] = [ids[0] for ids in answer.get("output_ids", [])]
-    wanted = first_ids.get(GENERATE)
-    if not wanted:
+    reference = first_ids.get(GENERATE)
+    if not reference:
         return {}
     return {
-        name: sum(a == b for a, b in zip(ids, wanted, strict=True)) / len(wanted) for name, ids in first_ids.items()
+        name: sum(a == b for a, b in zip(ids, reference, strict=True)) / len(reference)
+        for name, ids in first_ids.items()
     }
 
 
@@ -183,7 +184,7 @@ def _load(case: Case, draw: random.Random) -> dict[str, Any]:
 
 
 def _figures(answer: Mapping[str, Any]) -> dict[str, float]:
-    """What is kept of a worker's answer. `cpu_share` below 1 says that others had the core."""
+    """The recorded figures of a worker's answer. `cpu_share` below 1 means that other processes used the core."""
     if "tokens" not in answer:
         return dict(answer)
     return {

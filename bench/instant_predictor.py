@@ -1,7 +1,7 @@
-"""The predictor with a model that costs nothing, so that what carries the tokens is the limit and not what makes them.
+"""The predictor with a model that computes nothing, to measure the path of tokens and not their generation.
 
-It is the real service, its scheduler and sampler included; only the runner computes nothing: every logit is that of one
-token, after a pause of PACE_MS, in which the other threads have the interpreter.
+It is the real service, including scheduler and sampler; only the runner computes nothing: every logit favours one
+token, after a pause of PACE_MS, in which other threads can run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The benchmark's models: published architectures with random weights, made once. `python -m bench.models FOLDER`.
+"""The benchmark's models: published architectures with random weights, created once. `python -m bench.models FOLDER`.
 
-Weights are bfloat16 and seeded, no model knows an end of sequence, and each has a tokenizer whose
-token n is the word `tn`: some peers convert a model only together with a tokenizer.
+Weights are bfloat16 and seeded, no model has an end token, and each has a tokenizer whose token n is the word `tn`:
+some peers convert a model only together with a tokenizer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SEED = 20
 _SMALLER_EMBEDDINGS = 0.05
 _NO_END: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
 
-_T5: Any = T5Config  # Its dataclass does not list every field that it takes.
+_T5: Any = T5Config  # Its dataclass does not list all of its fields.
 
 CONFIGS: dict[str, Any] = {
     # 10.5M parameters: 6.3M in the layers, 4.2M in the two embedding tables.
@@ -77,7 +77,7 @@ def make(name: str, folder: Path) -> None:
     auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model = auto.from_config(config, dtype=torch.bfloat16)
     if config.is_encoder_decoder:
-        # At T5's own scale the embedding of the last id outweighs all layers, and every output is that id repeated.
+        # At T5's own scale the embedding of the last id dominates all layers, and every output repeats that id.
         with torch.no_grad():
             model.get_input_embeddings().weight.mul_(_SMALLER_EMBEDDINGS)
     model.generation_config.eos_token_id = None
@@ -95,7 +95,7 @@ def _tokenizer(vocabulary_size: int, padding_id: int) -> Any:
 
 
 def make_missing(folder: Path) -> None:
-    """Makes what is not there; a folder appears under its name only when it is whole."""
+    """Creates missing models; a folder appears under its name only when it is complete."""
     for name in CONFIGS:
         if not (folder / name).is_dir():
             unfinished = folder / f"{name}.unfinished"

@@ -1,12 +1,12 @@
-"""A collector to measure and to record with: takes spans and metrics by OTLP over gRPC.
+"""A collector for measurements: receives spans and metrics over OTLP/gRPC.
 
-In this process, on threads of its own, where the newest point of each metric series is kept and every span:
+In this process, on its own threads, it keeps every span and the newest point of each metric series:
 
     with OtlpReceiver() as receiver:
         ...  # export to receiver.endpoint
         receiver.spans(trace_id)
 
-In a process of its own, so that it costs the measured event loop nothing; there spans are counted alone:
+In its own process, so that it does not load the measured event loop, it only counts spans:
 
     with receiver_process() as receiver:
         ...  # export to receiver.endpoint
@@ -39,7 +39,7 @@ _TIMEOUT_S = 20.0
 
 @dataclass(frozen=True)
 class MetricPoint:
-    """One value of one metric of one export of one process; of a histogram the sum, and how many values it is of."""
+    """One value of a metric in one export of one process; for a histogram its sum and count."""
 
     service: str
     instance: str
@@ -52,12 +52,12 @@ class MetricPoint:
 
     @property
     def series(self) -> Hashable:
-        """What it is a point of."""
+        """Identifies its series."""
         return self.instance, self.name, frozenset(self.attributes.items())
 
 
 class OtlpReceiver:
-    """See the module; a context manager. Its methods may be called by any thread."""
+    """See the module; a context manager; thread-safe."""
 
     def __init__(self, *, counts_alone: bool = False) -> None:
         self._counts_alone = counts_alone
@@ -82,12 +82,12 @@ class OtlpReceiver:
         self._server.stop(None).wait()
 
     def spans(self, trace_id: str) -> list[Span]:
-        """Those that belong or link to a trace, in the order in which they came."""
+        """The spans that belong or link to a trace, in order of arrival."""
         with self._lock:
             return [span for span in self._spans if trace_id in _traces(span)]
 
     def metric_points(self) -> list[MetricPoint]:
-        """The newest of each series."""
+        """The newest point of each series."""
         with self._lock:
             return list(self._points.values())
 
@@ -110,7 +110,7 @@ class OtlpReceiver:
 
 
 class ReceiverProcess:
-    """A receiver in another process, as the one that started it sees it."""
+    """A receiver in another process, from the view of its parent."""
 
     def __init__(self, process: SpawnProcess, connection: Connection) -> None:
         self.process = process
@@ -129,7 +129,7 @@ class ReceiverProcess:
 
 @contextmanager
 def receiver_process() -> Iterator[ReceiverProcess]:
-    """A receiver in a process of its own, which ends with the block."""
+    """A receiver in its own process, which ends with the block."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_answer, args=(theirs,), daemon=True)
@@ -146,7 +146,7 @@ def _answer(connection: Connection) -> None:
     with OtlpReceiver(counts_alone=True) as receiver:
         connection.send(receiver.endpoint)
         while True:
-            connection.recv()  # EOFError where the one that asks has gone.
+            connection.recv()  # EOFError if the parent has ended.
             connection.send(receiver.span_count)
 
 
@@ -156,12 +156,12 @@ def _traces(span: Span) -> set[str]:
 
 def _points(request: metrics_pb2.ExportMetricsServiceRequest) -> Iterator[MetricPoint]:
     for resource in request.resource_metrics:
-        told = attributes_of(resource.resource.attributes)
-        service, instance = str(told.get("service.name", "")), str(told.get("service.instance.id", ""))
+        attributes = attributes_of(resource.resource.attributes)
+        service, instance = str(attributes.get("service.name", "")), str(attributes.get("service.instance.id", ""))
         for scope in resource.scope_metrics:
             for metric in scope.metrics:
                 for point in getattr(metric, metric.WhichOneof("data") or "gauge").data_points:
-                    single = hasattr(point, "as_double")  # Else it is a histogram.
+                    single = hasattr(point, "as_double")  # Otherwise it is a histogram.
                     yield MetricPoint(
                         service,
                         instance,

@@ -1,17 +1,16 @@
-"""Goodput under overload: what a stack still gets done when many times as much is asked of it as it can do.
+"""Goodput under overload: the useful output of a stack whose load exceeds its capacity many times.
 
-The closed loop of an outsider: so many callers, each of which asks again as soon as its answer is there, 16 to 64
-tokens, a deadline of 5 s, three predictors, the client on the same cores. Goodput is the tokens a second of the
-answers that were whole within their deadline. The peak is the best of a sweep over few callers; each overload is
-measured between two arms at that peak (A-B-A), and its ratio is that to their mean.
+A closed loop of clients: each caller sends a request as soon as its previous answer is complete, 16 to 64 tokens, a
+deadline of 5 s, three predictors, the client on the same cores. Goodput is the tokens a second of answers that were
+complete within their deadline. The peak is the best of a sweep over few callers; each overload is measured between two
+arms at that peak (A-B-A), and its ratio is that to their mean.
 
-A caller that is refused comes back at once, which is the harsh case (the refusals compete with the answers for the same
-cores), or with `retry-after` when the refusal says so. Every other outcome has a count of its own: `good`, `late` (the
-deadline passed, or the answer came after it), `refused`, `unsigned` (refused without x-failed-hop or retry-after-ms)
-and `failed`.
+A refused caller retries at once, which is the worst case (refusals compete with answers for the same cores), or after
+`retry-after`. Every other outcome is counted separately: `good`, `late` (the deadline passed, or the answer arrived
+after it), `refused`, `unsigned` (refused without x-failed-hop or retry-after-ms) and `failed`.
 
-`python -m bench.overload` writes bench/results/overload.json; less than 8 minutes. `--paced MS` takes the model's
-computation out: each step sleeps so long instead of competing for the cores with all else.
+`python -m bench.overload` writes bench/results/overload.json; less than 8 minutes. `--paced MS` removes the model's
+computation: each step sleeps for that time instead of competing for the cores.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ _DEADLINE_S = 5.0
 _SWEEP = (16, 32, 64, 128)
 _OVERLOADS = (96, 384, 1500)
 _AIM = 0.9
-_WARM_UP_S = 5.0  # At the beginning of each arm, not counted: the queue fills, or empties.
+_WARM_UP_S = 5.0  # At the begin of each arm, not counted: the queue fills, or empties.
 _CONNECTIONS = 4
 
 
 class Outcome(NamedTuple):
-    """One request: when it ended (monotonic), its tokens, how long it took and when its caller may come back."""
+    """One request: the time of its end (monotonic), its tokens, its duration, and when its caller may retry."""
 
     ended: float
     kind: str
@@ -120,11 +119,11 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
 async def _arm(
     stack: Stack, name: str, ask: Ask, callers: int, seconds: float, patient: bool = False
 ) -> dict[str, Any]:
-    """So many callers for so long, each of which has one request at a time."""
+    """Runs a number of callers for a time; each has one request at a time."""
     outcomes: list[Outcome] = []
     draw = random.Random(callers)  # noqa: S311  # Lengths, no secrets.
-    begun = time.monotonic()
-    end = begun + _WARM_UP_S + seconds
+    started = time.monotonic()
+    end = started + _WARM_UP_S + seconds
 
     async def call_again_and_again() -> None:
         while time.monotonic() < end:
@@ -140,7 +139,7 @@ async def _arm(
     cpu = {process: round((after - before[process]) / seconds, 2) for process, after in cpu_seconds(stack).items()}
     await calls
     arm = {"ask": name.partition(",")[0], "name": name, "callers": callers, "seconds": seconds}
-    arm |= _figures(outcomes, begun + _WARM_UP_S, end) | {"cores_used": cpu}
+    arm |= _figures(outcomes, started + _WARM_UP_S, end) | {"cores_used": cpu}
     print(json.dumps(arm), file=sys.stderr, flush=True)
     return arm
 
@@ -160,21 +159,23 @@ async def _grpc_callers(stack: Stack) -> AsyncIterator[Ask]:
         async def ask(tokens: int) -> Outcome:
             request = millrace_pb2.GenerateRequest(model=_MODEL, prompt=PROMPT, max_tokens=tokens, ignore_eos=True)
             stub = stubs[next(turn) % _CONNECTIONS]
-            begun = time.monotonic()
-            made, status, metadata = 0, "OK", {}
+            started = time.monotonic()
+            received, status, metadata = 0, "OK", {}
             try:
                 async for response in stub.Generate(request, timeout=_DEADLINE_S):
-                    made += len(response.token_ids)
+                    received += len(response.token_ids)
             except grpc.aio.AioRpcError as error:
                 status = error.code().name
                 metadata = dict(error.trailing_metadata() or ()) | dict(error.initial_metadata() or ())
-            return _outcome(begun, status, made == tokens, made, metadata.get(FAILED_HOP), metadata.get(RETRY_AFTER_MS))
+            return _outcome(
+                started, status, received == tokens, received, metadata.get(FAILED_HOP), metadata.get(RETRY_AFTER_MS)
+            )
 
         yield ask
 
 
 def _openai_callers(stack: Stack) -> Ask:
-    """OpenAI's completions as server-sent events, a connection of its own for each call, as curl has."""
+    """OpenAI's completions as server-sent events, with a new connection for each call, like curl."""
     host, _, port = stack.gateway.rpartition(":")
 
     async def ask(tokens: int) -> Outcome:
@@ -184,7 +185,7 @@ def _openai_callers(stack: Stack) -> Ask:
             f"POST /v1/completions HTTP/1.1\r\nhost: {stack.gateway}\r\ncontent-type: application/json\r\n"
             f"x-timeout-ms: {1000 * _DEADLINE_S:.0f}\r\ncontent-length: {len(data)}\r\nconnection: close\r\n\r\n"
         )
-        begun = time.monotonic()
+        started = time.monotonic()
         answer = b""
         try:
             async with asyncio.timeout(_DEADLINE_S):
@@ -195,9 +196,9 @@ def _openai_callers(stack: Stack) -> Ask:
                 finally:
                     writer.close()
         except TimeoutError:
-            return Outcome(time.monotonic(), "late", "timeout", 0, time.monotonic() - begun)
+            return Outcome(time.monotonic(), "late", "timeout", 0, time.monotonic() - started)
         except OSError as error:
-            return Outcome(time.monotonic(), "failed", type(error).__name__, 0, time.monotonic() - begun)
+            return Outcome(time.monotonic(), "failed", type(error).__name__, 0, time.monotonic() - started)
         headers = answer.partition(b"\r\n\r\n")[0].decode().lower()
         fields = dict(line.split(": ", 1) for line in headers.split("\r\n")[1:] if ": " in line)
         http_status = headers.split(" ", 2)[1] if headers else "none"
@@ -205,16 +206,16 @@ def _openai_callers(stack: Stack) -> Ask:
         whole = b"data: [DONE]" in answer and b'"error"' not in answer
         retry_after = fields.get("retry-after")
         retry_after_ms = None if retry_after is None else str(1000 * int(retry_after))
-        return _outcome(begun, status, whole, tokens if whole else 0, fields.get(FAILED_HOP), retry_after_ms)
+        return _outcome(started, status, whole, tokens if whole else 0, fields.get(FAILED_HOP), retry_after_ms)
 
     return ask
 
 
 def _outcome(
-    begun: float, status: str, whole: bool, tokens: int, failed_hop: object, retry_after_ms: object
+    started: float, status: str, whole: bool, tokens: int, failed_hop: object, retry_after_ms: object
 ) -> Outcome:
     now = time.monotonic()
-    took_s = now - begun
+    took_s = now - started
     if status == "DEADLINE_EXCEEDED" or (status == "OK" and took_s > _DEADLINE_S):
         kind = "late"
     elif status == "RESOURCE_EXHAUSTED":
@@ -225,7 +226,7 @@ def _outcome(
 
 
 def _figures(outcomes: Sequence[Outcome], begin: float, end: float) -> dict[str, Any]:
-    """The figures of what ended between two moments."""
+    """The figures of the requests that ended between two times."""
     counted = [outcome for outcome in outcomes if begin <= outcome.ended < end]
     seconds = end - begin
     good = [outcome for outcome in counted if outcome.kind == "good"]
@@ -247,7 +248,7 @@ def _figures(outcomes: Sequence[Outcome], begin: float, end: float) -> dict[str,
 
 
 def _ratios(arms: Sequence[dict[str, Any]], peak: int) -> list[dict[str, Any]]:
-    """Each overload's goodput over the mean of its neighbours' at the peak load."""
+    """Each overload's goodput relative to the mean of the two arms at the peak load around it."""
     ratios = []
     for before, arm, after in zip(arms, arms[1:], arms[2:], strict=False):
         if before["callers"] == after["callers"] == peak != arm["callers"]:

@@ -1,4 +1,4 @@
-"""The predictor with a pace: it is the real service, only its runner takes PACE_MS longer for a step."""
+"""The predictor with a fixed pace: the real service, whose runner takes PACE_MS longer for a step."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def main() -> None:
 
     class PacedRunner(PagedRunner):
         def run(self, rows: Any) -> Any:
-            made = super().run(rows)
+            logits = super().run(rows)
             if any(row.samples for row in rows):
                 time.sleep(pause_s)
-            return made
+            return logits
 
     build.PagedRunner = PacedRunner  # type: ignore[attr-defined]
     run_service("predictor", PredictorSettings, serve)

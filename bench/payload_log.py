@@ -1,14 +1,14 @@
-"""What recording costs a stream: everything recorded beside nothing, in one run.
+"""The cost of recording for a stream: recording everything, compared with recording nothing, in one run.
 
-Two whole stacks with a paced model; one records all (TRANSFORMER_PAYLOAD_LOG=all), the other nothing (off). They take
-turns, in random order, round by round: so what else the machine does meets both. At 1 and at 32 streams, as a gRPC
-client sees them: the time to the first token of requests that are one after another, and the gaps between the chunks of
-long answers, at least 10,000 of each. The aims: the ratio of the medians at most 1.05, that of the p99 at most 1.15;
-each ratio comes with the 95 % interval over the rounds. The pace of one stream is 10 ms a step; of 32 it is 30 ms, so
-that two cores are not full.
+Two whole stacks with a paced model; one records everything (TRANSFORMER_PAYLOAD_LOG=all), the other nothing (off). They
+alternate in random order, round by round: so other load on the machine affects both. Measured at 1 and at 32 streams,
+at a gRPC client: the time to the first token of consecutive requests, and the gaps between the chunks of long answers,
+at least 10,000 of each. The aims: the ratio of the medians at most 1.05, that of the p99 at most 1.15; each ratio has
+its 95 % interval over the rounds. The pace of one stream is 10 ms a step; of 32 it is 30 ms, so that two cores are not
+saturated.
 
-Beside them, without an aim, what happens where the processor is full, and a time says how much work a request is to all
-processes together: 32 streams at 10 ms a step, and 32 callers that ask for one token after another without a pause.
+In addition, without an aim, two loads that saturate the processor, where a time measures the work of all processes for
+a request: 32 streams at 10 ms a step, and 32 callers that request one token after another without a pause.
 
 `python -m bench.payload_log` writes bench/results/payload_log.json; 50 minutes.
 """
@@ -43,9 +43,9 @@ Read = Callable[[float, Sequence[float]], list[float]]
 
 
 class Case(NamedTuple):
-    """One round: so many streams at once, each of so many requests one after another, of so many tokens each.
+    """One round: `streams` at once, each with `requests` in sequence, each of `tokens`.
 
-    Lengths between two numbers are thrown by dice, so that the streams do not all end and begin at once.
+    Lengths between two numbers are random, so that the streams do not all begin and end together.
     """
 
     streams: int
@@ -72,14 +72,14 @@ def main() -> None:
 
 
 async def _measure(names: Sequence[str], samples: int, rounds: int) -> dict[str, Any]:
-    told: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     for pace_ms in sorted({_CASES[name].pace_ms for name in names}):
         async with AsyncExitStack() as stacks:
             stubs = {mode: await _stub(stacks, mode, pace_ms) for mode in _MODES}
             for name in names:
                 if _CASES[name].pace_ms == pace_ms:
-                    told[name] = await _measure_case(stubs, _CASES[name], samples, rounds)
-    return told
+                    report[name] = await _measure_case(stubs, _CASES[name], samples, rounds)
+    return report
 
 
 async def _measure_case(stubs: Mapping[str, Any], case: Case, samples: int, rounds: int) -> dict[str, Any]:
@@ -102,7 +102,7 @@ async def _stub(stacks: AsyncExitStack, mode: str, pace_ms: int) -> Any:
 
 
 async def _round(stub: Any, case: Case, seed: int) -> list[float]:
-    """The samples of one round; the same seed makes the same lengths, so that both modes do the same work."""
+    """The samples of one round; the same seed gives the same lengths, so that both modes do the same work."""
     dice = random.Random(seed)  # noqa: S311
 
     async def one_stream() -> list[float]:
@@ -112,9 +112,9 @@ async def _round(stub: Any, case: Case, seed: int) -> list[float]:
             request = millrace_pb2.GenerateRequest(
                 model=_MODEL, prompt=PROMPT, max_tokens=tokens, ignore_eos=True, temperature=0
             )
-            begun = time.monotonic()
+            started = time.monotonic()
             arrivals = [time.monotonic() async for _ in stub.Generate(request)]
-            samples += case.read(begun, arrivals)
+            samples += case.read(started, arrivals)
         return samples
 
     async with asyncio.timeout(_ROUND_TIMEOUT_S):
@@ -122,11 +122,11 @@ async def _round(stub: Any, case: Case, seed: int) -> list[float]:
     return [sample for stream in streams for sample in stream]
 
 
-def _first_ms(begun: float, arrivals: Sequence[float]) -> list[float]:
-    return [(arrivals[0] - begun) * 1000]
+def _first_ms(started: float, arrivals: Sequence[float]) -> list[float]:
+    return [(arrivals[0] - started) * 1000]
 
 
-def _gaps_ms(begun: float, arrivals: Sequence[float]) -> list[float]:
+def _gaps_ms(started: float, arrivals: Sequence[float]) -> list[float]:
     return [(after - before) * 1000 for before, after in pairwise(arrivals)]
 
 
@@ -143,7 +143,7 @@ _CASES = {
 
 
 def _compared(measured: Mapping[str, Sequence[Sequence[float]]], has_aims: bool) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    report: dict[str, Any] = {
         mode: {
             "samples": sum(map(len, rounds)),
             **{
@@ -153,21 +153,21 @@ def _compared(measured: Mapping[str, Sequence[Sequence[float]]], has_aims: bool)
         }
         for mode, rounds in measured.items()
     }
-    told["ratios"] = {}
+    report["ratios"] = {}
     for name, share in _SHARES.items():
         ratios = [
             quantile(on, share) / quantile(off, share) for on, off in zip(measured["all"], measured["off"], strict=True)
         ]
         interval = estimate(ratios)
-        told["ratios"][name] = {
-            "of_all": round(told["all"][name] / told["off"][name], 3),
+        report["ratios"][name] = {
+            "of_all": round(report["all"][name] / report["off"][name], 3),
             "median_of_rounds": round(interval.median, 3),
             "low": round(interval.low, 3),
             "high": round(interval.high, 3),
         }
         if has_aims:
-            told["ratios"][name]["reached"] = told["all"][name] / told["off"][name] <= _AIMS[name]
-    return told
+            report["ratios"][name]["reached"] = report["all"][name] / report["off"][name] <= _AIMS[name]
+    return report
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What the payload log loses when the transformer is killed: chunks that callers got and no record has.
+"""The loss of the payload log when the transformer is killed: chunks that callers received and no record has.
 
-A whole stack, its model paced at 10 ms a step, and 32 streams; once each is some chunks long the transformer gets
-SIGKILL. Then each record is held against what its caller got: a chunk that is missing was written later than the
-kill allowed, so many times 10 ms before it. The promise is 50 ms, and no request lost.
+A whole stack, its model paced at 10 ms a step, and 32 streams; once each has some chunks the transformer gets SIGKILL.
+Then each record is compared with what its caller received: each missing chunk is 10 ms of output that was not written
+before the kill. The promise is 50 ms, and no lost request.
 
 `python -m bench.payload_loss` writes bench/results/payload_loss.json; 3 minutes.
 """
@@ -26,7 +26,7 @@ _MODEL = "storyteller"
 _PACE_MS = 10
 _PROMISE_MS = 50
 _STREAMS = 32
-_LEAST_CHUNKS = 20  # That every caller has before the kill.
+_LEAST_CHUNKS = 20  # Chunks that every caller has before the kill.
 _TIMEOUT_S = 60.0
 
 
@@ -34,9 +34,9 @@ def main() -> None:
     options = parser(__doc__, "payload_loss")
     options.add_argument("--kills", type=int, default=10)
     arguments = options.parse_args()
-    told = asyncio.run(_measure(arguments.kills))
-    write(arguments.out, told)
-    print(json.dumps(told, indent=2))
+    report = asyncio.run(_measure(arguments.kills))
+    write(arguments.out, report)
+    print(json.dumps(report, indent=2))
 
 
 async def _measure(kills: int) -> dict[str, Any]:
@@ -54,9 +54,9 @@ async def _measure(kills: int) -> dict[str, Any]:
 
 
 async def _kill_once(stack: Stack, kill: int) -> list[int | None]:
-    """Of each stream how many chunks its record lacks; None where there is no record."""
+    """The number of chunks that each stream's record lacks; None if there is no record."""
     names = [f"cut-{kill}-{stream}" for stream in range(_STREAMS)]
-    got = dict.fromkeys(names, 0)
+    received = dict.fromkeys(names, 0)
     all_run = asyncio.Event()
 
     async def stream(name: str) -> None:
@@ -66,8 +66,8 @@ async def _kill_once(stack: Stack, kill: int) -> list[int | None]:
         async with grpc.aio.insecure_channel(stack.gateway) as channel:
             with suppress(grpc.aio.AioRpcError):
                 async for _ in millrace_pb2_grpc.TextGenerationStub(channel).Generate(request):
-                    got[name] += 1
-                    if min(got.values()) >= _LEAST_CHUNKS:
+                    received[name] += 1
+                    if min(received.values()) >= _LEAST_CHUNKS:
                         all_run.set()
 
     async with asyncio.timeout(_TIMEOUT_S):
@@ -77,9 +77,9 @@ async def _kill_once(stack: Stack, kill: int) -> list[int | None]:
         await stack.kill("transformer")
         await asyncio.gather(*streams)
         await stack.wait_ready()
-        # All of a spool that was taken over come in order: with the last there is the first.
+        # Records of a spool that was taken over arrive in order: with the last, the first is there.
         recorded = await _chunks_recorded(stack, names)
-    return [None if name not in recorded else max(0, got[name] - recorded[name]) for name in names]
+    return [None if name not in recorded else max(0, received[name] - recorded[name]) for name in names]
 
 
 async def _chunks_recorded(stack: Stack, names: list[str]) -> dict[str, int]:
@@ -92,7 +92,7 @@ async def _chunks_recorded(stack: Stack, names: list[str]) -> dict[str, int]:
                     await asyncio.sleep(0.2)
                     for name in names:
                         async for record in stub.Query(millrace_pb2.QueryPayloadsRequest(request_id=name)):
-                            if record.status in ("ABORTED", "OK"):  # Not what the gateway alone says.
+                            if record.status in ("ABORTED", "OK"):  # Not the gateway's records.
                                 recorded[name] = len(record.chunks)
     return recorded
 

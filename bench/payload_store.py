@@ -1,10 +1,10 @@
-"""What the payload log can take and give: records committed a second, and the first page of each query.
+"""The payload log's capacity: records committed a second, and the first page of each query.
 
-A logger of its own, with its own file on this machine. `append`: records of 4 KB, sent as the transformer sends
-them and by as many senders, until the last is acknowledged; at least 5,000 a second are the aim, on two cores that
-the senders share. `query`: a file of 1,000,000 small records, and by each filter alone the first page of 100, to its
-last record at the client; at most 50 ms at the 95th percentile are the aim. `tap`: what a chunk costs the event
-loop while the threads behind the tap write and ship; at most 20 us at the 99th percentile are the aim.
+A separate logger, with its own file on this machine. `append`: records of 4 KB, sent in the transformer's way and by as
+many senders, until the last is acknowledged; the aim is at least 5,000 a second, on two cores shared with the senders.
+`query`: a file of 1,000,000 small records, and for each filter alone the first page of 100, until its last record is at
+the client; the aim is at most 50 ms at the 95th percentile. `tap`: the event loop's time for a chunk while the threads
+behind the tap write and ship; the aim is at most 20 us at the 99th percentile.
 
 `python -m bench.payload_store` writes bench/results/payload_store.json; 6 minutes and 3 GB of temporary files.
 """
@@ -63,13 +63,13 @@ def main() -> None:
         "query": lambda: _query(arguments.kept, arguments.queries),
         "tap": _tap,
     }
-    told = json.loads(arguments.out.read_text()) if arguments.only else {}
-    told.pop("date", None)
-    told["aims"] = _AIMS
+    report = json.loads(arguments.out.read_text()) if arguments.only else {}
+    report.pop("date", None)
+    report["aims"] = _AIMS
     for name in [arguments.only] if arguments.only else parts:
-        told[name] = asyncio.run(parts[name]())
-    write(arguments.out, told)
-    print(json.dumps(told, indent=2))
+        report[name] = asyncio.run(parts[name]())
+    write(arguments.out, report)
+    print(json.dumps(report, indent=2))
 
 
 @asynccontextmanager
@@ -88,8 +88,8 @@ async def _logger() -> AsyncIterator[tuple[str, grpc.aio.Channel]]:
         try:
             target = f"127.0.0.1:{settings.logger_port}"
             async with grpc.aio.insecure_channel(target) as channel:
-                asked = health_pb2.HealthCheckRequest(service="millrace.v1.PayloadLog")
-                await health_pb2_grpc.HealthStub(channel).Check(asked, wait_for_ready=True, timeout=30)
+                request = health_pb2.HealthCheckRequest(service="millrace.v1.PayloadLog")
+                await health_pb2_grpc.HealthStub(channel).Check(request, wait_for_ready=True, timeout=30)
                 yield target, channel
         finally:
             process.send_signal(signal.SIGTERM)
@@ -101,14 +101,14 @@ async def _append(count: int, senders: int) -> dict[str, Any]:
         each = count // senders
         ready = [list(_requests(f"sender-{sender}", each, 4096)) for sender in range(senders)]
         size = len(ready[0][0])
-        begun = time.monotonic()
+        started = time.monotonic()
         await asyncio.gather(*(_send(channel, requests, each) for requests in ready))
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - started
     return {"records": each * senders, "bytes_each": size, "records_a_second": round(each * senders / seconds)}
 
 
 async def _send(channel: grpc.aio.Channel, requests: Iterable[bytes], count: int) -> None:
-    """Sends as the tap's shipper does: so many at most wait for their acknowledgement."""
+    """Sends like the tap's shipper, with a bounded number of unacknowledged records."""
     call = channel.stream_stream("/millrace.v1.PayloadIngest/Append", response_deserializer=AppendResponse.FromString)()
     room = asyncio.Semaphore(_IN_FLIGHT)
     acknowledged = 0
@@ -131,10 +131,10 @@ async def _send(channel: grpc.aio.Channel, requests: Iterable[bytes], count: int
 
 
 def _requests(source: str, count: int, text_bytes: int) -> Iterator[bytes]:
-    """Serialized AppendRequests of records as they come in, one each 10 ms, of one source."""
+    """Serialized AppendRequests of one source, with records 10 ms apart."""
     dice = random.Random(source)  # noqa: S311
     record_id, now_us = 0, time.time_ns() // 1000 - count * 10_000
-    text = "x" * (text_bytes // 3)  # Of the prompt, the answer and its one chunk.
+    text = "x" * (text_bytes // 3)  # A third each for the prompt, the answer and its one chunk.
     for sequence in range(1, count + 1):
         now_us += 10_000
         record_id = next_id(now_us // 1000, record_id)
@@ -162,20 +162,20 @@ async def _query(count: int, queries: int) -> dict[str, Any]:
         await _send(channel, _requests("kept", count, 0), count)
         stub = millrace_pb2_grpc.PayloadLogStub(channel)
         some = [record async for record in stub.Query(QueryPayloadsRequest(page_size=1000))]
-        told: dict[str, Any] = {"records": count, "queries_by_each": queries}
+        report: dict[str, Any] = {"records": count, "queries_by_each": queries}
         for name, filters in _filters(some, queries).items():
             times = []
-            for asked in filters:
-                begun = time.monotonic()
-                async for _ in stub.Query(QueryPayloadsRequest(page_size=_PAGE, **asked)):
+            for request in filters:
+                started = time.monotonic()
+                async for _ in stub.Query(QueryPayloadsRequest(page_size=_PAGE, **request)):
                     pass
-                times.append((time.monotonic() - begun) * 1000)
-            told[name] = {"median_ms": round(quantile(times, 0.5), 2), "p95_ms": round(quantile(times, 0.95), 2)}
-        return told
+                times.append((time.monotonic() - started) * 1000)
+            report[name] = {"median_ms": round(quantile(times, 0.5), 2), "p95_ms": round(quantile(times, 0.95), 2)}
+        return report
 
 
 def _filters(some: list[PayloadRecord], queries: int) -> dict[str, list[dict[str, Any]]]:
-    """By each filter alone, values that are there; times all over the file."""
+    """Values that occur in the file, for each filter alone; times all over the file."""
     dice = random.Random(0)  # noqa: S311
     newest = some[0].time.ToMicroseconds()
 
@@ -200,7 +200,7 @@ def _filters(some: list[PayloadRecord], queries: int) -> dict[str, list[dict[str
 
 
 async def _tap() -> dict[str, Any]:
-    """Microseconds of the event loop a chunk, with all the threads behind the tap at work."""
+    """Microseconds of the event loop for each chunk, while all threads behind the tap work."""
     async with _logger() as (target, _):
         with tempfile.TemporaryDirectory() as folder:
             tap = PayloadTap(target, spool=Path(folder))
@@ -212,9 +212,9 @@ async def _tap() -> dict[str, Any]:
                 await recording.flushed()
                 for _ in range(_CHUNKS):
                     await asyncio.sleep(_PACE_S)
-                    begun = time.perf_counter_ns()
+                    started = time.perf_counter_ns()
                     recording.chunk(" fox", [17])
-                    costs.append((time.perf_counter_ns() - begun) / 1000)
+                    costs.append((time.perf_counter_ns() - started) / 1000)
                 recording.end("OK")
 
             await asyncio.gather(*(one_stream(number) for number in range(_OPEN)))

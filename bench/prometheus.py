@@ -1,7 +1,7 @@
-"""A real Prometheus for as long as a block: `async with running_prometheus(stack.metrics_pages, folder)`.
+"""A real Prometheus for the duration of a block: `async with running_prometheus(stack.metrics_pages, folder)`.
 
-It runs with observability/prometheus.yaml and its alerts, of which the scrape jobs get the pages given instead of the
-containers', and it is asked by its HTTP API. It needs Debian's package `prometheus`, or a release's binary on the path.
+It runs with observability/prometheus.yaml and its alerts; the scrape jobs get the given pages instead of the
+containers', and queries use its HTTP API. It needs Debian's package `prometheus`, or a release's binary on the path.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Pages = Mapping[str, Sequence[tuple[str, int, str]]]
 
 
 class Series(NamedTuple):
-    """One series of an answer, with its values; those that are no numbers are left out of `finite`."""
+    """One series of an answer; `finite` has only its finite values."""
 
     labels: dict[str, str]
     values: list[float]
@@ -45,42 +45,42 @@ class Series(NamedTuple):
 
 
 class Prometheus(NamedTuple):
-    """One that runs, and scrapes so many pages every `every_s`."""
+    """A running Prometheus that scrapes its pages every `every_s`."""
 
     client: httpx2.AsyncClient
     page_count: int
     every_s: float
 
     async def query(self, expression: str) -> list[Series]:
-        """An instant query; RuntimeError with Prometheus' own text where it refuses."""
+        """An instant query; raises RuntimeError with Prometheus' message if it is refused."""
         answer = await self._ask("query", query=expression)
         return [Series(series["metric"], [float(series["value"][1])]) for series in answer["result"]]
 
     async def query_range(self, expression: str, start: float, end: float) -> list[Series]:
-        """A range query between two Unix times, a value a second."""
+        """A range query between two Unix times, one value a second."""
         answer = await self._ask("query_range", query=expression, start=start, end=end, step=1)
         return [
             Series(series["metric"], [float(value) for _, value in series["values"]]) for series in answer["result"]
         ]
 
     async def targets(self) -> list[dict[str, Any]]:
-        """What is scraped, as /api/v1/targets describes it: `labels`, `health`, `lastError` and more."""
+        """The targets in the format of /api/v1/targets: `labels`, `health`, `lastError` and more."""
         return list((await self._ask("targets"))["activeTargets"])
 
     async def labels_of(self, metric: str) -> list[dict[str, str]]:
-        """The series of a metric, as their labels."""
+        """The label sets of a metric's series."""
         return [series.labels for series in await self.query(f"last_over_time({metric}[1h])")]
 
     async def scraped(self) -> None:
-        """Returns once a scrape of every page that began from now on has ended, well or not; else TimeoutError."""
-        begun = time.time()
-        count = f"count(timestamp(up) > {begun:.3f})"
+        """Returns after a scrape of every page that began from now on, failed or not; raises TimeoutError."""
+        started = time.time()
+        count = f"count(timestamp(up) > {started:.3f})"
         async with asyncio.timeout(self.every_s + _READY_S):
             while sum(series.last for series in await self.query(count)) < self.page_count:  # noqa: ASYNC110
                 await asyncio.sleep(_POLL_S)
 
     async def _ask(self, what: str, **parameters: Any) -> dict[str, Any]:
-        # By POST: a query may be longer than an address.
+        # By POST, because a query may exceed the length of a URL.
         method = "POST" if parameters else "GET"
         answer = (await self.client.request(method, f"/api/v1/{what}", data=parameters)).json()
         if answer["status"] != "success":
@@ -91,7 +91,7 @@ class Prometheus(NamedTuple):
 
 @asynccontextmanager
 async def running_prometheus(pages: Pages, folder: Path, every_s: float = 1.0) -> AsyncIterator[Prometheus]:
-    """See the module; `folder` holds what it writes. RuntimeError with its last line where it does not start."""
+    """See the module; `folder` holds its files. Raises RuntimeError with its last line if it does not start."""
     config = folder / "prometheus.yaml"
     config.write_text(yaml.safe_dump(local_config(pages, every_s), sort_keys=False))
     process, address = await _start(config)
@@ -103,7 +103,7 @@ async def running_prometheus(pages: Pages, folder: Path, every_s: float = 1.0) -
 
 
 async def _start(config: Path) -> tuple[asyncio.subprocess.Process, str]:
-    """A process that is ready, and its address. Another may win a port: then once more."""
+    """A ready process and its address. Retries if another process takes the port."""
     for _ in range(_ATTEMPTS):
         address = f"127.0.0.1:{random.choice(_PORTS)}"  # noqa: S311
         with (config.parent / "prometheus.log").open("wb") as log:
@@ -142,7 +142,7 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
 def local_config(pages: Pages, every_s: float) -> dict[str, Any]:
     """The configuration of the containers' Prometheus, with other pages and another interval.
 
-    KeyError where a job has no pages, or pages no job: the jobs' names are what dashboards and alerts ask for.
+    Raises KeyError for a job without pages, or pages without a job: dashboards and alerts depend on the jobs' names.
     """
     config: dict[str, Any] = yaml.safe_load(CONFIG.read_text())
     every = f"{round(every_s * 1000)}ms"

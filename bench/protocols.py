@@ -1,9 +1,9 @@
-"""Where more callers bring no more answers: big tensors by gRPC and by V2 REST as JSON, side by side.
+"""The number of callers beyond which throughput stops growing: big tensors by gRPC and by V2 REST as JSON.
 
-A real stack, a model that answers with what it is given, tensors as a token model gets them: INT64 ids of 16 prompts of
-2,048 tokens, 256 KiB as they are. So many callers as a level says, each with one request at a time; at each level one
-protocol after the other. The knee is the level beyond which no other brings a tenth more answers. Every answer is
-compared with what was sent.
+A real stack, a model that returns its input, tensors like a token model's: INT64 ids of 16 prompts of 2,048 tokens, 256
+KiB in raw form. Each level is a number of callers, each with one request at a time; at each level the protocols are
+measured one after the other. The knee is the level beyond which no other gives 10 % more answers. Every answer is
+compared with its request.
 
 `python -m bench.protocols` writes bench/results/protocols.json; 3 minutes.
 """
@@ -38,12 +38,12 @@ _TIMEOUT_S = 60.0
 _OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
 _OK = "OK"
 
-# Sends one request and says how it ended; "wrong" where the answer is not what was sent.
+# Sends one request and returns its status; "wrong" if the answer differs from the request.
 Ask = Callable[[], Awaitable[str]]
 
 
 class Ended(NamedTuple):
-    """One request: when it ended (monotonic), how, and how long it took."""
+    """One request: the time of its end (monotonic), its status, and its duration."""
 
     at: float
     status: str
@@ -54,9 +54,9 @@ def main() -> None:
     options = parser(__doc__, "protocols")
     options.add_argument("--seconds", type=float, default=8.0, help="of each protocol at each level")
     arguments = options.parse_args()
-    told = asyncio.run(_measure(arguments.seconds))
-    write(arguments.out, told)
-    print(json.dumps({"knees": told["knees"], "most_per_s": told["most_per_s"]}, indent=2))
+    report = asyncio.run(_measure(arguments.seconds))
+    write(arguments.out, report)
+    print(json.dumps({"knees": report["knees"], "most_per_s": report["most_per_s"]}, indent=2))
 
 
 async def _measure(seconds: float) -> dict[str, Any]:
@@ -130,16 +130,16 @@ def _json_body() -> bytes:
 
 
 async def _level(ask: Ask, callers: int, seconds: float) -> dict[str, Any]:
-    """So many callers for a while; the first quarter of it is not counted."""
+    """Runs a number of callers for a time; its first quarter is not counted."""
     ended: list[Ended] = []
     begin = time.monotonic() + seconds / 4
     end = time.monotonic() + seconds
 
     async def call_again_and_again() -> None:
-        while (asked := time.monotonic()) < end:
+        while (started := time.monotonic()) < end:
             status = await ask()
             now = time.monotonic()
-            ended.append(Ended(now, status, now - asked))
+            ended.append(Ended(now, status, now - started))
 
     await asyncio.gather(*(call_again_and_again() for _ in range(callers)))
     counted = [one for one in ended if begin <= one.at < end]
@@ -153,7 +153,7 @@ async def _level(ask: Ask, callers: int, seconds: float) -> dict[str, Any]:
 
 
 def _knee(levels: dict[int, dict[str, Any]]) -> int:
-    """The fewest callers beyond whom no level brings a tenth more answers."""
+    """The fewest callers beyond which no level gives 10 % more answers."""
     rates = {callers: float(level["answers_per_s"]) for callers, level in levels.items()}
     return next(
         callers

@@ -1,4 +1,4 @@
-"""From records to verdicts and printed tables. Pure."""
+"""Converts records to verdicts and printed tables. Pure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Record = Mapping[str, Any]
 
 
 def series(record: Record, contender: str, figure: str) -> list[float]:
-    """One figure of one contender, a value a round; empty where it is absent."""
+    """One figure of one contender, one value for each round; empty if it is absent."""
     return [one["figures"][contender][figure] for one in record["rounds"] if contender in one["figures"]]
 
 
 def verdicts(records: Mapping[str, Record]) -> list[dict[str, Any]]:
-    """Every target held against the records; `met` is None where there is nothing to hold against it."""
+    """Every target compared with the records; `met` is None without a measurement."""
     return [_verdict(target, records.get(target.case)) for target in TARGETS]
 
 

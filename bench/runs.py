@@ -1,4 +1,4 @@
-"""What the benchmarks share: the command line, the machine, the stack that is measured, the file of results."""
+"""Shared by the benchmarks: the command line, the machine, the measured stack, the file of results."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 def parser(description: str | None, name: str) -> argparse.ArgumentParser:
-    """With `--out`, the file of results: bench/results/NAME.json."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--out", type=Path, default=_RESULTS / f"{name}.json", help="results")
-    return made
+    """A parser with `--out`, the file of results: bench/results/NAME.json."""
+    result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("--out", type=Path, default=_RESULTS / f"{name}.json", help="results")
+    return result
 
 
 def write(out: Path, report: Mapping[str, Any]) -> None:
@@ -54,7 +54,7 @@ async def running_stack(
     environment: Mapping[str, Mapping[str, str]] | None = None,
     **overrides: Any,
 ) -> AsyncIterator[Stack]:
-    """A whole stack with bundled models; `predictor` is a module of this folder in place of the service's own."""
+    """A whole stack with bundled models; `predictor` is a module of this folder that replaces the service's own."""
     commands = {"predictor": (sys.executable, "-m", f"bench.{predictor}")} if predictor else {}
     overrides = {"models": ",".join(f"{model}=models/{model}" for model in models), **overrides}
     with tempfile.TemporaryDirectory() as folder:
@@ -68,7 +68,7 @@ async def running_stack(
 
 
 def cpu_seconds(stack: Stack) -> dict[str, float]:
-    """The processor time that each process of the stack and this one, `callers`, have used, without their children."""
+    """The processor time of each process of the stack, and of this one as `callers`, without their children."""
     pids = {name: stack.pid(name) for name in stack.names} | {"callers": os.getpid()}
     used = {}
     for name, pid in pids.items():

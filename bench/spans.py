@@ -1,4 +1,4 @@
-"""A span as it is kept, from OTLP. Pure."""
+"""A span from OTLP. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Attributes = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened in a span."""
+    """An event of a span."""
 
     name: str
     time_ns: int
@@ -25,7 +25,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Link:
-    """Another span that this one has to do with; ids in hexadecimal."""
+    """A linked span; ids in hexadecimal."""
 
     trace_id: str
     span_id: str
@@ -34,7 +34,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Span:
-    """Ids in hexadecimal, `parent_id` "" at the root; kind and status as OpenTelemetry names them: SERVER, ERROR."""
+    """Ids in hexadecimal, `parent_id` "" at the root; kind and status with OpenTelemetry's names: SERVER, ERROR."""
 
     service: str
     name: str
@@ -64,7 +64,7 @@ def spans_of(request: ExportTraceServiceRequest) -> Iterator[Span]:
 
 
 def span_count(request: ExportTraceServiceRequest) -> int:
-    """How many spans an export brings."""
+    """The number of spans in an export."""
     return sum(len(scope.spans) for resource in request.resource_spans for scope in resource.scope_spans)
 
 

@@ -1,8 +1,8 @@
 """Medians, quantiles and the interval of a paired comparison. Pure.
 
-The interval is the percentile bootstrap of the median: the paired rounds' figures are drawn with
-replacement 10,000 times (fixed seed), and the 2.5th and 97.5th percentile of the medians are its
-ends (Efron, 1979). Rounds are paired: both figures of a ratio were measured one after another.
+The interval is the percentile bootstrap of the median: the paired rounds' figures are drawn with replacement 10,000
+times (fixed seed), and the 2.5th and 97.5th percentile of the medians are its ends (Efron, 1979). Rounds are paired:
+both figures of a ratio were measured one after another.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Estimate:
     rounds: int
 
     def reaches(self, at_least: float | None, at_most: float | None) -> bool:
-        """Whether the interval reaches into what the bounds allow."""
+        """Whether any part of the interval is within the bounds."""
         return (at_least is None or self.high >= at_least) and (at_most is None or self.low <= at_most)
 
 
@@ -41,7 +41,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The median of one figure a round, with its bootstrap interval."""
+    """The median of one figure for each round, with its bootstrap interval."""
     if not values:
         raise ValueError("an estimate needs rounds")
     draw = random.Random(0)  # noqa: S311  # The same rounds give the same interval.
@@ -51,5 +51,5 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def paired_ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Our figure over theirs, round by round."""
+    """Our figure divided by theirs, round by round."""
     return [a / b for a, b in zip(ours, theirs, strict=True)]

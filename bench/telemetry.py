@@ -1,16 +1,16 @@
-"""What telemetry costs the serving path: everything traced beside nothing, in one run.
+"""The cost of telemetry on the serving path: tracing everything, compared with tracing nothing, in one run.
 
-Three whole stacks, up at the same time. `traced`: each request traced through every hop, spans exported to a collector
-in a process of its own, metrics read every five seconds. `untraced`: the metrics alone. `off`: OpenTelemetry's SDK
-disabled, and Envoy traces nothing. They take turns in random order, block by block, so what else the machine does meets
-all of them. The model costs nothing (instant_predictor.py): what is counted is what the path carries, on cores that
-the callers share with it.
+Three whole stacks, running at the same time. `traced`: each request is traced through every hop, spans are exported to
+a collector in another process, metrics are scraped every five seconds. `untraced`: only the metrics. `off`:
+OpenTelemetry's SDK is disabled, and Envoy traces nothing. They alternate in random order, block by block, so other load
+on the machine affects all of them. The model computes nothing (instant_predictor.py): the figures are those of the
+serving path, on cores shared with the callers.
 
 `streamed`: messages a second of 32 `Generate` streams of 128 tokens; a stream that is read slower than its tokens are
-made gets more of them a message. `unary`: answers a second of 16 callers of `ModelInfer`, a tensor of 64 numbers to the
-model `identity` and back, by way of the transformer. The aims are ratios of `traced` to `untraced`, the median over the
-blocks of what was measured one after another: at least 0.95 streamed, 0.90 unary; with the 95 % interval. Beside them
-what everything costs, the ratio to `off`, and how much processor time a message or an answer is to each process.
+generated gets more of them in each message. `unary`: answers a second of 16 callers of `ModelInfer`, a tensor of 64
+numbers to the model `identity` and back, through the transformer. The aims are ratios of `traced` to `untraced`, the
+median over the blocks of consecutive measurements: at least 0.95 streamed, 0.90 unary; with the 95 % interval. Also
+reported: the ratio to `off`, and the processor time of each process for a message or an answer.
 
 `python -m bench.telemetry` writes bench/results/telemetry.json; 11 minutes.
 """
@@ -47,10 +47,10 @@ _PACE_MS = 4
 _TOKENS = 128
 _CONNECTIONS = 4
 _SCRAPE_S = 5.0
-_UNCOUNTED = 0.25  # Of a block, at its beginning.
+_UNCOUNTED = 0.25  # The share of a block, at its begin.
 _CALL_TIMEOUT_S = 30.0
 
-# Makes one request, and calls what it is given for each message or answer.
+# Makes one request, and calls its argument for each message or answer.
 Ask = Callable[[Callable[[], None]], Awaitable[None]]
 
 
@@ -62,14 +62,14 @@ class Case(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What one mode did in one block: messages or answers a second, and the processor time of each process for one."""
+    """One mode in one block: messages or answers a second, and the processor time of each process for one of them."""
 
     per_s: float
     cpu_ms: dict[str, float]
 
 
 class Mode(NamedTuple):
-    """A stack that is up, and how it is reached."""
+    """A running stack and its channels."""
 
     stack: Stack
     channels: tuple[grpc.aio.Channel, ...]
@@ -85,11 +85,11 @@ def main() -> None:
     options.add_argument("--only", choices=_CASES, help="one case, written to no file")
     arguments = options.parse_args()
     blocks, seconds = (3, 2.0) if arguments.quick else (arguments.blocks, arguments.seconds)
-    told = asyncio.run(_measure([arguments.only] if arguments.only else list(_CASES), blocks, seconds))
+    report = asyncio.run(_measure([arguments.only] if arguments.only else list(_CASES), blocks, seconds))
     if not (arguments.quick or arguments.only):
-        write(arguments.out, told)
-    print(_table(told))
-    if missed := [name for name, case in told["cases"].items() if not case["reached"]]:
+        write(arguments.out, report)
+    print(_table(report))
+    if missed := [name for name, case in report["cases"].items() if not case["reached"]]:
         raise SystemExit(f"not reached: {', '.join(missed)}")
 
 
@@ -100,7 +100,7 @@ async def _measure(names: list[str], blocks: int, seconds: float) -> dict[str, A
         scraper = asyncio.create_task(_scrape([modes["traced"].stack, modes["untraced"].stack]))
         opened.push_async_callback(_end, scraper)
         cases = {name: await _measure_case(name, modes, blocks, seconds) for name in names}
-        await asyncio.sleep(_SCRAPE_S)  # What is on its way to the collector arrives.
+        await asyncio.sleep(_SCRAPE_S)  # Time for spans to reach the collector.
         spans_exported = collector.span_count()
     return {
         "machine": machine(),
@@ -113,28 +113,28 @@ async def _measure(names: list[str], blocks: int, seconds: float) -> dict[str, A
 
 
 async def _start(opened: AsyncExitStack, name: str, collector: ReceiverProcess) -> Mode:
-    # Empty is unset: nothing that the environment of this process says is passed on.
+    # Empty means unset: nothing of this process's environment is passed on.
     endpoint = collector.endpoint if name == "traced" else ""
-    told = {"OTEL_EXPORTER_OTLP_ENDPOINT": "", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": endpoint}
+    variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": "", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": endpoint}
     if name != "traced":
-        told["OTEL_TRACES_SAMPLER"] = "always_off"
+        variables["OTEL_TRACES_SAMPLER"] = "always_off"
     if name == "off":
-        told["OTEL_SDK_DISABLED"] = "true"
+        variables["OTEL_SDK_DISABLED"] = "true"
     stack = await opened.enter_async_context(
         running_stack(
             *(_TEXT_MODEL, _TENSOR_MODEL),
             predictor="instant_predictor",
             environment={
-                "transformer": told,
-                "logger": told,
-                "predictor": told | {"PACE_MS": str(_PACE_MS), "PREDICTOR_MAX_RUNNING": "64"},
+                "transformer": variables,
+                "logger": variables,
+                "predictor": variables | {"PACE_MS": str(_PACE_MS), "PREDICTOR_MAX_RUNNING": "64"},
             },
             gateway_trace_percent=100 if name == "traced" else 0,
             otel_exporter_otlp_endpoint=collector.endpoint,
         )
     )
     channels = []
-    for number in range(_CONNECTIONS):  # Told apart by an option, or they would share one connection.
+    for number in range(_CONNECTIONS):  # A distinct option: otherwise they would share one connection.
         channel = grpc.aio.insecure_channel(stack.gateway, options=[("millrace.number", number)])
         channels.append(await opened.enter_async_context(channel))
     return Mode(stack, tuple(channels))
@@ -155,7 +155,7 @@ def _get(url: str) -> bytes:
 
 
 async def _end(task: asyncio.Task[None]) -> None:
-    """Raises what the task has raised."""
+    """Raises the task's exception."""
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task
@@ -168,7 +168,7 @@ async def _measure_case(name: str, modes: Mapping[str, Mode], blocks: int, secon
     for _ in range(blocks):
         for mode_name in random.sample(_MODES, len(_MODES)):
             measured[mode_name].append(await _block(modes[mode_name], _CASES[name], seconds))
-    return _told(name, measured)
+    return _report(name, measured)
 
 
 async def _block(mode: Mode, case: Case, seconds: float) -> Block:
@@ -201,7 +201,7 @@ async def _block(mode: Mode, case: Case, seconds: float) -> Block:
 
 
 def _streamed(mode: Mode) -> Ask:
-    # As bytes: what callers do with messages is not what is measured.
+    # As bytes, because the callers' decoding is not measured.
     request = millrace_pb2.GenerateRequest(
         model=_TEXT_MODEL, prompt=PROMPT, max_tokens=_TOKENS, ignore_eos=True, temperature=0
     ).SerializeToString()
@@ -230,11 +230,11 @@ def _unary(mode: Mode) -> Ask:
 _CASES = {"streamed": Case(callers=32, ask=_streamed), "unary": Case(callers=16, ask=_unary)}
 
 
-def _told(name: str, measured: Mapping[str, list[Block]]) -> dict[str, Any]:
-    told: dict[str, Any] = {"aim": _AIMS[name], "modes": {}, "ratios": {}}
+def _report(name: str, measured: Mapping[str, list[Block]]) -> dict[str, Any]:
+    report: dict[str, Any] = {"aim": _AIMS[name], "modes": {}, "ratios": {}}
     for mode in _MODES:
         blocks = measured[mode]
-        told["modes"][mode] = {
+        report["modes"][mode] = {
             "median_per_s": round(median(block.per_s for block in blocks), 1),
             "per_s": [round(block.per_s, 1) for block in blocks],
             "cpu_ms_each": {
@@ -244,20 +244,20 @@ def _told(name: str, measured: Mapping[str, list[Block]]) -> dict[str, Any]:
     for one, other in _RATIOS:
         ratios = paired_ratios([block.per_s for block in measured[one]], [block.per_s for block in measured[other]])
         interval = estimate(ratios)
-        told["ratios"][f"{one} / {other}"] = {
+        report["ratios"][f"{one} / {other}"] = {
             "median": round(interval.median, 3),
             "low": round(interval.low, 3),
             "high": round(interval.high, 3),
             "least": round(min(ratios), 3),
             "most": round(max(ratios), 3),
         }
-    told["reached"] = told["ratios"][_AIM]["median"] >= _AIMS[name]
-    return told
+    report["reached"] = report["ratios"][_AIM]["median"] >= _AIMS[name]
+    return report
 
 
-def _table(told: Mapping[str, Any]) -> str:
+def _table(report: Mapping[str, Any]) -> str:
     lines = []
-    for name, case in told["cases"].items():
+    for name, case in report["cases"].items():
         lines.append(f"\n{name:<10}{'a second':>10}  processor time each, ms")
         for mode, figures in case["modes"].items():
             spent = "  ".join(f"{process} {each:.3f}" for process, each in figures["cpu_ms_each"].items())
@@ -266,7 +266,7 @@ def _table(told: Mapping[str, Any]) -> str:
             interval = f"{ratio['median']:.3f}  ({ratio['low']:.3f} to {ratio['high']:.3f})"
             aim = f"  aim >= {case['aim']}: {'reached' if case['reached'] else 'MISSED'}" if pair == _AIM else ""
             lines.append(f"  {pair:<20}{interval}{aim}")
-    return "\n".join([*lines, f"\n{told['spans_exported']} spans exported"])
+    return "\n".join([*lines, f"\n{report['spans_exported']} spans exported"])
 
 
 if __name__ == "__main__":

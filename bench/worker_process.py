@@ -1,7 +1,6 @@
-"""A contender's process, as the parent sees it: started on one core, asked, stopped.
+"""A contender's process, from the view of its parent: started on one core, sent commands, stopped.
 
-Everything that goes wrong is a ContenderError with one line of reason: the contender is reported as
-absent, and the others go on.
+Every failure is a ContenderError with one line of reason: the contender is reported as absent, and the others continue.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _ANSWER_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 20.0
 _LINE_BYTES = 16 << 20
 
-# The same for all: one thread that does not spin, and the allocator as the services have it.
+# The same for all: one thread that does not spin, and the services' allocator settings.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "passive",
@@ -35,7 +34,7 @@ ENVIRONMENT = {
 
 
 class ContenderError(Exception):
-    """Why a contender gives no figures."""
+    """The reason why a contender has no figures."""
 
 
 class WorkerProcess:
@@ -48,9 +47,9 @@ class WorkerProcess:
 
     @classmethod
     async def start(cls, contender: Contender, model: Path, log: Path, core: int) -> WorkerProcess:
-        """The worker with its model loaded; stderr goes to `log`."""
+        """Starts the worker and waits until its model is loaded; stderr goes to `log`."""
         cores = os.sched_getaffinity(0)
-        # A child inherits the cores of the thread that starts it, before it makes any thread of its own.
+        # A child inherits the cores of the thread that starts it, before it creates any thread of its own.
         os.sched_setaffinity(0, {core})
         try:
             with log.open("wb") as errors:
@@ -76,7 +75,7 @@ class WorkerProcess:
         return worker
 
     async def ask(self, command: str, **arguments: Any) -> Mapping[str, Any]:
-        """The answer to one command."""
+        """Returns the answer to one command."""
         if self._process.stdin is None or self._process.returncode is not None:
             raise ContenderError(self._last_words())
         try:
@@ -87,7 +86,7 @@ class WorkerProcess:
         return await self._answer(_ANSWER_TIMEOUT_S)
 
     async def stop(self) -> None:
-        """Ends the process: asked by the end of its stdin, killed if it does not."""
+        """Ends the process by closing its stdin; kills it if it does not end."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:

@@ -1,6 +1,6 @@
 """Locust's entry point: two kinds of user against the gateway at `--host`.
 
-gRPC must know of gevent before it opens anything, or one waiting call stops every user.
+gRPC must be patched for gevent before it opens anything; otherwise one waiting call blocks every user.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The users of the load test, each with a connection of its own.
+"""The users of the load test, each with its own connection.
 
-Times are taken around the response iterator: Locust's documented gRPC interceptor waits for a
-stream's result before its first message and so hangs. A failure is reported as the gRPC status and
-the hop that failed, without what differs from call to call, so that equal failures count together.
+Times are measured around the response iterator: Locust's documented gRPC interceptor waits for a stream's result before
+its first message and so hangs. A failure is reported as the gRPC status and the hop that failed, without details that
+differ from call to call, so that equal failures count together.
 """
 
-# ruff: noqa: S311  (what is drawn here is no secret)
+# ruff: noqa: S311  (random numbers here are not secrets)
 from __future__ import annotations
 
 import random
@@ -39,11 +39,11 @@ TIMEOUT_S = 60
 
 
 class CallFailedError(Exception):
-    """What Locust lists under failures."""
+    """The text that Locust lists under failures."""
 
 
 def target_of(host: str) -> tuple[str, bool]:
-    """(host:port, whether by TLS) of http://host[:port] or https://host[:port]."""
+    """Converts http://host[:port] or https://host[:port] to (host:port, whether it uses TLS)."""
     url = urlsplit(host)
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ValueError(f"host {host!r} is not http://host:port or https://host:port")
@@ -53,7 +53,7 @@ def target_of(host: str) -> tuple[str, bool]:
 
 
 class GrpcUser(User):
-    """A user with a gRPC channel to the host; `authority` is what it asks the gateway for."""
+    """A user with a gRPC channel to the host; `authority` is the authority of its calls."""
 
     abstract = True
     host = "http://127.0.0.1:8080"
@@ -63,7 +63,7 @@ class GrpcUser(User):
     def __init__(self, environment: Any) -> None:
         super().__init__(environment)
         target, secure = target_of(self.host or "")
-        # Without a pool of its own each user would share one connection with all the others.
+        # Without its own pool each user would share one connection with all the others.
         options: list[tuple[str, Any]] = [("grpc.use_local_subchannel_pool", 1)]
         if self.authority:
             options.append(("grpc.default_authority", self.authority))
@@ -77,16 +77,16 @@ class GrpcUser(User):
 
     @contextmanager
     def measured(self, name: str) -> Iterator[dict[str, Any]]:
-        """A row of Locust's table for the block; the block sets `response_length`."""
+        """Adds the block as a row of Locust's table; the block sets `response_length`."""
         row: dict[str, Any] = {"response_length": 0, "exception": None}
-        begun = time.perf_counter()
+        started = time.perf_counter()
         try:
             yield row
         except grpc.RpcError as error:
             row["exception"] = CallFailedError(_failure(error))
         except CallFailedError as error:
             row["exception"] = error
-        self.report(name, time.perf_counter() - begun, **row)
+        self.report(name, time.perf_counter() - started, **row)
 
     def report(self, name: str, seconds: float, **row: Any) -> None:
         self.environment.events.request.fire(
@@ -95,7 +95,7 @@ class GrpcUser(User):
 
 
 class StreamingUser(GrpcUser):
-    """Reads stories as they are generated: time in all, to the first token, and from token to token."""
+    """Reads stories as they are generated: total time, time to the first token, time between tokens."""
 
     @task
     def generate(self) -> None:
@@ -106,13 +106,13 @@ class StreamingUser(GrpcUser):
             ignore_eos=True,
         )
         with self.measured("Generate") as row:
-            begun, first, tokens, finished = time.perf_counter(), None, 0, False
+            started, first, tokens, finished = time.perf_counter(), None, 0, False
             for response in millrace_pb2_grpc.TextGenerationStub(self.channel).Generate(request, timeout=TIMEOUT_S):
                 now = time.perf_counter()
                 row["response_length"] += response.ByteSize()
                 if response.token_ids and first is None:
                     first, first_tokens = now, len(response.token_ids)
-                    self.report("Generate TTFT", now - begun, response_length=0, exception=None)
+                    self.report("Generate TTFT", now - started, response_length=0, exception=None)
                 tokens += len(response.token_ids)
                 finished = response.HasField("finish_reason")
             if first is None or not finished:
@@ -123,7 +123,7 @@ class StreamingUser(GrpcUser):
 
 
 class TensorUser(GrpcUser):
-    """Sends token ids as tensors to the predictor, past the transformer."""
+    """Sends token ids as tensors to the predictor, bypassing the transformer."""
 
     authority = "predictor"
 
@@ -145,7 +145,7 @@ class TensorUser(GrpcUser):
 
 
 def _failure(error: Any) -> str:
-    """Status and failed hop of a grpc.RpcError, which is a call as well."""
+    """Status and failed hop of a grpc.RpcError, which is also a call."""
     metadata = dict(error.trailing_metadata() or ())
     hop = metadata.get("x-failed-hop")
     return f"{error.code().name} at the {hop}" if hop else f"{error.code().name}: {error.details()}"

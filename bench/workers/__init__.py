@@ -1,1 +1,3 @@
-"""One module a contender; `protocol` says how its process is driven. Only `millrace_engine` imports the project."""
+"""One module for each contender; `protocol` defines how its process is controlled. Only `millrace_engine` imports the
+project.
+"""

@@ -1,7 +1,7 @@
 """CTranslate2, causal or encoder-decoder. Argument: a compute type ("float32", "int8").
 
-The model is converted beside its folder at the first start. Its callback, which tells of the first
-token, is called for each one and costs it some 5 % at 32 callers.
+The model is converted beside its folder at the first start. Its callback, which reports the first token, is called for
+each one and costs about 5 % at 32 callers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bench.workers.protocol import Contender, Generation
 
 
 class CTranslate2Generator(Contender):
-    """See the module. It knows tokens by their words: token n is `tn`."""
+    """See the module. Its tokens are words: token n is `tn`."""
 
     packages = ("ctranslate2", "torch", "transformers")
 
@@ -43,7 +43,7 @@ class CTranslate2Generator(Contender):
         first_token_at: dict[int, float] = {}
 
         def note(step: Any) -> bool:
-            """Called for each token; true would end its sequence."""
+            """Called for each token; returning true would end its sequence."""
             first_token_at.setdefault(step.batch_id, time.perf_counter())
             return False
 

@@ -1,7 +1,7 @@
-"""Millrace's engine, loaded as the predictor loads it, one task a caller on uvloop.
+"""Millrace's engine, loaded as in the predictor, with one task for each caller on uvloop.
 
-`generate` counts the tokens that readers took from their slots. `long_prompt` and `outside_forward`
-are measures of this engine alone.
+`generate` counts the tokens that readers took from their slots. `long_prompt` and `outside_forward` are measured only
+for this engine.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from services.predictor.engine.interface import Engine, GenerationRequest, Outpu
 from services.predictor.repository.loading import load
 from services.predictor.settings import PredictorSettings
 
-_SETTLED_TOKENS = 16  # Of each stream, before gaps are looked at.
+_SETTLED_TOKENS = 16  # Of each stream, before gaps are measured.
 _QUIET_TOKENS = 64  # Of each stream, in the window without the long prompt.
-_AFTER_TOKENS = 2  # Of each stream, so that the gap in which the prefill ended is whole.
+_AFTER_TOKENS = 2  # Of each stream, so that the gap in which the prefill ended is complete.
 _WINDOW_TIMEOUT_S = 120.0
 
 
 class _Stream:
-    """One caller: submits, reads to the end, and remembers when chunks and tokens came."""
+    """One caller: submits, reads to the end, and records the times of chunks and tokens."""
 
     def __init__(self, slot: OutputSlot) -> None:
         self.slot = slot
@@ -50,7 +50,7 @@ class _Stream:
                 progress.set()
 
     def gaps(self, start: float, end: float) -> list[float]:
-        """The pauses between chunks that overlap a window."""
+        """The gaps between chunks that overlap a window."""
         return [b - a for a, b in zip(self.times, self.times[1:], strict=False) if b > start and a < end]
 
 
@@ -64,7 +64,7 @@ class MillraceEngine(Contender):
         source = ModelSource(Path(folder).name, folder)
         settings = PredictorSettings(models=f"{source.name}={folder}", device="cpu", dtype="bf16", threads=1)
         model: Any = load(source, settings, torch.device("cpu"), lambda progress: None)
-        self._engine: Engine = model.engine  # As every model that generates has one.
+        self._engine: Engine = model.engine  # Every generation model has one.
         self._loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         self._submitted = 0
         self.settings = {"dtype": "bf16", "max_running": settings.max_running, **self._engine.description}
@@ -94,8 +94,8 @@ class MillraceEngine(Contender):
         return _Stream(self._engine.submit(GenerationRequest(f"bench-{self._submitted}", prompt, sampling)))
 
     def outside_forward(self, batches: list[list[list[int]]], new_tokens: int) -> Mapping[str, Any]:
-        """The share of the engine's steps that is not the model's forward pass."""
-        # Read by name: an engine that does not count them is told apart from one that is slow.
+        """The share of the steps' time outside of the model's forward pass."""
+        # By name: an engine without these counters must not look like a slow one.
         before = self._forward_and_step_ns()
         for prompts in batches:
             self.generate(prompts, new_tokens)
@@ -107,7 +107,7 @@ class MillraceEngine(Contender):
         return statistics.forward_ns, statistics.step_ns
 
     def long_prompt(self, prompts: list[list[int]], long_prompt: list[int], new_tokens: int) -> Mapping[str, Any]:
-        """The p99 pause of running streams while a long prompt is prefilled, over that before it came."""
+        """The p99 gap of running streams while a long prompt is prefilled, divided by that before it."""
         return self._loop.run(self._long_prompt(prompts, long_prompt, new_tokens))
 
     async def _long_prompt(
@@ -139,7 +139,7 @@ class MillraceEngine(Contender):
             for stream in streams:
                 stream.slot.cancel()
             ended = await asyncio.gather(*readers, return_exceptions=True)
-        # A cancelled stream ends with an error of its own; any other is a failure of the measurement.
+        # A cancelled stream ends with a MillraceError; any other error is a failure of the measurement.
         for outcome in ended:
             if isinstance(outcome, BaseException) and not isinstance(outcome, MillraceError):
                 raise outcome

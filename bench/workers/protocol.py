@@ -1,13 +1,13 @@
-"""How a contender's process is driven: lines of JSON, a command on stdin, its answer on stdout.
+"""The control of a contender's process: lines of JSON, commands on stdin, answers on stdout.
 
-The first line out is `{"ready": true, "versions": {...}, "settings": {...}}`. A command is
-`{"command": name, ...arguments}`; its answer is an object of figures, or `{"error": reason}`, after
-which the next command is taken. The end of stdin ends the process. What libraries print goes to
-stderr. Imports nothing but the standard library: it runs in every contender's environment.
+The first line out is `{"ready": true, "versions": {...}, "settings": {...}}`. A command is `{"command": name,
+...arguments}`; its answer is an object of figures, or `{"error": reason}`, after which the next command is read. The
+end of stdin ends the process. Output of libraries goes to stderr. Imports only the standard library, because it runs in
+every contender's environment.
 
 A contender's module has `create(folder, *arguments)`.
 
-Times come from time.perf_counter(), in seconds.
+Times are those of time.perf_counter(), in seconds.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Command = Callable[..., Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Generation:
-    """What one batch gave: the new ids of each prompt, and when its first one was there."""
+    """The result of one batch: the new ids of each prompt, and the time of its first one."""
 
     output_ids: list[list[int]]
     first_token_at: list[float]
 
 
 class Contender(ABC):
-    """Generates greedily, without an end of sequence. `packages` are those whose versions are told."""
+    """Generates greedily, without an end token. `packages` are those whose versions are reported."""
 
     packages: tuple[str, ...]
     settings: Mapping[str, Any]
@@ -43,15 +43,15 @@ class Contender(ABC):
         """Serves all prompts at the same time; returns when all are done."""
 
     def own_commands(self) -> Mapping[str, Command]:
-        """What only this contender can be asked."""
+        """Commands that only this contender has."""
         return {}
 
-    def close(self) -> None:  # noqa: B027  # Most have nothing to end.
+    def close(self) -> None:  # noqa: B027  # Most have no threads.
         """Ends its threads."""
 
 
 def serve(contender: Contender, answers: TextIO) -> None:
-    """Answers commands until stdin ends: `generate`, and those that only this contender has."""
+    """Executes commands until stdin ends: `generate`, and the contender's own."""
 
     def generate(batches: list[list[list[int]]], new_tokens: int) -> Mapping[str, Any]:
         return _measure(contender, batches, new_tokens)
@@ -68,7 +68,7 @@ def serve(contender: Contender, answers: TextIO) -> None:
         try:
             figures = known[arguments.pop("command")](**arguments)
         except Exception as error:
-            # The parent says which contender failed and why, and goes on without it.
+            # The parent reports the contender and the reason, and continues without it.
             answer({"error": f"{type(error).__name__}: {error}"})
         else:
             answer(figures)

@@ -13,7 +13,7 @@ from bench.workers.protocol import Contender, Generation
 
 
 class _Clock(BaseStreamer):
-    """Notes when the first new ids come; the first call brings the prompt, or the decoder's start."""
+    """Records the time of the first new ids; the first call has the prompt, or the decoder's start."""
 
     def __init__(self) -> None:
         self.calls: list[float] = []

@@ -1,6 +1,6 @@
 """transformers' ContinuousBatchingManager, started once.
 
-Requests do not stream: delivering each token costs it time, and its own clock knows the first one.
+Requests do not stream: delivering each token would slow it down, and it records the time of the first one itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _RESULT_TIMEOUT_S = 300.0
 
 
 class TransformersBatching(Contender):
-    """See the module. Everything but the memory is at its default; left to itself it takes 60 % of the machine's."""
+    """See the module. Everything except the memory has its default; by default it takes 60 % of the machine's."""
 
     packages = ("torch", "transformers")
 
@@ -24,7 +24,7 @@ class TransformersBatching(Contender):
         auto: Any = AutoModelForCausalLM
         model = auto.from_pretrained(folder, dtype=torch.bfloat16).eval()
         config = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=4096)
-        # -1 is its way to say that there is no end of sequence.
+        # -1 means no end token.
         generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)  # type: ignore[no-untyped-call]
         self._manager = model.init_continuous_batching(generation, config)
         self._manager.start()

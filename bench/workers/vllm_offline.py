@@ -1,5 +1,5 @@
-"""vLLM's CPU build, its engine stepped in this process: scheduler and model share the one core.
-Eager, as compiling a small model's shapes takes minutes.
+"""vLLM's CPU build, its engine stepped in this process: scheduler and model share the one core. Eager, because
+compiling a small model's shapes takes minutes.
 """
 
 from __future__ import annotations
