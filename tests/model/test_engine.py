@@ -7,14 +7,8 @@ import pytest
 
 from millrace.errors import DeadlineError, HopBrokenError, NotReadyError, OverloadedError, RequestFailedError
 from services.predictor.engine.interface import EngineDeadError
-from tests.model.fakes import END, FakeRunner, Gate, engines, expected, read_all, request
+from tests.model.fakes import END, FakeRunner, Gate, expected, read_all, request
 from tests.waiting import until
-
-
-@pytest.fixture
-def engine_of():
-    with engines() as make:
-        yield make
 
 
 async def test_a_crowd_gets_what_each_would_get_alone(engine_of):

@@ -9,16 +9,10 @@ import pytest
 from millrace.errors import DeadlineError, HopBrokenError, InvalidRequestError, NotReadyError, RequestFailedError
 from services.predictor.engine.isolation import Isolation
 from tests.model.crowd import CROWD, assert_crowd_is_unharmed, outcome, submit_crowd
-from tests.model.fakes import FakeRunner, Gate, engines, expected, read_all, request
+from tests.model.fakes import FakeRunner, Gate, expected, read_all, request
 from tests.waiting import until
 
 LONG = range(3, 43)
-
-
-@pytest.fixture
-def engine_of():
-    with engines() as make:
-        yield make
 
 
 def names_of(steps):

@@ -6,14 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from millrace.errors import DeadlineError, OverloadedError
-from tests.model.fakes import FakeRunner, Gate, engines, expected, read_all, request
+from tests.model.fakes import FakeRunner, Gate, expected, read_all, request
 from tests.waiting import until
-
-
-@pytest.fixture
-def engine_of():
-    with engines() as make:
-        yield make
 
 
 @pytest.fixture

@@ -7,14 +7,8 @@ import torch
 
 from millrace.errors import HopBrokenError, NotReadyError, RequestFailedError
 from tests.model.crowd import CROWD, assert_crowd_is_unharmed, dead, outcome, submit_crowd
-from tests.model.fakes import FakeRunner, Gate, engines, expected, read_all, request
+from tests.model.fakes import FakeRunner, Gate, expected, read_all, request
 from tests.waiting import until
-
-
-@pytest.fixture
-def engine_of():
-    with engines() as make:
-        yield make
 
 
 def poison(error, name="bad", outputs=3):

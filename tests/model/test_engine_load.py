@@ -9,14 +9,8 @@ import pytest
 from millrace.errors import RequestFailedError
 from services.predictor.engine.interface import Timeline
 from tests.model.crowd import CROWD, assert_crowd_is_unharmed, submit_crowd
-from tests.model.fakes import FakeRunner, Gate, engines, expected, read_all, request
+from tests.model.fakes import FakeRunner, Gate, expected, read_all, request
 from tests.waiting import until
-
-
-@pytest.fixture
-def engine_of():
-    with engines() as make:
-        yield make
 
 
 async def test_a_timeline_is_in_the_order_of_what_happened(engine_of):

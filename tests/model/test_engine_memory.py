@@ -5,13 +5,7 @@ import torch
 
 from millrace.errors import RequestFailedError
 from tests.model.crowd import assert_crowd_is_unharmed, outcome, submit_crowd
-from tests.model.fakes import FakeRunner, engines, expected, read_all, request
-
-
-@pytest.fixture
-def engine_of():
-    with engines() as make:
-        yield make
+from tests.model.fakes import FakeRunner, expected, read_all, request
 
 
 class Scarce(FakeRunner):

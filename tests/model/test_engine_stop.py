@@ -10,14 +10,8 @@ import pytest
 
 from millrace.errors import DeadlineError, HopBrokenError, NotReadyError, OverloadedError, RequestFailedError
 from tests.model.crowd import CROWD, assert_crowd_is_unharmed, dead, outcome, submit_crowd
-from tests.model.fakes import FakeRunner, Gate, engines, expected, read_all, request
+from tests.model.fakes import FakeRunner, Gate, expected, read_all, request
 from tests.waiting import until
-
-
-@pytest.fixture
-def engine_of():
-    with engines() as make:
-        yield make
 
 
 @pytest.fixture

@@ -3,16 +3,10 @@
 import pytest
 
 from millrace.errors import RequestFailedError
-from tests.model.fakes import BLOCK_TOKENS, FakeRunner, Gate, engines, expected, read_all, request
+from tests.model.fakes import BLOCK_TOKENS, FakeRunner, Gate, expected, read_all, request
 from tests.waiting import until
 
 PROMPT = list(range(3, 33))
-
-
-@pytest.fixture
-def engine_of():
-    with engines() as make:
-        yield make
 
 
 def cached(chunks):

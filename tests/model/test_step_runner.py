@@ -5,13 +5,7 @@ import torch
 
 from millrace.errors import HopBrokenError, NotReadyError, RequestFailedError
 from tests.model.crowd import CROWD, assert_crowd_is_unharmed, dead, outcome, submit_crowd
-from tests.model.fakes import FakeRunner, engines, expected, read_all, request
-
-
-@pytest.fixture
-def engine_of():
-    with engines() as make:
-        yield make
+from tests.model.fakes import FakeRunner, expected, read_all, request
 
 
 class Failing(FakeRunner):
