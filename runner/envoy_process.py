@@ -78,7 +78,7 @@ class EnvoyProcess(Process):
                 if self._predecessor is not None:  # The new Envoy has ended it.
                     await self._predecessor.end(self.spec.grace_s)
                 if self._process is not running or running.returncode is not None:
-                    raise StartupError("envoy ended during the reload and was started anew; reload once more")
+                    raise StartupError("envoy ended during the reload and was restarted; reload again")
             except BaseException:
                 await _end(process, signal.SIGKILL)
                 admin.close()

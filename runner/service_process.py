@@ -43,7 +43,7 @@ class ServiceProcess(Process):
             try:
                 await self._until_listening(successor, ready)
                 if self._process is not running or running.returncode is not None:
-                    raise StartupError(f"{self.spec.name} ended meanwhile and was started anew")
+                    raise StartupError(f"{self.spec.name} ended during its replacement and was restarted")
             except BaseException:
                 signal_to(successor, signal.SIGKILL)
                 await self._ended(successor)

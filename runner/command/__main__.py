@@ -44,8 +44,8 @@ milliseconds to the first token and in all, request id, prompt and answer.
   millrace log --status UNAVAILABLE
   millrace log --follow
   millrace log --json | jq .text
-  millrace log ID                            one record whole, by its own or its request's id"""
-_TRACE = """Shows the calls of one trace with what each hop says of them, and where its spans are.
+  millrace log ID                            all of one record, by its own or its request's id"""
+_TRACE = """Shows the calls of one trace with each hop's status and times, and the link to its spans.
 
 ID is the id of a trace, of a request (the answer's x-request-id) or of a record, or a traceparent. The spans are at a
 collector such as Jaeger: `docker compose up` has one; with `make up`, set OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, and

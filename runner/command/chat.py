@@ -77,7 +77,7 @@ def talk(gateway: Gateway, conversation: Conversation, paint: Painter) -> None:
     kind = "chat" if conversation.has_template else "completion, for it has no chat template"
     print(f"{paint(BOLD, conversation.model)} ({kind}); {_HELP}")
     with suppress(ImportError):
-        import readline  # noqa: F401  # Gives input() its editing.
+        import readline  # noqa: F401  # Adds editing to input().
     while True:
         try:
             text = input("> ")

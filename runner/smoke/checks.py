@@ -197,7 +197,7 @@ async def _record(gateway: Gateway, request: millrace_pb2.GenerateRequest) -> An
             [record, *_] = found.expect(200, f'prompt: "{_PROMPT}"', 'status: "OK"').pieces
             by_id = (await gateway.rest(f"/millrace/v1/payloads/{record.record_id}")).expect(200)
             if json.loads(by_id.text).get("text", "") != record.text:
-                raise Failed("Get by REST says another text")
+                raise Failed("Get by REST returns another text")
             page = await gateway.rest(f"/millrace/v1/payloads?request_id={request_id}")
             return page.expect(200, f'"record_id": "{record.record_id}"')
         await asyncio.sleep(_POLL_S)

@@ -44,7 +44,7 @@ class LoggerSettings(ServiceSettings):
         ),
     )
     sink_from: Literal["now", "beginning"] = Field(
-        "now", description="Where a sink begins that has no position yet: now, or beginning, the oldest record."
+        "now", description="Start of a sink without a position: now, or beginning for the oldest record."
     )
     sink_timeout_s: float = Field(30.0, gt=0, le=3600, description="Seconds that a sink has to accept an event.")
     sink_concurrency: int = Field(16, ge=1, le=256, description="Maximum of events in flight to a sink.")
@@ -54,5 +54,5 @@ class LoggerSettings(ServiceSettings):
         description="Source of the events, a URI reference to which /request or /response is added.",
     )
     sink_namespace: str = Field(
-        "default", pattern="^[!-~]+$", description="Namespace that the events name, as KServe's do."
+        "default", pattern="^[!-~]+$", description="Namespace in the events, an attribute of KServe's."
     )

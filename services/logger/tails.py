@@ -179,7 +179,7 @@ class Tails:
         idle = (tail for tail in self._open if tail.is_waiting and tail.caller == greediest)
         tail = min(idle, key=lambda one: one.idle_since, default=None)
         if tail is None:
-            message = f"{len(self._open)} tails are open, {of[caller]} of them this caller's, which is all there may be"
+            message = f"{len(self._open)} tails are open, {of[caller]} of them this caller's, which is the limit"
             raise OverloadedError(message, retry_after_ms=COME_BACK_MS)
         self._open.discard(tail)
         tail.fail(OverloadedError("a newer tail has taken its place", retry_after_ms=COME_BACK_MS))

@@ -327,7 +327,7 @@ async def test_a_database_that_is_removed_is_begun_anew_and_nothing_in_it_is_ack
     path = tmp_path / "payloads.sqlite3"
     await store.append([append_request(n) for n in range(1, 4)])
     (tmp_path / f"payloads.sqlite3{removed}").unlink()
-    with pytest.raises(NotReadyError, match="has been made anew"):
+    with pytest.raises(NotReadyError, match="has been re-created"):
         await store.append([append_request(4)])
     assert "was removed" in caplog.text
     assert await store.append([append_request(4), append_request(5)]) != []
@@ -352,7 +352,7 @@ async def test_a_database_that_cannot_be_begun_anew_at_once_is_begun_as_soon_as_
         for _ in range(2):
             with pytest.raises(NotReadyError, match="no space left"):
                 await store.check()
-    with pytest.raises(NotReadyError, match="has been made anew"):
+    with pytest.raises(NotReadyError, match="has been re-created"):
         await store.check()
     await store.append([append_request(4)])
     assert await store.last_position() > 3

@@ -115,7 +115,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m services.logger export",
         description="Writes payload records to a file, oldest first. The logger may be running.",
-        epilog="TIME is a date (2026-01-31), a time (2026-01-31T12:00, UTC unless it says otherwise) or an age "
+        epilog="TIME is a date (2026-01-31), a time (2026-01-31T12:00, UTC by default) or an age "
         "(90s, 30m, 24h, 7d, 2w).",
     )
     parser.add_argument("--format", choices=("parquet", "jsonl"), default="parquet", help="default: %(default)s")

@@ -75,7 +75,7 @@ class Readers:
         """Registers a call of a caller that reads."""
         count, total = self._readers[caller], self._readers.total()
         if count >= self._max_of_one or total >= self._max_readers:
-            message = f"{total} calls read records, {count} of them this caller's, which is all there may be"
+            message = f"{total} calls read records, {count} of them this caller's, which is the limit"
             raise OverloadedError(message, retry_after_ms=COME_BACK_MS)
         self._readers[caller] += 1
         try:

@@ -163,7 +163,7 @@ def place_of(page_token: str) -> Place:
     except (ValueError, struct.error):
         version = None
     if version != _TOKEN_VERSION:
-        raise InvalidRequestError("page_token is not one of ours")
+        raise InvalidRequestError("page_token is invalid")
     return Place(*place)
 
 

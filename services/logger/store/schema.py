@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 SCHEMA_VERSION = 3
 
 BUSY_MS = 5000
-_CACHE_KIB = 16 * 1024  # Four times as much brings no more records a second.
+_CACHE_KIB = 16 * 1024  # Four times as much does not increase throughput.
 _LOG_BYTES = 64 * 1024 * 1024
 _LOG_PAGES = 8192
 _INCREMENTAL = 2  # The value of `PRAGMA auto_vacuum`.

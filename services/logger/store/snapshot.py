@@ -1,13 +1,13 @@
-"""The records that a database holds now, read without the logger that owns it, which may be running.
+"""A snapshot of a database's records, read without its logger, which may be running.
 
     with Snapshot(path, filters) as snapshot:
         for record in snapshot.records(): ...
 
-Oldest first, by the records' times; what is committed later does not appear, what is deleted meanwhile disappears. Rows
-are read in transactions that end before their records are handed out, so that no reader, however slow, keeps the
-logger from emptying its write-ahead log; at most 4 MiB, or one record, at once.
+Oldest first, by the records' times. Records committed later are not included; records deleted meanwhile are missing.
+Rows are read in transactions that end before their records are returned, so a slow reader does not keep the logger from
+truncating its write-ahead log; at most 4 MiB, or one record, at a time.
 
-Errors: StartupError where the file cannot be read.
+Errors: StartupError if the file cannot be read.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Snapshot:
         self._clauses = [records.c.position <= last, *filters.clauses(records)]
 
     def count(self) -> int:
-        """How many they are."""
+        """The number of records."""
         with self._connect() as connection:
             statement = sql.select(sql.func.count()).select_from(records).where(*self._clauses)
             return int(connection.execute(statement).scalar_one())
 
     def records(self) -> Iterator[PayloadRecord]:
-        """Each of them, with what the gateway said of its call."""
+        """Yields each record with the gateway's part."""
         last: reading.Place | None = None
         while rows := self._page(last):
             for row in rows:
@@ -73,10 +73,10 @@ class Snapshot:
     def _page(self, last: reading.Place | None) -> Sequence[Any]:
         clauses = list(self._clauses)
         if last is not None:
-            # The first of the two is what an index is entered by.
+            # The first of the two is for the index.
             clauses.append(records.c.time_us >= last.time_us)
             clauses.append((records.c.time_us > last.time_us) | (records.c.position > last.position))
-        # Without the bodies, which SQLite would otherwise hold all at once to sort them.
+        # Without the bodies, which SQLite would otherwise hold in memory to sort them.
         order = (records.c.time_us, records.c.position)
         sizes = sql.select(records.c.position, sql.func.length(records.c.body).label("size")).where(*clauses)
         with self._connect() as connection:

@@ -189,7 +189,7 @@ class SqliteStore:
         if schema.files_of(self._path) == self._files:
             return
         if self._lost_after is None:
-            logger.error("%s was removed, with every record in it: a new one is begun", self._path)
+            logger.error("%s was removed, with every record in it: creating a new one", self._path)
             self._commits.count_lost_database()
             with self._writing.connect() as connection:
                 self._lost_after = schema.last_position(connection)
@@ -201,8 +201,8 @@ class SqliteStore:
                 schema.go_on_after(connection, self._lost_after)
             self._lost_after = None
         except StartupError as error:
-            raise NotReadyError(f"the payload store cannot be made anew: {error}") from None
-        raise NotReadyError("the payload store has been made anew")
+            raise NotReadyError(f"the payload store cannot be re-created: {error}") from None
+        raise NotReadyError("the payload store has been re-created")
 
     async def append(self, requests: Sequence[AppendRequest]) -> list[PayloadRecord]:
         if not requests:

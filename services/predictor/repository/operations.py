@@ -35,7 +35,7 @@ class Operations:
         left_s = max(0.0, deadline.at - time.monotonic())
         done, _ = await asyncio.wait((task,), timeout=min(_MAX_WAIT_S, left_s))
         if not done:
-            raise DeadlineError(f"the {what} is not done yet, and goes on; RepositoryIndex tells what becomes of it")
+            raise DeadlineError(f"the {what} is still running; RepositoryIndex reports its result")
         if task.cancelled():
             raise NotReadyError("the predictor is stopping")
         task.result()
