@@ -42,7 +42,7 @@ _DEADLINE_S = 5.0
 _SWEEP = (16, 32, 64, 128)
 _OVERLOADS = (96, 384, 1500)
 _AIM = 0.9
-_WARM_UP_S = 5.0  # At the begin of each arm, not counted: the queue fills, or empties.
+_WARM_UP_S = 5.0  # At the start of each arm, not counted: the queue fills, or empties.
 _CONNECTIONS = 4
 
 

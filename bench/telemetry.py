@@ -47,7 +47,7 @@ _PACE_MS = 4
 _TOKENS = 128
 _CONNECTIONS = 4
 _SCRAPE_S = 5.0
-_UNCOUNTED = 0.25  # The share of a block, at its begin.
+_UNCOUNTED = 0.25  # The share of a block, at its start.
 _CALL_TIMEOUT_S = 30.0
 
 # Makes one request, and calls its argument for each message or answer.

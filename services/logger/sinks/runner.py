@@ -77,7 +77,7 @@ class SinkRunner:
         self._saved = 0
         self._progress = asyncio.Event()
         self._next_warning = 0.0
-        self._said_away = False
+        self._is_unavailable = False
 
     @property
     def lag_s(self) -> float:
@@ -137,7 +137,7 @@ class SinkRunner:
         position = self._finished
         while True:
             self._news.clear()
-            page = await _patiently(self._store.after, position, _PAGE)
+            page = await _retrying(self._store.after, position, _PAGE)
             self._ends += (ends := [ended_at(stored.record) for stored in page])
             self._newest_end = ends[-1] if ends else math.inf
             for position, record in page:
@@ -186,7 +186,7 @@ class SinkRunner:
             await self._progress.wait()
             self._progress.clear()
             position = self._finished
-            await _patiently(self._store.move_cursor, self._sink.name, position)
+            await _retrying(self._store.move_cursor, self._sink.name, position)
             self._saved = position
             await asyncio.sleep(_SAVE_EVERY_S)
 
@@ -201,7 +201,7 @@ class SinkRunner:
                 return
             except TryAgainError as error:
                 self.counts["retried"] += 1
-                self._say_away(error)
+                self._warn_unavailable(error)
                 # Jitter, so that events do not all return at the same instant.
                 await asyncio.sleep(max(error.retry_after_s, delay_s * random.uniform(0.5, 1.0)))  # noqa: S311
                 delay_s = min(2 * delay_s, _MAX_DELAY_S)
@@ -214,31 +214,31 @@ class SinkRunner:
                     )
                     return
                 self.counts["retried"] += 1
-                self._say_away(error)
+                self._warn_unavailable(error)
                 await asyncio.sleep(delay_s)
                 delay_s = min(2 * delay_s, _MAX_DELAY_S)
             else:
                 self.counts["delivered"] += 1
-                self._say_back()
+                self._log_recovery()
                 return
 
-    def _say_away(self, error: Exception) -> None:
+    def _warn_unavailable(self, error: Exception) -> None:
         now = time.monotonic()
         if now >= self._next_warning:
             self._next_warning = now + _WARN_EVERY_S
-            self._said_away = True
+            self._is_unavailable = True
             logger.warning("the sink %s takes no events: %s", self._sink.name, error or type(error).__name__)
 
-    def _say_back(self) -> None:
-        if self._said_away:
-            self._said_away = False
+    def _log_recovery(self) -> None:
+        if self._is_unavailable:
+            self._is_unavailable = False
             logger.info("the sink %s takes events again", self._sink.name)
 
 
-async def _patiently(ask: Callable[Arguments, Awaitable[T]], *args: Arguments.args, **kwargs: Arguments.kwargs) -> T:
+async def _retrying(call: Callable[Arguments, Awaitable[T]], *args: Arguments.args, **kwargs: Arguments.kwargs) -> T:
     """Calls the store until it answers; the store itself logs its failures."""
     while True:
         try:
-            return await ask(*args, **kwargs)
+            return await call(*args, **kwargs)
         except NotReadyError:
             await asyncio.sleep(_STORE_DELAY_S)

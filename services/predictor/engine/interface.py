@@ -76,7 +76,7 @@ class Chunk:
 class Timeline:
     """The times of a sequence's events, on the clock of time.monotonic(); None: not yet, or never.
 
-    The engine writes each time once, before the reader can see the event; the reader only reads. `started` is the begin
+    The engine writes each time once, before the reader can see the event; the reader only reads. `started` is the start
     of the first step that computes a part of the sequence; `first_token` the time of the first token generated here;
     `ended` when the sequence gave up its slot for good. A preempted sequence gives up its slot and is computed again
     later: `preemptions` counts all of them, and the times of the latest are kept.

@@ -90,7 +90,7 @@ class CountedRequest:
         self._batch = batch
         self._deadline = deadline
         self._empty_final = empty_final  # The front end ends the stream with one more response.
-        self._begun = self._last = time.monotonic_ns()
+        self._started = self._last = time.monotonic_ns()
         self._responses = 0
         self._complete = False
 
@@ -108,7 +108,7 @@ class CountedRequest:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         statistics = self._statistics
-        took = time.monotonic_ns() - self._begun
+        duration_ns = time.monotonic_ns() - self._started
         statistics.last_inference_ms = int(time.time() * 1000)
         # A reader may stop after the last response without waiting for the end of the stream.
         left = isinstance(error, asyncio.CancelledError | GeneratorExit) and not self._complete
@@ -116,11 +116,11 @@ class CountedRequest:
             self._tally().cancel.add(self._lap())
         elif left or isinstance(error, Exception):
             self._tally().fail.add(self._lap())
-            statistics.fail.add(took)
+            statistics.fail.add(duration_ns)
         else:
             if self._empty_final:
                 self._tally().empty.add(self._lap())
-            statistics.success.add(took)
+            statistics.success.add(duration_ns)
             statistics.inferences += self._batch
 
     def _tally(self) -> ResponseTally:

@@ -34,7 +34,7 @@ class QueueEstimate:
     def ended(self, now: float) -> None:
         """Records that a slot has become free."""
         self._ends.append(now)
-        if self._knows:
+        if self._has_data:
             self._interval_s = self._interval(now)
 
     def succeeded(self, requested_tokens: int, seconds: float) -> None:
@@ -55,7 +55,7 @@ class QueueEstimate:
 
     def is_late(self, sequence: Sequence, ahead: int, now: float) -> bool:
         """Whether a sequence behind `ahead` others is expected to miss a deadline."""
-        if not ahead or not self._knows:
+        if not ahead or not self._has_data:
             return False
         starts_at = now + _MARGIN * ahead * self._interval(now)
         first_token_deadline = sequence.first_token_deadline
@@ -66,10 +66,10 @@ class QueueEstimate:
     def is_hopeless(self, sequence: Sequence, now: float) -> bool:
         """Whether a sequence that starts now is expected to miss its deadline."""
         done_at = now + _MARGIN * self._token_s * sequence.requested_tokens
-        return self._knows and done_at > sequence.request.deadline
+        return self._has_data and done_at > sequence.request.deadline
 
     @property
-    def _knows(self) -> bool:
+    def _has_data(self) -> bool:
         return len(self._ends) >= _ENOUGH
 
     def _interval(self, now: float) -> float:
