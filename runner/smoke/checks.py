@@ -120,8 +120,7 @@ def _of_text_by_rest(gateway: Gateway, model: Model) -> Iterator[Check]:
         yield openai(path, {**body, "stream": True}, "data: [DONE]", streamed=True, **more)
     yield openai("/v1/embeddings", {**named, "input": _PROMPT}, note=" is refused", status=400)
     vllm = partial(_rest, gateway, protocol="vLLM")
-    yield vllm("/tokenize", {**named, "prompt": _PROMPT}, '"tokens": [')
-    yield vllm("/detokenize", {**named, "tokens": [1, 2, 3]}, '"prompt":')
+    yield Check("vLLM", "POST /tokenize, POST /detokenize", partial(_ids_and_back, gateway, named), (_PROMPT,))
     yield vllm(f"/tokenizer_info?model={model.name}", None, "eos_token")
     yield _json_infer(gateway, model.name, [_text_input()], _SAMPLING)
     yield _binary_infer(gateway, model.name, [_text_input()], _SAMPLING)
@@ -160,7 +159,7 @@ def _of_tensors(gateway: Gateway, model: Model) -> Iterator[Check]:
     if not model.decoupled:
         yield _binary_infer(gateway, name, inputs, may_refuse=may_refuse)
         if not model.has_half_floats:
-            yield _json_infer(gateway, name, inputs, may_refuse=may_refuse)
+            yield _json_infer(gateway, name, inputs, may_refuse=may_refuse, finite=not may_refuse)
     broken = {"inputs": [{"name": "x", "datatype": "INT64", "shape": [2, 2], "data": [1]}]}
     yield _rest(gateway, f"/v2/models/{name}/infer", broken, protocol="V2 REST", note=", wrong shape", status=400)
 
@@ -183,6 +182,11 @@ def _of_text_endpoints(gateway: Gateway, model: Model) -> Iterator[Check]:
     yield embeddings(ids, '"index": 1', note=" of ids")
     if model.embeds_text:
         yield embeddings({**ids, "input": "the fox", "encoding_format": "base64"}, '"index": 0', note=" of text")
+
+
+async def _ids_and_back(gateway: Gateway, named: dict[str, str]) -> Answer:
+    ids = json.loads((await gateway.rest("/tokenize", {**named, "prompt": _PROMPT})).expect(200).text)["tokens"]
+    return await gateway.rest("/detokenize", {**named, "tokens": ids})
 
 
 async def _record(gateway: Gateway, request: millrace_pb2.GenerateRequest) -> Answer:

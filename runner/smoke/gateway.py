@@ -21,9 +21,12 @@ from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 _TIMEOUT_S = 60.0
 _CODES = {200: "OK", 400: "INVALID_ARGUMENT", 404: "NOT_FOUND"}
 _IN_STREAM = "an error in the stream"  # `error_message` of ModelStreamInfer, which has no status.
+_REQUEST_ID = "x-request-id"
 _OPENAI_PATHS = ("/v1/", "/openai/")
 # A piece of text that is not empty: in JSON, in a message, and as a tensor's raw contents after its length.
 _TEXT = re.compile(r'(?:text|content|text_output)"?: ?"[^"]|raw_output_contents: "(?!(?:\\000){4}")')
+
+_NOT_FINITE = re.compile(r"[\[,:] ?-?(?:NaN|Infinity)")
 
 
 class Failed(Exception):  # noqa: N818  # It reports a finding, not an error of the program.
@@ -67,6 +70,7 @@ class Check:
     """One row of the table: a call, the expected status and, for 200, the expected contents.
 
     `streamed`: it must arrive in pieces, unless it has no text. `may_refuse`: a user's own code may refuse the request.
+    `finite`: numbers in JSON must be neither NaN nor infinite.
     """
 
     protocol: str
@@ -76,6 +80,7 @@ class Check:
     status: int = 200
     streamed: bool = False
     may_refuse: bool = False
+    finite: bool = False
 
     async def run(self) -> str:
         """Returns the table's text; raises Failed, or errors of the network, if it does not pass."""
@@ -87,6 +92,10 @@ class Check:
             if FAILED_HOP not in answer.headers or not answer.error:
                 raise Failed(f"no {FAILED_HOP}, or not its API's error: {answer.text}")
             return f"{answer.status}: {answer.error}"
+        if answer.status.isdigit() and _REQUEST_ID not in answer.headers:
+            raise Failed(f"no {_REQUEST_ID}")
+        if self.finite and _NOT_FINITE.search(answer.text):
+            raise Failed(f"not every number is finite: {answer.text[:500]}")
         if not self.streamed:
             return answer.text
         has_text = isinstance(answer.pieces[0], bytes) or _TEXT.search(answer.text)
