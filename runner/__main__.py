@@ -108,7 +108,7 @@ async def _reload_on_request(stack: Stack, request: asyncio.Event) -> None:
         except (StartupError, OSError) as error:
             _say(f"not reloaded: {error}")
         else:
-            _say("reloaded: the new Envoy takes all new calls, the previous one finishes its own")
+            _say("reloaded: a new Envoy takes the calls, the previous one finishes its own")
 
 
 def reload(folder: RunFolder) -> None:
