@@ -1,7 +1,7 @@
 """Wrong requests by the thousand: each is refused by its own status within five seconds, and harms nobody.
 
-100 a protocol, 10,000 with FULL=1, which writes bench/results/fuzz.json. The same FUZZ_SEED makes the same
-requests; FUZZ_CASE=protocol/number sends one of them again and prints it.
+100 a protocol, 10,000 with FULL=1. The same FUZZ_SEED makes the same requests; FUZZ_CASE=protocol/number sends one
+of them again and prints it.
 """
 
 import asyncio
@@ -26,7 +26,6 @@ from tests.system.calls import channel, each, generate, rest, statistics, text_o
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "bench" / "results" / "fuzz.json"
 FULL = os.environ.get("FULL") == "1"
 SEED = os.environ.get("FUZZ_SEED", "1")
 ONE_CASE = os.environ.get("FUZZ_CASE", "")
@@ -81,18 +80,8 @@ async def stack(tmp_path_factory):
     await started.stop()
 
 
-@pytest.fixture(scope="module")
-def figures(stack):
-    """What each protocol's run has counted; written at the end of a full one."""
-    counted = {}
-    yield counted
-    if FULL and not ONE_CASE and counted.keys() == PROTOCOLS.keys():
-        result = {"seed": SEED, "cases_a_protocol": CASES, "at_once": AT_ONCE, "protocols": counted}
-        RESULTS.write_text(json.dumps(result, indent=2) + "\n")
-
-
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-async def test_wrong_requests_are_refused_and_harm_nobody(stack, figures, protocol):
+async def test_wrong_requests_are_refused_and_harm_nobody(stack, protocol):
     processes = {name: stack.pid(name) for name in stack.names}
     numbers = iter(range(CASES))
     if ONE_CASE:
@@ -128,13 +117,8 @@ async def test_wrong_requests_are_refused_and_harm_nobody(stack, figures, protoc
     assert {name: stack.pid(name) for name in stack.names} == processes
     await good_calls_work(stack)
     await until(lambda: engine_rests(stack))
-    figures[protocol] = {
-        "cases": sum(statuses.values()),
-        "statuses": dict(sorted(statuses.items())),
-        "slowest_s": round(slowest, 3),
-        "cases_a_second": round(sum(statuses.values()) / (time.monotonic() - begun)),
-    }
-    print(protocol, figures[protocol])
+    rate = sum(statuses.values()) / (time.monotonic() - begun)
+    print(f"{protocol}: {dict(sorted(statuses.items()))}, the slowest {slowest:.3f} s, {rate:.0f} cases a second")
 
 
 async def good_calls_work(stack):

@@ -20,7 +20,6 @@ from millrace.errors import (
 from millrace.rpc.call_context import CallContext
 from millrace.sampling import SamplingParameters
 from services.transformer.predictors.client import Generation, PredictorClient
-from services.transformer.predictors.descriptions import Dialect
 from services.transformer.predictors.first_token import FirstToken
 from services.transformer.predictors.resuming import ResumingGenerator
 from tests.support.scripted_predictor import (
@@ -41,7 +40,6 @@ from tests.support.scripted_predictor import (
 from tests.waiting import until
 
 SAMPLING = SamplingParameters(max_tokens=100, seed=7)
-FOREIGN = Dialect("INT32", tells_reason=False)
 
 
 class Resuming:
