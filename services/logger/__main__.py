@@ -15,7 +15,7 @@ from services.logger.servicer import PAYLOAD_LOG, PayloadIngestServicer, Payload
 from services.logger.settings import LoggerSettings
 from services.logger.sinks import start_sinks
 from services.logger.store.retention import Retention
-from services.logger.store.store import SqliteStore, Store
+from services.logger.store.store import SqliteStore
 from services.logger.tails import Tails
 from services.logger.telemetry import observe_sinks
 
@@ -52,7 +52,7 @@ async def serve(settings: LoggerSettings) -> None:
     await server.run()
 
 
-async def _report_health(server: Server, store: Store) -> None:
+async def _report_health(server: Server, store: SqliteStore) -> None:
     try:
         await store.check()
         answers = True
@@ -62,7 +62,7 @@ async def _report_health(server: Server, store: Store) -> None:
         await server.set_serving(name, answers)
 
 
-async def _probe(server: Server, store: Store) -> None:
+async def _probe(server: Server, store: SqliteStore) -> None:
     while True:
         await asyncio.sleep(_PROBE_S)
         await _report_health(server, store)

@@ -30,7 +30,7 @@ from opentelemetry.proto.resource.v1 import resource_pb2
 from millrace.payload.ids import as_uuid7, next_id
 from millrace.rpc.handlers import Context
 from millrace_protos.millrace_pb2 import GatewayCall, PayloadRecord
-from services.logger.store.store import Store
+from services.logger.store.store import SqliteStore
 from services.logger.tails import Tails
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Observed(NamedTuple):
 class GatewayCalls:
     """Stores the gateway's access log; shows `tails` the calls that no service can have recorded."""
 
-    def __init__(self, store: Store, tails: Tails) -> None:
+    def __init__(self, store: SqliteStore, tails: Tails) -> None:
         self._store = store
         self._tails = tails
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from millrace.errors import StartupError
 from millrace.rpc.server import Server
 from services.logger.settings import LoggerSettings
-from services.logger.store.store import Store
+from services.logger.store.store import SqliteStore
 from services.logger.telemetry import Sending
 
 
-async def start_sinks(settings: LoggerSettings, store: Store, server: Server) -> Mapping[str, Sending]:
+async def start_sinks(settings: LoggerSettings, store: SqliteStore, server: Server) -> Mapping[str, Sending]:
     """Starts sending to every sink of the settings, until the server stops; returns the runners by sink name."""
     if not settings.sinks:
         return {}

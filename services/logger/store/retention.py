@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from millrace.errors import NotReadyError
 from services.logger.store.schema import now_us
-from services.logger.store.store import Store
+from services.logger.store.store import SqliteStore
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,12 @@ class Retention:
     """Keeps a store below an age in days (0: no limit) and a size in bytes; `sinks` are names of cursors."""
 
     def __init__(
-        self, store: Store, days: float, max_bytes: int, sinks: Sequence[str] = (), now_us: Callable[[], int] = now_us
+        self,
+        store: SqliteStore,
+        days: float,
+        max_bytes: int,
+        sinks: Sequence[str] = (),
+        now_us: Callable[[], int] = now_us,
     ) -> None:
         self._store = store
         self._age_us = int(days * _DAY_US)

@@ -1,9 +1,8 @@
-"""The store of payload records.
+"""The store of payload records: by key, by filter and in the order of commit, in the file of schema.py.
 
-`Store` is the interface that the logger's services use; `SqliteStore` implements it in the file of schema.py. `append`
-returns after the commit; a (source, sequence) or record_id that has arrived before has no effect, even if its record
-was deleted. Reads return the newest first, by the records' times, except `after`, which reads in the order of commit. A
-call that a service may have recorded is not shown for a while, until the service's record can have arrived.
+`append` returns after the commit; a (source, sequence) or record_id that has arrived before has no effect, even if its
+record was deleted. Reads return the newest first, by the records' times, except `after`, which reads in the order of
+commit. A call that a service may have recorded is not shown for a while, until the service's record can have arrived.
 
 Threads: all writes happen on one thread, reads on a few others, none on the event loop. A query reads some records at a
 time, each time in a transaction, and keeps none open for a slow reader. Long work (deleting, freeing space) is done in
@@ -24,7 +23,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import sqlalchemy as sql
 from sqlalchemy.exc import DatabaseError
@@ -65,93 +64,8 @@ class _Batch(NamedTuple):
     is_followed: bool
 
 
-class Store(Protocol):
-    """Payload records by key, by filter and in the order of commit."""
-
-    async def append(self, requests: Sequence[AppendRequest]) -> list[PayloadRecord]:
-        """Commits the records, all or none, and returns the new ones; existing ones stay unchanged."""
-        ...
-
-    async def add_calls(self, calls: Sequence[PayloadRecord], reached: Collection[str] = ()) -> list[PayloadRecord]:
-        """Commits calls that the gateway logged: records with `gateway` and, if there is one, `call_id`.
-
-        A call is joined to the services' records with its call_id. Without such a record it is a record of its own
-        until one arrives; these are returned. `reached` has the record_ids of calls that a service may record.
-        """
-        ...
-
-    def get(self, record_id: str, lender: Lender | None = None) -> AsyncGenerator[Found, None]:
-        """Yields the record with this id, if there is one; `lender` as in `query`."""
-        ...
-
-    def query(
-        self, filters: Filters, page_token: str | None, limit: int, lender: Lender | None = None
-    ) -> AsyncGenerator[Found, None]:
-        """Yields at most `limit` records that pass every filter, newest first, each with the next page_token.
-
-        `lender` bounds the large records in memory. Raises DeadlineError, which states the progress, if a text search
-        takes too long.
-        """
-        ...
-
-    async def delete(
-        self, *, record_id: str | None = None, request_id: str | None = None, client: str | None = None
-    ) -> int:
-        """Deletes every record with the one given key permanently; returns their number.
-
-        Records that arrive later are dropped if their requests arrived before the deletion.
-        """
-        ...
-
-    async def after(self, position: int, limit: int) -> list[Stored]:
-        """Returns at most `limit` of the services' records after `position`, in the order of commit.
-
-        Without the gateway's part, so that every read of a record returns the same.
-        """
-        ...
-
-    async def last_position(self) -> int:
-        """The position of the newest commit, even if deleted; 0 if there was none."""
-        ...
-
-    async def cursors(self) -> dict[str, int]:
-        """Returns all cursors."""
-        ...
-
-    async def move_cursor(self, name: str, position: int) -> None:
-        """Saves a reader's position under its name; returns after the commit."""
-        ...
-
-    def on_append(self, notice: Callable[[], None]) -> None:
-        """Registers a callback that runs on the event loop after each commit of services' records."""
-        ...
-
-    async def expire(self, before_us: int | None, max_bytes: int | None) -> list[int]:
-        """Deletes some of the oldest records, those before a time or above a size; returns their positions.
-
-        Empty when none are left. Records of only the gateway's line count as position 0.
-        """
-        ...
-
-    async def forget(self, before_us: int) -> None:
-        """Forgets sequences that were received, and calls that were deleted, before a time."""
-        ...
-
-    async def give_back(self) -> None:
-        """Returns deleted records' space to the file system, and removes their contents from the write-ahead log."""
-        ...
-
-    async def check(self) -> None:
-        """Raises NotReadyError unless the store answers."""
-        ...
-
-    async def close(self) -> None:
-        """Ends the threads after their current work and closes the database."""
-        ...
-
-
 class SqliteStore:
-    """A `Store` in one SQLite file that only its owner can read.
+    """One SQLite file that only its owner can read.
 
     With `fsync` commits survive a power failure; without it, only the death of the process.
     """
@@ -205,6 +119,7 @@ class SqliteStore:
         raise NotReadyError("the payload store has been re-created")
 
     async def append(self, requests: Sequence[AppendRequest]) -> list[PayloadRecord]:
+        """Commits the records, all or none, and returns the new ones; existing ones stay unchanged."""
         if not requests:
             return []
         self._gathered += requests
@@ -230,9 +145,15 @@ class SqliteStore:
             return writing.append(connection, requests, schema.now_us(), self._deletions)
 
     async def add_calls(self, calls: Sequence[PayloadRecord], reached: Collection[str] = ()) -> list[PayloadRecord]:
+        """Commits calls that the gateway logged: records with `gateway` and, if there is one, `call_id`.
+
+        A call is joined to the services' records with its call_id. Without such a record it is a record of its own
+        until one arrives; these are returned. `reached` has the record_ids of calls that a service may record.
+        """
         return await self._write(writing.add_calls, calls, reached, schema.now_us()) if calls else []
 
     async def get(self, record_id: str, lender: Lender | None = None) -> AsyncGenerator[Found, None]:
+        """Yields the record with this id, if there is one; `lender` as in `query`."""
         for row in await self._select(reading.by_record_id(record_id)):
             async with _loan(lender, row.size):
                 if (found := await self._read(reading.one, row.position)) is not None:
@@ -241,6 +162,11 @@ class SqliteStore:
     async def query(
         self, filters: Filters, page_token: str | None, limit: int, lender: Lender | None = None
     ) -> AsyncGenerator[Found, None]:
+        """Yields at most `limit` records that pass every filter, newest first, each with the next page_token.
+
+        `lender` bounds the large records in memory. Raises DeadlineError, which states the progress, if a text search
+        takes too long.
+        """
         before = reading.place_of(page_token) if page_token else None
         rows_per_read = _ROWS_PER_READ if filters.text else min(limit, _ROWS_PER_READ)
         give_up_at, looked_through = time.monotonic() + self._search_s, 0
@@ -278,6 +204,10 @@ class SqliteStore:
     async def delete(
         self, *, record_id: str | None = None, request_id: str | None = None, client: str | None = None
     ) -> int:
+        """Deletes every record with the one given key permanently; returns their number.
+
+        Records that arrive later are dropped if their requests arrived before the deletion.
+        """
         keys = {"record_id": record_id, "request_id": request_id, "client": client}
         ((column, value),) = ((column, value) for column, value in keys.items() if value is not None)
         # Registered first, so that records that arrive meanwhile are covered.
@@ -290,39 +220,55 @@ class SqliteStore:
         return deleted
 
     async def after(self, position: int, limit: int) -> list[Stored]:
+        """Returns at most `limit` of the services' records after `position`, in the order of commit.
+
+        Without the gateway's part, so that every read of a record returns the same.
+        """
         return await self._read(_after, position, limit)
 
     async def last_position(self) -> int:
+        """The position of the newest commit, even if deleted; 0 if there was none."""
         return await self._read(schema.last_position)
 
     async def cursors(self) -> dict[str, int]:
+        """Returns all cursors."""
         return {row.name: row.position for row in await self._select(sql.select(schema.cursors))}
 
     async def move_cursor(self, name: str, position: int) -> None:
+        """Saves a reader's position under its name; returns after the commit."""
         statement = sql.text("INSERT OR REPLACE INTO cursors (name, position) VALUES (:name, :position)")
         await self._write(sql.Connection.execute, statement, {"name": name, "position": position})
 
     def on_append(self, notice: Callable[[], None]) -> None:
+        """Registers a callback that runs on the event loop after each commit of services' records."""
         self._notices.append(notice)
 
     async def expire(self, before_us: int | None, max_bytes: int | None) -> list[int]:
+        """Deletes some of the oldest records, those before a time or above a size; returns their positions.
+
+        Empty when none are left. Records of only the gateway's line count as position 0.
+        """
         return await self._write(removing.expire_some, before_us, max_bytes)
 
     async def forget(self, before_us: int) -> None:
+        """Forgets sequences that were received, and calls that were deleted, before a time."""
         while await self._write(removing.forget_some, before_us):
             pass
         await self._write(self._deletions.load)
 
     async def give_back(self) -> None:
+        """Returns deleted records' space to the file system, and removes their contents from the write-ahead log."""
         while await self._run_writing(removing.give_back_some, self._writing):
             pass
         await self._run_writing(removing.empty_log, self._writing)
 
     async def check(self) -> None:
+        """Raises NotReadyError unless the store answers."""
         await self._run_writing(lambda: None)
         await self._select(sql.select(schema.records.c.position).limit(1))
 
     async def close(self) -> None:
+        """Ends the threads after their current work and closes the database."""
         async with self._committing:
             for executor in (self._writer, self._readers):
                 await asyncio.to_thread(executor.shutdown)
