@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 from millrace.errors import OverloadedError
 from millrace.rpc.call_context import CLIENT
@@ -30,14 +29,6 @@ MAX_READERS, MAX_READERS_OF_ONE = 128, 48
 COME_BACK_MS = 1000
 _WAIT_S = 10.0
 _FORWARDED_FOR = "x-forwarded-for"
-
-
-class Lender(Protocol):
-    """Lends memory to a call that reads records."""
-
-    def loan(self, size: int) -> AbstractAsyncContextManager[None]:
-        """Lends memory for `size` bytes of records until the block ends."""
-        ...
 
 
 @dataclass(eq=False)
@@ -71,7 +62,7 @@ class Readers:
         return self._lent.total()
 
     @contextmanager
-    def reader(self, caller: str) -> Iterator[Lender]:
+    def reader(self, caller: str) -> Iterator[Reader]:
         """Registers a call of a caller that reads."""
         count, total = self._readers[caller], self._readers.total()
         if count >= self._max_of_one or total >= self._max_readers:
@@ -130,12 +121,13 @@ class Readers:
 
 @dataclass(frozen=True)
 class Reader:
-    """The `Lender` of one caller."""
+    """Lends memory to a call of one caller that reads records."""
 
     _readers: Readers
     _caller: str
 
     def loan(self, size: int) -> AbstractAsyncContextManager[None]:
+        """Lends memory for `size` bytes of records until the block ends."""
         return self._readers.lend(self._caller, size)
 
 

@@ -33,7 +33,7 @@ from millrace_protos.millrace_pb2 import AppendRequest, PayloadRecord
 from services.logger.store import reading, removing, schema, writing
 from services.logger.store.deletions import Deletions
 from services.logger.store.filters import Filters
-from services.logger.store.readers import FREE_BYTES, Lender
+from services.logger.store.readers import FREE_BYTES, Reader
 from services.logger.store.reading import Found, Place, Row
 from services.logger.telemetry import Commits
 
@@ -152,7 +152,7 @@ class SqliteStore:
         """
         return await self._write(writing.add_calls, calls, reached, schema.now_us()) if calls else []
 
-    async def get(self, record_id: str, lender: Lender | None = None) -> AsyncGenerator[Found, None]:
+    async def get(self, record_id: str, lender: Reader | None = None) -> AsyncGenerator[Found, None]:
         """Yields the record with this id, if there is one; `lender` as in `query`."""
         for row in await self._select(reading.by_record_id(record_id)):
             async with _loan(lender, row.size):
@@ -160,7 +160,7 @@ class SqliteStore:
                     yield found
 
     async def query(
-        self, filters: Filters, page_token: str | None, limit: int, lender: Lender | None = None
+        self, filters: Filters, page_token: str | None, limit: int, lender: Reader | None = None
     ) -> AsyncGenerator[Found, None]:
         """Yields at most `limit` records that pass every filter, newest first, each with the next page_token.
 
@@ -182,7 +182,7 @@ class SqliteStore:
                     raise reading.searched_too_long(looked_through, batch.rows[-1])
 
     async def _batches(
-        self, filters: Filters, before: Place | None, rows_per_read: int, lender: Lender | None
+        self, filters: Filters, before: Place | None, rows_per_read: int, lender: Reader | None
     ) -> AsyncGenerator[_Batch, None]:
         """The rows of a query, in batches of a few bytes or of one record; a batch's loan lasts until the next one."""
         while True:
@@ -314,7 +314,7 @@ class SqliteStore:
             raise NotReadyError("the payload store does not answer") from error
 
 
-def _loan(lender: Lender | None, size: int) -> AbstractAsyncContextManager[None]:
+def _loan(lender: Reader | None, size: int) -> AbstractAsyncContextManager[None]:
     return lender.loan(size) if lender else nullcontext()
 
 
