@@ -11,13 +11,12 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from millrace.deadline import PASSED
+from millrace.deadline import DEADLINE_MARGIN_S, PASSED
 from millrace.payload.tap import PayloadTap, Recording, Tensors
 from millrace.rpc.admission import error_of_call
 from millrace.rpc.call_context import CALL_ID, CLIENT, CallContext
 from millrace.rpc.handlers import Context
 from millrace.telemetry.identity import current_span_id, current_trace_id
-from millrace.telemetry.rpc import DEADLINE_MARGIN_S
 
 RECORDED = ("x-millrace-recorded", "true")
 

@@ -20,6 +20,7 @@ from opentelemetry.context import Context as TraceContext
 from opentelemetry.metrics import Meter
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Tracer
 
+from millrace.deadline import DEADLINE_MARGIN_S
 from millrace.telemetry.identity import (
     REQUEST_ID,
     REQUEST_ID_METADATA,
@@ -28,7 +29,7 @@ from millrace.telemetry.identity import (
     links_to,
     traceparent_of,
 )
-from millrace.telemetry.rpc import DEADLINE_MARGIN_S, LINK, UNTOLD, attributes_of, duration_histogram, end_span, name_of
+from millrace.telemetry.rpc import LINK, UNTOLD, attributes_of, duration_histogram, end_span, name_of
 from millrace.telemetry.suppression import is_tracing_suppressed
 
 _hooks: ContextVar[CallSpan | None] = ContextVar("call_span", default=None)

@@ -20,6 +20,7 @@ from opentelemetry import metrics, propagate, trace
 from opentelemetry.metrics import Histogram, Meter
 from opentelemetry.trace import Span, SpanKind, Tracer
 
+from millrace.deadline import DEADLINE_MARGIN_S
 from millrace.rpc.handlers import Context, Continuation, Handler, guard_handler, on_first_message
 from millrace.telemetry.identity import (
     PROTOCOL,
@@ -34,7 +35,6 @@ from millrace.telemetry.identity import (
 )
 from millrace.telemetry.logs import CALLS
 from millrace.telemetry.rpc import (
-    DEADLINE_MARGIN_S,
     LINK,
     UNTOLD,
     attributes_of,

@@ -25,9 +25,6 @@ UNTOLD = (
 LINK = "x-millrace-link"  # Metadata: a traceparent that the server's span links to; the gateway removes a stranger's.
 OTHER = "_OTHER"
 _KNOWN_METHODS = 1024
-# A caller's clock starts before a server's, and ends before it: what is cancelled so shortly before its deadline was
-# cancelled by it.
-DEADLINE_MARGIN_S = 0.05
 
 # Seconds; the conventions' own, and further ones for answers that stream.
 DURATION_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 30, 60, 300)

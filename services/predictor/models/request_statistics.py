@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from millrace.deadline import Deadline
+from millrace.deadline import DEADLINE_MARGIN_S, Deadline
 from millrace.oip.stream_infer import FINAL, wants_empty_final
 from millrace_protos import inference_pb2 as pb
 
@@ -112,7 +112,7 @@ class CountedRequest:
         statistics.last_inference_ms = int(time.time() * 1000)
         # A reader may stop after the last response without waiting for the end of the stream.
         left = isinstance(error, asyncio.CancelledError | GeneratorExit) and not self._complete
-        if left and not self._deadline.passed():
+        if left and not self._deadline.passed(DEADLINE_MARGIN_S):
             self._tally().cancel.add(self._lap())
         elif left or isinstance(error, Exception):
             self._tally().fail.add(self._lap())

@@ -15,11 +15,12 @@ from grpc import StatusCode
 from opentelemetry import metrics, trace
 from opentelemetry.metrics import Meter
 
+from millrace.deadline import DEADLINE_MARGIN_S
 from millrace.errors import MillraceError
 from millrace.rpc.admission import error_of_call
 from millrace.rpc.call_context import CallContext
 from millrace.telemetry.identity import MODEL, PROTOCOL, protocol_of
-from millrace.telemetry.rpc import DEADLINE_MARGIN_S, OTHER, mark_failure
+from millrace.telemetry.rpc import OTHER, mark_failure
 from services.transformer.generation.chunks import TextChunk
 from services.transformer.generation.requests import TextRequest
 
