@@ -1,6 +1,5 @@
 """The commands of README and docs/, run as a new user would run them; `make up` and its end."""
 
-import asyncio
 import os
 import re
 import shlex
@@ -59,6 +58,8 @@ class MakeUp:
         ports = {name: str(ports[0]) for name, ports in settings.ports().items()}
         self._environment = os.environ | ports | REDACTION | {"DEVICE": "cpu"}
 
+    first_output: str
+
     def start(self, *arguments: str) -> float:
         """Runs `make up` until it says that it is ready; how long that took, in seconds."""
         begun = time.monotonic()
@@ -98,7 +99,8 @@ class MakeUp:
 @pytest.fixture(scope="module")
 def make_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeUp]:
     running = MakeUp(tmp_path_factory.mktemp("copy"))
-    running.start()
+    running.start("V=1")
+    running.first_output = running.output.read_text()
     # Something to find in the payload log.
     run(
         ["curl", "-sf", "http://127.0.0.1:8080/v1/completions", "-d", '{"model": "normalizer", "prompt": "a"}'], running
@@ -180,28 +182,21 @@ def test_the_clients_of_the_readme_work(make_up, script):
         assert len(output.split()) > 20
 
 
-async def test_make_up_starts_fast_stops_in_order_and_starts_again(tmp_path):
-    running = MakeUp(tmp_path)
-    for _ in range(2):
-        ready_s = await asyncio.to_thread(running.start)
-        stopped_s = await asyncio.to_thread(running.stop)
-        print(f"make up: ready in {ready_s:.1f} s, stopped in {stopped_s:.1f} s")
-        assert stopped_s < 10
-    lines = running.output.read_text().splitlines()
-    assert any(line.startswith("gateway") and running.gateway in line for line in lines)
+def test_make_up_prints_every_address_on_request_and_a_call_that_works(make_up):
+    lines = make_up.first_output.splitlines()
+    assert any(line.startswith("grpc ") and "grpcurl -plaintext" in line for line in lines)
+    assert sum(line.startswith("metrics ") for line in lines) == 4
+    (call,) = (line.removeprefix("call").strip() for line in lines if line.startswith("call "))
+    assert run(["bash", "-c", call], make_up).rstrip().endswith("data: [DONE]")
+
+
+def test_make_up_stops_in_order_and_starts_again(make_up):
+    stopped_s = make_up.stop()
+    ready_s = make_up.start()
+    print(f"make up: stopped in {stopped_s:.1f} s, ready in {ready_s:.1f} s")
+    assert stopped_s < 10
+    lines = make_up.output.read_text().splitlines()
+    assert any(line.startswith("gateway") and make_up.gateway in line for line in lines)
     last = lines[lines.index(next(line for line in lines if line.startswith("ready in"))) + 1 :]
     assert [line.split()[0] for line in last[:4]] == ["playground", "call", "check", "logs"]
     assert not any("grpcurl" in line or "metrics" in line for line in lines)
-
-
-def test_make_up_prints_every_address_on_request_and_a_call_that_works(tmp_path):
-    running = MakeUp(tmp_path)
-    running.start("V=1")
-    try:
-        lines = running.output.read_text().splitlines()
-        assert any(line.startswith("grpc ") and "grpcurl -plaintext" in line for line in lines)
-        assert sum(line.startswith("metrics ") for line in lines) == 4
-        (call,) = (line.removeprefix("call").strip() for line in lines if line.startswith("call "))
-        assert run(["bash", "-c", call], running).rstrip().endswith("data: [DONE]")
-    finally:
-        running.stop()

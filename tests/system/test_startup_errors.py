@@ -10,12 +10,74 @@ import sys
 
 import pytest
 
-from runner.free_ports import free_settings
+from millrace.errors import StartupError
+from runner.free_ports import free_settings, start_stack
 from runner.settings import ROOT
 
+SERVICES = {
+    "context too long": (
+        "predictor",
+        {"PREDICTOR_MAX_CONTEXT": "5000"},
+        "PREDICTOR_MAX_CONTEXT=5000, but its context is 1024",
+    ),
+    "malformed": (
+        "predictor",
+        {"PREDICTOR_THREADS": "many"},
+        "PREDICTOR_THREADS=many: Input should be a valid integer",
+    ),
+}
+MODELS = {
+    "folder missing": ("x=./nothing/here", "'./nothing/here' is not a folder"),
+    "not a model": ("x=tests/unit", "model x: tests/unit has no config.json"),
+}
+RUNNER = {
+    "malformed of the gateway": ({"GATEWAY_PORT": "high"}, "GATEWAY_PORT=high"),
+    "malformed MODELS": ({"MODELS": "storyteller"}, "MODELS=storyteller: 'storyteller' is not name=folder-or-hub-id"),
+    "unknown to a service": ({"TRANSFORMER_COLOUR": "red"}, "TRANSFORMER_COLOUR: unknown setting"),
+}
 
-async def start(tmp_path, **environment: str) -> tuple[int, str]:
-    """Runs the runner, which must fail by itself: exit code, and what it said."""
+
+@pytest.mark.parametrize("case", SERVICES)
+async def test_a_setting_that_a_service_refuses_is_the_error_of_the_stack(tmp_path, case):
+    kind, settings, text = SERVICES[case]
+    with pytest.raises(StartupError) as refused:
+        await start_stack(tmp_path, {}, environment={kind: settings})
+    assert_is_one_line(str(refused.value), text)
+
+
+@pytest.mark.parametrize("case", MODELS)
+async def test_a_model_that_cannot_be_loaded_is_the_error_of_the_stack(tmp_path, case):
+    models, text = MODELS[case]
+    with pytest.raises(StartupError) as refused:
+        await start_stack(tmp_path, {"models": models})
+    assert_is_one_line(str(refused.value), text)
+
+
+@pytest.mark.parametrize("case", RUNNER)
+async def test_the_command_says_it_and_fails(tmp_path, case):
+    settings, text = RUNNER[case]
+    code, output = await up(tmp_path, **settings)
+    assert code == 1, output
+    assert text in output.splitlines()[-1]
+    assert "Traceback" not in output
+
+
+async def test_a_taken_port_is_named_with_its_setting(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, output = await up(tmp_path, GATEWAY_PORT=str(port))
+    assert code == 1, output
+    assert output == f"port {port} is taken; set GATEWAY_PORT=… to another\n"
+
+
+def assert_is_one_line(message: str, text: str) -> None:
+    assert text in message
+    assert "\n" not in message
+    assert "Traceback" not in message
+
+
+async def up(tmp_path, **environment: str) -> tuple[int, str]:
+    """`python -m runner up`, which must fail by itself: its exit code, and what it printed."""
     settings = free_settings(tmp_path)
     own = {name: str(ports[0]) for name, ports in settings.ports().items()}
     process = await asyncio.create_subprocess_exec(
@@ -27,32 +89,3 @@ async def start(tmp_path, **environment: str) -> tuple[int, str]:
     )
     output, _ = await asyncio.wait_for(process.communicate(), 60)
     return process.returncode or 0, output.decode()
-
-
-CASES = {
-    "context too long": ({"PREDICTOR_MAX_CONTEXT": "5000"}, "PREDICTOR_MAX_CONTEXT=5000, but its context is 1024"),
-    "malformed": ({"PREDICTOR_THREADS": "many"}, "PREDICTOR_THREADS=many: Input should be a valid integer"),
-    "unknown": ({"TRANSFORMER_COLOUR": "red"}, "TRANSFORMER_COLOUR: unknown setting"),
-    "malformed of the gateway": ({"GATEWAY_PORT": "high"}, "GATEWAY_PORT=high"),
-    "malformed MODELS": ({"MODELS": "storyteller"}, "MODELS=storyteller: 'storyteller' is not name=folder-or-hub-id"),
-    "folder missing": ({"MODELS": "x=./nothing/here"}, "'./nothing/here' is not a folder"),
-    "not a model": ({"MODELS": "x=tests/unit"}, "model x: tests/unit has no config.json"),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-async def test_the_error_is_one_line_that_says_what_to_do(tmp_path, case):
-    await check(tmp_path, *CASES[case])
-
-
-async def test_a_taken_port_is_named_with_its_setting(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        await check(tmp_path, {"GATEWAY_PORT": str(port)}, f"port {port} is taken; set GATEWAY_PORT=")
-
-
-async def check(tmp_path, environment: dict[str, str], text: str) -> None:
-    code, output = await start(tmp_path, **environment)
-    assert code == 1, output
-    assert text in output
-    assert "Traceback" not in output
