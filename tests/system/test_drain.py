@@ -145,7 +145,9 @@ async def test_what_outlasts_the_drain_of_the_transformer_is_on_record_as_its_ca
                     break
             assert all(await both)
             await stack.kill("transformer", signal.SIGTERM)
-            assert (await call.code(), await call.details()) == (grpc.StatusCode.UNAVAILABLE, "the service stops")
+            with pytest.raises(grpc.aio.AioRpcError) as ended:
+                await rest_of(call)
+            assert (ended.value.code(), ended.value.details()) == (grpc.StatusCode.UNAVAILABLE, "the service stops")
         assert "the service stops" in json.loads((await rest).events[-1])["error"]["message"]
 
         async with channel(stack.gateway) as open_channel:
@@ -154,6 +156,12 @@ async def test_what_outlasts_the_drain_of_the_transformer_is_on_record_as_its_ca
                 record = await recorded(log, request_id)
                 told = (record.status, record.message, record.failed_hop)
                 assert told == ("UNAVAILABLE", "the service stops", "transformer")
+
+
+async def rest_of(call):
+    """Reads to the end of a stream, whose status comes after every message."""
+    while await call.read() is not grpc.aio.EOF:
+        pass
 
 
 async def recorded(log, request_id):

@@ -95,7 +95,7 @@ class TracedStack:
 
     async def tree(self, trace_id, caller, least):
         """The spans of a trace by their parents, once there are so many and no more come."""
-        await until(lambda: len(self._own(trace_id)) >= least)
+        await until(lambda: len(self._own(trace_id)) >= least, _RESTART_S)
         await self.measured()
         spans = self._own(trace_id)
         children = defaultdict(list)
@@ -161,6 +161,7 @@ async def run(traced, way, outcome):
             # Where the model stands still, and all that it has made has come.
             await until(lambda: moved(traced.latest(), before, "gen_ai.server.time_to_first_token") == 1)
             await until(lambda: moved(traced.latest(), before, "millrace.tokens", "value") == 3)
+            await traced.measured()  # Since then the transformer has read them too.
         if outcome == "killed":
             [index] = [i for i, count in enumerate(traced.admitted()) if count > admitted[i]]
             await traced.stack.kill(f"predictor-{index}")
@@ -170,7 +171,7 @@ async def run(traced, way, outcome):
             traced.hold(False)
         told = await asking
         if OUTCOMES[outcome].held:
-            await until(lambda: traced.has_left(trace_id))
+            await until(lambda: traced.has_left(trace_id), _RESTART_S)
     finally:
         traced.hold(False)
     return trace_id, caller, ask, told, before
