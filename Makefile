@@ -55,11 +55,11 @@ bench: $(RUN_DEPENDENCIES) ## the engine beside its peers, installed once (BENCH
 	@exec $(VENV)/bin/python -m bench.engine $(BENCH)
 
 .PHONY: test
-test: test-unit test-model test-process test-system ## all tests but the slow ones and those of the containers (PYTEST=)
+test: test-unit test-model test-process test-system ## every promise: all tests but the slow ones and those of the containers (PYTEST=)
 
 .PHONY: test-all
 test-all: export FULL := 1
-test-all: test ## the tests that take minutes as well
+test-all: test test-slow ## the tests that take minutes as well
 
 .PHONY: test-unit
 test-unit: $(DEV_DEPENDENCIES) ## tests that start nothing: no model, no socket, no process
@@ -76,6 +76,10 @@ test-process: $(DEV_DEPENDENCIES) ## tests of one service, or of Envoy alone
 .PHONY: test-system
 test-system: $(DEV_DEPENDENCIES) $(CLIENTS) $(NODE_TOOLS) ## tests of whole stacks
 	$(PARALLEL) --dist loadfile --no-loadscope-reorder tests/system tests/scenarios tests/conformance tests/fuzz $(PYTEST)
+
+.PHONY: test-slow
+test-slow: $(DEV_DEPENDENCIES) ## what the others show in little, under load and for minutes
+	$(PARALLEL) --dist loadfile --no-loadscope-reorder tests/slow $(PYTEST)
 
 .PHONY: test-containers
 test-containers: $(DEV_DEPENDENCIES) $(CLIENTS) $(NODE_TOOLS) ## the container tests, on a real Docker engine

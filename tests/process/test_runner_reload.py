@@ -142,8 +142,8 @@ async def test_no_unary_call_fails_over_reloads(stack):
     ("old", "new"),
     [
         ("static_resources:", "static_resources: ["),
-        ("static_resources:", "other_resources:"),
-        ("stat_prefix: ingress", "stat_prefiks: ingress"),
+        pytest.param("static_resources:", "other_resources:", marks=pytest.mark.full),
+        pytest.param("stat_prefix: ingress", "stat_prefiks: ingress", marks=pytest.mark.full),
         ("/etc/envoy/descriptors.pb", "/etc/envoy/nothing.pb"),
     ],
 )

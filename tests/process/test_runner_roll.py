@@ -1,6 +1,6 @@
 """`make roll` replaces each process once its successor serves, with the settings that it is given, or leaves it alone.
 
-The services are fakes; tests/system/test_roll.py has real ones under load.
+The services are fakes; tests/slow/test_roll.py has real ones under load.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from tests.system.calls import generate, ids_request, infer, rest, text_of
 from tests.system.test_refusals import GENERATE, PREDICTOR, REST
 from tests.waiting import until
 
-CALLERS = 12
-TOKENS = 100
+CALLERS = 8
+TOKENS = 60
 DATES = [Story(prompt, (("temperature", 0.0),), "normalizer") for prompt in ("date: 3 Mar 2021", "date: 7 May 1999")]
 CHAT = {"model": "normalizer", "messages": [{"role": "user", "content": "date: 3 Mar 2021"}]}
 

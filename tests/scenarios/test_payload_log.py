@@ -20,7 +20,7 @@ from tests.support.logger_process import free_port
 from tests.system.calls import channel, generate, rest
 from tests.waiting import until
 
-REQUESTS = 20_000 if os.environ.get("FULL") else 2_000
+REQUESTS = 20_000 if os.environ.get("FULL") else 600
 AT_ONCE = 16
 SEED = int(os.environ.get("SEED", random.randrange(1 << 32)))
 MAX_GROWTH = 48 << 20

@@ -49,6 +49,12 @@ async def slow_stack(request, tmp_path_factory):
     await stack.stop()
 
 
+def in_full(stack, condition, predictors):
+    """Skips what the other number of predictors shows as well."""
+    if condition and len(stack.settings.predictor_ports) == predictors and not FULL:
+        pytest.skip("runs with FULL=1")
+
+
 @pytest_asyncio.fixture(scope="module")
 async def undisturbed(slow_stack):
     """What each way in answers where nothing happens."""
@@ -172,6 +178,7 @@ async def resumed_records(stack, prefix):
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP], ids=lambda signum: signum.name)
 async def test_answers_go_on_whatever_becomes_of_their_predictor(slow_stack, undisturbed, signum):
+    in_full(slow_stack, signum in (signal.SIGTERM, signal.SIGSTOP), predictors=1)
     prefix = f"while {signum.name}"
     process = slow_stack.pid("predictor-0")
     late = None
@@ -200,6 +207,7 @@ async def test_answers_go_on_whatever_becomes_of_their_predictor(slow_stack, und
 
 @pytest.mark.timeout(400)
 async def test_answers_outlive_a_long_absence_of_every_predictor(slow_stack, undisturbed):
+    in_full(slow_stack, True, predictors=2)
     comments = Counter()
 
     async def disturb():
