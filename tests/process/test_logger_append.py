@@ -37,7 +37,7 @@ def committed(database):
 
 @pytest.fixture
 async def logger(tmp_path):
-    with LoggerProcess(tmp_path) as process:
+    async with LoggerProcess(tmp_path) as process:
         await process.start()
         yield process
 
@@ -81,7 +81,7 @@ async def test_kill_9_loses_nothing_acknowledged_and_a_resend_doubles_nothing(lo
     call = stub.Append(append_request(n) for n in sequences)
     while acknowledged <= 300:
         acknowledged = (await call.read()).sequence
-    logger.kill()
+    await logger.kill()
     assert await call.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
     await logger.start()
     survived = committed(logger.database)
@@ -102,7 +102,7 @@ async def test_sigterm_commits_what_was_received_ends_the_open_call_and_exits_0(
     while (response := await call.read()) is not grpc.aio.EOF:
         acknowledged = response.sequence
     assert await call.code() is grpc.StatusCode.OK
-    assert await asyncio.to_thread(logger.wait) == 0
+    assert await logger.wait() == 0
     assert sorted(committed(logger.database))[-1] >= (SOURCE, acknowledged)
 
 

@@ -41,17 +41,17 @@ async def append(target, numbers):
 
 async def test_a_logger_that_is_killed_sends_every_event(server, tmp_path):
     keys = {(f"/log/{part}", str(uuid.UUID(int=n))) for n in range(1, COUNT + 1) for part in ("request", "response")}
-    with LoggerProcess(tmp_path) as process:
+    async with LoggerProcess(tmp_path) as process:
         process.environment |= {"LOGGER_SINKS": server.url, "LOGGER_SINK_SOURCE": "/log"}
         await process.start()
         await append(process.target, range(1, 101))
         await until(lambda: len(server.taken) >= 30)
-        process.kill()
+        await process.kill()
         await process.start()
         # Now it is the sink that is away, when records come and when the logger is killed.
         await server.kill()
         await append(process.target, range(101, COUNT + 1))
-        process.kill()
+        await process.kill()
         await server.start()
         await process.start()
         await until(lambda: set(server.keys) == keys)

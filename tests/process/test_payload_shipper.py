@@ -394,7 +394,7 @@ async def test_a_full_disk_harms_no_request_and_is_recovered_from(small_disk):
 
 async def test_a_logger_killed_and_restarted_has_every_record_once(tmp_path, taps):
     count = 600
-    with LoggerProcess(tmp_path) as logger:
+    async with LoggerProcess(tmp_path) as logger:
         tap = taps.start(logger.target)
         await logger.start()
         for number in range(count):
@@ -403,7 +403,7 @@ async def test_a_logger_killed_and_restarted_has_every_record_once(tmp_path, tap
                 recording.end("OK")
             await asyncio.sleep(0)
             if number in (200, 400):
-                logger.kill()
+                await logger.kill()
             if number in (300, 500):
                 await logger.start()
         assert await tap.drain(60)
@@ -413,7 +413,7 @@ async def test_a_logger_killed_and_restarted_has_every_record_once(tmp_path, tap
 
 
 async def test_a_logger_that_is_stopped_for_a_while_gets_all_afterwards(tmp_path, taps):
-    with LoggerProcess(tmp_path) as logger:
+    async with LoggerProcess(tmp_path) as logger:
         await logger.start()
         tap = taps.start(logger.target)
         begin(tap).end("OK")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from runner.process import Running
+from tests.support.forkserver import spawn
 
 
 def free_port() -> int:
@@ -22,7 +25,7 @@ def free_port() -> int:
 
 
 class LoggerProcess:
-    """`python -m services.logger` on a port and database that outlive restarts."""
+    """`python -m services.logger` on a port and database that outlive restarts; killed at the end of the block."""
 
     ROOT = Path(__file__).parents[2]
     COMMAND = (sys.executable, "-m", "services.logger")
@@ -32,12 +35,13 @@ class LoggerProcess:
         self.target = f"127.0.0.1:{free_port()}"
         port = self.target.rsplit(":", 1)[1]
         self.environment = os.environ | {"LOGGER_PORT": port, "LOGGER_DATABASE": str(self.database)}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._log = folder / "logger.log"
+        self._process: Running | None = None
 
     async def start(self) -> None:
         """Returns when the logger says SERVING."""
-        # Starting takes a millisecond, and asyncio's own processes need their loop's watcher.
-        self._process = subprocess.Popen(self.COMMAND, cwd=self.ROOT, env=self.environment)  # noqa: ASYNC220
+        with self._log.open("ab") as log:
+            self._process = await spawn(self.COMMAND, self.environment, self.ROOT, log)
         async with grpc.aio.insecure_channel(self.target, (("grpc.max_reconnect_backoff_ms", 100),)) as channel:
             request = health_pb2.HealthCheckRequest(service="millrace.v1.PayloadLog")
             answer = await health_pb2_grpc.HealthStub(channel).Check(request, wait_for_ready=True, timeout=60)
@@ -47,20 +51,22 @@ class LoggerProcess:
         assert self._process is not None
         self._process.send_signal(signum)
 
-    def wait(self) -> int:
+    async def wait(self) -> int:
+        """Its exit code, once it has ended."""
         assert self._process is not None
-        code = self._process.wait(30)
+        async with asyncio.timeout(30):
+            code = await self._process.wait()
         self._process = None
         return code
 
-    def kill(self) -> None:
+    async def kill(self) -> None:
         """Ends it as a crash would."""
         self.send(signal.SIGKILL)
-        self.wait()
+        await self.wait()
 
-    def __enter__(self) -> LoggerProcess:
+    async def __aenter__(self) -> LoggerProcess:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    async def __aexit__(self, *_: Any) -> None:
         if self._process is not None:
-            self.kill()
+            await self.kill()

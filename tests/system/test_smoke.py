@@ -70,37 +70,11 @@ async def execute(request):
         yield {"i": np.array([i])}
 """
 
-# Says that it can chat, and cannot.
-NO_CHAT = """
-from millrace.rpc.service import run_service
-from services.transformer.__main__ import serve
-from services.transformer.settings import TransformerSettings
-from services.transformer.text.tokenizer import TextTokenizer
-
-def fail(*_):
-    raise RuntimeError("no chat today")
-
-TextTokenizer.render_chat = fail
-run_service("transformer", TransformerSettings, serve)
-"""
-
-
-# A model that gives special tokens alone, which have no text.
-NO_TEXT = """
-from millrace.rpc.service import run_service
-from services.transformer.__main__ import serve
-from services.transformer.text.detokenizer import Detokenizer
-from services.transformer.settings import TransformerSettings
-
-Detokenizer.push = lambda self, token_id: ""
-Detokenizer.flush = lambda self: ""
-run_service("transformer", TransformerSettings, serve)
-"""
-
 
 async def test_an_answer_without_text_passes(new_stack):
     stack = await new_stack(
-        models="storyteller=models/storyteller", commands={"transformer": (sys.executable, "-c", NO_TEXT)}
+        models="storyteller=models/storyteller",
+        commands={"transformer": (sys.executable, "-m", "tests.system.no_text_transformer")},
     )
     done = await smoke("--gateway", stack.gateway, "--model", "storyteller")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -108,7 +82,8 @@ async def test_an_answer_without_text_passes(new_stack):
 
 async def test_what_does_not_work_is_named_and_the_exit_code_is_1(new_stack):
     stack = await new_stack(
-        models="storyteller=models/storyteller", commands={"transformer": (sys.executable, "-c", NO_CHAT)}
+        models="storyteller=models/storyteller",
+        commands={"transformer": (sys.executable, "-m", "tests.system.no_chat_transformer")},
     )
     done = await smoke("--gateway", stack.gateway, "--model", "storyteller")
     assert done.returncode == 1

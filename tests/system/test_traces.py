@@ -340,12 +340,12 @@ def check_metrics(way, expected, chunks, after, before):
     assert by("millrace.stream.resumed", "value") == 0
 
 
-async def test_64_streams_cancelled_at_once_leave_every_span_ended(traced):
+async def test_many_streams_cancelled_at_once_leave_every_span_ended(traced):
     way = WAYS["Generate"]
     parameters = {"max_tokens": 1000, "ignore_eos": True}
     asks = [
         TracedAsk(f"mine-{number}", f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01", parameters)
-        for number in range(64)
+        for number in range(24)
     ]
     await traced.stack.wait_ready(_RESTART_S)
     admitted = traced.admitted()

@@ -1,0 +1,19 @@
+"""The transformer, which says that its models can chat, and cannot render a chat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from millrace.rpc.service import run_service
+from services.transformer.__main__ import serve
+from services.transformer.settings import TransformerSettings
+from services.transformer.text.tokenizer import TextTokenizer
+
+
+def fail(*_: Any) -> str:
+    raise RuntimeError("no chat today")
+
+
+if __name__ == "__main__":
+    TextTokenizer.render_chat = fail  # type: ignore[method-assign]
+    run_service("transformer", TransformerSettings, serve)
