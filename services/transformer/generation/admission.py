@@ -33,7 +33,7 @@ class Admission:
         max_tokens = given if isinstance(given, int) else request.default_max_tokens or model.limits.context_length
         retry_after_s = load.retry_after_s(request.call.deadline.at - now, max_tokens, now)
         if retry_after_s is not None:
-            message = "as many are served as can be in the request's time"
+            message = "too many requests are in progress to answer this one before its deadline"
             raise OverloadedError(message, retry_after_ms=int(1000 * retry_after_s))
         load.began()
         generation = AdmittedGeneration(load, request.call.arrived)
