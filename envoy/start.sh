@@ -81,7 +81,7 @@ reload() {
     sleep 0.1
   done
   before=$running
-  echo "reloaded: a new Envoy takes the calls, the one before ends those that it has" >&2
+  echo "reloaded: a new Envoy takes the calls, the previous one finishes its own" >&2
 }
 
 # A worker holds its own connections to every service and takes a core when busy: on a small machine,
