@@ -10,6 +10,7 @@ import pytest
 from millrace_protos import inference_pb2 as pb
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.process.unfinished_calls import UnfinishedCalls
+from tests.waiting import until
 
 MIB = 1 << 20
 BUDGET = 512 * MIB
@@ -123,10 +124,18 @@ async def test_messages_that_never_become_whole_are_bounded_and_end_no_call_that
         assert peak - before < BUDGET + BEYOND_BUDGET
         assert calls.ended
         assert not reading.done()
-        # Others are served meanwhile.
+        # Others are served meanwhile: at once, or, where theirs arrived slowly too, when they retry as told.
         request = pb.ModelInferRequest(raw_input_contents=[bytes(MESSAGE_BYTES)]).SerializeToString()
+
+        async def is_served():
+            refused = await status(channel.unary_unary(RAW)(request, timeout=60))
+            if refused is not None:
+                assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                await asyncio.sleep(int(dict(refused.trailing_metadata())["retry-after-ms"]) / 1000)
+            return refused is None
+
         for _ in range(3):
-            await channel.unary_unary(RAW)(request, timeout=60)
+            await until(is_served)
     finally:
         await calls.close()
     await process.shrinks_to(before + KEPT)
