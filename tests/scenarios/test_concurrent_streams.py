@@ -20,7 +20,7 @@ from tests.scenarios.crowd import stories_of
 from tests.waiting import until
 
 STREAMS = 10_000 if os.environ.get("FULL") == "1" else 300
-WARM_UP = 500 if STREAMS > 1000 else 200
+WARM_UP = 500
 AT_ONCE = 200
 TOKENS = (8, 24)
 MANNERS = {"reads": 5, "reads slowly": 1, "leaves": 2, "has a deadline": 2}
