@@ -2,8 +2,8 @@
 
 A service that it starts by itself has no Prometheus page, whose port others may have. Torch has one thread: the tests
 run side by side, and threads of small products spin on the cores of the others. Services of whole stacks are forks of
-processes that have imported torch once, see tests/support/forkserver.py; the container tests, README's commands and the
-tests of single services start them as users do.
+processes that have imported torch once, and so are the loggers and predictors that tests start alone: see
+tests/support/forkserver.py. The container tests and README's commands start them as users do.
 """
 
 import os
