@@ -7,6 +7,7 @@ tests/support/forkserver.py. The container tests and README's commands start the
 """
 
 import os
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,6 +19,11 @@ os.environ |= {f"{prefix}_METRICS_PORT": "0" for prefix in ("PREDICTOR", "TRANSF
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 process.spawn = forkserver.spawn
+
+# A run in the background ignores these, and so would every process that it starts.
+for signum in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(signum) is signal.SIG_IGN:
+        signal.signal(signum, signal.SIG_DFL)
 
 # The time of an example says how busy the machine is.
 settings.register_profile("millrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
