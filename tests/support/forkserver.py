@@ -3,13 +3,16 @@
 Starting a predictor takes eight seconds of a core, nearly all of it for imports, and the system tests start hundreds. A
 fork runs the same `__main__` with the same environment; its pid, signals and exit code are its own. For each kind of
 service there are at most two such processes, one for each set of variables that libraries read when they are imported
-or the allocator when a process begins; a service with a third set is started as users start it.
+or the allocator when a process begins; a service with a third set is started as users start it. The workers of a run
+share them: whoever needs one first starts it, under a name that all of them know.
 """
 
 from __future__ import annotations
 
 import array
 import asyncio
+import errno
+import hashlib
 import os
 import pickle
 import re
@@ -17,6 +20,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -44,54 +48,66 @@ _READ_EARLY = re.compile(
     r"(PYTHON|HF_|HUGGINGFACE_|TRANSFORMERS_|TORCH|PYTORCH_|CUDA_|NUMBA_|OMP_|MKL_|MALLOC_|GLIBC_|LD_|GRPC_|OTEL_PYTHON)"
 )
 _MOST_OF_A_KIND = 2  # Sets of such variables for each kind of service.
-_zygotes: dict[str, list[Zygote]] = {}
+# The process that outlives all workers of a run, and with which the zygotes end: pytest's own, or xdist's controller.
+_RUN = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+_known: dict[str, set[str]] = {}  # The zygotes' addresses, by kind.
+_started: list[subprocess.Popen[bytes]] = []  # By this worker.
 
 
-class Zygote:
-    """The process that forks one kind of service."""
+def address_of(kind: str, environment: Mapping[str, str]) -> str:
+    """The abstract socket address of the process that forks such services in this run."""
+    early = sorted((name, value) for name, value in environment.items() if _READ_EARLY.match(name))
+    return f"\0millrace-tests-{_RUN}-{kind}-{hashlib.sha256(repr(early).encode()).hexdigest()[:16]}"
 
-    def __init__(self, kind: str, environment: Mapping[str, str]) -> None:
-        self.early = early_variables(environment)
-        folder = Path(__file__).parents[2]
-        # Only the zygote keeps it: connecting fails once that has ended.
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind("")  # A name that the kernel chooses.
-            listener.listen(64)
-            self._address = listener.getsockname()
-            command = (sys.executable, "-m", "tests.support.zygote", str(os.getpid()), str(listener.fileno()))
-            self._process = subprocess.Popen(
-                (*command, *IMPORTS[kind]),
+
+def start_zygote(kind: str, address: str, environment: Mapping[str, str]) -> None:
+    """Starts it, unless another worker just has."""
+    # Only the zygote keeps the listener: connecting fails once that has ended.
+    with socket.socket(socket.AF_UNIX) as listener:
+        try:
+            listener.bind(address)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return
+        listener.listen(64)
+        command = (sys.executable, "-m", "tests.support.zygote", str(_RUN), str(listener.fileno()), *IMPORTS[kind])
+        _started.append(
+            subprocess.Popen(
+                command,
                 env=dict(environment),
-                cwd=folder,
+                cwd=Path(__file__).parents[2],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(listener.fileno(),),
+                start_new_session=True,  # What interrupts one worker ends no other's services.
             )
+        )
 
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
 
-    async def fork(self, module: str, environment: Mapping[str, str], folder: Path, log: IO[bytes]) -> Fork:
-        """Raises OSError if the zygote has ended."""
-        request = pickle.dumps((module, dict(environment), str(folder)))
-        if len(request) > MAX_REQUEST:
-            raise ValueError("the environment is too large")
-        loop = asyncio.get_running_loop()
-        connection = socket.socket(socket.AF_UNIX)
-        connection.setblocking(False)
-        await loop.sock_connect(connection, self._address)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        try:
-            fds = array.array("i", (nothing, log.fileno(), log.fileno()))
-            connection.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
-        finally:
-            os.close(nothing)
-        reader, writer = await asyncio.open_unix_connection(sock=connection)
-        pid = await reader.readline()
-        if not pid:
-            writer.close()
-            raise OSError("the process that forks services has ended")
-        return Fork(int(pid), reader, writer)
+async def fork(address: str, module: str, environment: Mapping[str, str], folder: Path, log: IO[bytes]) -> Fork:
+    """Raises OSError if no zygote listens there, or it has ended."""
+    request = pickle.dumps((module, dict(environment), str(folder)))
+    if len(request) > MAX_REQUEST:
+        raise ValueError("the environment is too large")
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(address)  # At once, on this machine: the kernel keeps what is not yet accepted.
+    except OSError:
+        connection.close()
+        raise
+    connection.setblocking(False)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    try:
+        fds = array.array("i", (nothing, log.fileno(), log.fileno()))
+        connection.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+    finally:
+        os.close(nothing)
+    reader, writer = await asyncio.open_unix_connection(sock=connection)
+    pid = await reader.readline()
+    if not pid:
+        writer.close()
+        raise OSError("the process that forks services has ended")
+    return Fork(int(pid), reader, writer)
 
 
 class Fork:
@@ -118,23 +134,18 @@ class Fork:
             self._writer.close()
 
 
-def early_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if _READ_EARLY.match(name)}
-
-
 async def spawn(command: tuple[str, ...], environment: Mapping[str, str], folder: Path, log: IO[bytes]) -> Running:
     """Forks the service if it can, else starts it as `runner.process.spawn` does."""
     module = command[-1]
     kind = next((kind for kind in IMPORTS if module.endswith(kind)), None)
     if kind is not None and command == (sys.executable, "-m", module):
-        early, zygotes = early_variables(environment), _zygotes.setdefault(kind, [])
-        zygotes[:] = [each for each in zygotes if each.is_alive]
-        zygote = next((each for each in zygotes if each.early == early), None)
-        if zygote is None and len(zygotes) < _MOST_OF_A_KIND:
-            zygote = Zygote(kind, environment)
-            zygotes.append(zygote)
-        if zygote is not None:
-            return await zygote.fork(module, environment, folder, log)
+        address, known = address_of(kind, environment), _known.setdefault(kind, set())
+        if address in known or len(known) < _MOST_OF_A_KIND:
+            known.add(address)
+            with suppress(ConnectionRefusedError):
+                return await fork(address, module, environment, folder, log)
+            start_zygote(kind, address, environment)
+            return await fork(address, module, environment, folder, log)
     return await _spawn(command, environment, folder, log)
 
 

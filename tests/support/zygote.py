@@ -1,10 +1,10 @@
 """A process that has imported what a service imports, and forks instead of importing it anew: see forkserver.py.
 
-`python -m tests.support.zygote PARENT_PID SOCKET_FD IMPORT…`, an import being a module or the `module:function` that
+`python -m tests.support.zygote RUN_PID SOCKET_FD IMPORT…`, an import being a module or the `module:function` that
 imports. Each connection to the socket asks for one service: a pickled (module, environment, folder) with the file
 descriptors of its standard streams. It gets the process id, and the exit code when the process has ended. A forked
 service leads a session of its own and dies with this process, as a started one dies with its supervisor
-(runner/tether.py); this process dies with the tests.
+(runner/tether.py); this process ends with the run of the tests.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ MAX_REQUEST = 64 * 1024  # Less than a socket buffer, so that it comes whole.
 
 
 def main() -> None:
-    parent, listener, imports = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
-    die_with(parent)
+    run, listener, imports = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    try:
+        run_fd = os.pidfd_open(run)  # Readable once it has ended.
+    except ProcessLookupError:
+        return
     for each in imports:
         name, _, function = each.partition(":")
         imported = importlib.import_module(name)
         if function:
             getattr(imported, function)()
-    module, environment = serve(socket.socket(fileno=listener))
+    module, environment = serve(socket.socket(fileno=listener), run_fd)
     os.environ.clear()
     os.environ.update(environment)
     reseed()
@@ -48,8 +51,8 @@ def die_with(parent: int) -> None:
         raise SystemExit(1)
 
 
-def serve(listener: socket.socket) -> tuple[str, dict[str, str]]:
-    """Forks for ever; returns in each fork: the module to run, and its environment."""
+def serve(listener: socket.socket, run_fd: int) -> tuple[str, dict[str, str]]:
+    """Forks until the run ends; returns in each fork: the module to run, and its environment."""
     waiting: dict[int, socket.socket] = {}  # By process id.
     woken, wake = os.pipe()
     for fd in (woken, wake):
@@ -59,8 +62,11 @@ def serve(listener: socket.socket) -> tuple[str, dict[str, str]]:
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         selector.register(woken, selectors.EVENT_READ)
+        selector.register(run_fd, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
+                if key.fd == run_fd:
+                    raise SystemExit(0)
                 if key.fileobj is not listener:
                     os.read(woken, 4096)
                     tell_ends(waiting)
@@ -76,8 +82,8 @@ def serve(listener: socket.socket) -> tuple[str, dict[str, str]]:
                     become(zygote, folder, fds)
                     for other in (listener, connection, *waiting.values()):
                         other.close()
-                    os.close(woken)
-                    os.close(wake)
+                    for fd in (woken, wake, run_fd):
+                        os.close(fd)
                     return module, environment
                 for fd in fds:
                     os.close(fd)
