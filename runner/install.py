@@ -70,7 +70,9 @@ def install(title: str, arguments: Iterable[str]) -> int:
     started = time.monotonic()
     progress = Progress(_count_installed)
     output: deque[str] = deque(maxlen=_SHOWN_LINES)
-    command = [sys.executable, "-m", "pip", "install", "--no-color", "--progress-bar", "off", *arguments]
+    # Python compiles what it imports, which is less than everything, and keeps it.
+    options = ("--no-compile", "--no-color", "--progress-bar", "off")
+    command = [sys.executable, "-m", "pip", "install", *options, *arguments]
     own = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore", "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
         command, env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
