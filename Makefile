@@ -64,7 +64,7 @@ test: test-unit test-model test-process test-system ## every promise: all tests 
 
 .PHONY: test-all
 test-all: export FULL := 1
-test-all: test test-slow ## the tests that take minutes as well
+test-all: test test-slow ## the tests that take minutes as well, and more examples of the others
 
 .PHONY: test-unit
 test-unit: $(DEV_DEPENDENCIES) ## tests that start nothing: no model, no socket, no process

@@ -6,6 +6,7 @@ processes that have imported torch once, and so are the loggers and predictors t
 tests/support/forkserver.py. The container tests and README's commands start them as users do.
 """
 
+import gc
 import os
 import signal
 
@@ -25,8 +26,15 @@ for signum in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(signum) is signal.SIG_IGN:
         signal.signal(signum, signal.SIG_DFL)
 
-# The time of an example says how busy the machine is.
-settings.register_profile("millrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FULL = os.environ.get("FULL") == "1"
+
+# The time of an example says how busy the machine is. Another run has other examples.
+settings.register_profile(
+    "millrace",
+    max_examples=100 if FULL else 25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("millrace")
 
 # The files that take longest, longest first: with two workers, the last file to begin decides when a run ends.
@@ -60,9 +68,15 @@ LONGEST = (
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long files first; within a file nothing changes. Tests marked `full` run with FULL=1 only."""
-    if os.environ.get("FULL") != "1":
+    if not FULL:
         left_out = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     place = {name: at for at, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get("/".join(item.path.with_suffix("").parts[-2:]), len(place)))
+
+
+def pytest_collection_finish() -> None:
+    """The collector of garbage leaves alone what the imports made: it looks at a fraction of the objects."""
+    gc.collect()
+    gc.freeze()

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.predictor.engine.state.blocks import BlockManager, block_name, first_name
@@ -118,7 +118,6 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(operations)
 def test_references_names_and_order_of_use_agree_with_a_plain_model(steps):
     """The model: who holds what, what is named how, and the idle blocks in the order of their eviction."""

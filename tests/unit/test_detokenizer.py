@@ -60,7 +60,6 @@ def stream(tokenizer, ids, stop=(), prompt_ids=()):
     return [*pieces, detokenizer.flush()]
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.text(max_size=40))
 def test_pieces_add_up_to_the_text_and_never_split_a_character(text):
     pieces = stream(BYTE_LEVEL, BYTE_LEVEL.encode(text).ids)
@@ -101,7 +100,6 @@ def random_ids(tokenizer, often=()):
 BYTES_AND_SPECIAL = ids_of(BYTE_FALLBACK, "<0x0A>", "<0xE2>", "<0x9C>", "<0x93>", "</s>", "fox", "▁", "a")
 
 
-@settings(max_examples=120, deadline=None)
 @given(st.data())
 @pytest.mark.parametrize(
     ("tokenizer", "often"), [(BYTE_LEVEL, ()), (METASPACE, ()), (BYTE_FALLBACK, ()), (BYTE_FALLBACK, BYTES_AND_SPECIAL)]
@@ -165,7 +163,7 @@ def test_the_work_of_finding_stop_strings_does_not_grow_with_their_length():
     assert min(cpu_s(1000) for _ in range(2)) < 4 * min(cpu_s(100) for _ in range(2))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.text("abc", max_size=4), max_size=10),
     st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),

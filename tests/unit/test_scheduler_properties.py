@@ -229,7 +229,7 @@ class EncoderDecoderMachine(SchedulerMachine):
     start_ids = (0,)
 
 
-limits = settings(max_examples=60, stateful_step_count=40, deadline=None)
+limits = settings(stateful_step_count=40)
 TestDecoders = SchedulerMachine.TestCase
 TestDecoders.settings = limits
 TestEncoderDecoders = EncoderDecoderMachine.TestCase
