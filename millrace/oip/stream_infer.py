@@ -17,7 +17,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, Protocol, TypeVar
 
 from millrace.errors import MillraceError, RequestFailedError
 from millrace.rpc.handlers import Context
@@ -63,24 +63,10 @@ def wants_empty_final(request: StreamRequest) -> bool:
     return EMPTY_FINAL in request.parameters and request.parameters[EMPTY_FINAL].bool_param
 
 
-@overload
-def multiplex(
-    requests: AsyncIterator[RequestT],
-    answer: Callable[[RequestT], AsyncGenerator[ModelInferResponse, None]],
-    as_status: bool,
-) -> AsyncGenerator[ModelStreamInferResponse, None]: ...
-
-
-@overload
-def multiplex(
-    requests: AsyncIterator[RequestT], answer: Answer[RequestT], as_status: bool
-) -> AsyncGenerator[ModelStreamInferResponse | bytes, None]: ...
-
-
 async def multiplex(
     requests: AsyncIterator[RequestT], answer: Answer[RequestT], as_status: bool
 ) -> AsyncGenerator[Any, None]:
-    """Answers every request of a stream with what `answer` yields for it."""
+    """Answers every request of a stream with what `answer` yields for it: ModelStreamInferResponse, or bytes."""
     responses: asyncio.Queue[ModelStreamInferResponse | bytes | MillraceError | None] = asyncio.Queue(_UNREAD_RESPONSES)
     room = asyncio.Semaphore(MAX_IN_FLIGHT)
 

@@ -70,6 +70,7 @@ class Redaction:
 
     @property
     def redacts_answers(self) -> bool:
+        """Whether it looks at texts of answers, which it has to see whole."""
         return "text" in self._fields
 
     def redact(self, record: PayloadRecord) -> None:

@@ -15,9 +15,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from millrace_protos.millrace_pb2 import PayloadRecord
+
+if TYPE_CHECKING:
+    from millrace.payload.redaction import Redaction
 
 _HEADER = re.compile(r"[a-z0-9_.-]+")
 # What lets its bearer in is on no record.
@@ -55,17 +58,6 @@ class Modes:
         return ",".join([self.default.value, *(f"{name}={mode.value}" for name, mode in self.models.items())])
 
 
-class Redactor(Protocol):
-    """A rule that takes something out of a record."""
-
-    @property
-    def redacts_answers(self) -> bool:
-        """Whether it looks at texts of answers, which it has to see whole."""
-
-    def redact(self, record: PayloadRecord) -> None:
-        """Changes a part of a record in place."""
-
-
 @dataclass(frozen=True)
 class PayloadRules:
     """See the module. `metadata` names what is kept of the caller's; `tensor_bytes` is the most of a tensor's contents.
@@ -76,7 +68,7 @@ class PayloadRules:
     default: Mode = Mode.ALL
     models: Mapping[str, Mode] = field(default_factory=dict)
     sample: float = 1.0
-    redactions: Sequence[Redactor] = ()
+    redactions: Sequence[Redaction] = ()
     metadata: frozenset[str] = frozenset()
     tensor_bytes: int = 0
 

@@ -13,11 +13,10 @@ from millrace_protos import millrace_pb2_grpc
 from services.logger.gateway_calls import GatewayCalls
 from services.logger.servicer import PAYLOAD_LOG, PayloadIngestServicer, PayloadLogServicer
 from services.logger.settings import LoggerSettings
-from services.logger.sinks import start_sinks
+from services.logger.sinks import observe_sinks, start_sinks
 from services.logger.store.retention import Retention
 from services.logger.store.store import SqliteStore
 from services.logger.tails import Tails
-from services.logger.telemetry import observe_sinks
 
 _PROBE_S = 5.0
 

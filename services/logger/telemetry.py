@@ -1,31 +1,27 @@
-"""The logger's telemetry: a span for each commit, the number of committed records, the lag of its sinks.
+"""The logger's telemetry: a span for each commit, and the number of committed records.
 
 A span `payload commit` has a trace of its own, because a commit serves many requests, and links to the span that
 answered each of them: the record's trace_id and span_id, if it has both. A span has at most 128 links, so a larger
 commit has several spans, in one trace and with the same times; the first is the parent of the others. The attribute
 `millrace.records` of each is its number of records. Spans are created only if they are exported.
 
-`Commits.observe` runs on the thread that commits, and takes a few microseconds for each record; the gauge is read on
-the metrics reader's thread.
+`Commits.observe` runs on the thread that commits, and takes a few microseconds for each record.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from opentelemetry import metrics, trace
 from opentelemetry.context import Context
-from opentelemetry.metrics import CallbackOptions, Meter, Observation
+from opentelemetry.metrics import Meter
 from opentelemetry.trace import NoOpTracer, SpanContext, SpanKind, Status, StatusCode, Tracer
 
 from millrace.telemetry.setup import exports
 from millrace_protos.millrace_pb2 import AppendRequest, PayloadRecord
 
 RECORDS = "millrace.records"
-SINK = "millrace.sink"
-OUTCOME = "millrace.outcome"
 MAX_LINKS = 128
 
 _TRACE_ID_DIGITS, _SPAN_ID_DIGITS = 32, 16
@@ -85,45 +81,6 @@ class Commits:
             span.end(ended_ns)
             if first == 0:
                 parent = trace.set_span_in_context(span, parent)
-
-
-class Sending(Protocol):
-    """The sender of records to a sink."""
-
-    @property
-    def lag_s(self) -> float:
-        """The age of the end of the oldest record that the sink has not accepted; 0 if there is none. Thread-safe."""
-        ...
-
-    @property
-    def outcomes(self) -> Mapping[str, int]:
-        """Events that were delivered, retried, refused by the sink, or failed and skipped. Thread-safe."""
-        ...
-
-
-def observe_sinks(sinks: Mapping[str, Sending], meter: Meter | None = None) -> None:
-    """Exports the lag of each sink, and the outcomes of its events, under its name."""
-
-    def lags(_: CallbackOptions) -> Iterable[Observation]:
-        return [Observation(sink.lag_s, {SINK: name}) for name, sink in sinks.items()]
-
-    def outcomes(_: CallbackOptions) -> Iterable[Observation]:
-        return [
-            Observation(count, {SINK: name, OUTCOME: outcome})
-            for name, sink in sinks.items()
-            for outcome, count in sink.outcomes.items()
-        ]
-
-    meter = meter or metrics.get_meter("millrace")
-    meter.create_observable_counter(
-        "millrace.sink.events", [outcomes], "{event}", "What became of a sink's events: failed ones were given up."
-    )
-    meter.create_observable_gauge(
-        "millrace.sink.lag",
-        [lags],
-        "s",
-        "How long ago the oldest committed record ended that the sink has not got; 0: there is none.",
-    )
 
 
 def _answering(record: PayloadRecord) -> SpanContext | None:

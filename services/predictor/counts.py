@@ -1,4 +1,4 @@
-"""Request counters of a model; see `Counts` in served_model.py."""
+"""Counters that only the model itself can keep, since it was created."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RequestCounts:
 
     @property
     def ended(self) -> int:
-        """Requests that have ended, with any outcome."""
+        """Requests that have ended, with any outcome; without those that were refused at once."""
         return self.succeeded + self.failed + self.cancelled
 
     @property

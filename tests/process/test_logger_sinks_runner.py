@@ -11,9 +11,8 @@ import pytest
 from millrace.errors import NotReadyError
 from millrace_protos.millrace_pb2 import AppendRequest, PayloadRecord
 from services.logger.sinks import runner as runner_module
-from services.logger.sinks.cloud_events import CloudEventsSink
+from services.logger.sinks.cloud_events import CloudEventsSink, Event, RefusedError, TryAgainError
 from services.logger.sinks.runner import SinkRunner
-from services.logger.sinks.sink import Event, RefusedError, TryAgainError
 from services.logger.store import store as store_module
 from services.logger.store.store import SqliteStore
 from tests.process.sink_server import ACCEPTED, SinkServer

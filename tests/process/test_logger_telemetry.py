@@ -17,12 +17,13 @@ from sqlalchemy.exc import OperationalError
 
 from millrace.errors import NotReadyError
 from millrace_protos.millrace_pb2 import AppendRequest, PayloadRecord
+from services.logger.sinks import SINK, observe_sinks
 from services.logger.sinks import runner as runner_module
 from services.logger.sinks.cloud_events import CloudEventsSink
 from services.logger.sinks.runner import SinkRunner
 from services.logger.store import writing
 from services.logger.store.store import SqliteStore
-from services.logger.telemetry import MAX_LINKS, RECORDS, SINK, Commits, observe_sinks
+from services.logger.telemetry import MAX_LINKS, RECORDS, Commits
 from tests.process.sink_server import SinkServer
 from tests.support.measured import Measured
 from tests.waiting import until

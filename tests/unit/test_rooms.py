@@ -17,8 +17,9 @@ MILLRACE = (
     ("millrace.rpc",),
     ("millrace.oip",),
     ("millrace.processor", "millrace.python_tensors"),
+    ("millrace.payload.answer_redaction",),
+    ("millrace.payload.redaction",),
     (
-        "millrace.payload.answer_redaction",
         "millrace.payload.drops",
         "millrace.payload.ids",
         "millrace.payload.parts",

@@ -1,20 +1,29 @@
 """Sinks: receivers of every record of the store, each at its own pace.
 
-`sink.py` defines the interface, `runner.py` delivers records to a sink, `cloud_events.py` implements one.
+`runner.py` delivers records to a sink, `cloud_events.py` implements one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from opentelemetry import metrics
+from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
 from millrace.errors import StartupError
 from millrace.rpc.server import Server
 from services.logger.settings import LoggerSettings
 from services.logger.store.store import SqliteStore
-from services.logger.telemetry import Sending
+
+if TYPE_CHECKING:
+    from services.logger.sinks.runner import SinkRunner
+
+SINK = "millrace.sink"
+OUTCOME = "millrace.outcome"
 
 
-async def start_sinks(settings: LoggerSettings, store: SqliteStore, server: Server) -> Mapping[str, Sending]:
+async def start_sinks(settings: LoggerSettings, store: SqliteStore, server: Server) -> Mapping[str, SinkRunner]:
     """Starts sending to every sink of the settings, until the server stops; returns the runners by sink name."""
     if not settings.sinks:
         return {}
@@ -40,3 +49,28 @@ async def start_sinks(settings: LoggerSettings, store: SqliteStore, server: Serv
         await runner.start()
         server.own(f"sink {sink.name}", runner.run())
     return runners
+
+
+def observe_sinks(sinks: Mapping[str, SinkRunner], meter: Meter | None = None) -> None:
+    """Exports the lag of each sink, and the outcomes of its events, under its name."""
+
+    def lags(_: CallbackOptions) -> Iterable[Observation]:
+        return [Observation(sink.lag_s, {SINK: name}) for name, sink in sinks.items()]
+
+    def outcomes(_: CallbackOptions) -> Iterable[Observation]:
+        return [
+            Observation(count, {SINK: name, OUTCOME: outcome})
+            for name, sink in sinks.items()
+            for outcome, count in sink.outcomes.items()
+        ]
+
+    meter = meter or metrics.get_meter("millrace")
+    meter.create_observable_counter(
+        "millrace.sink.events", [outcomes], "{event}", "What became of a sink's events: failed ones were given up."
+    )
+    meter.create_observable_gauge(
+        "millrace.sink.lag",
+        [lags],
+        "s",
+        "How long ago the oldest committed record ended that the sink has not got; 0: there is none.",
+    )

@@ -3,7 +3,8 @@
 A record becomes one event for the request and one for its answer, with KServe's types and extensions (kserve/kserve,
 pkg/logger/worker.go). Both have the record's id, by which KServe's consumers pair them; their sources differ,
 `<source>/request` and `<source>/response`, because CloudEvents requires a unique (source, id). An event without
-contents is omitted: the settings may exclude requests or answers from the log.
+contents is omitted: the settings may exclude requests or answers from the log. `SinkRunner` sends a record again if
+its delivery is uncertain, so its events are the same every time, including their ids.
 
 The data is JSON: the fields of PayloadRecord by name. Headers follow the HTTP binding 1.0.2, section 3.1.3.2, exactly.
 The CloudEvents SDK does not: it also escapes `/` and `:`, and receivers with its first generation, including KServe's,
@@ -14,7 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -24,7 +26,6 @@ import httpx2
 import orjson
 
 from millrace_protos.millrace_pb2 import PayloadRecord
-from services.logger.sinks.sink import Event, RefusedError, TryAgainError
 from services.logger.store.values import row, to_json
 
 REQUEST_TYPE = "org.kubeflow.serving.inference.request"
@@ -47,8 +48,32 @@ _MAX_RETRY_AFTER_S = 3600.0
 _MAX_ANSWER_BYTES = 64 * 1024
 
 
+class TryAgainError(Exception):
+    """The sink cannot accept the event now; `retry_after_s` is the minimum delay that it asks for."""
+
+    def __init__(self, reason: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
+
+
+class RefusedError(Exception):
+    """The sink will never accept this event."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """The unit of delivery to a sink."""
+
+    id: str
+    headers: Mapping[str, str]
+    body: bytes
+
+
 class CloudEventsSink:
-    """Posts events to one URL, over at most `connections` connections; an attempt takes at most `timeout_s` seconds."""
+    """Posts events to one URL, over at most `connections` connections; an attempt takes at most `timeout_s` seconds.
+
+    `name`, the URL without its secrets, identifies the cursor and appears in the log; another name is another sink.
+    """
 
     def __init__(self, url: str, *, source: str, namespace: str, timeout_s: float, connections: int) -> None:
         self.name = _without_credentials(url)
@@ -60,6 +85,7 @@ class CloudEventsSink:
         self._client = httpx2.AsyncClient(timeout=None, limits=httpx2.Limits(max_connections=connections))
 
     def events(self, record: PayloadRecord) -> Sequence[Event]:
+        """Returns the record's events in the order of sending; called on any thread."""
         values = row(record)
         values["parameters"] = _parsed(record.parameters)
         has_request = any(values[name] for name in _REQUEST_CONTENT)
@@ -76,6 +102,7 @@ class CloudEventsSink:
         return events
 
     async def send(self, event: Event) -> None:
+        """Returns when the sink has accepted the event; raises TryAgainError or RefusedError."""
         try:
             async with (
                 asyncio.timeout(self._timeout_s),
@@ -94,6 +121,7 @@ class CloudEventsSink:
         raise TryAgainError(answer, _retry_after_s(response.headers.get("retry-after", "")))
 
     async def close(self) -> None:
+        """Closes the connections."""
         await self._client.aclose()
 
     def _event(self, record: PayloadRecord, kind: str, part: str, time: datetime | None, data: dict[str, Any]) -> Event:

@@ -36,7 +36,7 @@ from typing import ParamSpec, TypeVar
 from millrace.errors import NotReadyError
 from millrace.payload.times import ended_at
 from millrace_protos.millrace_pb2 import PayloadRecord
-from services.logger.sinks.sink import Event, RefusedError, Sink, TryAgainError
+from services.logger.sinks.cloud_events import CloudEventsSink, Event, RefusedError, TryAgainError
 from services.logger.store.store import SqliteStore
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ T = TypeVar("T")
 class SinkRunner:
     """Sends the store's records to `sink`, at most `concurrency` at a time."""
 
-    def __init__(self, sink: Sink, store: SqliteStore, *, concurrency: int, from_beginning: bool) -> None:
+    def __init__(self, sink: CloudEventsSink, store: SqliteStore, *, concurrency: int, from_beginning: bool) -> None:
         self.counts: Counter[str] = Counter()
         self._sink = sink
         self._store = store

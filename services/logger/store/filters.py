@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import sqlalchemy as sql
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -37,16 +37,6 @@ _CLASSES = {"duration_ms": "duration_class", "ttft_ms": "ttft_class"}
 _SHORTEST_MS, _LONGEST_MS = 2.0**-10, 2.0**40
 
 
-class Texts(Protocol):
-    """The parts of a record that are searched."""
-
-    @property
-    def prompt(self) -> str: ...
-
-    @property
-    def text(self) -> str: ...
-
-
 class Filters:
     """The filters that a request sets; a record must pass all of them."""
 
@@ -70,7 +60,7 @@ class Filters:
             if column != "time_us"
         ]
 
-    def has_text(self, record: Texts) -> bool:
+    def has_text(self, record: PayloadRecord) -> bool:
         """Whether the prompt or the answer contains the text."""
         return self.text in record.prompt or self.text in record.text
 

@@ -15,21 +15,10 @@ from millrace.deadline import Deadline
 from millrace.oip.model_description import ModelDescription
 from millrace.oip.resumable import CallOptions
 from millrace_protos import inference_pb2 as pb
+from services.predictor.counts import RequestCounts
 
 VERSION = "1"  # Every model has this one version.
 NO_OPTIONS = CallOptions()
-
-
-class Counts(Protocol):
-    """Counters that only the model itself can keep, since it was created; durations in nanoseconds."""
-
-    steps: int
-    queue_ns: int
-    compute_ns: int
-
-    @property
-    def ended(self) -> int:
-        """Requests that have ended, with any outcome; without those that were refused at once."""
 
 
 class ServedModel(Protocol):
@@ -42,7 +31,7 @@ class ServedModel(Protocol):
     def description(self) -> ModelDescription: ...
 
     @property
-    def statistics(self) -> Counts: ...
+    def statistics(self) -> RequestCounts: ...
 
     async def infer(
         self, request: pb.ModelInferRequest, deadline: Deadline, options: CallOptions
