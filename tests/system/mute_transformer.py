@@ -1,13 +1,22 @@
-"""The transformer of a model that gives special tokens alone, which have no text."""
+"""The transformer of a model whose tokens have no text, with a chat template that it cannot render."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from millrace.rpc.service import run_service
 from services.transformer.__main__ import serve
 from services.transformer.settings import TransformerSettings
 from services.transformer.text.detokenizer import Detokenizer
+from services.transformer.text.tokenizer import TextTokenizer
+
+
+def fail(*_: Any) -> str:
+    raise RuntimeError("no chat today")
+
 
 if __name__ == "__main__":
+    TextTokenizer.render_chat = fail  # type: ignore[method-assign]
     Detokenizer.push = lambda self, token_id: ""  # type: ignore[method-assign]
     Detokenizer.flush = lambda self: ""  # type: ignore[method-assign]
     run_service("transformer", TransformerSettings, serve)
