@@ -33,27 +33,35 @@ async def gated(tmp_path_factory):
         yield stack, lambda: let_be_made(1)
 
 
-@pytest.fixture
-async def open_page():
-    """Opens a gateway's page; fails the test where the page's script or policy complained."""
-    complaints = []
+@pytest_asyncio.fixture(scope="module")
+async def browser():
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=CHROMIUM)
-
-        async def open_at(gateway):
-            page = await browser.new_page(viewport={"width": 1000, "height": 900})
-            page.set_default_timeout(15_000)
-            page.on("pageerror", lambda error: complaints.append(str(error)))
-            page.on(
-                "console",
-                lambda message: complaints.append(message.text) if "Content Security" in message.text else None,
-            )
-            await page.goto(f"http://{gateway}/")
-            await expect(page.locator("#model option")).not_to_have_count(0)
-            return page
-
-        yield open_at
+        yield browser
         await browser.close()
+
+
+@pytest.fixture
+async def open_page(browser):
+    """Opens a gateway's page; fails the test where the page's script or policy complained."""
+    complaints, contexts = [], []
+
+    async def open_at(gateway):
+        contexts.append(await browser.new_context(viewport={"width": 1000, "height": 900}))
+        page = await contexts[-1].new_page()
+        page.set_default_timeout(15_000)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on(
+            "console",
+            lambda message: complaints.append(message.text) if "Content Security" in message.text else None,
+        )
+        await page.goto(f"http://{gateway}/")
+        await expect(page.locator("#model option")).not_to_have_count(0)
+        return page
+
+    yield open_at
+    for context in contexts:
+        await context.close()
     assert complaints == []
 
 
