@@ -1,4 +1,5 @@
-"""KServe's own transformer before a predictor: `python transformer.py PREDICTOR MODEL`; prints "done".
+"""KServe's own transformer before a predictor: `python transformer.py MODEL PREDICTOR…`; prints "done" for
+each predictor.
 
 A subclass of kserve.Model that calls its predictor as KServe has it (`--predictor_protocol=grpc-v2`).
 """
@@ -27,7 +28,12 @@ class Transformer(Model):
         return result.outputs[0].as_numpy() * 2
 
 
-async def main(predictor, model):
+async def main(model, *predictors):
+    for predictor in predictors:
+        await call(predictor, model)
+
+
+async def call(predictor, model):
     set_predictor_config(PredictorConfig(predictor_host=predictor, predictor_protocol="grpc-v2"))
     transformer = Transformer(model)
     array = np.arange(200_000, dtype=np.float32)

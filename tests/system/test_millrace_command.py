@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import signal
 import sys
 from collections.abc import AsyncIterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
+from runner.command.__main__ import main
 from runner.free_ports import free_settings
 from runner.settings import ROOT
+from tests.waiting import until
 
 TRACE_PAGE = "http://127.0.0.1:16686/trace/"
 TIMEOUT_S = 90
@@ -29,6 +33,8 @@ class Served:
         own = {"RUN_FOLDER": str(folder / "run"), "DEVICE": "cpu", "GATEWAY_TRACE_PAGE": TRACE_PAGE}
         self.environment = os.environ | ports | own
         self.folder = folder
+        self.gateway = settings.gateway
+        self.lines: list[str] = []  # Of `millrace serve`.
 
     async def start(self, *arguments: str) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
@@ -46,9 +52,22 @@ class Served:
         output, errors = await asyncio.wait_for(process.communicate(given.encode()), TIMEOUT_S)
         return process.returncode or 0, output.decode(), errors.decode()
 
-    async def output(self, *arguments: str, given: str = "") -> str:
+    def call(self, *arguments: str, given: str = "") -> tuple[int, str, str]:
+        """The same within this process, for what does not become another program: imports take a second."""
+        code, output, errors = 0, io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(errors):
+            patch.setattr(os, "environ", self.environment)
+            patch.setattr(sys, "stdin", io.StringIO(given))
+            patch.chdir(self.folder)
+            try:
+                main(list(arguments))
+            except SystemExit as end:
+                code = int(end.code or 0)
+        return code, output.getvalue(), errors.getvalue()
+
+    def output(self, *arguments: str, given: str = "") -> str:
         """The output of a command, which must succeed."""
-        code, output, errors = await self.run(*arguments, given=given)
+        code, output, errors = self.call(*arguments, given=given)
         assert (code, errors) == (0, "")
         return output
 
@@ -61,41 +80,50 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     own = Served(folder)
     process = await own.start("serve", "./tale", "--name", "teller", "GATEWAY_TRACE_PERCENT=100")
     assert process.stdout is not None
-    lines = []
     async with asyncio.timeout(TIMEOUT_S):
-        while not lines or not lines[-1].startswith("logs "):
+        while not own.lines or not own.lines[-1].startswith("logs "):
             line = (await process.stdout.readline()).decode()
-            assert line, lines
-            lines.append(line)
-    assert any('"model": "teller"' in line for line in lines)
+            assert line, own.lines
+            own.lines.append(line)
     yield own
     process.send_signal(signal.SIGTERM)
     await asyncio.wait_for(process.communicate(), TIMEOUT_S)
     assert process.returncode == 0
 
 
+async def test_what_is_ready_is_a_line_a_service_and_four_at_the_end(served: Served) -> None:
+    assert any(line.startswith("gateway") and served.gateway in line for line in served.lines)
+    [ready] = [number for number, line in enumerate(served.lines) if line.startswith("ready in")]
+    assert [line.split()[0] for line in served.lines[ready + 1 :]] == ["playground", "call", "check", "logs"]
+    assert '"model": "teller"' in served.lines[ready + 2]
+    assert not any("grpcurl" in line or "metrics" in line for line in served.lines)
+
+
 async def record_of(served: Served, text: str) -> dict[str, object]:
     """The record of a prompt, once it is written."""
-    async with asyncio.timeout(TIMEOUT_S):
-        while not (found := await served.output("log", "--json", "--contains", text, "--since", "1h")):
-            pass  # The command takes a while by itself.
-    return dict(json.loads(found.splitlines()[-1]))
+
+    def found() -> str:
+        return served.output("log", "--json", "--contains", text, "--since", "1h")
+
+    await until(found, TIMEOUT_S)
+    return dict(json.loads(found().splitlines()[-1]))
 
 
 async def test_a_prompt_is_answered_and_recorded(served: Served) -> None:
-    told = await served.output("chat", "--max-tokens", "20", "--temperature", "0", "Tell me of a fox.")
-    again = await served.output("chat", "--max-tokens", "20", "--temperature", "0", given="Tell me of a fox.\n")
+    code, told, errors = await served.run("chat", "--max-tokens", "20", "--temperature", "0", "Tell me of a fox.")
+    assert (code, errors) == (0, "")
+    again = served.output("chat", "--max-tokens", "20", "--temperature", "0", given="Tell me of a fox.\n")
     assert told == again
     assert len(told.split()) > 5
     record = await record_of(served, "Tell me of a fox.")
     assert str(record["text"]).strip() == told.strip()
 
-    line = (await served.output("log", "-n", "1", "--request-id", str(record["request_id"]))).split()
+    line = (served.output("log", "-n", "1", "--request-id", str(record["request_id"]))).split()
     assert line[2:5] == ["teller", "OK", "length"]
-    whole = await served.output("log", str(record["record_id"]))
+    whole = served.output("log", str(record["record_id"]))
     assert f"request      {record['request_id']}\n" in whole
     for wanted in ("trace_id", "request_id", "record_id"):
-        shown = await served.output("trace", str(record[wanted]))
+        shown = served.output("trace", str(record[wanted]))
         assert f"spans {TRACE_PAGE}{record['trace_id']}\n" in shown
         assert "millrace.v1.TextGeneration/Generate: OK length" in shown
 
@@ -107,7 +135,7 @@ async def test_the_log_is_followed(served: Served) -> None:
     try:
         async with asyncio.timeout(TIMEOUT_S):
             while not following.done():  # Until the command has begun to follow.
-                await served.output("chat", "--max-tokens", "2", "Tell me of a small owl.")
+                served.output("chat", "--max-tokens", "2", "Tell me of a small owl.")
                 await asyncio.wait({following}, timeout=1)
         assert json.loads(following.result())["model"] == "teller"
     finally:
@@ -131,11 +159,17 @@ async def test_every_endpoint_is_checked(served: Served) -> None:
         (("log", "--gateway", "127.0.0.1:9"), "no stack answers at 127.0.0.1:9; `millrace up`"),
         (("smoke", "--gateway", "127.0.0.1:9"), "no stack answers at 127.0.0.1:9; `millrace up`"),
         (("serve", "./nothing"), "'./nothing' is not a folder"),
-        (("serve", "./tale"), "a stack is running in "),
     ],
 )
-async def test_what_is_wrong_is_one_line(served: Served, arguments: tuple[str, ...], message: str) -> None:
-    code, output, errors = await served.run(*arguments)
+def test_what_is_wrong_is_one_line(served: Served, arguments: tuple[str, ...], message: str) -> None:
+    code, output, errors = served.call(*arguments)
     assert (code, output) == (1, "")
     assert errors.startswith(message)
+    assert errors.count("\n") == 1
+
+
+async def test_a_second_stack_is_refused_in_one_line(served: Served) -> None:
+    code, output, errors = await served.run("serve", "./tale")
+    assert (code, output) == (1, "")
+    assert errors.startswith("a stack is running in ")
     assert errors.count("\n") == 1

