@@ -5,51 +5,53 @@ The services are fakes; tests/slow/test_roll.py has real ones under load.
 
 from __future__ import annotations
 
-import psutil
+from collections.abc import Iterator
 
-from tests.process.test_runner_stack import Runner, command, fake_service, gone, runner
+import pytest
 
-__all__ = ["fake_service", "runner"]
+from tests.process.fake_runner import Runner, command, running
+from tests.process.test_runner_stack import gone
 
 
-def services(runner: Runner) -> dict[int, psutil.Process]:
-    return {process.pid: process for process in psutil.Process(runner.process.pid).children(recursive=True)}
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    with running(tmp_path_factory.mktemp("roll") / "run") as started:
+        started.wait_ready()
+        yield started
+
+
+def test_what_only_a_start_can_change_is_refused(runner: Runner) -> None:
+    before = set(runner.services())
+    for setting, value in (("PREDICTORS", "2"), ("LOGGER_PORT", "9")):
+        rolled = command(runner, "roll", **{setting: value})
+        assert rolled.returncode == 1
+        assert rolled.stderr.startswith(f"not rolled: {setting}={value}: cannot change from ")
+    assert set(runner.services()) == before
+
+
+def test_a_successor_that_does_not_start_changes_nothing(runner: Runner) -> None:
+    before = set(runner.services())
+    rolled = command(runner, "roll", PREDICTOR_LOG_LEVEL="LOUD")
+    assert rolled.returncode == 1
+    assert rolled.stderr == "not rolled: the new predictor-0 did not start: PREDICTOR: LOUD is no level\n"
+    assert set(runner.services()) == before
 
 
 def test_every_process_is_replaced_with_the_settings_of_the_command(runner: Runner) -> None:
-    before = runner.wait_ready()
+    """Also after the refusals above."""
+    before = runner.services()
     envoy = [process for process in before if "envoy" in process.name()]
     rolled = command(runner, "roll", LOGGER_LOG_LEVEL="DEBUG")
     assert (rolled.returncode, rolled.stdout) == (0, "every process has been replaced\n"), rolled.stderr
     assert len(envoy) == 1
     # The gateway's predecessor ends the calls that it has, for up to an hour.
     assert gone([process for process in before if process not in envoy])
-    after = [process for pid, process in services(runner).items() if pid not in {old.pid for old in before}]
+    after = [process for process in runner.services() if process not in before]
     assert len(after) == 4
     assert all(process.environ()["LOGGER_LOG_LEVEL"] == "DEBUG" for process in after)
     assert not (runner.settings.run_folder / "roll.json").exists()
     # A service that ends later is started again with them, and the next roll keeps them.
     assert command(runner, "roll").returncode == 0
     assert all(
-        process.environ()["LOGGER_LOG_LEVEL"] == "DEBUG"
-        for process in services(runner).values()
-        if process not in before
+        process.environ()["LOGGER_LOG_LEVEL"] == "DEBUG" for process in runner.services() if process not in before
     )
-
-
-def test_a_successor_that_does_not_start_changes_nothing(runner: Runner) -> None:
-    before = {process.pid for process in runner.wait_ready()}
-    rolled = command(runner, "roll", PREDICTOR_LOG_LEVEL="LOUD")
-    assert rolled.returncode == 1
-    assert rolled.stderr == "not rolled: the new predictor-0 did not start: PREDICTOR: LOUD is no level\n"
-    assert services(runner).keys() == before
-    assert command(runner, "roll").returncode == 0
-
-
-def test_what_only_a_start_can_change_is_refused(runner: Runner) -> None:
-    before = {process.pid for process in runner.wait_ready()}
-    for setting, value in (("PREDICTORS", "2"), ("LOGGER_PORT", "9")):
-        rolled = command(runner, "roll", **{setting: value})
-        assert rolled.returncode == 1
-        assert rolled.stderr.startswith(f"not rolled: {setting}={value}: cannot change from ")
-    assert services(runner).keys() == before

@@ -9,14 +9,14 @@ import os
 import re
 import resource
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
@@ -24,64 +24,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace.errors import StartupError
+from runner import process
 from runner.free_ports import free_settings, start_stack
 from runner.settings import ROOT
 from runner.stack import Stack
+from tests.process.fake_runner import FAKES, Runner, command, running
 from tests.waiting import until
-
-FAKE_SERVICE = """
-import asyncio, os, signal, sys
-import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from millrace.rpc.hand_over import RETIRE, report_listening
-
-async def main():
-    if os.environ.get(sys.argv[1] + "_LOG_LEVEL") == "LOUD":
-        print(sys.argv[1] + ": LOUD is no level", file=sys.stderr)
-        sys.exit(os.EX_CONFIG)
-    server = grpc.aio.server(options=(("grpc.so_reuseport", 1),))
-    servicer = health.aio.HealthServicer()
-    await servicer.set("ready", health_pb2.HealthCheckResponse.SERVING)
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    try:
-        server.add_insecure_port("127.0.0.1:" + os.environ[sys.argv[1] + "_PORT"])
-    except RuntimeError:
-        print(sys.argv[1] + ": the port is taken", file=sys.stderr)
-        sys.exit(os.EX_CONFIG)
-    await server.start()
-    report_listening()
-    stop = asyncio.Event()
-    for signum in (signal.SIGTERM, RETIRE):
-        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-    await stop.wait()
-    await server.stop(0)
-
-asyncio.run(main())
-"""
-
-# `python -m runner up` with fakes for services; its arguments make it look like one to `down`.
-FAKE_RUNNER = """
-import asyncio, sys
-from pathlib import Path
-from runner.__main__ import up
-from runner.settings import StackSettings
-from runner.stack import Stack
-
-settings = StackSettings.model_validate_json(sys.argv[3])
-commands = {kind: (sys.executable, sys.argv[4], kind.upper()) for kind in ("logger", "predictor", "transformer")}
-asyncio.run(up(Stack(settings, commands=commands)))
-"""
-
-
-@pytest.fixture
-def fake_service(tmp_path: Path) -> Path:
-    script = tmp_path / "fake_service.py"
-    script.write_text(FAKE_SERVICE)
-    return script
-
-
-def fakes(script: Path) -> dict[str, tuple[str, ...]]:
-    return {kind: (sys.executable, str(script), kind.upper()) for kind in ("logger", "predictor", "transformer")}
 
 
 async def check(target: str, service: str = "") -> int:
@@ -95,9 +43,9 @@ def gone(processes: list[psutil.Process], within_s: float = 10.0) -> bool:
     return not psutil.wait_procs(processes, timeout=within_s)[1]
 
 
-async def test_a_killed_predictor_comes_back_behind_the_gateway(tmp_path: Path, fake_service: Path) -> None:
+async def test_a_killed_predictor_comes_back_behind_the_gateway(tmp_path: Path) -> None:
     said: list[str] = []
-    stack = await start_stack(tmp_path / "run", {"predictors": 2}, commands=fakes(fake_service), say=said.append)
+    stack = await start_stack(tmp_path / "run", {"predictors": 2}, commands=FAKES, say=said.append)
     processes = [psutil.Process(stack.pid(name)) for name in stack.names]
     try:
         assert stack.names == ("envoy", "transformer", "predictor-0", "predictor-1", "logger")
@@ -120,9 +68,9 @@ async def test_a_killed_predictor_comes_back_behind_the_gateway(tmp_path: Path, 
     assert all("did not stop" not in line for line in said)
 
 
-async def test_a_stack_whose_folder_is_removed_goes_on(tmp_path: Path, fake_service: Path) -> None:
+async def test_a_stack_whose_folder_is_removed_goes_on(tmp_path: Path) -> None:
     said: list[str] = []
-    stack = await start_stack(tmp_path / "run", {}, commands=fakes(fake_service), say=said.append)
+    stack = await start_stack(tmp_path / "run", {}, commands=FAKES, say=said.append)
     try:
         shutil.rmtree(stack.folder.path)
         await until(lambda: stack.folder.holder() == os.getpid())
@@ -137,6 +85,19 @@ async def test_a_stack_whose_folder_is_removed_goes_on(tmp_path: Path, fake_serv
         await stack.stop()
 
 
+def up(environment: dict[str, str], prepare: Callable[[], None] | None = None) -> subprocess.CompletedProcess[str]:
+    """`python -m runner up`, which ends by itself."""
+    return subprocess.run(
+        (sys.executable, "-m", "runner", "up"),
+        env=environment,
+        cwd=ROOT,
+        preexec_fn=prepare,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
 @pytest.mark.parametrize("case", ["no folder", "no room"])
 def test_a_folder_that_cannot_be_written_is_one_line_that_says_what_to_do(tmp_path: Path, case: str) -> None:
     folder = tmp_path / "run"
@@ -148,36 +109,38 @@ def test_a_folder_that_cannot_be_written_is_one_line_that_says_what_to_do(tmp_pa
     def no_room() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
-    ended = subprocess.run(
-        [sys.executable, "-m", "runner", "up"],
-        env=os.environ | ports | {"RUN_FOLDER": str(folder)},
-        cwd=ROOT,
-        preexec_fn=no_room if case == "no room" else None,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    ended = up(os.environ | ports | {"RUN_FOLDER": str(folder)}, no_room if case == "no room" else None)
     assert ended.returncode == 1
     assert ended.stderr.count("\n") == 1
     assert f"{folder} cannot be written (" in ended.stderr
     assert "set RUN_FOLDER=… to another" in ended.stderr
 
 
-async def test_a_service_that_cannot_start_ends_the_stack_with_its_line(tmp_path: Path, fake_service: Path) -> None:
+async def test_a_service_that_cannot_start_ends_the_stack_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spawn, started = process.spawn, []
+
+    async def spawn_on_record(*arguments: Any) -> process.Running:
+        running = await spawn(*arguments)
+        started.append(running.pid)
+        return running
+
+    monkeypatch.setattr(process, "spawn", spawn_on_record)
     refuse = (
         "import os, sys; sys.stderr.write('predictor: DEVICE=cuda, but there is no CUDA\\n'); sys.exit(os.EX_CONFIG)"
     )
-    commands = fakes(fake_service) | {"predictor": (sys.executable, "-c", refuse)}
-    before = set(psutil.Process().children(recursive=True))
+    commands = FAKES | {"predictor": (sys.executable, "-c", refuse)}
     with pytest.raises(StartupError, match=r"^predictor: DEVICE=cuda, but there is no CUDA$"):
         await start_stack(tmp_path / "run", {}, commands=commands)
-    assert set(psutil.Process().children(recursive=True)) <= before
+    assert len(started) == 4
+    assert not any(map(psutil.pid_exists, started))
 
 
-async def test_an_envoy_that_refuses_its_configuration_is_a_start_up_error(tmp_path: Path, fake_service: Path) -> None:
+async def test_an_envoy_that_refuses_its_configuration_is_a_start_up_error(tmp_path: Path) -> None:
     refuse = (sys.executable, "-c", "import sys; sys.exit('error initializing configuration')")
     with pytest.raises(StartupError, match="error initializing configuration"):
-        await start_stack(tmp_path / "run", {}, commands=fakes(fake_service) | {"envoy": refuse})
+        await start_stack(tmp_path / "run", {}, commands=FAKES | {"envoy": refuse})
 
 
 @pytest.mark.parametrize(
@@ -199,59 +162,33 @@ async def test_a_port_wanted_twice_is_taken(tmp_path: Path) -> None:
         await Stack(settings).start()
 
 
-class Runner:
-    """A runner in a process of its own, with fakes for services."""
-
-    def __init__(self, run_folder: Path, fake_service: Path) -> None:
-        self.settings = free_settings(run_folder)
-        arguments = ("runner", "up", self.settings.model_dump_json(), str(fake_service))
-        self.process = subprocess.Popen(
-            (sys.executable, "-c", FAKE_RUNNER, *arguments), cwd=ROOT, stdout=subprocess.PIPE, text=True
-        )
-        self.output: list[str] = []
-
-    def wait_ready(self) -> list[psutil.Process]:
-        """Its services, once it says that they are ready."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.output.append(line)
-            if line.startswith("logs "):
-                return psutil.Process(self.process.pid).children(recursive=True)
-        raise AssertionError(f"never ready: {self.output}")
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
 @pytest.fixture
-def runner(tmp_path: Path, fake_service: Path) -> Iterator[Runner]:
-    started = Runner(tmp_path / "run", fake_service)
-    yield started
-    started.close()
+def runner(tmp_path: Path) -> Iterator[Runner]:
+    with running(tmp_path / "run") as started:
+        yield started
 
 
-def command(runner: Runner, action: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    environment = (
-        os.environ
-        | {name: str(ports[0]) for name, ports in runner.settings.ports().items()}
-        | {"RUN_FOLDER": str(runner.settings.run_folder)}
-        | settings
-    )
-    return subprocess.run(
-        (sys.executable, "-m", "runner", action), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
-    )
+def test_a_killed_runner_leaves_no_process(runner: Runner) -> None:
+    services = runner.wait_ready()
+    runner.process.kill()
+    assert gone(services)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_everything_within_ten_seconds(runner: Runner, signum: signal.Signals) -> None:
+def test_a_second_up_is_refused_and_down_stops_the_first_within_ten_seconds(runner: Runner) -> None:
     services = runner.wait_ready()
     assert len(services) == 4
+    second = up(runner.environment())
+    assert second.returncode == 1
+    assert f"(process {runner.process.pid})" in second.stderr
+    assert second.stderr.count("\n") == 1
+
     asked = time.monotonic()
-    runner.process.send_signal(signum)
+    assert command(runner, "down").stdout == "stopped\n"
     assert runner.process.wait(timeout=15) == 0
     assert time.monotonic() - asked < 10
     assert gone(services, within_s=0)
+    assert command(runner, "down").stdout == "no stack is running\n"
+
     gateway = runner.settings.gateway
     assert [line.split()[0] for line in runner.output[-6:]] == [
         "gateway",
@@ -264,22 +201,3 @@ def test_a_signal_stops_everything_within_ten_seconds(runner: Runner, signum: si
     assert any(re.fullmatch(rf"gateway +{gateway} +\d+\.\d s\n", line) for line in runner.output)
     assert {line.split()[0] for line in runner.output[1:-6]} == {"logger", "predictor-0", "transformer"}
     assert "\033" not in "".join(runner.output)
-
-
-def test_a_killed_runner_leaves_no_process(runner: Runner) -> None:
-    services = runner.wait_ready()
-    runner.process.kill()
-    assert gone(services)
-
-
-def test_a_second_up_is_refused_and_down_stops_the_first(runner: Runner) -> None:
-    services = runner.wait_ready()
-    second = command(runner, "up")
-    assert second.returncode == 1
-    assert f"(process {runner.process.pid})" in second.stderr
-    assert second.stderr.count("\n") == 1
-
-    assert command(runner, "down").stdout == "stopped\n"
-    assert runner.process.wait(timeout=15) == 0
-    assert gone(services, within_s=0)
-    assert command(runner, "down").stdout == "no stack is running\n"

@@ -43,10 +43,12 @@ IMPORTS = {
         "services.predictor.repository.repository",
         "services.predictor.servicer",
     ),
+    "fake_service": ("grpc.aio", "grpc_health.v1.health", "millrace.rpc.hand_over"),
 }
 _READ_EARLY = re.compile(
     r"(PYTHON|HF_|HUGGINGFACE_|TRANSFORMERS_|TORCH|PYTORCH_|CUDA_|NUMBA_|OMP_|MKL_|MALLOC_|GLIBC_|LD_|GRPC_|OTEL_PYTHON)"
 )
+_ALIKE = ("fake_service",)  # Kinds for which these change nothing.
 _MOST_OF_A_KIND = 2  # Sets of such variables for each kind of service.
 # The process that outlives all workers of a run, and with which the zygotes end: pytest's own, or xdist's controller.
 _RUN = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
@@ -56,7 +58,11 @@ _started: list[subprocess.Popen[bytes]] = []  # By this worker.
 
 def address_of(kind: str, environment: Mapping[str, str]) -> str:
     """The abstract socket address of the process that forks such services in this run."""
-    early = sorted((name, value) for name, value in environment.items() if _READ_EARLY.match(name))
+    early = (
+        []
+        if kind in _ALIKE
+        else sorted((name, value) for name, value in environment.items() if _READ_EARLY.match(name))
+    )
     return f"\0millrace-tests-{_RUN}-{kind}-{hashlib.sha256(repr(early).encode()).hexdigest()[:16]}"
 
 
@@ -84,9 +90,11 @@ def start_zygote(kind: str, address: str, environment: Mapping[str, str]) -> Non
         )
 
 
-async def fork(address: str, module: str, environment: Mapping[str, str], folder: Path, log: IO[bytes]) -> Fork:
-    """Raises OSError if no zygote listens there, or it has ended."""
-    request = pickle.dumps((module, dict(environment), str(folder)))
+async def fork(
+    address: str, arguments: tuple[str, ...], environment: Mapping[str, str], folder: Path, log: IO[bytes]
+) -> Fork:
+    """Runs a module, the first of `arguments`; raises OSError if no zygote listens there, or it has ended."""
+    request = pickle.dumps((arguments, dict(environment), str(folder)))
     if len(request) > MAX_REQUEST:
         raise ValueError("the environment is too large")
     connection = socket.socket(socket.AF_UNIX)
@@ -136,16 +144,16 @@ class Fork:
 
 async def spawn(command: tuple[str, ...], environment: Mapping[str, str], folder: Path, log: IO[bytes]) -> Running:
     """Forks the service if it can, else starts it as `runner.process.spawn` does."""
-    module = command[-1]
-    kind = next((kind for kind in IMPORTS if module.endswith(kind)), None)
-    if kind is not None and command == (sys.executable, "-m", module):
+    arguments = command[2:] if command[:2] == (sys.executable, "-m") else ("",)
+    kind = next((kind for kind in IMPORTS if arguments[0].endswith(kind)), None)
+    if kind is not None:
         address, known = address_of(kind, environment), _known.setdefault(kind, set())
         if address in known or len(known) < _MOST_OF_A_KIND:
             known.add(address)
             with suppress(ConnectionRefusedError):
-                return await fork(address, module, environment, folder, log)
+                return await fork(address, arguments, environment, folder, log)
             start_zygote(kind, address, environment)
-            return await fork(address, module, environment, folder, log)
+            return await fork(address, arguments, environment, folder, log)
     return await _spawn(command, environment, folder, log)
 
 

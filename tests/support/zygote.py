@@ -1,7 +1,7 @@
 """A process that has imported what a service imports, and forks instead of importing it anew: see forkserver.py.
 
 `python -m tests.support.zygote RUN_PID SOCKET_FD IMPORT…`, an import being a module or the `module:function` that
-imports. Each connection to the socket asks for one service: a pickled (module, environment, folder) with the file
+imports. Each connection to the socket asks for one service: a pickled (arguments, environment, folder) with the file
 descriptors of its standard streams. It gets the process id, and the exit code when the process has ended. A forked
 service leads a session of its own and dies with this process, as a started one dies with its supervisor
 (runner/tether.py); this process ends with the run of the tests.
@@ -37,12 +37,12 @@ def main() -> None:
         imported = importlib.import_module(name)
         if function:
             getattr(imported, function)()
-    module, environment = serve(socket.socket(fileno=listener), run_fd)
+    arguments, environment = serve(socket.socket(fileno=listener), run_fd)
     os.environ.clear()
     os.environ.update(environment)
     reseed()
-    sys.argv[:] = [module]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    sys.argv[:] = arguments
+    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
 
 
 def die_with(parent: int) -> None:
@@ -51,8 +51,8 @@ def die_with(parent: int) -> None:
         raise SystemExit(1)
 
 
-def serve(listener: socket.socket, run_fd: int) -> tuple[str, dict[str, str]]:
-    """Forks until the run ends; returns in each fork: the module to run, and its environment."""
+def serve(listener: socket.socket, run_fd: int) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Forks until the run ends; returns in each fork: the module to run and its arguments, and its environment."""
     waiting: dict[int, socket.socket] = {}  # By process id.
     woken, wake = os.pipe()
     for fd in (woken, wake):
@@ -76,7 +76,7 @@ def serve(listener: socket.socket, run_fd: int) -> tuple[str, dict[str, str]]:
                 if not data:  # The client is gone.
                     connection.close()
                     continue
-                zygote, (module, environment, folder) = os.getpid(), pickle.loads(data)
+                zygote, (arguments, environment, folder) = os.getpid(), pickle.loads(data)
                 pid = os.fork()
                 if not pid:
                     become(zygote, folder, fds)
@@ -84,7 +84,7 @@ def serve(listener: socket.socket, run_fd: int) -> tuple[str, dict[str, str]]:
                         other.close()
                     for fd in (woken, wake, run_fd):
                         os.close(fd)
-                    return module, environment
+                    return arguments, environment
                 for fd in fds:
                     os.close(fd)
                 waiting[pid] = connection
