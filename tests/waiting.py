@@ -11,9 +11,11 @@ from collections.abc import Awaitable, Callable
 async def until(condition: Callable[[], object | Awaitable[object]], timeout_s: float = 20.0) -> None:
     """Returns once `condition()`, which may be a coroutine, holds; fails the test where it does not in time."""
     deadline = time.monotonic() + timeout_s
+    delay_s = 0.005
     while True:
         holds = condition()
         if await holds if inspect.isawaitable(holds) else holds:
             return
         assert time.monotonic() < deadline, "the condition did not come true in time"
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(delay_s)
+        delay_s = min(delay_s * 1.2, 0.1)  # What asks a process takes of its time.

@@ -127,7 +127,7 @@ async def test_what_has_not_ended_at_the_end_of_a_drain_is_handed_back(tmp_path,
 
 async def test_what_outlasts_the_drain_of_the_transformer_is_on_record_as_its_caller_read_it(tmp_path):
     async with gated_stack(tmp_path, transformer={"TRANSFORMER_DRAIN_S": "1"}) as (stack, make_tokens):
-        fields = {"model": "storyteller", "prompt": "Once", "max_tokens": 64, "ignore_eos": True, "temperature": 0}
+        fields = {"model": "storyteller", "prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "temperature": 0}
         request = millrace_pb2.GenerateRequest(**fields, request_id="by gRPC")
         body = {**fields, "stream": True}
         headers, came = {"x-request-id": "by REST"}, asyncio.Event()
@@ -139,11 +139,11 @@ async def test_what_outlasts_the_drain_of_the_transformer_is_on_record_as_its_ca
         async with channel(stack.gateway) as open_channel:
             call = millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=60)
             both = asyncio.gather(call.read(), came.wait())
-            for _ in range(32):  # A call that comes late to the predictor misses the first ones.
-                make_tokens(1)
-                if (await asyncio.wait((both,), timeout=1))[0]:
-                    break
-            assert all(await both)
+            async with asyncio.timeout(60):
+                while not both.done():  # A call that comes late to the predictor misses the first tokens.
+                    make_tokens(1)
+                    await asyncio.wait((both,), timeout=0.1)
+            assert all(both.result())
             await stack.kill("transformer", signal.SIGTERM)
             with pytest.raises(grpc.aio.AioRpcError) as ended:
                 await rest_of(call)
@@ -189,6 +189,7 @@ async def test_an_engine_that_died_ends_the_process_and_its_streams_as_a_death(t
         assert await predictor.end() not in (0, 78)
 
 
+@pytest.mark.full  # In little: SIGTERM in tests/system/test_resume.py.
 async def test_predictors_that_are_restarted_one_by_one_are_missed_by_nobody(new_stack):
     stack = await new_stack(
         predictors=2,

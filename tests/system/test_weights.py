@@ -16,7 +16,7 @@ from runner.free_ports import start_stack
 from tests.system.calls import channel, rest
 from tests.waiting import until
 
-TOKENS, STREAMS = 60, 24
+TOKENS, STREAMS = 60, 12
 SLOW = (sys.executable, "-m", "tests.system.slow_predictor")
 OLD = "storyteller=models/storyteller"
 
