@@ -1,6 +1,5 @@
 """Log probabilities of a prompt's tokens: exact, in small portions, and no concern of anybody beside them."""
 
-import copy
 from pathlib import Path
 
 import numpy as np
@@ -14,16 +13,20 @@ from millrace.sampling import SamplingParameters
 from services.predictor.engine.interface import GenerationRequest
 from services.predictor.engine.runners.paged import PagedRunner
 from services.transformer.predictors.answers import BrokenAnswerError
-from tests.model.test_engine_exactness import LENGTHS, PROMPTS, crowd, engine_of, expected_of, read_all, request
+from tests.model.random_crowd import PROMPTS, crowd, model_and_crowd, random_engines, read_all, submit_crowd
 from tests.process.test_transformer_resume import SAMPLING, resuming
 from tests.random_models import VOCABULARY, random_model
 from tests.support.scripted_predictor import ANSWER, breaks
 
-__all__ = ["engine_of"]
-
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 MOST_A_STEP = 64
 LONG = [(31 * i * i + 7 * i + 5) % (VOCABULARY - 3) + 3 for i in range(150)]
+
+
+@pytest.fixture
+def engine_of():
+    with random_engines() as make:
+        yield make
 
 
 def scoring(name, prompt, top=3, length=1, output_ids=()):
@@ -87,11 +90,11 @@ async def test_the_storyteller_scores_as_transformers_does(engine_of, most_score
 
 @pytest.mark.parametrize("architecture", ["llama", "opt", "gpt2", "gemma3"])
 async def test_neighbours_get_what_they_would_get_alone(architecture, engine_of, most_scored):
-    model = random_model(architecture)
-    expected, logprobs = expected_of(model), transformers_logprobs(model, LONG)
+    model, expected = model_and_crowd(architecture)
+    logprobs = transformers_logprobs(model, LONG)
     # Chunks of all kinds, and so few blocks that sequences are computed again.
-    engine = engine_of(model, cache_tokens=400, step_tokens=24, max_running=14, max_context=200)
-    slots = [engine.submit(request(str(i), *asked)) for i, asked in enumerate(zip(PROMPTS, LENGTHS, strict=True))]
+    engine = engine_of(model, cache_tokens=320, step_tokens=24, max_running=14, max_context=200)
+    slots = submit_crowd(engine)
     scored = [engine.submit(scoring(f"s{i}", LONG, top)) for i, top in enumerate((0, 5))]
     assert [await read_all(slot) for slot in slots] == expected
     for slot, top in zip(scored, (0, 5), strict=True):
@@ -103,7 +106,7 @@ async def test_neighbours_get_what_they_would_get_alone(architecture, engine_of,
 
 
 async def test_what_a_scored_prompt_leaves_in_the_cache_serves_others(engine_of):
-    model = random_model("llama")
+    model, expected = model_and_crowd("llama")
     engine = engine_of(model)
     check_exact(
         await prompt_of(engine.submit(scoring("s", PROMPTS[-1]))),
@@ -111,13 +114,13 @@ async def test_what_a_scored_prompt_leaves_in_the_cache_serves_others(engine_of)
         transformers_logprobs(model, PROMPTS[-1]),
         3,
     )
-    assert await crowd(engine) == expected_of(model)
+    assert await crowd(engine) == expected
     assert engine.statistics.cached_tokens >= 64
 
 
 @pytest.mark.parametrize("architecture", ["t5", "bart", "bloom", "mamba"])
 def test_other_runners_say_that_they_do_not(architecture, engine_of):
-    assert not engine_of(copy.deepcopy(random_model(architecture))).limits.scores_prompts
+    assert not engine_of(random_model(architecture)).limits.scores_prompts
 
 
 def test_what_would_be_too_large_is_refused():

@@ -77,7 +77,7 @@ def any_row(draw, vocabulary):
     ("vocabulary", "dtype"),
     [(40, torch.float32), (5003, torch.float32), (5003, torch.float64), (1536, torch.bfloat16)],
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=settings.default.max_examples // 4)  # Each samples a dozen times.
 @given(st.data())
 def test_a_row_is_sampled_the_same_alone_and_in_a_crowd(vocabulary, dtype, data):
     size = data.draw(st.integers(2, 12))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.predictor.engine.sampling.vocabulary import argmax, invert, largest, ordered
@@ -15,7 +15,6 @@ def values_of(size, levels, seed):
     return torch.randint(0, levels, (3, size), generator=torch.Generator().manual_seed(seed)).float()
 
 
-@settings(max_examples=60, deadline=None)
 @given(SIZES, st.sampled_from([1, 3, 10**6]), st.integers(0, 1000))
 def test_argmax_is_the_first_of_the_largest(size, levels, seed):
     values = values_of(size, levels, seed)
@@ -23,7 +22,6 @@ def test_argmax_is_the_first_of_the_largest(size, levels, seed):
     assert argmax(values).tolist() == expected
 
 
-@settings(max_examples=60, deadline=None)
 @given(SIZES, st.sampled_from([1, 3, 10**6]), st.integers(0, 1000), st.sampled_from([1, 20, 128, 1024]))
 def test_largest_are_those_that_a_sort_puts_first(size, levels, seed, count):
     values, count = values_of(size, levels, seed), min(count, size)
@@ -33,7 +31,6 @@ def test_largest_are_those_that_a_sort_puts_first(size, levels, seed, count):
     assert all(len(set(row)) == count for row in ids.tolist())
 
 
-@settings(max_examples=60, deadline=None)
 @given(SIZES, st.integers(0, 1000), st.floats(0, 1, exclude_max=True), st.booleans())
 def test_invert_finds_where_the_sum_reaches_the_number(size, seed, number, sparse):
     # Whole numbers, whose sums are exact whatever their order.

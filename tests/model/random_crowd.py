@@ -1,0 +1,83 @@
+"""Engines of small random models, and twelve requests that each get what transformers' `generate` gives them alone."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from millrace.sampling import SamplingParameters
+from services.predictor.engine.build import build_engine
+from services.predictor.engine.interface import Engine, GenerationRequest, OutputSlot
+from services.predictor.engine.runners.memory import cache_shape
+from services.predictor.settings import PredictorSettings
+from tests.random_models import VOCABULARY, greedy, random_model
+
+# Of very different lengths, on both sides of the blocks' 32 tokens; some outputs cross into the next one.
+PROMPTS = [
+    [(17 * i * i + 5 * j * j + 11 * j + 3) % (VOCABULARY - 3) + 3 for j in range(length)]
+    for i, length in enumerate([1, 2, 5, 9, 16, 17, 23, 31, 32, 40, 64, 75])
+]
+LENGTHS = [33, 9, 30, 26, 20, 18, 12, 9, 9, 14, 9, 9]
+# Prompts are cut into chunks of 32 tokens at most.
+_TIGHT = {"max_running": 12, "max_waiting": 64, "step_tokens": 32, "max_context": 110}
+
+
+def request(name: str, prompt: Sequence[int], length: int, output_ids: Sequence[int] = (), **given: Any):
+    parameters = {"max_tokens": length, "min_tokens": length, "temperature": 0, "seed": 1, **given}
+    return GenerationRequest(name, list(prompt), SamplingParameters(**parameters), list(output_ids))
+
+
+async def read_all(slot: OutputSlot) -> list[int]:
+    ids: list[int] = []
+    while True:
+        chunk = await asyncio.wait_for(slot.read(), 60)
+        ids += chunk.output_ids
+        if chunk.finish_reason is not None:
+            return ids
+
+
+def submit_crowd(engine: Engine) -> list[OutputSlot]:
+    asked = zip(PROMPTS, LENGTHS, strict=True)
+    return [engine.submit(request(str(i), prompt, length)) for i, (prompt, length) in enumerate(asked)]
+
+
+async def crowd(engine: Engine) -> list[list[int]]:
+    return [await read_all(slot) for slot in submit_crowd(engine)]
+
+
+def generate_crowd(model: Any) -> list[list[int]]:
+    """What the crowd should get."""
+    expected = [greedy(model, prompt, length) for prompt, length in zip(PROMPTS, LENGTHS, strict=True)]
+    # Else the comparison would hold for models that repeat one token, or that do not see their prompt.
+    assert len({tuple(ids[:9]) for ids in expected}) == len(PROMPTS)
+    assert sum(len(set(ids)) > 4 for ids in expected) > len(PROMPTS) // 2
+    return expected
+
+
+@cache
+def model_and_crowd(architecture: str) -> tuple[Any, list[list[int]]]:
+    """The random model, for several tests, so not to be changed, and what the crowd should get of it."""
+    model = random_model(architecture)
+    return model, generate_crowd(model)
+
+
+@contextmanager
+def random_engines() -> Iterator[Callable[..., Engine]]:
+    """Makes engines of copies of models, with memory for so many tokens, and closes them at the end."""
+    engines = []
+
+    def make(model: Any, cache_tokens: int = 4000, **given: Any) -> Engine:
+        memory = str((cache_tokens + 32) * cache_shape(model).bytes_per_token)
+        settings = PredictorSettings(**{**_TIGHT, "kv_cache_memory": memory, **given})
+        engines.append(build_engine("test", copy.deepcopy(model), settings))
+        return engines[-1]
+
+    try:
+        yield make
+    finally:
+        for engine in engines:
+            engine.close()
