@@ -6,7 +6,7 @@ BF16. Fixed-size raw tensors are decoded without a copy, as read-only views of t
 BF16 has no numpy type and is kept as its bits in uint16; BYTES becomes an object array of `bytes`.
 
 Every mismatch of name, datatype, shape and size raises `InvalidRequestError`, and so do BYTES tensors of more than
-MAX_BYTES_ELEMENTS. `elements_by_one` says how long decoding takes.
+MAX_BYTES_ELEMENTS.
 Source: the protocol's "Tensor Data" section and Triton's binary tensor data extension.
 """
 
@@ -23,45 +23,33 @@ from numpy.typing import NDArray
 
 from millrace.errors import InvalidRequestError
 from millrace.oip.wire_fields import fields
-from millrace_protos import inference_pb2
+from millrace_protos import inference_pb2 as pb
 
 Array = NDArray[Any]
+DType = np.dtype[Any]
+Shape = tuple[int, ...]
 
 BYTES = "BYTES"
 BF16 = "BF16"
 
-_NUMPY: Mapping[str, np.dtype[Any]] = {
-    "BOOL": np.dtype(np.bool_),
-    "INT8": np.dtype(np.int8),
-    "INT16": np.dtype("<i2"),
-    "INT32": np.dtype("<i4"),
-    "INT64": np.dtype("<i8"),
-    "UINT8": np.dtype(np.uint8),
-    "UINT16": np.dtype("<u2"),
-    "UINT32": np.dtype("<u4"),
-    "UINT64": np.dtype("<u8"),
-    "FP16": np.dtype("<f2"),
-    "FP32": np.dtype("<f4"),
-    "FP64": np.dtype("<f8"),
-    BF16: np.dtype("<u2"),
-    BYTES: np.dtype(object),
+# Of each datatype: the numpy type that holds it, and the field of typed contents that it belongs in.
+_TYPES: Mapping[str, tuple[DType, str | None]] = {
+    "BOOL": (np.dtype(np.bool_), "bool_contents"),
+    "INT8": (np.dtype(np.int8), "int_contents"),
+    "INT16": (np.dtype("<i2"), "int_contents"),
+    "INT32": (np.dtype("<i4"), "int_contents"),
+    "INT64": (np.dtype("<i8"), "int64_contents"),
+    "UINT8": (np.dtype(np.uint8), "uint_contents"),
+    "UINT16": (np.dtype("<u2"), "uint_contents"),
+    "UINT32": (np.dtype("<u4"), "uint_contents"),
+    "UINT64": (np.dtype("<u8"), "uint64_contents"),
+    "FP16": (np.dtype("<f2"), None),
+    "FP32": (np.dtype("<f4"), "fp32_contents"),
+    "FP64": (np.dtype("<f8"), "fp64_contents"),
+    BF16: (np.dtype("<u2"), None),
+    BYTES: (np.dtype(object), "bytes_contents"),
 }
-_CONTENTS_FIELD: Mapping[str, str] = {
-    "BOOL": "bool_contents",
-    "INT8": "int_contents",
-    "INT16": "int_contents",
-    "INT32": "int_contents",
-    "INT64": "int64_contents",
-    "UINT8": "uint_contents",
-    "UINT16": "uint_contents",
-    "UINT32": "uint_contents",
-    "UINT64": "uint64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-    BYTES: "bytes_contents",
-}
-_FIXED = ("fp32_contents", "fp64_contents")
-DATATYPES = frozenset(_NUMPY)
+DATATYPES = frozenset(_TYPES)
 MAX_BYTES_ELEMENTS = 65_536  # Of all BYTES tensors together: each becomes an object, and is looked at by itself.
 _PIECE = 8192  # Numbers that are converted by one call, in less than a millisecond: others go on between two calls.
 _LENGTH = struct.Struct("<I")
@@ -82,55 +70,47 @@ class RawTensor:
     """A tensor's raw contents with its protocol datatype: what need not be looked at, and what numpy cannot hold."""
 
     datatype: str
-    shape: tuple[int, ...]
+    shape: Shape
     data: bytes
 
 
-def decode_inputs(request: inference_pb2.ModelInferRequest) -> dict[str, Tensor]:
+def decode_inputs(request: pb.ModelInferRequest) -> dict[str, Tensor]:
     """The request's inputs by name."""
     return _decode(request.inputs, request.raw_input_contents, "input")
 
 
-def decode_outputs(response: inference_pb2.ModelInferResponse) -> dict[str, Tensor]:
+def decode_outputs(response: pb.ModelInferResponse) -> dict[str, Tensor]:
     """The response's outputs by name."""
     return _decode(response.outputs, response.raw_output_contents, "output")
 
 
-def raw_inputs(request: inference_pb2.ModelInferRequest) -> dict[str, RawTensor]:
+def raw_inputs(request: pb.ModelInferRequest) -> dict[str, RawTensor]:
     """The request's inputs by name, checked as `decode_inputs` checks them but not decoded."""
     tensors = _raw_tensors(request.inputs, request.raw_input_contents, "input")
     if request.raw_input_contents:  # Typed contents were checked as they became raw ones.
         for name, tensor in tensors.items():
-            _check_raw(name, tensor)
+            if tensor.datatype == BYTES:
+                count = _bytes_count(name, tensor.shape)
+                _check_count(name, tensor.shape, count, sum(1 for _ in _bytes_spans(name, tensor.data, count)))
+            else:
+                decode_raw(name, tensor)
     return tensors
 
 
-def raw_outputs(response: inference_pb2.ModelInferResponse) -> dict[str, RawTensor]:
+def raw_outputs(response: pb.ModelInferResponse) -> dict[str, RawTensor]:
     """The response's outputs by name, whose raw contents are not looked at."""
     return _raw_tensors(response.outputs, response.raw_output_contents, "output")
 
 
-def elements_by_one(described: Iterable[Any]) -> int:
-    """How many elements of inputs or outputs are decoded one by one, at some 0.5 µs each; the others cost nothing."""
-    count = 0
-    for description in described:
-        if description.datatype == BYTES:
-            size = math.prod(map(abs, description.shape[:32]))
-            count += size if size <= MAX_BYTES_ELEMENTS else 0  # More are refused unseen.
-        elif description.HasField("contents"):
-            count += sum(len(values) for field, values in description.contents.ListFields() if field.name not in _FIXED)
-    return count
-
-
-def dtype_of(name: str, datatype: str) -> np.dtype[Any]:
+def dtype_of(name: str, datatype: str) -> DType:
     """The numpy type that holds a datatype; `name` is the tensor's, for the error."""
     try:
-        return _NUMPY[datatype]
+        return _TYPES[datatype][0]
     except KeyError:
         raise InvalidRequestError(f"tensor {name!r}: unknown datatype {datatype!r}") from None
 
 
-def checked_shape(name: str, dimensions: Sequence[int]) -> tuple[int, ...]:
+def checked_shape(name: str, dimensions: Sequence[int]) -> Shape:
     """The dimensions, where they are a shape that numpy can hold."""
     shape = tuple(dimensions)
     if any(size < 0 for size in shape):
@@ -148,19 +128,19 @@ def decode_raw(name: str, tensor: RawTensor) -> Array:
     return _from_raw(name, tensor.datatype, dtype_of(name, tensor.datatype), tensor.shape, tensor.data)
 
 
-def add_raw_output(response: inference_pb2.ModelInferResponse, name: str, tensor: RawTensor) -> None:
+def add_raw_output(response: pb.ModelInferResponse, name: str, tensor: RawTensor) -> None:
     """Appends raw contents to a response, as they are."""
     response.outputs.add(name=name, datatype=tensor.datatype, shape=tensor.shape)
     response.raw_output_contents.append(tensor.data)
 
 
-def add_input(request: inference_pb2.ModelInferRequest, tensor: Tensor) -> None:
+def add_input(request: pb.ModelInferRequest, tensor: Tensor) -> None:
     """Appends a tensor to a request, raw."""
     request.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.array.shape)
     request.raw_input_contents.append(encode_raw(tensor))
 
 
-def add_output(response: inference_pb2.ModelInferResponse, tensor: Tensor) -> None:
+def add_output(response: pb.ModelInferResponse, tensor: Tensor) -> None:
     """Appends a tensor to a response, raw."""
     response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.array.shape)
     response.raw_output_contents.append(encode_raw(tensor))
@@ -179,15 +159,12 @@ def encode_raw(tensor: Tensor) -> bytes:
 def bytes_tensor(name: str, values: Iterable[bytes]) -> Tensor:
     """A BYTES tensor of one dimension."""
     items = list(values)
-    array = np.empty(len(items), dtype=object)
-    array[:] = items
-    return Tensor(name, BYTES, array)
+    return Tensor(name, BYTES, _object_array(items, (len(items),)))
 
 
 def _decode(described: Sequence[Any], raw_contents: Sequence[bytes], kind: str) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    for name, description, raw in _described(described, raw_contents, kind):
-        dtype, shape = dtype_of(name, description.datatype), checked_shape(name, description.shape)
+    for name, description, dtype, shape, raw in _described(described, raw_contents, kind):
         if raw is None:
             array = _from_typed(name, description.datatype, dtype, shape, description.contents)
         else:
@@ -198,8 +175,7 @@ def _decode(described: Sequence[Any], raw_contents: Sequence[bytes], kind: str) 
 
 def _raw_tensors(described: Sequence[Any], raw_contents: Sequence[bytes], kind: str) -> dict[str, RawTensor]:
     tensors: dict[str, RawTensor] = {}
-    for name, description, raw in _described(described, raw_contents, kind):
-        dtype, shape = dtype_of(name, description.datatype), checked_shape(name, description.shape)
+    for name, description, dtype, shape, raw in _described(described, raw_contents, kind):
         if raw is None:
             array = _from_typed(name, description.datatype, dtype, shape, description.contents)
             raw = encode_raw(Tensor(name, description.datatype, array))
@@ -207,19 +183,10 @@ def _raw_tensors(described: Sequence[Any], raw_contents: Sequence[bytes], kind: 
     return tensors
 
 
-def _check_raw(name: str, tensor: RawTensor) -> None:
-    if tensor.datatype == BYTES:
-        count = _bytes_count(name, tensor.shape)
-        elements = sum(1 for _ in _bytes_spans(name, tensor.data, count))
-        _check_count(name, tensor.shape, count, elements)
-    else:
-        decode_raw(name, tensor)
-
-
 def _described(
     described: Sequence[Any], raw_contents: Sequence[bytes], kind: str
-) -> Iterator[tuple[str, Any, bytes | None]]:
-    """Each tensor's name, its description and its raw contents, which are None where they are typed."""
+) -> Iterator[tuple[str, Any, DType, Shape, bytes | None]]:
+    """Each tensor's name, description, type and shape, and its raw contents, which are None where they are typed."""
     if raw_contents and len(raw_contents) != len(described):
         raise InvalidRequestError(
             f"{len(described)} {kind}s but {len(raw_contents)} raw contents: raw must hold every {kind}"
@@ -233,16 +200,17 @@ def _described(
         if name in names:
             raise InvalidRequestError(f"{kind} {name!r} is given twice")
         names.add(name)
+        dtype, shape = dtype_of(name, description.datatype), checked_shape(name, description.shape)
         if description.datatype == BYTES:
-            texts += _bytes_count(name, checked_shape(name, description.shape))
+            texts += _bytes_count(name, shape)
             if texts > MAX_BYTES_ELEMENTS:
                 raise InvalidRequestError(f"the {kind}s have more than {MAX_BYTES_ELEMENTS} BYTES elements together")
         if raw_contents and description.HasField("contents"):
             raise InvalidRequestError(f"{kind} {name!r} has both raw and typed contents")
-        yield name, description, raw_contents[index] if raw_contents else None
+        yield name, description, dtype, shape, raw_contents[index] if raw_contents else None
 
 
-def _from_raw(name: str, datatype: str, dtype: np.dtype[Any], shape: tuple[int, ...], raw: bytes) -> Array:
+def _from_raw(name: str, datatype: str, dtype: DType, shape: Shape, raw: bytes) -> Array:
     if datatype == BYTES:
         count = _bytes_count(name, shape)
         items = [raw[start:end] for start, end in _bytes_spans(name, raw, count)]
@@ -262,7 +230,7 @@ def _from_raw(name: str, datatype: str, dtype: np.dtype[Any], shape: tuple[int, 
     return np.frombuffer(raw, dtype=dtype).reshape(shape)
 
 
-def _bytes_count(name: str, shape: tuple[int, ...]) -> int:
+def _bytes_count(name: str, shape: Shape) -> int:
     count = math.prod(shape)
     if count > MAX_BYTES_ELEMENTS:
         raise InvalidRequestError(f"tensor {name!r}: {count} BYTES elements, at most {MAX_BYTES_ELEMENTS} are allowed")
@@ -284,14 +252,8 @@ def _bytes_spans(name: str, raw: bytes, expected: int) -> Iterator[tuple[int, in
         yield start, at
 
 
-def _from_typed(
-    name: str,
-    datatype: str,
-    dtype: np.dtype[Any],
-    shape: tuple[int, ...],
-    contents: inference_pb2.InferTensorContents,
-) -> Array:
-    field = _CONTENTS_FIELD.get(datatype)
+def _from_typed(name: str, datatype: str, dtype: DType, shape: Shape, contents: pb.InferTensorContents) -> Array:
+    field = _TYPES[datatype][1]
     if field is None:
         raise InvalidRequestError(f"tensor {name!r}: {datatype} can only be sent in raw contents")
     for other, _ in contents.ListFields():
@@ -300,7 +262,6 @@ def _from_typed(
     values = getattr(contents, field)
     _check_count(name, shape, math.prod(shape), len(values))
     if datatype == BYTES:
-        _bytes_count(name, shape)
         return _object_array(values, shape)
     if dtype.kind == "f":
         return _packed(contents, field, dtype).reshape(shape)
@@ -314,7 +275,7 @@ def _from_typed(
     return array.reshape(shape)
 
 
-def _packed(contents: inference_pb2.InferTensorContents, field: str, dtype: np.dtype[Any]) -> Array:
+def _packed(contents: pb.InferTensorContents, field: str, dtype: DType) -> Array:
     """Numbers of fixed size as protobuf writes them, which is how numpy has them too."""
     data, number = contents.SerializeToString(), contents.DESCRIPTOR.fields_by_name[field].number
     for found, _, start, end in fields(data):
@@ -323,12 +284,12 @@ def _packed(contents: inference_pb2.InferTensorContents, field: str, dtype: np.d
     return np.empty(0, dtype)
 
 
-def _check_count(name: str, shape: tuple[int, ...], expected: int, actual: int) -> None:
+def _check_count(name: str, shape: Shape, expected: int, actual: int) -> None:
     if expected != actual:
         raise InvalidRequestError(f"tensor {name!r}: shape {list(shape)} holds {expected} elements, got {actual}")
 
 
-def _object_array(items: Sequence[bytes], shape: tuple[int, ...]) -> Array:
+def _object_array(items: Sequence[bytes], shape: Shape) -> Array:
     array = np.empty(len(items), dtype=object)
     array[:] = items
     return array.reshape(shape)

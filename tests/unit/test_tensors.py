@@ -10,6 +10,7 @@ from hypothesis.extra import numpy as hnp
 
 from millrace.errors import InvalidRequestError
 from millrace.oip import tensors
+from millrace.oip.tensor_threads import elements_by_one
 from millrace.oip.tensors import (
     MAX_BYTES_ELEMENTS,
     RawTensor,
@@ -21,7 +22,6 @@ from millrace.oip.tensors import (
     decode_inputs,
     decode_outputs,
     decode_raw,
-    elements_by_one,
     raw_inputs,
 )
 from millrace_protos.inference_pb2 import ModelInferRequest, ModelInferResponse
