@@ -8,48 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterable, Mapping, MutableMapping
-
-_PROTOCOL = "tcp|udp|sctp"
-_URL = re.compile(rf"({_PROTOCOL})://(\[[0-9A-Fa-f:.]+\]|[0-9.]+):\d{{1,5}}")
-_NUMBER = re.compile(r"\d{1,5}")
-_NAMED_PORT = re.compile(rf"PORT_\d{{1,5}}_({_PROTOCOL.upper()})(?P<part>|_PROTO|_PORT|_ADDR)")
-_SERVICE_PORT = re.compile(r"SERVICE_PORT(_[A-Z0-9_]+)?")
-
-
-def drop_service_links(environment: MutableMapping[str, str], prefix: str) -> None:
-    """Takes the links of services whose name begins like `prefix` (`PREDICTOR_`) out of an environment."""
-    for name in links_of(environment, prefix):
-        del environment[name]
-
-
-def links_of(environment: Mapping[str, str], prefix: str) -> Iterable[str]:
-    """Their names."""
-    return [name for name, value in environment.items() if name.startswith(prefix) and _is_link(name, value, prefix)]
-
-
-def _is_link(name: str, value: str, prefix: str) -> bool:
-    # A service may be named `predictor-gpu`: then that much more stands before the fixed part.
-    words = name.removeprefix(prefix).split("_")
-    return any(_is_part("_".join(words[i:]), value) for i in range(len(words)))
-
-
-def _is_part(part: str, value: str) -> bool:
-    if part == "PORT":
-        return bool(_URL.fullmatch(value))
-    if part == "SERVICE_HOST":
-        return _is_address(value)
-    if _SERVICE_PORT.fullmatch(part):
-        return bool(_NUMBER.fullmatch(value))
-    named = _NAMED_PORT.fullmatch(part)
-    if named is None:
-        return False
-    return {
-        "": lambda: bool(_URL.fullmatch(value)),
-        "_PROTO": lambda: value in _PROTOCOL.split("|"),
-        "_PORT": lambda: bool(_NUMBER.fullmatch(value)),
-        "_ADDR": lambda: _is_address(value),
-    }[named["part"]]()
+from collections.abc import MutableMapping
 
 
 def _is_address(value: str) -> bool:
@@ -58,3 +17,28 @@ def _is_address(value: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+_NUMBER = r"\d{1,5}"
+_PROTOCOL = "tcp|udp|sctp"
+_URL = rf"({_PROTOCOL})://(\[[0-9A-Fa-f:.]+\]|[0-9.]+):{_NUMBER}"
+_NAMED_PORT = rf"PORT_{_NUMBER}_({_PROTOCOL.upper()})"
+# What a link's name ends with, and whether its value is one. Of a service named `predictor-gpu` that much more stands
+# before the fixed part.
+_LINKS = tuple(
+    (re.compile(rf"(.*_)?({end})").fullmatch, is_value)
+    for end, is_value in (
+        (rf"PORT|{_NAMED_PORT}", re.compile(_URL).fullmatch),
+        (rf"{_NAMED_PORT}_PROTO", re.compile(_PROTOCOL).fullmatch),
+        (rf"{_NAMED_PORT}_PORT|SERVICE_PORT(_[A-Z0-9_]+)?", re.compile(_NUMBER).fullmatch),
+        (rf"{_NAMED_PORT}_ADDR|SERVICE_HOST", _is_address),
+    )
+)
+
+
+def drop_service_links(environment: MutableMapping[str, str], prefix: str) -> None:
+    """Takes the links of services whose name begins like `prefix` (`PREDICTOR_`) out of an environment."""
+    for variable, value in list(environment.items()):
+        rest = variable.removeprefix(prefix)
+        if rest != variable and any(is_name(rest) and is_value(value) for is_name, is_value in _LINKS):
+            del environment[variable]
