@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, ByteSize, Field, ValidationError
@@ -20,9 +21,14 @@ from millrace.service_links import drop_service_links
 from millrace.telemetry.logs import LogFormat
 
 Port = Annotated[int, Field(ge=0, le=65535)]
-Models = Annotated[
-    tuple[ModelSource, ...], NoDecode, BeforeValidator(lambda v: parse_models(v) if isinstance(v, str) else v)
-]
+
+
+def read_by(parse: Callable[[str], Any]) -> BeforeValidator:
+    """Makes a setting's value of its text; beside NoDecode, without which it would have to be JSON."""
+    return BeforeValidator(lambda value: parse(value) if isinstance(value, str) else value)
+
+
+Models = Annotated[tuple[ModelSource, ...], NoDecode, read_by(parse_models)]
 
 
 class ServiceSettings(BaseSettings):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ByteSize, Field, HttpUrl
+from pydantic import ByteSize, Field, HttpUrl
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from millrace.settings import Port, ServiceSettings
+from millrace.settings import Port, ServiceSettings, read_by
 
-Sinks = Annotated[tuple[HttpUrl, ...], NoDecode, BeforeValidator(lambda v: v.split(",") if isinstance(v, str) else v)]
+Sinks = Annotated[tuple[HttpUrl, ...], NoDecode, read_by(lambda text: text.split(","))]
 
 
 class LoggerSettings(ServiceSettings):

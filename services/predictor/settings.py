@@ -9,15 +9,13 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, ByteSize, DirectoryPath, Field
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from millrace.settings import Models, Port, ServiceSettings, models_field
+from millrace.settings import Models, Port, ServiceSettings, models_field, read_by
 
 _PATTERN = re.compile(r"[\w.*?-]+(/[\w.*?-]+)?")
 
 
-def _parse_patterns(value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    patterns = tuple(item.strip() for item in value.split(",") if item.strip())
+def _parse_patterns(text: str) -> tuple[str, ...]:
+    patterns = tuple(item.strip() for item in text.split(",") if item.strip())
     for pattern in patterns:
         if not _PATTERN.fullmatch(pattern):
             raise ValueError(f"{pattern!r} is no pattern of hub ids, such as org/* or org/name")
@@ -86,7 +84,7 @@ class PredictorSettings(ServiceSettings):
     model_repository: DirectoryPath | None = Field(
         None, description="Folder whose sub-folders RepositoryModelLoad may load by their names."
     )
-    hub_allow: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_parse_patterns)] = Field(
+    hub_allow: Annotated[tuple[str, ...], NoDecode, read_by(_parse_patterns)] = Field(
         (), description="Comma list of hub ids that RepositoryModelLoad may load; * and ? are wildcards, as in org/*."
     )
     development: bool = Field(False, description="Allow the transformer to kill this process; for demonstrations only.")

@@ -5,26 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ByteSize, Field, InstanceOf
+from pydantic import ByteSize, Field, InstanceOf
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from millrace.payload.redaction import Redaction, parse_redactions
 from millrace.payload.rules import Modes, PayloadRules, parse_metadata, parse_modes
-from millrace.settings import Models, Port, ServiceSettings, models_field
+from millrace.settings import Models, Port, ServiceSettings, models_field, read_by
 from services.transformer.models.processor_sources import ProcessorSource, parse_processors
 
-Processors = Annotated[
-    tuple[ProcessorSource, ...],
-    NoDecode,
-    BeforeValidator(lambda value: parse_processors(value) if isinstance(value, str) else value),
-]
 
-
-def _addresses(value: object) -> object:
+def _addresses(text: str) -> tuple[str, ...]:
     """A comma list of host:port."""
-    if not isinstance(value, str):
-        return value
-    addresses = tuple(item.strip() for item in value.split(",") if item.strip())
+    addresses = tuple(item.strip() for item in text.split(",") if item.strip())
     for address in addresses:
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal():
@@ -32,18 +24,11 @@ def _addresses(value: object) -> object:
     return addresses
 
 
-Addresses = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_addresses)]
-
-
-LogModes = Annotated[Modes, NoDecode, BeforeValidator(lambda v: parse_modes(v) if isinstance(v, str) else v)]
-Redactions = Annotated[
-    tuple[InstanceOf[Redaction], ...],
-    NoDecode,
-    BeforeValidator(lambda v: parse_redactions(v) if isinstance(v, str) else v),
-]
-LoggedMetadata = Annotated[
-    frozenset[str], NoDecode, BeforeValidator(lambda v: parse_metadata(v) if isinstance(v, str) else v)
-]
+Addresses = Annotated[tuple[str, ...], NoDecode, read_by(_addresses)]
+Processors = Annotated[tuple[ProcessorSource, ...], NoDecode, read_by(parse_processors)]
+LogModes = Annotated[Modes, NoDecode, read_by(parse_modes)]
+Redactions = Annotated[tuple[InstanceOf[Redaction], ...], NoDecode, read_by(parse_redactions)]
+LoggedMetadata = Annotated[frozenset[str], NoDecode, read_by(parse_metadata)]
 
 
 class TransformerSettings(ServiceSettings):
