@@ -36,6 +36,7 @@ class MillraceError(Exception):
 
     status: ClassVar[StatusCode] = StatusCode.INTERNAL
     http_status: ClassVar[int] = 500
+    mark: ClassVar[str] = ""  # Metadata that tells the class from another one with the same statuses.
 
     def __init__(self, message: str, *, hop: str | None = None, retry_after_ms: int | None = None) -> None:
         super().__init__(message)
@@ -48,6 +49,8 @@ class MillraceError(Exception):
         metadata = [(FAILED_HOP, self.hop or this_hop), (HTTP_STATUS, str(self.http_status))]
         if self.retry_after_ms is not None:
             metadata.append((RETRY_AFTER_MS, str(self.retry_after_ms)))
+        if self.mark:
+            metadata.append((self.mark, "true"))
         return tuple(metadata)
 
 
@@ -137,15 +140,13 @@ class NotReadyError(MillraceError):
 class DrainingError(NotReadyError):
     """Handed back by a replica that is about to stop: another, or the next process, can have it at once."""
 
-    def trailing_metadata(self, this_hop: str) -> tuple[tuple[str, str], ...]:
-        return (*super().trailing_metadata(this_hop), (DRAINING, "true"))
+    mark = DRAINING
 
 
 class OtherWeightsError(NotReadyError):
     """A stream that another replica began cannot go on at this one, whose model has another fingerprint."""
 
-    def trailing_metadata(self, this_hop: str) -> tuple[tuple[str, str], ...]:
-        return (*super().trailing_metadata(this_hop), (OTHER_WEIGHTS, "true"))
+    mark = OTHER_WEIGHTS
 
 
 class DeadlineError(MillraceError):
@@ -168,6 +169,7 @@ _CLASSES: tuple[type[MillraceError], ...] = (
     NotReadyError,
     DeadlineError,
 )
+_MARKED = (DrainingError, OtherWeightsError)
 _BY_BOTH = {(error.status, error.http_status): error for error in _CLASSES}
 # Where only the gRPC status is known, the commoner of two meanings.
 _BY_STATUS = {error.status: error for error in reversed(_CLASSES)} | {StatusCode.RESOURCE_EXHAUSTED: OverloadedError}
@@ -201,10 +203,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError, hop: str) -> MillraceError:
     http_status = metadata.get(HTTP_STATUS, "")
     cls = _BY_BOTH.get((code, int(http_status))) if http_status.isdigit() else None
     cls = cls or _BY_STATUS.get(code, RequestFailedError)
-    if cls is NotReadyError and metadata.get(DRAINING) == "true":
-        cls = DrainingError
-    elif cls is NotReadyError and metadata.get(OTHER_WEIGHTS) == "true":
-        cls = OtherWeightsError
+    if cls is NotReadyError:
+        cls = next((marked for marked in _MARKED if metadata.get(marked.mark) == "true"), cls)
     retry_after = metadata.get(RETRY_AFTER_MS, "")
     return cls(message, hop=failed_hop or hop, retry_after_ms=int(retry_after) if retry_after.isdigit() else None)
 

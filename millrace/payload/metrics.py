@@ -6,16 +6,12 @@ by `millrace.reason`, each reason from the start on. They are collected on the m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
 from opentelemetry import metrics
-from opentelemetry.metrics import CallbackOptions, Meter, Observation
+from opentelemetry.metrics import Meter, Observation
 
 from millrace.payload.tap import PayloadTap
 
 REASON = "millrace.reason"
-
-_Callback = Callable[[CallbackOptions], Iterable[Observation]]
 
 
 def observe_tap(tap: PayloadTap, meter: Meter | None = None) -> None:
@@ -23,25 +19,25 @@ def observe_tap(tap: PayloadTap, meter: Meter | None = None) -> None:
     meter = meter or metrics.get_meter("millrace")
     meter.create_observable_gauge(
         "millrace.payload.queued_bytes",
-        [_of(lambda: tap.queued_bytes)],
+        [lambda _: [Observation(tap.queued_bytes)]],
         "By",
         "What of records waits in memory for the disk.",
     )
     meter.create_observable_gauge(
         "millrace.payload.spool_bytes",
-        [_of(lambda: tap.spooled_bytes)],
+        [lambda _: [Observation(tap.spooled_bytes)]],
         "By",
         "What of records lies on disk: of this process and of those before it.",
     )
     meter.create_observable_gauge(
         "millrace.payload.spool_age",
-        [_of(lambda: tap.oldest_s)],
+        [lambda _: [Observation(tap.oldest_s)]],
         "s",
         "How long ago the oldest record ended that the logger has not acknowledged; 0: there is none.",
     )
     meter.create_observable_counter(
         "millrace.payload.spooled",
-        [_of(lambda: tap.spooled)],
+        [lambda _: [Observation(tap.spooled)]],
         "{record}",
         "Records that were written to disk whole.",
     )
@@ -51,7 +47,3 @@ def observe_tap(tap: PayloadTap, meter: Meter | None = None) -> None:
         "{part}",
         "Parts of records that were given up, or with its begin a whole record.",
     )
-
-
-def _of(value: Callable[[], float]) -> _Callback:
-    return lambda _: [Observation(value())]
