@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from millrace.deadline import DEADLINE_MARGIN_S, PASSED
-from millrace.payload.tap import PayloadTap, Recording, Tensors
+from millrace.payload.parts import Tensors
+from millrace.payload.recording import Recording
+from millrace.payload.tap import PayloadTap
 from millrace.rpc.admission import error_of_call
 from millrace.rpc.call_context import CALL_ID, CLIENT, CallContext
 from millrace.rpc.handlers import Context

@@ -25,10 +25,9 @@ from typing import NamedTuple, TypeAlias
 import grpc
 
 from millrace.payload.drops import DAMAGED, REFUSED, TOO_LARGE, Drops
-from millrace.payload.outbox.merge import EndedRecord, Merger, fit
+from millrace.payload.outbox.merge import EndedRecord, Merger, ended_at, fit
 from millrace.payload.outbox.segments import SpoolReader
 from millrace.payload.outbox.spool import Spool
-from millrace.payload.times import ended_at
 from millrace.rpc.admission import MAX_MESSAGE_BYTES
 from millrace_protos.millrace_pb2 import AppendRequest, AppendResponse
 

@@ -22,28 +22,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from millrace.payload.drops import DISK, FAILED, FULL, MEMORY, TOO_LARGE, Drops
+from millrace.payload.drops import Drops
 from millrace.payload.ids import next_id
 from millrace.payload.outbox.frames import FrameEncoder
 from millrace.payload.outbox.spool import open_spools
 from millrace.payload.outbox.writer import PayloadWriter
-from millrace.payload.parts import BeginPart, DeferredTensors, PartQueue, RecordedTensor, RequestPart, Tensors
+from millrace.payload.parts import BeginPart, PartQueue, RequestPart, Tensors
 from millrace.payload.recording import Recording
 from millrace.payload.rules import PayloadRules
 from millrace.payload.shipping import PayloadShipping
-
-__all__ = [
-    "DISK",
-    "FAILED",
-    "FULL",
-    "MEMORY",
-    "TOO_LARGE",
-    "DeferredTensors",
-    "PayloadTap",
-    "RecordedTensor",
-    "Recording",
-    "Tensors",
-]
 
 _LOOK_S = 0.01  # How often a drain looks whether it is done.
 

@@ -12,7 +12,8 @@ from millrace.oip.resumable import HEARTBEAT, call_options_of
 from millrace.oip.settings_servicer import OpenInferenceBase
 from millrace.oip.stream_infer import errors_as_status, multiplex
 from millrace.payload.call import is_recorded, recorded
-from millrace.payload.tap import PayloadTap, Recording
+from millrace.payload.recording import Recording
+from millrace.payload.tap import PayloadTap
 from millrace.payload.tensors import answer_tensors, request_tensors, streamed_tensors
 from millrace.rpc.call_context import call_context, deadline_of
 from millrace.rpc.handlers import Context

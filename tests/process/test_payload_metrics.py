@@ -6,9 +6,8 @@ import threading
 import pytest
 
 from millrace.payload import shipper as payload_shipper
-from millrace.payload.drops import REASONS
+from millrace.payload.drops import FULL, MEMORY, REASONS
 from millrace.payload.metrics import REASON, observe_tap
-from millrace.payload.tap import FULL, MEMORY
 from tests.support.measured import Measured
 from tests.support.payload_ingest import away, begin, listening
 from tests.waiting import until

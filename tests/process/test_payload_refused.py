@@ -6,10 +6,9 @@ import pytest
 
 from millrace.errors import InvalidRequestError
 from millrace.payload.outbox.merge import KEPT_CHARACTERS
-from millrace.payload.parts import BEGIN_CHARACTERS
+from millrace.payload.parts import BEGIN_CHARACTERS, RecordedTensor
 from millrace.payload.redaction import Redaction
 from millrace.payload.rules import PayloadRules
-from millrace.payload.tap import RecordedTensor
 from tests.support.payload_ingest import begin, segments
 
 LONG = "once upon a time " * 20_000

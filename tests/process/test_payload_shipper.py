@@ -14,9 +14,8 @@ import psutil
 import pytest
 
 from millrace.payload import shipper as payload_shipper
-from millrace.payload.drops import REFUSED
+from millrace.payload.drops import DISK, FAILED, FULL, REFUSED
 from millrace.payload.outbox import writer as payload_writer
-from millrace.payload.tap import DISK, FAILED, FULL
 from millrace_protos import millrace_pb2_grpc
 from millrace_protos.millrace_pb2 import QueryPayloadsRequest
 from tests.support.logger_process import LoggerProcess

@@ -14,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.errors import OverloadedError, StartupError
+from millrace.payload.drops import DISK, FAILED, MEMORY, TOO_LARGE
 from millrace.payload.ids import as_uuid7, next_id
 from millrace.payload.outbox import spool as payload_spool
+from millrace.payload.parts import DeferredTensors, RecordedTensor
 from millrace.payload.rules import Mode, PayloadRules
-from millrace.payload.tap import DISK, FAILED, MEMORY, TOO_LARGE, DeferredTensors, PayloadTap, RecordedTensor
+from millrace.payload.tap import PayloadTap
 from millrace_protos.millrace_pb2 import Usage
 from tests.support.payload_ingest import away, begin, segments
 from tests.waiting import until

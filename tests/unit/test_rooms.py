@@ -24,7 +24,6 @@ MILLRACE = (
         "millrace.payload.ids",
         "millrace.payload.parts",
         "millrace.payload.rules",
-        "millrace.payload.times",
     ),
     ("millrace.payload.outbox",),
     ("millrace.payload",),

@@ -132,6 +132,11 @@ class Merger:
             self.open_bytes -= len(opened.parts)
 
 
+def ended_at(record: PayloadRecord) -> float:
+    """When it ended, in seconds of the wall clock of the process that recorded it."""
+    return record.time.seconds + record.time.nanos / 1e9 + record.duration_ms / 1000
+
+
 def is_callers_own(status: str) -> bool:
     """Whether a request with this status, and without an answer, is kept in short."""
     return status in _CALLERS_OWN

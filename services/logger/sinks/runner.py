@@ -34,7 +34,7 @@ from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
 from millrace.errors import NotReadyError
-from millrace.payload.times import ended_at
+from millrace.payload.outbox.merge import ended_at
 from millrace_protos.millrace_pb2 import PayloadRecord
 from services.logger.sinks.cloud_events import CloudEventsSink, Event, RefusedError, TryAgainError
 from services.logger.store.store import SqliteStore

@@ -13,7 +13,8 @@ from contextlib import AbstractContextManager, aclosing
 from millrace.errors import ContextLengthError
 from millrace.oip.stream_infer import FINAL
 from millrace.payload.call import recorded
-from millrace.payload.tap import PayloadTap, Recording
+from millrace.payload.recording import Recording
+from millrace.payload.tap import PayloadTap
 from millrace.payload.tensors import answer_tensors, request_tensors, streamed_tensors
 from millrace.rpc.call_context import CallContext
 from millrace_protos import inference_pb2 as pb
