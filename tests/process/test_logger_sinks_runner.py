@@ -13,7 +13,7 @@ from millrace_protos.millrace_pb2 import AppendRequest, PayloadRecord
 from services.logger.sinks import runner as runner_module
 from services.logger.sinks.cloud_events import CloudEventsSink, Event, RefusedError, TryAgainError
 from services.logger.sinks.runner import SinkRunner
-from services.logger.store import store as store_module
+from services.logger.store import reading
 from services.logger.store.store import SqliteStore
 from tests.process.sink_server import ACCEPTED, SinkServer
 from tests.waiting import until
@@ -405,7 +405,7 @@ async def test_a_refusal_is_told_from_a_failure(server):
 
 
 async def test_big_records_are_read_a_few_at_a_time(store, monkeypatch):
-    monkeypatch.setattr(store_module, "_BYTES_PER_READ", 250_000)
+    monkeypatch.setattr(reading, "_BYTES_PER_READ", 250_000)
     await store.append([append_request(number, prompt="p" * 100_000) for number in range(1, 9)])
     assert [stored.position for stored in await store.after(0, 64)] == [1, 2, 3]
     assert [stored.position for stored in await store.after(3, 2)] == [4, 5]

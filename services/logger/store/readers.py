@@ -6,7 +6,7 @@ to half of that. Smaller records are bounded by the number of calls, which is bo
 gets no loan within a timeout gets OverloadedError.
 
     with readers.reader(caller_of(context)) as reader:
-        async with reader.loan(size): ...   # read the records, write them
+        async with reader(size): ...   # read the records, write them
 
 Everything belongs to the event loop's thread.
 """
@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from millrace.errors import OverloadedError
 from millrace.rpc.call_context import CLIENT
@@ -29,6 +30,9 @@ MAX_READERS, MAX_READERS_OF_ONE = 128, 48
 COME_BACK_MS = 1000
 _WAIT_S = 10.0
 _FORWARDED_FOR = "x-forwarded-for"
+
+# Lends memory for so many bytes of records until the block ends.
+Reader = Callable[[int], AbstractAsyncContextManager[None]]
 
 
 @dataclass(eq=False)
@@ -63,14 +67,14 @@ class Readers:
 
     @contextmanager
     def reader(self, caller: str) -> Iterator[Reader]:
-        """Registers a call of a caller that reads."""
+        """Registers a call of a caller that reads, which gets memory by `Reader`."""
         count, total = self._readers[caller], self._readers.total()
         if count >= self._max_of_one or total >= self._max_readers:
             message = f"{total} calls read records, {count} of them this caller's, which is the limit"
             raise OverloadedError(message, retry_after_ms=COME_BACK_MS)
         self._readers[caller] += 1
         try:
-            yield Reader(self, caller)
+            yield partial(self.lend, caller)
         finally:
             _subtract(self._readers, caller, 1)
 
@@ -117,18 +121,6 @@ class Readers:
     def _has_room(self, caller: str, size: int) -> bool:
         lent, own = self.lent_bytes, self._lent[caller]
         return (own == 0 or own + size <= self._max_bytes // 2) and (lent == 0 or lent + size <= self._max_bytes)
-
-
-@dataclass(frozen=True)
-class Reader:
-    """Lends memory to a call of one caller that reads records."""
-
-    _readers: Readers
-    _caller: str
-
-    def loan(self, size: int) -> AbstractAsyncContextManager[None]:
-        """Lends memory for `size` bytes of records until the block ends."""
-        return self._readers.lend(self._caller, size)
 
 
 def caller_of(context: Context) -> str:

@@ -33,6 +33,7 @@ from services.logger.store.schema import NOT_OF_CALL, OF_CALL_FOR_NOW, calls, no
 FEW = 2000
 # The gateway's line of a call may arrive before the service's record, which may wait in a spool.
 RECORD_LATE_S = 10.0
+_BYTES_PER_READ = 16 * 1024 * 1024  # Of records in the order of commit.
 
 # The first byte distinguishes it from the tokens of earlier versions.
 _TOKEN, _TOKEN_VERSION = struct.Struct(">Bqq"), 2
@@ -45,6 +46,13 @@ class Place(NamedTuple):
 
     time_us: int
     position: int
+
+
+class Stored(NamedTuple):
+    """A record and its place in the order of commit."""
+
+    position: int
+    record: PayloadRecord
 
 
 class Found(NamedTuple):
@@ -130,10 +138,18 @@ def by_record_id(record_id: str) -> sql.Select[Any]:
     return sql.select(*columns).where(records.c.record_id == record_id)
 
 
-def after(position: int, limit: int) -> sql.Select[Any]:
-    """Positions and bodies of the services' records in the order of commit."""
+def after(connection: sql.Connection, position: int, limit: int) -> list[Stored]:
+    """The services' records after a position, in the order of commit; fewer than the limit where they are large."""
     clauses = (records.c.position > position, records.c.of_call == NOT_OF_CALL)
-    return sql.select(records.c.position, records.c.body).where(*clauses).order_by(records.c.position).limit(limit)
+    chosen = sql.select(records.c.position, records.c.body).where(*clauses).order_by(records.c.position).limit(limit)
+    page: list[Stored] = []
+    size = 0
+    for row in connection.execute(chosen):
+        page.append(Stored(row.position, PayloadRecord.FromString(row.body)))
+        size += len(row.body)
+        if size >= _BYTES_PER_READ:
+            break
+    return page
 
 
 def record_of(row: Row) -> PayloadRecord:

@@ -34,7 +34,7 @@ from services.logger.store import reading, removing, schema, writing
 from services.logger.store.deletions import Deletions
 from services.logger.store.filters import Filters
 from services.logger.store.readers import FREE_BYTES, Reader
-from services.logger.store.reading import Found, Place, Row
+from services.logger.store.reading import Found, Place, Row, Stored
 from services.logger.telemetry import Commits
 
 logger = logging.getLogger(__name__)
@@ -43,17 +43,9 @@ SEARCH_S = 5.0
 
 _READERS = 4
 _ROWS_PER_READ = 100
-_BYTES_PER_READ = 16 * 1024 * 1024
 _BYTES_PER_BATCH = 1024 * 1024
 
 T = TypeVar("T")
-
-
-class Stored(NamedTuple):
-    """A record and its place in the order of commit."""
-
-    position: int
-    record: PayloadRecord
 
 
 class _Batch(NamedTuple):
@@ -201,15 +193,12 @@ class SqliteStore:
                 return
             before = Place(rows[-1].time_us, rows[-1].position)
 
-    async def delete(
-        self, *, record_id: str | None = None, request_id: str | None = None, client: str | None = None
-    ) -> int:
-        """Deletes every record with the one given key permanently; returns their number.
+    async def delete(self, **key: str) -> int:
+        """Deletes every record with one key permanently: record_id, request_id or client; returns their number.
 
         Records that arrive later are dropped if their requests arrived before the deletion.
         """
-        keys = {"record_id": record_id, "request_id": request_id, "client": client}
-        ((column, value),) = ((column, value) for column, value in keys.items() if value is not None)
+        ((column, value),) = key.items()
         # Registered first, so that records that arrive meanwhile are covered.
         await self._write(self._deletions.add, column, value, schema.now_us())
         deleted = 0
@@ -224,7 +213,7 @@ class SqliteStore:
 
         Without the gateway's part, so that every read of a record returns the same.
         """
-        return await self._read(_after, position, limit)
+        return await self._read(reading.after, position, limit)
 
     async def last_position(self) -> int:
         """The position of the newest commit, even if deleted; 0 if there was none."""
@@ -306,24 +295,13 @@ class SqliteStore:
 
         return await self._run(self._writer, checked)
 
-    async def _run(self, executor: ThreadPoolExecutor, work: Callable[..., T], *arguments: Any) -> T:
+    async def _run(self, executor: ThreadPoolExecutor, work: Callable[[], T]) -> T:
         try:
-            return await asyncio.get_running_loop().run_in_executor(executor, work, *arguments)
+            return await asyncio.get_running_loop().run_in_executor(executor, work)
         except DatabaseError as error:
             logger.error("the database failed: %s", error.orig)
             raise NotReadyError("the payload store does not answer") from error
 
 
 def _loan(lender: Reader | None, size: int) -> AbstractAsyncContextManager[None]:
-    return lender.loan(size) if lender else nullcontext()
-
-
-def _after(connection: sql.Connection, position: int, limit: int) -> list[Stored]:
-    page: list[Stored] = []
-    size = 0
-    for row in connection.execute(reading.after(position, limit)):
-        page.append(Stored(row.position, PayloadRecord.FromString(row.body)))
-        size += len(row.body)
-        if size >= _BYTES_PER_READ:
-            break
-    return page
+    return lender(size) if lender else nullcontext()
