@@ -19,8 +19,7 @@ from services.predictor.engine.isolation import Isolation
 from services.predictor.engine.sampling.sampler import sample
 from services.predictor.engine.scheduler import Scheduler
 from services.predictor.engine.state.blocks import BlockManager
-from services.predictor.engine.state.sampling_row import SamplingRow
-from services.predictor.engine.state.sequence import Row
+from services.predictor.engine.state.sequence import Row, SamplingRow
 from tests.support.requests import request
 
 __all__ = ["request"]

@@ -36,7 +36,7 @@ async def test_nothing_else_is_computed_until_its_next_token_and_all_are_unharme
     assert steps[begun : begun + 3] == [{"alone"}] * 3
     # From then on it is one of them.
     assert steps[begun + 3] > {"alone"}
-    assert engine.blocks_in_use == 0
+    assert engine.load.blocks_in_use == 0
 
 
 async def test_what_it_has_produced_before_counts_and_one_token_is_enough(engine_of):
@@ -87,7 +87,7 @@ async def test_one_that_ends_before_its_caller_is_told_is_not_computed_and_holds
     slots = submit_crowd(engine)
     await assert_crowd_is_unharmed(slots)
     assert not any("alone" in names for names in names_of(runner.steps))
-    assert engine.blocks_in_use == 0
+    assert engine.load.blocks_in_use == 0
 
 
 async def test_who_asks_for_no_heartbeat_gets_whole_chunks(engine_of):
@@ -128,7 +128,7 @@ async def test_its_end_lets_the_others_go_on(engine_of, monkeypatch, how):
     assert await outcome(alone) is (DeadlineError if how == "deadline" else RequestFailedError)
     await assert_crowd_is_unharmed(slots)
     await read_all(engine.submit(request("next", alone=True)))
-    assert engine.blocks_in_use == 0
+    assert engine.load.blocks_in_use == 0
 
 
 async def test_the_end_of_its_engine_gives_the_place_back(engine_of):

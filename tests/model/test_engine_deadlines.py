@@ -34,7 +34,7 @@ async def test_a_first_token_that_is_late_ends_waiting_requests_and_prompts_alik
         with pytest.raises(DeadlineError, match="no token within 1500 ms"):
             await read_all(slot)
     assert (await read_all(other))[0] == expected((5, 6))
-    assert engine.blocks_in_use == 0
+    assert engine.load.blocks_in_use == 0
 
 
 async def test_who_has_its_first_token_is_not_held_to_the_firsts_deadline(engine_of, clock):

@@ -43,7 +43,7 @@ async def test_a_crowd_gets_what_generate_gives(architecture, engine_of):
     assert await crowd(engine) == expected
     # Blocks for two of the longest sequences: some had to be computed again.
     assert engine.statistics.preempted > 0
-    assert engine.blocks_in_use == 0
+    assert engine.load.blocks_in_use == 0
 
 
 @pytest.mark.parametrize(

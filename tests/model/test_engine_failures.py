@@ -29,7 +29,7 @@ async def test_one_that_raises_in_a_crowd_fails_alone(engine_of, error, outputs)
     slots = submit_crowd(engine)
     assert await outcome(bad) is RequestFailedError
     await assert_crowd_is_unharmed(slots)
-    assert engine.blocks_in_use == 0
+    assert engine.load.blocks_in_use == 0
     assert (engine.statistics.failed, engine.statistics.succeeded) == (1, len(CROWD))
 
 

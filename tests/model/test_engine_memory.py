@@ -49,7 +49,7 @@ async def test_where_memory_is_shorter_fewer_run_at_once_and_all_are_served(engi
     await assert_crowd_is_unharmed(submit_crowd(engine))
     assert engine.statistics.failed == 0
     assert engine.statistics.preempted > 0
-    assert engine.blocks_in_use == 0
+    assert engine.load.blocks_in_use == 0
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY)
@@ -57,7 +57,7 @@ async def test_what_does_not_fit_memory_alone_fails_and_the_next_are_served(engi
     runner = Scarce(error, rows=0)
     engine = engine_of(runner, max_running=4, max_waiting=32, step_tokens=64)
     assert await outcome(engine.submit(request("too large", prompt=[3] * 40))) is RequestFailedError
-    assert engine.blocks_in_use == 0
+    assert engine.load.blocks_in_use == 0
     runner.rows = 10_000
     await assert_crowd_is_unharmed(submit_crowd(engine))
     # Steps are as large as before.

@@ -148,7 +148,7 @@ def test_every_request_of_a_rough_crowd_ends_and_all_blocks_come_back():
             tokens += crowd.tokens
             engine._runner.calls.clear()
             rss.append(process.memory_info().rss)
-            assert engine.blocks_in_use == 0
+            assert engine.load.blocks_in_use == 0
             assert engine._scheduler.sequences == []
     finally:
         engine.close()

@@ -131,7 +131,7 @@ async def test_cancel_frees_all_blocks_and_late_tokens_are_counted(engine_of):
     gate.open(100)
     await until(lambda: engine.statistics.cancelled == 1)
     assert engine.statistics.tokens_after_cancel == 1
-    assert engine.blocks_in_use == 0
+    assert engine.load.blocks_in_use == 0
     assert len(runner.steps) == 4
 
 
@@ -146,7 +146,7 @@ async def test_cancel_in_the_middle_of_a_prompt_ends_it_there(engine_of):
     slot.cancel()
     gate.open(1)
     assert await outcome(slot) is RequestFailedError
-    assert engine.blocks_in_use == 0
+    assert engine.load.blocks_in_use == 0
     assert len(runner.steps) == 2
 
 
@@ -160,7 +160,7 @@ async def test_a_deadline_in_the_middle_frees_all_blocks(engine_of):
     gate.open(1000)
     assert await outcome(slot) is DeadlineError
     assert await outcome(other) == expected((5, 6))
-    assert engine.blocks_in_use == 0
+    assert engine.load.blocks_in_use == 0
 
 
 async def test_a_full_queue_says_how_long_requests_take_to_end(engine_of, monkeypatch):
@@ -266,7 +266,7 @@ async def test_statistics_can_be_read_from_any_thread_at_any_time(engine_of):
 
     def watch():
         while not done.wait(0.001):
-            seen.append((engine.statistics.tokens, engine.blocks_in_use))
+            seen.append((engine.statistics.tokens, engine.load.blocks_in_use))
 
     thread = threading.Thread(target=watch)
     thread.start()

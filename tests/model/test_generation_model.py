@@ -227,7 +227,7 @@ async def test_a_handed_back_stream_has_what_was_made_and_the_others_go_on(model
     assert made[0]
     gate.open(100)
     assert await streams[1].end() == expected((5, 6))
-    await until(lambda: model.engine.blocks_in_use == 0)
+    await until(lambda: model.engine.load.blocks_in_use == 0)
     # What comes later is its own affair.
     assert await Reader(model, RESUMES).end() == expected((5, 6))
 

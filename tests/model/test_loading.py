@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from millrace.errors import StartupError
 from millrace.models.sources import ModelSource
 from services.predictor.models.weights import choose_device, load_weights
-from services.predictor.repository.loading import load
+from services.predictor.repository.loading import build, fetch_model
 from services.predictor.settings import PredictorSettings
 from tests.hub import GATED, serve_hub
 
@@ -20,11 +20,16 @@ MODELS = Path(__file__).parents[2] / "models"
 STORYTELLER = MODELS / "storyteller"
 
 
+def load(source, settings):
+    fetched = fetch_model(source, lambda _: None)
+    return build(source, fetched, settings, torch.device("cpu"), lambda _: None)
+
+
 def refusal(location, **settings):
     """What is said of the model "x", from there and under these settings."""
     settings = {"device": "cpu", **settings}
     with pytest.raises(StartupError) as refused:
-        load(ModelSource("x", str(location)), PredictorSettings(**settings), torch.device("cpu"), lambda _: None)
+        load(ModelSource("x", str(location)), PredictorSettings(**settings))
     text = str(refused.value)
     assert text.startswith("model x")
     assert "\n" not in text

@@ -168,7 +168,7 @@ async def test_reuse_survives_preemption(engine_of):
         assert ids == expected(prompt, 30, seed=i)
         assert cached(chunks) == (16 if i else 0)
     assert engine.statistics.preempted > 0
-    assert engine.blocks_in_use == 0
+    assert engine.load.blocks_in_use == 0
     # What is computed again after a preemption is less than all of it.
     computed = sum(runner.calls.values())
     without_reuse = len(prompts) * (18 + 29)

@@ -102,7 +102,7 @@ async def test_neighbours_get_what_they_would_get_alone(architecture, engine_of,
     assert max(most_scored) <= MOST_A_STEP
     assert engine.statistics.preempted > 0
     assert sum(most_scored) == 2 * (len(LONG) - 1)
-    assert engine.blocks_in_use == 0
+    assert engine.load.blocks_in_use == 0
 
 
 async def test_what_a_scored_prompt_leaves_in_the_cache_serves_others(engine_of):

@@ -16,7 +16,7 @@ from transformers import (
 
 from millrace.sampling import SamplingParameters
 from services.predictor.engine.sampling.sampler import NO_TOKEN, sample, uniform
-from services.predictor.engine.state.sampling_row import SamplingRow
+from services.predictor.engine.state.sequence import SamplingRow
 from tests.random_models import ARCHITECTURES
 
 

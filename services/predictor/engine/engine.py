@@ -89,11 +89,6 @@ class ContinuousBatchingEngine:
         self._watchdog.start()
 
     @property
-    def blocks_in_use(self) -> float:
-        """The share of the cache's blocks that running sequences hold."""
-        return self._scheduler.blocks.in_use
-
-    @property
     def load(self) -> EngineLoad:
         return self._meter.read()
 
@@ -190,7 +185,7 @@ class ContinuousBatchingEngine:
             results, failed = self._step_runner.run(rows)
             self._publish(results)
             for sequence, error in failed:
-                self._fail(sequence, error, forget=True)
+                self._end(sequence, "failed", error, forget=True)
             served = {result.row.sequence for result in results}
             self._scheduler.regain()
             elapsed = time.perf_counter() - started
@@ -210,9 +205,9 @@ class ContinuousBatchingEngine:
             if sequence.slot.cancelled:
                 self._cancel(sequence)
             elif (error := sequence.overdue(now)) is not None:
-                self._fail(sequence, error)
+                self._end(sequence, "failed", error)
             elif contended and sequence.timeline.started is None and self._estimate.is_hopeless(sequence, now):
-                self._fail(sequence, self._too_late())
+                self._end(sequence, "failed", self._too_late())
         with self._changed:
             streams, prompts = self._scheduler.streams, self._scheduler.prompts
             rows = self._scheduler.schedule(self._pace.limit(streams, prompts) if prompts else 0)
@@ -268,9 +263,6 @@ class ContinuousBatchingEngine:
             self._release(sequence, "succeeded")
             finish = reason, sequence.usage
         return sequence.slot.publish(token_id, logprobs, finish, prompt)
-
-    def _fail(self, sequence: Sequence, error: MillraceError, forget: bool = False) -> None:
-        self._end(sequence, "failed", error, forget)
 
     def _cancel(self, sequence: Sequence) -> None:
         self._end(sequence, "cancelled", RequestFailedError("the request was cancelled"))

@@ -112,7 +112,9 @@ class StepRunner:
                 continue  # It was preempted for another row.
             self._begin()
             try:
-                results += self._try([row]) if len(rows) > 1 else _raise(error)
+                if len(rows) == 1:
+                    raise error
+                results += self._try([row])
             except Exception as own:
                 if is_device_error(own):
                     raise EngineDeadError("the device failed") from own
@@ -130,7 +132,3 @@ class StepRunner:
             return []
         logger.error("out of memory on request %s alone", hopeless.request.id, exc_info=error)
         return [(hopeless, RequestFailedError("there is not enough memory for this request"))]
-
-
-def _raise(error: Exception) -> list[Result]:
-    raise error

@@ -30,11 +30,6 @@ logger = logging.getLogger(__name__)
 _FILES = ("*.json", "*.safetensors")
 
 
-def load(source: ModelSource, settings: PredictorSettings, device: torch.device, report: Report) -> ServedModel:
-    """Returns the running model; passes its progress to `report`; raises StartupError."""
-    return build(source, fetch_model(source, report), settings, device, report)
-
-
 @dataclass(frozen=True)
 class FetchedModel:
     """A model's files on the local disk, and its kind."""

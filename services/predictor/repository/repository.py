@@ -55,7 +55,6 @@ from services.predictor.settings import PredictorSettings
 logger = logging.getLogger(__name__)
 
 _MAX_MODELS = 1024  # Known models: every name that was ever loaded.
-_UNLOADED = "unloaded"
 
 
 class State(StrEnum):
@@ -285,7 +284,7 @@ class ModelRepository:
             # The last reference, except for the caller's frame.
             del serving
             await asyncio.to_thread(release_memory)
-        entry.set(State.UNAVAILABLE, _UNLOADED)
+        entry.set(State.UNAVAILABLE, "unloaded")
 
     async def _end(self, serving: Serving, watched: _Entry | None = None) -> None:
         left = await serving.drain(self._settings.drain_s)

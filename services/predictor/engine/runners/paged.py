@@ -14,16 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millrace.sampling import SamplingParameters
 from services.predictor.engine.faults import check_numbers
-from services.predictor.engine.interface import GenerationRequest
 from services.predictor.engine.runners.attention import NAME
 from services.predictor.engine.runners.decode_graphs import DecodeGraphs, Record
 from services.predictor.engine.runners.step_plan import StepPlan, StepPlanner
 from services.predictor.engine.state.blocks import RESERVED
 from services.predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
-from services.predictor.engine.state.sequence import Row, Sequence
-from services.predictor.engine.state.slot import MergingSlot
+from services.predictor.engine.state.sequence import Row, detached_sequence
 
 logger = logging.getLogger(__name__)
 
@@ -97,12 +94,6 @@ class PagedRunner:
         sequence = detached_sequence([0])
         sequence.blocks = [0]
         check_numbers(self.run([Row(sequence, 0, 1)]))
-
-
-def detached_sequence(ids: list[int]) -> Sequence:
-    """A sequence for the self-test, without a request or a reader."""
-    sampling = SamplingParameters()
-    return Sequence(GenerationRequest("", ids, sampling), MergingSlot(sampling), frozenset())
 
 
 def self_test(model: Any, shape: CacheShape, vocabulary_size: int) -> str | None:

@@ -24,13 +24,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import MT5ForConditionalGeneration, T5ForConditionalGeneration, UMT5ForConditionalGeneration
 
-from millrace.sampling import SamplingParameters
 from services.predictor.engine.cpu import kernel
 from services.predictor.engine.faults import check_numbers
-from services.predictor.engine.interface import GenerationRequest
 from services.predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
-from services.predictor.engine.state.sequence import Row, Sequence
-from services.predictor.engine.state.slot import MergingSlot
+from services.predictor.engine.state.sequence import Row, Sequence, detached_sequence
 
 # Whether the decoder's outputs are divided by the root of their size before the projection to the vocabulary.
 _SCALES_OUTPUTS: dict[type, Callable[[Any], bool]] = {
@@ -102,8 +99,7 @@ class T5Runner:
         self._cache.clear(blocks)
 
     def probe(self) -> None:
-        sampling = SamplingParameters()
-        sequence = Sequence(GenerationRequest("", [0], sampling), MergingSlot(sampling), frozenset(), self.start_ids)
+        sequence = detached_sequence([0], self.start_ids)
         sequence.blocks = [0]
         check_numbers(self.run([Row(sequence, 0, len(sequence.ids))]))
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from millrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
 from services.predictor.engine.interface import Logprobs
 from services.predictor.engine.sampling.vocabulary import argmax, invert, largest, ordered
-from services.predictor.engine.state.sampling_row import SamplingRow
+from services.predictor.engine.state.sequence import SamplingRow
 
 NO_TOKEN = -1
 # Part of a model's fingerprint; raise it with any change after which the same logits and seed may give another token.

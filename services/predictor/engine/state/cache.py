@@ -33,8 +33,6 @@ class KeyValueCache:
     infinity at masked positions that are read: zero times NaN is NaN.
     """
 
-    block_tokens = BLOCK_TOKENS
-
     def __init__(self, shape: CacheShape, blocks: int, device: torch.device) -> None:
         self.shape = shape
         self.device = device

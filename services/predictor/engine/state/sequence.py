@@ -9,14 +9,28 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
 
 from millrace.errors import DeadlineError
 from millrace.oip.prompt_logprobs import PromptLogprobs
+from millrace.sampling import SamplingParameters
 from services.predictor.engine.interface import GenerationRequest, Usage
 from services.predictor.engine.state.blocks import block_name, first_name
-from services.predictor.engine.state.sampling_row import SamplingRow
 from services.predictor.engine.state.slot import MergingSlot
+
+
+class SamplingRow(NamedTuple):
+    """The sampler's input for a row of logits: its parameters, the ids for penalties, and the model's own end tokens.
+
+    Ids may be arrays: lists are converted at each step if a row has penalties.
+    """
+
+    sampling: SamplingParameters
+    input_ids: Ids[int] | NDArray[Any]
+    output_ids: Ids[int] | NDArray[Any]
+    end_ids: frozenset[int]
 
 
 class Sequence:
@@ -162,3 +176,9 @@ class Row:
         """The positions of the prompt whose logits have to be scored and are not scored yet."""
         first = max(self.start, self.sequence.scored)
         return range(first, max(first, min(self.start + self.count, self.sequence.to_score)))
+
+
+def detached_sequence(ids: list[int], start_ids: Ids[int] = ()) -> Sequence:
+    """A sequence for self-tests and probes, without a request or a reader."""
+    sampling = SamplingParameters()
+    return Sequence(GenerationRequest("", ids, sampling), MergingSlot(sampling), frozenset(), start_ids)

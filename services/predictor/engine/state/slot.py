@@ -130,7 +130,7 @@ class MergingSlot:
     async def _until(self, tokens: int, limit: float | None) -> bool:
         """Waits for `tokens` tokens or the end, or until the limit; returns whether they are there."""
         with self._lock:
-            if self._has(tokens) or (limit is not None and self._is_unreported):
+            if self._has(tokens) or (limit is not None and self.runs_alone and not self._reported.is_set()):
                 return self._has(tokens)
             self._wake_at = tokens
             reader = self._wake = asyncio.get_running_loop().create_future()
@@ -157,10 +157,6 @@ class MergingSlot:
 
     def _has(self, tokens: int) -> bool:
         return self._ended() or len(self._ids) >= tokens
-
-    @property
-    def _is_unreported(self) -> bool:
-        return self.runs_alone and not self._reported.is_set()
 
     def _ended(self) -> bool:
         return self._finish is not None or self._error is not None
