@@ -7,7 +7,6 @@ the same class, so that an error keeps its meaning and its origin across any num
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import ClassVar
 
 import grpc
@@ -187,7 +186,7 @@ _TOO_LARGE = "message larger than max"
 
 def from_rpc_error(error: grpc.aio.AioRpcError, hop: str) -> MillraceError:
     """The error that `hop` or a hop behind it reported, or what its breaking off means."""
-    metadata = _as_dict(error.trailing_metadata())
+    metadata = {key: value for key, value in error.trailing_metadata() or () if isinstance(value, str)}
     code, message = error.code(), error.details() or error.code().name
     failed_hop = metadata.get(FAILED_HOP)
     if failed_hop is None:
@@ -212,7 +211,3 @@ def from_rpc_error(error: grpc.aio.AioRpcError, hop: str) -> MillraceError:
 def _cut(message: str) -> str:
     data = message.encode(errors="replace")
     return message if len(data) <= _MAX_MESSAGE_BYTES else data[:_MAX_MESSAGE_BYTES].decode(errors="ignore") + "…"
-
-
-def _as_dict(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[str, str]:
-    return {key: value for key, value in metadata or () if isinstance(value, str)}

@@ -90,7 +90,7 @@ async def multiplex(
                     async for request in requests:
                         await room.acquire()
                         try:
-                            finish = requests.take() if isinstance(requests, RequestStream) else _nothing
+                            finish = requests.take() if isinstance(requests, RequestStream) else lambda: None
                         except MillraceError as error:
                             room.release()
                             await responses.put(error if as_status else _error_response(request, error.message))
@@ -117,10 +117,6 @@ async def multiplex(
     finally:
         reader.cancel()
         await asyncio.gather(reader, return_exceptions=True)
-
-
-def _nothing() -> None:
-    """Ends a request that no server has admitted."""
 
 
 async def _answer_one(request: RequestT, answer: Answer[RequestT], responses: asyncio.Queue[Any]) -> None:

@@ -26,7 +26,6 @@ from typing import TypeVar
 from millrace.errors import DeadlineError, MillraceError, NotReadyError, OverloadedError
 from millrace.rpc.byte_budget import COPIES, SMALL_BYTES, ByteBudget
 from millrace.rpc.unfinished_messages import UnfinishedMessages
-from millrace.settings import ServiceSettings
 
 RETRY_AFTER_MS = 1000
 FIRST_MESSAGE_S = 120.0
@@ -81,11 +80,6 @@ class Admission:
         self._looks = False
         self._evicted = 0  # Since memory was below its limit, the last time.
         self._is_over = False
-
-    @classmethod
-    def of(cls, settings: ServiceSettings, max_calls: int | None = None) -> Admission:
-        """As a service's settings say."""
-        return cls(max_calls, ByteBudget(settings.request_memory), settings.max_idle_calls, settings.idle_timeout)
 
     @property
     def in_flight(self) -> int:

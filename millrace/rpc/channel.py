@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from millrace.rpc.client_interceptors import telemetry_client_interceptors
-from millrace.rpc.handlers import error_client_interceptors
+from millrace.rpc.client_interceptors import error_client_interceptors, telemetry_client_interceptors
 from millrace.rpc.server import MESSAGE_OPTIONS
 
 _KEEPALIVE_S, _KEEPALIVE_TIMEOUT_S = 30.0, 10.0

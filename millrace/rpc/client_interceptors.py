@@ -1,14 +1,15 @@
-"""The client's side of a call: one span around it, and its duration.
+"""The client's side of a call: one span around it, its duration, and its error as the `MillraceError` that it was.
 
-A background call (telemetry/suppression.py) has neither. The span ends with the call, whether that is read to
-the end, cancelled or dropped. grpc.aio takes a client interceptor for one kind of call only, hence one class a kind.
+A background call (telemetry/suppression.py) has neither span nor duration. The span ends with the call, whether that is
+read to the end, cancelled or dropped. grpc.aio takes a client interceptor for one kind of call only, hence one class a
+kind.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -21,6 +22,7 @@ from opentelemetry.metrics import Meter
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Tracer
 
 from millrace.deadline import DEADLINE_MARGIN_S
+from millrace.errors import from_rpc_error
 from millrace.telemetry.identity import (
     REQUEST_ID,
     REQUEST_ID_METADATA,
@@ -31,6 +33,8 @@ from millrace.telemetry.identity import (
 )
 from millrace.telemetry.rpc import LINK, UNTOLD, attributes_of, duration_histogram, end_span, name_of
 from millrace.telemetry.suppression import is_tracing_suppressed
+
+Intercept = Callable[[Any, Any, Any], Awaitable[Any]]  # Takes the continuation, the call's details and its request.
 
 _hooks: ContextVar[CallSpan | None] = ContextVar("call_span", default=None)
 
@@ -76,9 +80,8 @@ class CallSpan:
 class _Spans:
     """Opens and ends the spans of one channel's calls."""
 
-    _streams = True
-
-    def __init__(self, tracer: Tracer | None, meter: Meter | None) -> None:
+    def __init__(self, tracer: Tracer | None, meter: Meter | None, streams: bool) -> None:
+        self._streams = streams
         self._tracer = tracer or trace.get_tracer("millrace")
         self._duration = duration_histogram(meter or metrics.get_meter("millrace"), "rpc.client.call.duration")
 
@@ -119,28 +122,61 @@ class _Spans:
         return span
 
 
-class _UnaryUnary(_Spans, grpc.aio.UnaryUnaryClientInterceptor):
-    _streams = False
+class _Interceptor:
+    def __init__(self, intercept: Intercept) -> None:
+        self._intercept = intercept
 
+
+class _UnaryUnary(_Interceptor, grpc.aio.UnaryUnaryClientInterceptor):
     async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return await self.call(continuation, client_call_details, request)
+        return await self._intercept(continuation, client_call_details, request)
 
 
-class _UnaryStream(_Spans, grpc.aio.UnaryStreamClientInterceptor):
+class _UnaryStream(_Interceptor, grpc.aio.UnaryStreamClientInterceptor):
     async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return await self.call(continuation, client_call_details, request)
+        return await self._intercept(continuation, client_call_details, request)
 
 
-class _StreamStream(_Spans, grpc.aio.StreamStreamClientInterceptor):
+class _StreamStream(_Interceptor, grpc.aio.StreamStreamClientInterceptor):
     async def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
-        return await self.call(continuation, client_call_details, request_iterator)
+        return await self._intercept(continuation, client_call_details, request_iterator)
 
 
 def telemetry_client_interceptors(
     tracer: Tracer | None = None, meter: Meter | None = None
 ) -> Sequence[grpc.aio.ClientInterceptor]:
     """Interceptors that open a client span around each call and send its context along."""
-    return (_UnaryUnary(tracer, meter), _UnaryStream(tracer, meter), _StreamStream(tracer, meter))
+    one, many = _Spans(tracer, meter, streams=False).call, _Spans(tracer, meter, streams=True).call
+    return (_UnaryUnary(one), _UnaryStream(many), _StreamStream(many))
+
+
+def error_client_interceptors(hop: str) -> Sequence[grpc.aio.ClientInterceptor]:
+    """Interceptors for a channel to `hop`: its calls raise `MillraceError`."""
+
+    async def one(continuation: Any, details: Any, request: Any) -> Any:
+        call = await continuation(details, request)
+        try:
+            # Not `call.code()`: a caller that is cancelled while it waits must cancel the call as well.
+            await call
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, hop) from None
+        return call  # Its response can be awaited again.
+
+    async def many(continuation: Any, details: Any, request: Any) -> Any:
+        return _translated(await continuation(details, request), hop)
+
+    return (_UnaryUnary(one), _UnaryStream(many), _StreamStream(many))
+
+
+async def _translated(call: Any, hop: str) -> AsyncIterator[Any]:
+    try:
+        async for response in call:
+            yield response
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error, hop) from None
+    finally:
+        # grpc.aio does not cancel a call whose reader is cancelled before its first response.
+        call.cancel()
 
 
 def _carried(context: TraceContext | None = None) -> dict[str, str]:

@@ -1,9 +1,7 @@
-"""gRPC interceptors that map errors, one for each side.
+"""The server's side of a call: its handler inside guards, the first of which admits it and maps its errors.
 
-The server's turns a `MillraceError` into its gRPC status; anything else that escapes a handler is
-logged with its traceback and becomes INTERNAL with a text that says nothing of the inside. The
-client's turn a failed call back into the `MillraceError` it was. grpc.aio takes a client interceptor
-for one kind of call only, hence one class a kind.
+A `MillraceError` becomes its gRPC status; anything else that escapes a handler is logged with its traceback and becomes
+INTERNAL with a text that says nothing of the inside.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from contextvars import ContextVar
 from typing import Any, TypeAlias
@@ -23,7 +21,6 @@ from millrace.errors import (
     MillraceError,
     NotImplementedMethodError,
     RequestFailedError,
-    from_rpc_error,
 )
 from millrace.rpc.admission import Admission, Call
 from millrace.rpc.request_reading import RequestReading, RequestStream
@@ -182,49 +179,3 @@ def _forget_at_end(aborted: grpc.aio.AbortError) -> None:
     task = asyncio.current_task()
     if task is not None:
         task.add_done_callback(forget)
-
-
-async def _translated(call: Any, hop: str) -> AsyncIterator[Any]:
-    try:
-        async for response in call:
-            yield response
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error, hop) from None
-    finally:
-        # grpc.aio does not cancel a call whose reader is cancelled before its first response.
-        call.cancel()
-
-
-class _UnaryUnary(grpc.aio.UnaryUnaryClientInterceptor):
-    def __init__(self, hop: str) -> None:
-        self._hop = hop
-
-    async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        call = await continuation(client_call_details, request)
-        try:
-            # Not `call.code()`: a caller that is cancelled while it waits must cancel the call as well.
-            await call
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, self._hop) from None
-        return call  # Its response can be awaited again.
-
-
-class _UnaryStream(grpc.aio.UnaryStreamClientInterceptor):
-    def __init__(self, hop: str) -> None:
-        self._hop = hop
-
-    async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return _translated(await continuation(client_call_details, request), self._hop)
-
-
-class _StreamStream(grpc.aio.StreamStreamClientInterceptor):
-    def __init__(self, hop: str) -> None:
-        self._hop = hop
-
-    async def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
-        return _translated(await continuation(client_call_details, request_iterator), self._hop)
-
-
-def error_client_interceptors(hop: str) -> Sequence[grpc.aio.ClientInterceptor]:
-    """Interceptors for a channel to `hop`: its calls raise `MillraceError`."""
-    return (_UnaryUnary(hop), _UnaryStream(hop), _StreamStream(hop))

@@ -33,10 +33,8 @@ class RequestReading:
 
     async def only(self, raw: bytes, call: Call) -> Any:
         """The one request of a call, whose bytes are reserved until the call ends."""
-        if len(raw) > SMALL_BYTES:
-            call.reserve(charge_of(len(raw)))
-            call.reserve(await self._counted(raw, call))
-        return self._parsed(raw)
+        request, _ = await self.next(raw, call)
+        return request
 
     async def next(self, raw: bytes, call: Call) -> tuple[Any, int]:
         """A request of many, and the bytes that are reserved for it."""

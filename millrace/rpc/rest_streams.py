@@ -14,9 +14,7 @@ from typing import Any, TypeVar
 
 from millrace.errors import MillraceError
 from millrace.rpc.handlers import Context
-
-# What the gateway's transcoder adds; from clients it is not accepted.
-_ORIGINAL_PATH = "x-envoy-original-path"
+from millrace.telemetry.identity import protocol_of
 
 ResponseT = TypeVar("ResponseT")
 Handler = Callable[[Any, Any, Context], AsyncGenerator[ResponseT, None]]
@@ -37,7 +35,7 @@ def errors_in_band(
                         begun = True
                         yield response
                 except Exception as error:
-                    if begun and _is_rest(context):
+                    if begun and protocol_of(tuple(context.invocation_metadata() or ())) == "http":
                         yield response_type(
                             error=error.message if isinstance(error, MillraceError) else "internal error"
                         )
@@ -46,7 +44,3 @@ def errors_in_band(
         return handle
 
     return decorate
-
-
-def _is_rest(context: Context) -> bool:
-    return any(key == _ORIGINAL_PATH for key, _ in context.invocation_metadata() or ())

@@ -24,12 +24,14 @@ from grpc_reflection.v1alpha import reflection_pb2 as reflection_v1alpha_pb2
 from grpc_reflection.v1alpha import reflection_pb2_grpc as reflection_v1alpha_grpc
 
 from millrace.rpc.admission import MAX_MESSAGE_BYTES, Admission
+from millrace.rpc.byte_budget import ByteBudget
 from millrace.rpc.hand_over import RETIRE, report_listening
 from millrace.rpc.handlers import ErrorServerInterceptor
 from millrace.rpc.health import HealthServicer
 from millrace.rpc.listeners import Listeners
 from millrace.rpc.telemetry_interceptor import TelemetryServerInterceptor
 from millrace.rpc.watchdog import LoopWatchdog
+from millrace.settings import ServiceSettings
 from millrace.telemetry.loop_lag import watch_loop_lag
 from millrace.telemetry.page import MetricsPage
 from millrace_protos import reflection_v1_pb2
@@ -109,6 +111,20 @@ class Server:
         self.health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
         _add_reflection(self.grpc, public_services)
+
+    @classmethod
+    def of(
+        cls, hop: str, settings: ServiceSettings, public_services: Iterable[str], max_calls: int | None = None
+    ) -> Server:
+        """As a service's settings say."""
+        budget = ByteBudget(settings.request_memory)
+        return cls(
+            *(hop, settings.host, settings.port, settings.drain_s, public_services),
+            shares_port=settings.listen != "alone",
+            admission=Admission(max_calls, budget, settings.max_idle_calls, settings.idle_timeout),
+            loop_timeout_s=settings.loop_timeout,
+            metrics_port=settings.metrics_port,
+        )
 
     @property
     def stopping(self) -> asyncio.Event:

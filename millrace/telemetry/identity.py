@@ -18,7 +18,8 @@ REQUEST_ID = "millrace.request_id"
 REQUEST_ID_METADATA = "x-request-id"
 PROTOCOL = "millrace.protocol"
 MODEL = "gen_ai.request.model"
-_TRANSCODED = "x-envoy-original-path"  # The gateway's word for the path of a REST request.
+# What the gateway's transcoder adds to a REST request; from clients it is not accepted.
+_TRANSCODED = "x-envoy-original-path"
 
 _W3C = TraceContextTextMapPropagator()
 

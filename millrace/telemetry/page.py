@@ -82,12 +82,9 @@ class WorkerPages(Collector):
                 logger.warning("worker %s tells no metrics: %s", worker, error)
                 continue
             for family in text_string_to_metric_families(page):
-                merged = families.setdefault(family.name, _like(family))
+                like = Metric(family.name, family.documentation, family.type, family.unit)
+                merged = families.setdefault(family.name, like)
                 merged.samples += [
                     sample._replace(labels=sample.labels | {"worker": worker}) for sample in family.samples
                 ]
         yield from families.values()
-
-
-def _like(family: Metric) -> Metric:
-    return Metric(family.name, family.documentation, family.type, family.unit)

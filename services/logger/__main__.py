@@ -6,7 +6,6 @@ import asyncio
 import sys
 
 from millrace.errors import NotReadyError
-from millrace.rpc.admission import Admission
 from millrace.rpc.server import Server
 from millrace.rpc.service import run_service
 from millrace_protos import millrace_pb2_grpc
@@ -23,17 +22,7 @@ _PROBE_S = 5.0
 
 async def serve(settings: LoggerSettings) -> None:
     """Serves the payload log until SIGTERM."""
-    server = Server(
-        "logger",
-        settings.host,
-        settings.port,
-        settings.drain_s,
-        [PAYLOAD_LOG],
-        shares_port=settings.listen != "alone",
-        admission=Admission.of(settings),
-        loop_timeout_s=settings.loop_timeout,
-        metrics_port=settings.metrics_port,
-    )
+    server = Server.of("logger", settings, [PAYLOAD_LOG])
     store = SqliteStore(settings.database, settings.fsync)
     server.at_stop(store.close)
     tails = Tails()

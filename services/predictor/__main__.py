@@ -6,7 +6,6 @@ from functools import partial
 
 from millrace.payload.metrics import observe_tap
 from millrace.payload.tap import PayloadTap
-from millrace.rpc.admission import Admission
 from millrace.rpc.server import READY, Server
 from millrace.rpc.service import run_service
 from millrace_protos.inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
@@ -23,23 +22,9 @@ async def serve(settings: PredictorSettings) -> None:
     from services.predictor.repository.repository import ModelRepository
     from services.predictor.servicer import InferenceServicer
 
-    server = Server(
-        "predictor",
-        settings.host,
-        settings.port,
-        settings.drain_s,
-        [_SERVICE],
-        shares_port=settings.listen != "alone",
-        admission=Admission.of(settings),
-        loop_timeout_s=settings.loop_timeout,
-        metrics_port=settings.metrics_port,
-    )
+    server = Server.of("predictor", settings, [_SERVICE])
 
-    async def report_ready(ready: bool) -> None:
-        await server.set_serving(READY, ready)
-
-    takes_over = settings.listen == "take-over"
-    repository = ModelRepository(settings, report_ready)
+    repository = ModelRepository(settings, partial(server.set_serving, READY))
     observe_engines(repository.engines)
     tap = None
     if settings.payload_log == "on":
@@ -64,7 +49,7 @@ async def serve(settings: PredictorSettings) -> None:
 
     for name in ("", READY, _SERVICE):
         await server.set_serving(name, False)
-    if takes_over:
+    if settings.listen == "take-over":
         await load()
         server.own("watch", repository.engine_death())
     else:

@@ -10,7 +10,6 @@ from functools import partial
 
 from millrace.payload.metrics import observe_tap
 from millrace.payload.tap import PayloadTap
-from millrace.rpc.admission import Admission
 from millrace.rpc.channel import open_channel
 from millrace.rpc.health import watch_serving
 from millrace.rpc.server import READY, Server
@@ -37,16 +36,17 @@ async def serve(settings: TransformerSettings) -> None:
     if settings.workers > 1:
         await supervise(settings)
     else:
-        await _serve(settings, metrics_port=settings.metrics_port)
+        await _serve(settings)
 
 
 async def serve_worker(settings: TransformerSettings, page: int) -> None:
     """Runs one of several transformers; `page` is a descriptor, see supervisor.py."""
     tell_page(page)
-    await _serve(settings, metrics_port=0, is_worker=True)
+    # It listens once it can serve: another one takes the connections until then.
+    await _serve(settings.model_copy(update={"listen": "take-over", "metrics_port": 0}))
 
 
-async def _serve(settings: TransformerSettings, metrics_port: int, is_worker: bool = False) -> None:
+async def _serve(settings: TransformerSettings) -> None:
     # transformers takes seconds to import: wrong settings are reported before that.
     _import_transformers()
     from services.transformer.frontends.grpc.inference_servicer import InferenceServicer
@@ -93,12 +93,8 @@ async def _serve(settings: TransformerSettings, metrics_port: int, is_worker: bo
     generator = ResumingGenerator(predictor, settings.resume_limit, replicas.can_resume)
     bodies = BodyProcesses()
     pipeline = Pipeline(catalogue, generator, tap, bodies, settings.cached_tokens == "all")
-    shares_port = is_worker or settings.listen != "alone"
     public = (*_OWN, _PAYLOAD_LOG, *development.services(settings.development))
-    server = Server(
-        *("transformer", settings.host, settings.port, settings.drain_s, public, shares_port),
-        *(Admission.of(settings, settings.max_calls), settings.loop_timeout, metrics_port),
-    )
+    server = Server.of("transformer", settings, public, settings.max_calls)
 
     inference = InferenceServicer(Inference(pipeline, catalogue, Relay(predictor), tap), catalogue, predictor, replicas)
     inference.add_to_server(server.grpc)
@@ -112,8 +108,7 @@ async def _serve(settings: TransformerSettings, metrics_port: int, is_worker: bo
     if settings.development:
         development.add_to_server(replicas, server.grpc)
 
-    async def tell(ready: bool) -> None:
-        await server.set_serving(READY, ready)
+    tell = partial(server.set_serving, READY)
 
     async def load() -> None:
         await run_in_daemon_thread("load-tokenizers", catalogue.load_all)
@@ -126,20 +121,16 @@ async def _serve(settings: TransformerSettings, metrics_port: int, is_worker: bo
         await load()
         await catalogue.watch(tell)
 
-    async def tell_of_log(serving: bool) -> None:
-        await server.set_serving(_PAYLOAD_LOG, serving)
-
     for name in ("", READY, *_OWN, _PAYLOAD_LOG):
         await server.set_serving(name, False)
-    server.own("payload-log-health", watch_serving(log, _PAYLOAD_LOG, tell_of_log))
+    server.own("payload-log-health", watch_serving(log, _PAYLOAD_LOG, partial(server.set_serving, _PAYLOAD_LOG)))
     server.at_drain(catalogue.drain)
     server.at_stop(log.close)
     server.at_stop(predictor.close)
     server.at_stop(replicas.close)
     server.at_stop(partial(tap.stop, _TAP_DRAIN_S))
     server.at_stop(bodies.close)
-    if is_worker or settings.listen == "take-over":
-        # It listens once it can serve: another one takes the connections until then.
+    if settings.listen == "take-over":
         await load()
         server.own("watch", catalogue.watch(tell))
         await catalogue.wait_ready(_WORKER_READY_S)

@@ -92,7 +92,11 @@ async def supervise(settings: TransformerSettings) -> None:
     with ExitStack() as held:
         port = held.enter_context(reserved(settings.host, settings.port, is_shared))
         environment = {**os.environ, "TRANSFORMER_PORT": str(port)}
-        held.enter_context(_page(settings.host, settings.metrics_port, pages, is_shared))
+        if settings.metrics_port:
+            registry = CollectorRegistry()
+            registry.register(WorkerPages(pages.ports))
+            page = MetricsPage(settings.host, settings.metrics_port, registry, is_shared)
+            held.enter_context(closing(page))
 
         def retire() -> None:
             held.close()  # The port and its page are the successor's.
@@ -106,15 +110,6 @@ async def supervise(settings: TransformerSettings) -> None:
                     group.create_task(work, name=f"worker-{number}")
         except* _WorkerRefusedError:
             raise SystemExit(os.EX_CONFIG) from None
-
-
-def _page(host: str, port: int, pages: _Pages, is_shared: bool) -> closing[MetricsPage] | ExitStack:
-    """The page of all workers, unless there is to be none."""
-    if not port:
-        return ExitStack()
-    registry = CollectorRegistry()
-    registry.register(WorkerPages(pages.ports))
-    return closing(MetricsPage(host, port, registry, is_shared))
 
 
 def tell_page(descriptor: int) -> None:
