@@ -26,7 +26,6 @@ import numpy as np
 import orjson
 
 from millrace.errors import InvalidRequestError
-from millrace.oip import model_description
 from millrace.oip.declared_tensors import check_requested_outputs
 from millrace.oip.model_description import ModelDescription, TensorSpec
 from millrace.oip.parameters import read_sampling, set_parameters
@@ -34,7 +33,6 @@ from millrace.oip.resumable import FINGERPRINT
 from millrace.oip.tensors import BYTES, Tensor, add_output, bytes_tensor, decode_inputs
 from millrace.rpc.call_context import CallContext
 from millrace_protos import inference_pb2 as pb
-from millrace_protos import model_config_pb2
 from services.transformer.generation.chunks import TextChunk, joined
 from services.transformer.generation.requests import TextRequest
 from services.transformer.models.models import TextModel
@@ -155,17 +153,8 @@ class TextAnswer:
         return text
 
 
-def metadata_of(model: TextModel) -> pb.ModelMetadataResponse:
-    """The answer of ModelMetadata."""
-    return model_description.metadata_of(model.name, model.versions, _description(model))
-
-
-def config_of(model: TextModel) -> model_config_pb2.ModelConfig:
-    """The answer of ModelConfig."""
-    return model_description.config_of(model.name, _description(model))
-
-
-def _description(model: TextModel) -> ModelDescription:
+def describe(model: TextModel) -> ModelDescription:
+    """What ModelMetadata and ModelConfig answer."""
     parameters = {
         "context_length": str(model.limits.context_length),
         "chat_template": str(model.tokenizer.has_chat_template).lower(),

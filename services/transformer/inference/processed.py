@@ -13,7 +13,6 @@ from typing import TypeVar
 
 from millrace.deadline import Deadline
 from millrace.errors import InvalidRequestError
-from millrace.oip import model_description
 from millrace.oip.declared_tensors import check_inputs, check_requested_outputs
 from millrace.oip.model_description import ModelDescription
 from millrace.oip.parameters import read_parameters, set_parameters
@@ -29,7 +28,6 @@ from millrace.oip.tensors import (
 )
 from millrace.processor import ProcessorRequest
 from millrace_protos import inference_pb2 as pb
-from millrace_protos import model_config_pb2
 from services.transformer.inference.request import InferRequest
 from services.transformer.models.models import ProcessedModel
 from services.transformer.predictors.answers import outputs_of, predictor_answers
@@ -62,17 +60,8 @@ async def stream(
             yield response
 
 
-def metadata_of(model: ProcessedModel) -> pb.ModelMetadataResponse:
-    """The answer of ModelMetadata: the processor's tensors."""
-    return model_description.metadata_of(model.name, model.versions, _description(model, is_decoupled=False))
-
-
-def config_of(model: ProcessedModel, inner: model_config_pb2.ModelConfig) -> model_config_pb2.ModelConfig:
-    """The answer of ModelConfig; `inner` is the configuration of the predictor's model."""
-    return model_description.config_of(model.name, _description(model, inner.model_transaction_policy.decoupled))
-
-
-def _description(model: ProcessedModel, is_decoupled: bool) -> ModelDescription:
+def describe(model: ProcessedModel, is_decoupled: bool = False) -> ModelDescription:
+    """What ModelMetadata and ModelConfig answer; only the latter tells whether the predictor's model is decoupled."""
     inputs, outputs = model.processor.inputs or (), model.processor.outputs or ()
     return ModelDescription(_PLATFORM, inputs, outputs, is_decoupled, parameters={"model": model.processor.model})
 

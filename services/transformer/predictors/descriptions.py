@@ -39,7 +39,6 @@ class PredictorModel:
     versions: Sequence[str]
     inputs: frozenset[str]
     outputs: frozenset[str]
-    decoupled: bool | None = None
     context_length: int | None = None
     is_encoder_decoder: bool | None = None
     source: str | None = None
@@ -76,7 +75,6 @@ def described(metadata: pb.ModelMetadataResponse, config: model_config_pb2.Model
         versions=tuple(metadata.versions),
         inputs=frozenset(tensor.name for tensor in metadata.inputs),
         outputs=frozenset(tensor.name for tensor in metadata.outputs),
-        decoupled=None if config is None else config.model_transaction_policy.decoupled,
         context_length=int(length) if is_ours else None,
         is_encoder_decoder={"true": True, "false": False}.get(parameters.get("is_encoder_decoder", "")),
         source=parameters.get("source") or None,

@@ -148,9 +148,8 @@ class _Progress:
         self.generation = generation
         self.crashes = crashes
         self.output_ids: list[int] = []
-        self.fingerprint = (
-            ""  # Of the weights that have given the ids so far; "" while there are none, or the predictor reports none.
-        )
+        # Of the weights that have given the ids so far; "" while there are none, or the predictor reports none.
+        self.fingerprint = ""
         self._answering = ""  # Of those that answer the latest call.
         self._cached_tokens: int | None = None
         self.was_moved = False  # A predictor that had it gave it up.

@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 
 from millrace import __version__
 from millrace.errors import RequestFailedError
+from millrace.oip.model_description import config_of, metadata_of
 from millrace.oip.settings_servicer import OpenInferenceBase
 from millrace.oip.stream_infer import errors_as_status, multiplex
 from millrace.rpc.call_context import CallContext, call_context, deadline_of
@@ -113,9 +114,9 @@ class InferenceServicer(OpenInferenceBase):
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
         model = self._catalogue.find(request.name, request.version)
         if isinstance(model, TextModel):
-            return text_tensors.metadata_of(model)
+            return metadata_of(model.name, model.versions, text_tensors.describe(model))
         if isinstance(model, ProcessedModel):
-            return processed.metadata_of(model)
+            return metadata_of(model.name, model.versions, processed.describe(model))
         with probe_errors():
             return await self._predictor.inference.ModelMetadata(request, timeout=PROBE_TIMEOUT_S)
 
@@ -129,13 +130,14 @@ class InferenceServicer(OpenInferenceBase):
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
         model = self._catalogue.find(request.name, request.version)
         if isinstance(model, TextModel):
-            return pb.ModelConfigResponse(config=text_tensors.config_of(model))
+            return pb.ModelConfigResponse(config=config_of(model.name, text_tensors.describe(model)))
         name = model.processor.model if isinstance(model, ProcessedModel) else model.name
         with probe_errors():
             inner_request = pb.ModelConfigRequest(name=name, version=request.version)
             answer = await self._predictor.inference.ModelConfig(inner_request, timeout=PROBE_TIMEOUT_S)
         if isinstance(model, ProcessedModel):
-            return pb.ModelConfigResponse(config=processed.config_of(model, answer.config))
+            described = processed.describe(model, answer.config.model_transaction_policy.decoupled)
+            return pb.ModelConfigResponse(config=config_of(model.name, described))
         return answer
 
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
@@ -188,9 +190,9 @@ class InferenceServicer(OpenInferenceBase):
     def add_to_server(self, server: grpc.aio.Server) -> None:
         """Registers the service; the two inference methods take requests of which only the head is parsed."""
         handlers = {
-            "ModelInfer": grpc.unary_unary_rpc_method_handler(self.ModelInfer, InferRequest.received, _serialized),
+            "ModelInfer": grpc.unary_unary_rpc_method_handler(self.ModelInfer, InferRequest.received, serialized),
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(
-                self.ModelStreamInfer, InferRequest.received, _serialized
+                self.ModelStreamInfer, InferRequest.received, serialized
             ),
         }
         # Of generic handlers the first one counts, of registered ones the last; a server uses one of the two kinds.
@@ -199,5 +201,6 @@ class InferenceServicer(OpenInferenceBase):
         server.add_registered_method_handlers(SERVICE, handlers)
 
 
-def _serialized(answer: Message | bytes) -> bytes:
+def serialized(answer: Message | bytes) -> bytes:
+    """An answer as bytes."""
     return answer if isinstance(answer, bytes) else answer.SerializeToString()

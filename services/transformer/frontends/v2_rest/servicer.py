@@ -25,7 +25,7 @@ from millrace.rpc.handlers import Context
 from millrace_protos import inference_pb2 as pb
 from millrace_protos import rest_pb2_grpc
 from millrace_protos.rest_pb2 import ModelBody, ModelRequest, SharedMemoryRequest
-from services.transformer.frontends.grpc.inference_servicer import InferenceServicer
+from services.transformer.frontends.grpc.inference_servicer import InferenceServicer, serialized
 from services.transformer.frontends.http import EVENTS, JSON, Body, KeepAlive, json_body, rest_errors
 from services.transformer.frontends.v2_rest import documents
 from services.transformer.frontends.v2_rest.content_coding import CONTENT_ENCODING, DEFLATE, inflate, inflated, is_small
@@ -183,13 +183,13 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
         if not infer_call.wants_json or _size(answer) <= SMALL_BYTES:
             return write_body(infer_call, _parsed(answer))
         arguments = (infer_call.binary, infer_call.named)
-        length, body = await self._bodies.run(write_parsed_body, arguments, _serialized(answer), call.deadline)
+        length, body = await self._bodies.run(write_parsed_body, arguments, serialized(answer), call.deadline)
         return body, length
 
     async def _write(self, answer: pb.ModelInferResponse | bytes, call: CallContext) -> bytes:
         if _size(answer) <= SMALL_BYTES:
             return write_answer(_parsed(answer))
-        return (await self._bodies.run(write_parsed_answer, (), _serialized(answer), call.deadline))[1]
+        return (await self._bodies.run(write_parsed_answer, (), serialized(answer), call.deadline))[1]
 
     async def _metadata(self, request: ModelRequest, context: Context) -> pb.ModelMetadataResponse:
         message = pb.ModelMetadataRequest(name=request.model, version=request.version)
@@ -244,10 +244,6 @@ def _size(answer: pb.ModelInferResponse | bytes) -> int:
 
 def _parsed(answer: pb.ModelInferResponse | bytes) -> pb.ModelInferResponse:
     return parsed_answer(answer) if isinstance(answer, bytes) else answer
-
-
-def _serialized(answer: pb.ModelInferResponse | bytes) -> bytes:
-    return answer if isinstance(answer, bytes) else answer.SerializeToString()
 
 
 async def _tell_readiness(ready: bool, context: Context) -> None:
