@@ -148,12 +148,3 @@ def defaults_of(generation_config: Mapping[str, Any], is_encoder_decoder: bool) 
     if is_encoder_decoder or generation_config.get("do_sample") is False:
         return SamplingParameters(temperature=0.0)
     return SamplingParameters()
-
-
-def markdown_table() -> str:
-    """The parameters with their defaults and meanings, as README prints them."""
-    rows = ["| parameter | default | meaning |", "|---|---|---|"]
-    for name, field in SamplingParameters.model_fields.items():
-        default = "" if field.default in (None, "", ()) else str(field.default).lower()
-        rows.append(f"| `{name}` | {default} | {field.description} |")
-    return "\n".join(rows)
