@@ -54,7 +54,7 @@ def size_of(tensors: Tensors) -> int:
 
 
 class Fields(NamedTuple):
-    """What of a record may be set until its end; each is a field of PayloadRecord."""
+    """What is known of a request when it arrives; each is a field of PayloadRecord."""
 
     request_id: str
     model: str
@@ -65,8 +65,6 @@ class Fields(NamedTuple):
     client: str
     call_id: str
     metadata: Mapping[str, str]
-    resumes: int
-    fingerprint: str
 
 
 def is_long(fields: Fields) -> bool:
@@ -114,21 +112,21 @@ class ChunkPart(NamedTuple):
 
 
 class EndPart(NamedTuple):
-    """What became of the request; `inputs` only where they were not known at the begin."""
+    """What became of the request."""
 
     record_id: bytes
     cost: int
-    fields: Fields
     status: str
     message: str
     failed_hop: str
     finish_reason: str
     usage: Usage | None
     text: str | None
-    inputs: Tensors
     outputs: Tensors
     ttft_ms: float | None
     duration_ms: float
+    resumes: int
+    fingerprint: str
     incomplete: bool
 
 

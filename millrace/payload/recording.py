@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -39,26 +39,15 @@ _new_tuple = tuple.__new__  # A chunk's part is made without a call of Python's:
 
 
 class Recording:
-    """One request's record in the making; its public fields may be set until it ends.
+    """One request's record in the making; `resumes` and `fingerprint` may be set until it ends.
 
     As a context manager it ends with the block: an error as that error, anything else that has not
     been ended as CANCELLED.
     """
 
-    request_id: str
-    model: str
-    prompt: str
-    parameters: str
-    trace_id: str
-    span_id: str
-    metadata: Mapping[str, str]
-    client: str
-    call_id: str
-    inputs: Tensors
-    resumes: int = 0
-    fingerprint: str = ""
-
     def __init__(self, tap: PayloadTap, number: int) -> None:
+        self.resumes = 0
+        self.fingerprint = ""
         record_id = as_uuid7(number)
         self.record_id = str(record_id)
         self._id = record_id.bytes
@@ -68,8 +57,7 @@ class Recording:
         self._ttft_ms: float | None = None
         self._open = False
         self._incomplete = False
-        self._keeps_request = self._keeps_answer = False
-        self._inputs_at_begin: Tensors = ()
+        self._keeps_answer = False
         self._unsettled = 0  # Parts that are not known to lie on disk: the begin, and the rest of a long request.
         self._is_short = False
         self._waiting: asyncio.Event | None = None
@@ -135,20 +123,18 @@ class Recording:
         self._open = False
         if not self._keeps_answer:
             text, outputs = None, ()
-        inputs = self.inputs if self._keeps_request and self.inputs is not self._inputs_at_begin else ()
+        duration_ms = (time.monotonic() - self._arrived) * 1000
         try:
-            duration_ms = (time.monotonic() - self._arrived) * 1000
-            cost = PART_BYTES + len(text or "")
-            inputs, outputs = self._within_memory(inputs), self._within_memory(outputs)
-            cost += size_of(inputs) + size_of(outputs)
+            outputs = self._within_memory(outputs)
+            cost = PART_BYTES + len(text or "") + size_of(outputs)
         except Exception:
             self._miss(FAILED, exc_info=True)
-            inputs, outputs, text, cost = (), (), None, PART_BYTES
+            outputs, text, cost = (), None, PART_BYTES
         # Not refused for want of room: there is one for each open request, and without it the record has no end.
         self._queue.put(
             EndPart(
-                *(self._id, cost, self._fields(), status, message, failed_hop, finish_reason, usage, text),
-                *(inputs, outputs, self._ttft_ms, duration_ms, self._incomplete),
+                *(self._id, cost, status, message, failed_hop, finish_reason, usage, text, outputs),
+                *(self._ttft_ms, duration_ms, self.resumes, self.fingerprint, self._incomplete),
             )
         )
 
@@ -169,13 +155,14 @@ class Recording:
         else:
             self.end("CANCELLED", "aborted")
 
-    def _begin(self, time_us: int, protocol: str) -> None:
+    def _begin(self, time_us: int, protocol: str, fields: Fields, inputs: Tensors) -> None:
         try:
-            mode = self._tap.rules.mode(self.model, self.request_id)
+            mode = self._tap.rules.mode(fields.model, fields.request_id)
             if mode is Mode.OFF:
                 return
-            self._keeps_request, self._keeps_answer = mode.keeps_request, mode.keeps_response
-            fields = self._fields()
+            self._keeps_answer = mode.keeps_response
+            if not mode.keeps_request:
+                fields, inputs = fields._replace(prompt="", parameters=""), ()
             cost = PART_BYTES + len(fields.prompt) + len(fields.parameters)
             if not self._queue.has_room(cost):
                 self._tap._drops.count(MEMORY)
@@ -183,19 +170,11 @@ class Recording:
             self._queue.begin(BeginPart(self._id, cost, time_us, protocol, fields, self._settle))
             self._open, self._unsettled = True, 1
             self._is_short = is_long(fields)
-            if self._keeps_request and self.inputs:
-                self._inputs_at_begin = self.inputs
-                inputs = self._within_memory(self.inputs)
+            if inputs:
+                inputs = self._within_memory(inputs)
                 self._queue.put(InputsPart(self._id, PART_BYTES + size_of(inputs), inputs))
         except Exception:
             self._miss(FAILED, exc_info=True)
-
-    def _fields(self) -> Fields:
-        prompt, parameters = (self.prompt, self.parameters) if self._keeps_request else ("", "")
-        return Fields(
-            *(self.request_id, self.model, prompt, parameters, self.trace_id, self.span_id),
-            *(self.client, self.call_id, self.metadata, self.resumes, self.fingerprint),
-        )
 
     def _within_memory(self, tensors: Tensors) -> Tensors:
         """The tensors, or none where there is no room for them: the record matters more than their digests."""

@@ -27,7 +27,7 @@ from millrace.payload.ids import next_id
 from millrace.payload.outbox.frames import FrameEncoder
 from millrace.payload.outbox.spool import open_spools
 from millrace.payload.outbox.writer import PayloadWriter
-from millrace.payload.parts import BeginPart, PartQueue, RequestPart, Tensors
+from millrace.payload.parts import BeginPart, Fields, PartQueue, RequestPart, Tensors
 from millrace.payload.recording import Recording
 from millrace.payload.rules import PayloadRules
 from millrace.payload.shipping import PayloadShipping
@@ -140,17 +140,8 @@ class PayloadTap:
         now_ns = time.time_ns()
         self._last_id = next_id(now_ns // 1_000_000, self._last_id)
         recording = Recording(self, self._last_id)
-        recording.request_id = request_id
-        recording.model = model
-        recording.prompt = prompt
-        recording.parameters = parameters
-        recording.trace_id = trace_id
-        recording.span_id = span_id
-        recording.metadata = metadata or {}
-        recording.client = client
-        recording.call_id = call_id
-        recording.inputs = inputs
-        recording._begin(now_ns // 1_000, protocol)
+        fields = Fields(request_id, model, prompt, parameters, trace_id, span_id, client, call_id, metadata or {})
+        recording._begin(now_ns // 1_000, protocol, fields, inputs)
         return recording
 
     async def drain(self, timeout_s: float) -> bool:

@@ -273,7 +273,7 @@ async def main():
     for number in range(1_000_000):
         recording = tap.begin(request_id=f"load-{number}", model="m", protocol="p", prompt="prompt")
         assert await recording.flushed()
-        print(recording.request_id, flush=True)
+        print(f"load-{number}", flush=True)
         recording.chunk("text", [1])
         recording.end("OK")
         await asyncio.sleep(0)

@@ -74,19 +74,15 @@ async def test_the_whole_answer_can_be_given_at_the_end(taps, ingest):
     assert not record.HasField("ttft_ms")
 
 
-async def test_fields_may_be_set_until_the_end(taps, ingest):
+async def test_which_weights_answered_and_how_often_it_resumed_may_be_set_until_the_end(taps, ingest):
     tap = taps.start(ingest.target)
-    recording = begin(tap, prompt="first")
+    recording = begin(tap)
     assert await recording.flushed()
-    recording.model = "found"
-    recording.prompt = "second"
     recording.resumes = 2
-    recording.metadata = {"a": "b"}
-    recording.inputs = [RecordedTensor("x", "INT8", [1], b"\1")]
+    recording.fingerprint = "abc"
     recording.end("OK")
     [record] = await recorded(tap, ingest)
-    assert (record.model, record.prompt, record.resumes, dict(record.metadata)) == ("found", "second", 2, {"a": "b"})
-    assert [tensor.name for tensor in record.inputs] == ["x"]
+    assert (record.resumes, record.fingerprint) == (2, "abc")
 
 
 async def test_only_the_first_end_counts(taps, ingest):
@@ -129,9 +125,8 @@ async def test_a_block_left_without_an_end_ends_its_record(taps, ingest, error, 
         lambda recording: recording.chunk("x", ["a"]),
         lambda recording: recording.chunk("x", [2**40]),
         lambda recording: recording.chunk("x", outputs=[object()]),
-        lambda recording: setattr(recording, "prompt", object()),
-        lambda recording: setattr(recording, "inputs", [object()]),
-        lambda recording: setattr(recording, "metadata", 7),
+        lambda recording: setattr(recording, "resumes", "often"),
+        lambda recording: setattr(recording, "fingerprint", 7),
         lambda recording: recording.end(7),
         lambda recording: recording.end("OK", usage="no usage"),
         lambda recording: recording.end("OK", text=b"bytes"),

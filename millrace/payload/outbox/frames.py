@@ -33,14 +33,14 @@ from millrace_protos.spool_pb2 import Frame
 # Behind any frame, which it becomes a part of: protobuf reads two messages in a row as one, merged.
 INCOMPLETE = Frame(part=PayloadRecord(incomplete=True)).SerializeToString()
 
-_STRINGS = ("request_id", "model", "prompt", "parameters", "trace_id", "span_id", "client", "call_id", "fingerprint")
+_STRINGS = ("request_id", "model", "prompt", "parameters", "trace_id", "span_id", "client", "call_id")
 
 
 class OpenRecord:
     """What the writer knows of a record between its begin and its end."""
 
     def __init__(self, fields: Fields) -> None:
-        self.fields = fields  # As the begin has them, but for what is short.
+        self.fields = fields
         self.is_short = False  # Whether what is written lacks the rest of a long prompt or of long parameters.
         self.is_answered = False
         self.incomplete = False
@@ -71,7 +71,10 @@ class FrameEncoder:
             opened.is_short = True
             if not self._rules.redactions:
                 fields = fields._replace(prompt=_cut(fields.prompt), parameters=_cut(fields.parameters))
-        _set_fields(record, fields)
+        for name in _STRINGS:
+            setattr(record, name, storable(getattr(fields, name)))
+        for key, value in fields.metadata.items():
+            record.metadata[storable(key)] = storable(value)
         self._rules.redact(record)
         if opened.is_short:
             # Cut after the rules: what they take out may lie across the cut.
@@ -81,7 +84,7 @@ class FrameEncoder:
     def request(self, record_id: bytes, opened: OpenRecord) -> bytes:
         """The frame with all of a request of which the begin has the first characters."""
         frame = Frame(record_id=record_id, kind=Frame.CHUNK)
-        self._add_rest(frame.part, opened.fields, opened)
+        self._add_rest(frame.part, opened)
         self._rules.redact(frame.part)
         return frame.SerializeToString()
 
@@ -115,17 +118,18 @@ class FrameEncoder:
         return frame.SerializeToString()
 
     def end(self, part: EndPart, record: OpenRecord) -> bytes:
-        """The last frame of a record: what the end says and what has changed since the begin."""
+        """The last frame of a record."""
         frame = Frame(record_id=part.record_id, kind=Frame.END)
         ended = frame.part
-        _set_fields(ended, part.fields, record.fields)
         if record.is_short and (_is_answered(part, record) or not is_callers_own(part.status)):
-            self._add_rest(ended, part.fields, record)
+            self._add_rest(ended, record)
         ended.status = part.status
         ended.message = storable(part.message)
         ended.failed_hop = storable(part.failed_hop)
         ended.finish_reason = storable(part.finish_reason)
         ended.duration_ms = part.duration_ms
+        ended.resumes = part.resumes
+        ended.fingerprint = storable(part.fingerprint)
         ended.incomplete = part.incomplete
         if part.usage is not None:
             ended.usage.CopyFrom(part.usage)
@@ -133,7 +137,6 @@ class FrameEncoder:
             ended.ttft_ms = part.ttft_ms
         if part.text is not None:
             ended.text = storable(part.text)
-        self._add_tensors(part.inputs, ended.inputs)
         self._add_tensors(part.outputs, ended.outputs)
         if record.held:
             ended.chunks.extend(record.held)
@@ -152,8 +155,8 @@ class FrameEncoder:
         record.held.clear()
         record.held_bytes = 0
 
-    def _add_rest(self, record: PayloadRecord, fields: Fields, opened: OpenRecord) -> None:
-        record.prompt, record.parameters = storable(fields.prompt), storable(fields.parameters)
+    def _add_rest(self, record: PayloadRecord, opened: OpenRecord) -> None:
+        record.prompt, record.parameters = storable(opened.fields.prompt), storable(opened.fields.parameters)
         opened.is_short = False
 
     def _fill(self, chunk: PayloadChunk, part: ChunkPart) -> None:
@@ -187,16 +190,3 @@ def _cut(text: str) -> str:
 
 def _is_answered(end: EndPart, record: OpenRecord) -> bool:
     return record.is_answered or bool(end.text or end.outputs) or end.ttft_ms is not None
-
-
-def _set_fields(record: PayloadRecord, fields: Fields, before: Fields | None = None) -> None:
-    """Sets the fields, or those alone that are others than before."""
-    for name in _STRINGS:
-        value = getattr(fields, name)
-        if before is None or value != getattr(before, name):
-            setattr(record, name, storable(value))
-    if before is None or fields.metadata != before.metadata:
-        for key, value in fields.metadata.items():
-            record.metadata[storable(key)] = storable(value)
-    if fields.resumes:
-        record.resumes = fields.resumes
