@@ -47,13 +47,11 @@ from millrace.telemetry.suppression import is_tracing_suppressed
 
 logger = logging.getLogger(CALLS)
 
-_PROBES = tuple(
-    f"/{service}/{method}"
-    for service, methods in (
-        ("inference.GRPCInferenceService", ("ServerLive", "ServerReady")),
-        ("millrace.rest.v1.OpenInference", ("Live", "Ready")),
-    )
-    for method in methods
+_PROBES = (
+    "/inference.GRPCInferenceService/ServerLive",
+    "/inference.GRPCInferenceService/ServerReady",
+    "/millrace.rest.v1.OpenInference/Live",
+    "/millrace.rest.v1.OpenInference/Ready",
 )
 
 

@@ -92,7 +92,7 @@ def read(connection: sql.Connection, filters: Filters, rows: Sequence[Row]) -> S
     shown = [row.position for row in rows if not may_be_replaced(row)]
     if not shown:
         return [None] * len(rows)
-    chosen = _bodies().where(records.c.position.in_(each_of(shown)))
+    chosen = whole_rows().where(records.c.position.in_(each_of(shown)))
     # Without an order, which would make SQLite hold all of them.
     bodies = {row.position: row for row in connection.execute(chosen)}
     return [_found(filters, row, bodies.get(row.position)) for row in rows]
@@ -109,7 +109,7 @@ def fitting(rows: Sequence[Row], room: int) -> int:
 
 def one(connection: sql.Connection, position: int) -> Found | None:
     """The record at a position."""
-    row = connection.execute(_bodies().where(records.c.position == position)).one_or_none()
+    row = connection.execute(whole_rows().where(records.c.position == position)).one_or_none()
     return Found(row.body, row.gateway) if row else None
 
 
@@ -152,14 +152,6 @@ def after(connection: sql.Connection, position: int, limit: int) -> list[Stored]
     return page
 
 
-def record_of(row: Row) -> PayloadRecord:
-    """The record for its readers, with the gateway's part."""
-    record = PayloadRecord.FromString(row.body)
-    if row.gateway is not None:
-        record.gateway.ParseFromString(row.gateway)
-    return record
-
-
 def may_be_replaced(row: Row) -> bool:
     """Whether this is a call's record that a service's record may still replace: it must not be shown yet."""
     if row.of_call != OF_CALL_FOR_NOW or row.called_us is None:
@@ -184,16 +176,12 @@ def place_of(page_token: str) -> Place:
 
 
 def whole_rows() -> sql.Select[Any]:
-    """Rows of all records, as `record_of` takes them."""
-    columns = (records.c.position, records.c.time_us, records.c.of_call, records.c.body)
-    return sql.select(*columns, calls.c.gateway, calls.c.time_us.label("called_us")).select_from(_with_calls())
-
-
-def _bodies() -> sql.Select[Any]:
+    """Rows of all records: the parts of `Found`, and what `may_be_replaced` looks at."""
     # A record of only the gateway's line contains that part itself: a duplicate field would be invalid for the
     # transcoder.
     gateway = sql.case((records.c.of_call == NOT_OF_CALL, calls.c.gateway)).label("gateway")
-    return sql.select(records.c.position, records.c.body, gateway).select_from(_with_calls())
+    columns = (records.c.position, records.c.time_us, records.c.of_call, records.c.body, gateway)
+    return sql.select(*columns, calls.c.time_us.label("called_us")).select_from(_with_calls())
 
 
 def _with_calls() -> sql.FromClause:

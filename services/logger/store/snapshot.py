@@ -59,7 +59,7 @@ class Snapshot:
         while rows := self._page(last):
             for row in rows:
                 if not reading.may_be_replaced(row):
-                    yield reading.record_of(row)
+                    yield reading.Found(row.body, row.gateway).record
             last = reading.Place(rows[-1].time_us, rows[-1].position)
 
     def __enter__(self) -> Snapshot:
@@ -80,13 +80,8 @@ class Snapshot:
         order = (records.c.time_us, records.c.position)
         sizes = sql.select(records.c.position, sql.func.length(records.c.body).label("size")).where(*clauses)
         with self._connect() as connection:
-            chosen: list[int] = []
-            size = 0
-            for row in connection.execute(sizes.order_by(*order).limit(_ROWS)):
-                size += row.size
-                if chosen and size > _BYTES:
-                    break
-                chosen.append(row.position)
+            rows: Sequence[Any] = connection.execute(sizes.order_by(*order).limit(_ROWS)).all()
+            chosen = [row.position for row in rows[: max(1, reading.fitting(rows, _BYTES))]]
             whole = reading.whole_rows().where(records.c.position.in_(reading.each_of(chosen)))
             return connection.execute(whole.order_by(*order)).all()
 

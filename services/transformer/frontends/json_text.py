@@ -62,11 +62,6 @@ def _refuse_surrogates(values: Any) -> None:
         raise InvalidRequestError("the body is not JSON: a string has half of a surrogate pair") from None
 
 
-def dump(values: Any) -> bytes:
-    """A value as JSON; `orjson.Fragment`s in it are JSON already."""
-    return orjson.dumps(values)
-
-
 def dump_array(array: Array) -> bytes:
     """A numeric array as one flat JSON array, row by row."""
     return b"[" + b",".join(_dump_slices(array.ravel())) + b"]"

@@ -25,7 +25,7 @@ import orjson
 from millrace.errors import InvalidRequestError
 from millrace.oip.tensors import BYTES, RawTensor
 from millrace_protos import inference_pb2 as pb
-from services.transformer.frontends.json_text import dump, load_object
+from services.transformer.frontends.json_text import load_object
 from services.transformer.frontends.v2_rest.infer_body import answered_tensors, parsed_answer
 from services.transformer.frontends.v2_rest.json_tensors import fitted_shape, flattened, json_of, tensor_of
 from services.transformer.frontends.v2_rest.parameters import plain_parameters, write_parameters
@@ -82,7 +82,7 @@ def write_answer(response: pb.ModelInferResponse) -> bytes:
         text = json_of(name, tensor)
         is_single = all(size == 1 for size in tensor.shape)
         answer[name] = orjson.Fragment(text[1:-1] if is_single else text)
-    return dump(answer)
+    return orjson.dumps(answer)
 
 
 def _without(fields: Mapping[str, Any], parameters: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -107,7 +107,7 @@ def _move_to_sampling(parameters: dict[str, Any], inputs: Mapping[str, Any]) -> 
         del parameters[name]
     if sampling:
         try:
-            parameters[_SAMPLING] = dump(sampling).decode()
+            parameters[_SAMPLING] = orjson.dumps(sampling).decode()
         except orjson.JSONEncodeError:  # orjson reads what is nested deeper than it writes.
             raise InvalidRequestError("lists and objects are nested too deep") from None
 

@@ -27,7 +27,7 @@ from millrace.errors import HopBrokenError, InvalidRequestError, TooLargeError
 from millrace.oip.tensors import BYTES, RawTensor, checked_shape, dtype_of, raw_outputs
 from millrace.rpc.admission import MAX_MESSAGE_BYTES
 from millrace_protos import inference_pb2 as pb
-from services.transformer.frontends.json_text import dump, load_object
+from services.transformer.frontends.json_text import load_object
 from services.transformer.frontends.v2_rest.json_tensors import fitted_shape, json_of, tensor_of
 from services.transformer.frontends.v2_rest.parameters import plain_parameters, write_parameters
 from services.transformer.predictors.answers import predictor_answers
@@ -168,7 +168,7 @@ def write_body(call: InferCall, response: pb.ModelInferResponse) -> tuple[bytes,
     head |= {"model_name": response.model_name, "model_version": response.model_version}
     if parameters := plain_parameters(response.parameters):
         head["parameters"] = parameters
-    text = dump(head | {"outputs": outputs})
+    text = orjson.dumps(head | {"outputs": outputs})
     body = b"".join([text, *binary])
     _check_size(len(body))
     return body, len(text) if binary else None

@@ -18,10 +18,11 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import orjson
 
 from millrace.errors import HopBrokenError, InvalidRequestError
 from millrace.oip.tensors import BYTES, Array, RawTensor, checked_shape, decode_raw, dtype_of
-from services.transformer.frontends.json_text import SLICE, dump, dump_array
+from services.transformer.frontends.json_text import SLICE, dump_array
 
 _LENGTH = struct.Struct("<I")
 _BINARY_ONLY = ("FP16", "BF16")
@@ -122,6 +123,6 @@ def json_of(name: str, tensor: RawTensor) -> bytes:
     if tensor.datatype != BYTES:
         return dump_array(array)
     try:
-        return dump([item.decode() for item in array.ravel()])
+        return orjson.dumps([item.decode() for item in array.ravel()])
     except UnicodeDecodeError:
         raise InvalidRequestError(f"output {name!r} is not UTF-8; ask for binary_data") from None
