@@ -30,18 +30,22 @@ class StartupError(Exception):
 class MillraceError(Exception):
     """A request's failure with the status that every protocol reports.
 
-    `hop` names the hop that failed; None means the process that raises it.
+    `hop` names the hop that failed; None means the process that raises it. `param` names the field at fault, where it
+    is one; it does not travel from hop to hop.
     """
 
     status: ClassVar[StatusCode] = StatusCode.INTERNAL
     http_status: ClassVar[int] = 500
     mark: ClassVar[str] = ""  # Metadata that tells the class from another one with the same statuses.
 
-    def __init__(self, message: str, *, hop: str | None = None, retry_after_ms: int | None = None) -> None:
+    def __init__(
+        self, message: str, *, hop: str | None = None, retry_after_ms: int | None = None, param: str | None = None
+    ) -> None:
         super().__init__(message)
         self.message = _cut(message)
         self.hop = hop
         self.retry_after_ms = retry_after_ms
+        self.param = param
 
     def trailing_metadata(self, this_hop: str) -> tuple[tuple[str, str], ...]:
         """Metadata that lets the next hop rebuild this error."""
@@ -54,19 +58,10 @@ class MillraceError(Exception):
 
 
 class InvalidRequestError(MillraceError):
-    """Bad parameter, dtype, shape or token id, prompt too long, endpoint the model does not support.
-
-    `param` names the field at fault, where it is one; it does not travel from hop to hop.
-    """
+    """Bad parameter, dtype, shape or token id, prompt too long, endpoint the model does not support."""
 
     status = StatusCode.INVALID_ARGUMENT
     http_status = 400
-
-    def __init__(
-        self, message: str, *, hop: str | None = None, retry_after_ms: int | None = None, param: str | None = None
-    ) -> None:
-        super().__init__(message, hop=hop, retry_after_ms=retry_after_ms)
-        self.param = param
 
 
 class ContextLengthError(InvalidRequestError):

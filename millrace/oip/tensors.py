@@ -147,7 +147,6 @@ def add_output(response: pb.ModelInferResponse, tensor: Tensor) -> None:
 
 
 def encode_raw(tensor: Tensor) -> bytes:
-    """The tensor's raw contents."""
     if tensor.datatype == BYTES:
         return b"".join(_LENGTH.pack(len(item)) + item for item in map(_as_bytes, tensor.array.ravel()))
     expected = dtype_of(tensor.name, tensor.datatype)

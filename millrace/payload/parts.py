@@ -92,8 +92,6 @@ class RequestPart(NamedTuple):
 
 
 class InputsPart(NamedTuple):
-    """The request's tensors."""
-
     record_id: bytes
     cost: int
     tensors: Tensors

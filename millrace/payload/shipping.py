@@ -69,7 +69,6 @@ class PayloadShipping:
         self._own.hurry()
 
     def start(self) -> None:
-        """Starts the threads."""
         for thread in self._threads:
             thread.start()
 

@@ -245,7 +245,6 @@ class Call:
         self._requests += 1
 
     def finish(self) -> None:
-        """Ends what `begin` began."""
         if not self._requests:
             return  # The call has ended.
         self._requests -= 1
@@ -272,7 +271,6 @@ class Call:
             self.reserve(size)
 
     def release(self, size: int) -> None:
-        """Gives back what was reserved."""
         if self._bytes:  # The call has not ended.
             self._bytes -= size
             self._admission.budget.release(size)

@@ -37,7 +37,6 @@ class ByteBudget:
 
     @property
     def in_use(self) -> int:
-        """Bytes that are reserved now."""
         return self._in_use
 
     def reserve(self, size: int) -> None:
@@ -78,7 +77,6 @@ class ByteBudget:
             raise
 
     def release(self, size: int) -> None:
-        """Gives back what was reserved."""
         self._in_use -= size
         self._next_turns()
         self._untrimmed += size

@@ -62,7 +62,6 @@ class CallSpan:
             _hooks.reset(token)
 
     def began(self, span: Span) -> None:
-        """The span has been opened."""
         self._span = span
 
     def message(self) -> None:

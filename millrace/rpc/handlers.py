@@ -16,12 +16,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from millrace.errors import (
-    InvalidRequestError,
-    MillraceError,
-    NotImplementedMethodError,
-    RequestFailedError,
-)
+from millrace.errors import InvalidRequestError, MillraceError, NotImplementedMethodError, RequestFailedError
 from millrace.rpc.admission import Admission, Call
 from millrace.rpc.request_reading import RequestReading, RequestStream
 

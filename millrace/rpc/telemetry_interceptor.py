@@ -34,15 +34,7 @@ from millrace.telemetry.identity import (
     trace_id_of,
 )
 from millrace.telemetry.logs import CALLS
-from millrace.telemetry.rpc import (
-    LINK,
-    UNTOLD,
-    attributes_of,
-    duration_histogram,
-    end_span,
-    name_of,
-    status_of,
-)
+from millrace.telemetry.rpc import LINK, UNTOLD, attributes_of, duration_histogram, end_span, name_of, status_of
 from millrace.telemetry.suppression import is_tracing_suppressed
 
 logger = logging.getLogger(CALLS)
@@ -63,9 +55,7 @@ class TelemetryServerInterceptor(grpc.aio.ServerInterceptor):
         self._duration = duration_histogram(meter or metrics.get_meter("millrace"), "rpc.server.call.duration")
 
     async def intercept_service(
-        self,
-        continuation: Continuation,
-        handler_call_details: grpc.HandlerCallDetails,
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler | None:
         handler = await continuation(handler_call_details)
         method = handler_call_details.method

@@ -59,7 +59,6 @@ class MetricsPage:
         return int(self._server.server_port)
 
     def close(self) -> None:
-        """Stops listening."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(_JOIN_S)

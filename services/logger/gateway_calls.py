@@ -85,7 +85,6 @@ class GatewayCalls:
         self._tails = tails
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Registers LogsService at the server."""
         handler = grpc.unary_unary_rpc_method_handler(
             self._export,
             request_deserializer=_ExportRequest.FromString,

@@ -61,7 +61,6 @@ class PayloadLogServicer:
         self._readers = readers or Readers()
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Registers PayloadLog at the server."""
         handlers: dict[str, Handler] = {
             "Get": grpc.unary_stream_rpc_method_handler(self.Get, GetPayloadRequest.FromString, _serialized),
             "Query": grpc.unary_stream_rpc_method_handler(self.Query, QueryPayloadsRequest.FromString, _serialized),

@@ -14,8 +14,6 @@ Sinks = Annotated[tuple[HttpUrl, ...], NoDecode, read_by(lambda text: text.split
 
 
 class LoggerSettings(ServiceSettings):
-    """The logger's settings."""
-
     model_config = SettingsConfigDict(env_prefix="LOGGER_", frozen=True, env_ignore_empty=True)
 
     port: Port = Field(9002, description="gRPC port.")

@@ -44,7 +44,6 @@ class Shown:
 
     @property
     def columns(self) -> Mapping[str, Any]:
-        """The result of `columns_of`."""
         if self._columns is None:
             self._columns = columns_of(self.record)
         return self._columns

@@ -23,8 +23,6 @@ def _parse_patterns(text: str) -> tuple[str, ...]:
 
 
 class PredictorSettings(ServiceSettings):
-    """The predictor's settings."""
-
     model_config = SettingsConfigDict(env_prefix="PREDICTOR_", frozen=True, env_ignore_empty=True)
 
     port: Port = Field(9000, description="gRPC port.")

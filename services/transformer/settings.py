@@ -32,8 +32,6 @@ LoggedMetadata = Annotated[frozenset[str], NoDecode, read_by(parse_metadata)]
 
 
 class TransformerSettings(ServiceSettings):
-    """The transformer's settings."""
-
     model_config = SettingsConfigDict(env_prefix="TRANSFORMER_", frozen=True, env_ignore_empty=True)
 
     port: Port = Field(9001, description="gRPC port.")

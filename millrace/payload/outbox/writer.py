@@ -94,7 +94,6 @@ class PayloadWriter:
         return self._queue.empty and not self._waiting_ends
 
     def start(self) -> None:
-        """Starts the thread."""
         self._thread.start()
 
     def close(self) -> bool:

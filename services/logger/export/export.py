@@ -50,7 +50,6 @@ class JsonLinesWriter:
         self._file = file
 
     def write(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Adds rows."""
         self._file.writelines(to_json(row) + b"\n" for row in rows)
 
     def close(self) -> None:

@@ -90,7 +90,6 @@ class ParquetWriter:
         self._bytes = 0
 
     def write(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Adds rows."""
         batch = pa.RecordBatch.from_pylist(list(rows), schema=SCHEMA)
         self._batches.append(batch)
         self._bytes += batch.nbytes

@@ -121,7 +121,6 @@ class CloudEventsSink:
         raise TryAgainError(answer, _retry_after_s(response.headers.get("retry-after", "")))
 
     async def close(self) -> None:
-        """Closes the connections."""
         await self._client.aclose()
 
     def _event(self, record: PayloadRecord, kind: str, part: str, time: datetime | None, data: dict[str, Any]) -> Event:

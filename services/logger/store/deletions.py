@@ -28,7 +28,6 @@ class Deletions:
         self._times: dict[tuple[str, str], int] = {}  # The time of each request, oldest first.
 
     def load(self, connection: sql.Connection) -> None:
-        """Loads the table."""
         rows = connection.exec_driver_sql("SELECT key, value, time_us FROM deletions ORDER BY time_us").all()
         self._times = {(row.key, row.value): row.time_us for row in rows}
 

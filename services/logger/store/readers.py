@@ -62,7 +62,6 @@ class Readers:
 
     @property
     def lent_bytes(self) -> int:
-        """The bytes on loan."""
         return self._lent.total()
 
     @contextmanager

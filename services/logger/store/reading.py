@@ -64,7 +64,6 @@ class Found(NamedTuple):
 
     @property
     def serialized(self) -> bytes:
-        """The serialized PayloadRecord."""
         added = PayloadRecord(page_token=self.page_token)
         if self.gateway is not None:
             added.gateway.ParseFromString(self.gateway)
@@ -72,7 +71,6 @@ class Found(NamedTuple):
 
     @property
     def record(self) -> PayloadRecord:
-        """The parsed PayloadRecord."""
         return PayloadRecord.FromString(self.serialized)
 
 

@@ -48,7 +48,6 @@ class Snapshot:
         self._clauses = [records.c.position <= last, *filters.clauses(records)]
 
     def count(self) -> int:
-        """The number of records."""
         with self._connect() as connection:
             statement = sql.select(sql.func.count()).select_from(records).where(*self._clauses)
             return int(connection.execute(statement).scalar_one())

@@ -220,7 +220,6 @@ class SqliteStore:
         return await self._read(schema.last_position)
 
     async def cursors(self) -> dict[str, int]:
-        """Returns all cursors."""
         return {row.name: row.position for row in await self._select(sql.select(schema.cursors))}
 
     async def move_cursor(self, name: str, position: int) -> None:

@@ -90,7 +90,6 @@ class Timeline:
     preempted: tuple[float, ...] = ()
 
     def preempt(self, now: float) -> None:
-        """Records a preemption."""
         self.preemptions += 1
         # A new tuple each time: a concurrent reader has the old one or the new one.
         self.preempted = (*self.preempted, now)[-_PREEMPTIONS_KEPT:]

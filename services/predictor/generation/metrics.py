@@ -51,7 +51,6 @@ _COUNTERS: tuple[tuple[str, str, str, Callable[[EngineTotals], int]], ...] = (
 
 
 def observe_engines(engines: ServedEngines, meter: Meter | None = None) -> None:
-    """Registers the engines' metrics."""
     meter = meter or metrics.get_meter("millrace")
     for name, unit, description, of_load in _GAUGES:
         meter.create_observable_gauge(name, [partial(_loads, engines, of_load)], unit, description)

@@ -144,7 +144,6 @@ def write_response(
 
 
 def merged(chunks: Sequence[Chunk]) -> Chunk:
-    """Merges chunks of one request."""
     return Chunk(
         [token for chunk in chunks for token in chunk.output_ids],
         [logprob for chunk in chunks for logprob in chunk.logprobs],

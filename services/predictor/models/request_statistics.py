@@ -36,7 +36,6 @@ class Tally:
         self.ns += ns
 
     def as_message(self) -> pb.StatisticDuration:
-        """Converts to the protocol's message."""
         return pb.StatisticDuration(count=self.count, ns=self.ns)
 
 
@@ -50,7 +49,6 @@ class ResponseTally:
     cancel: Tally = field(default_factory=Tally)
 
     def as_message(self) -> pb.InferResponseStatistics:
-        """Converts to the protocol's message."""
         return pb.InferResponseStatistics(
             compute_infer=self.success.as_message(),
             compute_output=pb.StatisticDuration(count=self.success.count),  # Included in compute_infer.
@@ -95,7 +93,6 @@ class CountedRequest:
         self._complete = False
 
     def response(self, response: pb.ModelInferResponse) -> None:
-        """Counts a response."""
         tally = self._tally()
         (tally.success if response.outputs else tally.empty).add(self._lap())
         self._responses += 1

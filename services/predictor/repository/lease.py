@@ -39,7 +39,6 @@ class Serving:
     async def infer(
         self, request: pb.ModelInferRequest, deadline: Deadline, options: CallOptions = NO_OPTIONS
     ) -> pb.ModelInferResponse:
-        """The model's `infer`."""
         self._check_weights(options)
         with self._counted(request, deadline) as counted:
             check_requested_outputs(request)
@@ -52,7 +51,6 @@ class Serving:
     async def stream(
         self, request: pb.ModelInferRequest, deadline: Deadline, options: CallOptions = NO_OPTIONS
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
-        """The model's `stream`."""
         self._check_weights(options)
         stopped = DrainingError if options.resumes else NotReadyError
         is_first = True

@@ -41,7 +41,6 @@ class Operations:
         task.result()
 
     async def close(self) -> None:
-        """Cancels all operations."""
         tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()

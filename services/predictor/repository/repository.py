@@ -67,8 +67,6 @@ class State(StrEnum):
 
 
 class IndexRow(NamedTuple):
-    """One row of RepositoryIndex."""
-
     name: str
     state: State
     reason: str

@@ -61,7 +61,6 @@ class BatchQueue(Generic[T]):
         return True
 
     def take_all(self) -> list[Waiting[T]]:
-        """Empties the queue."""
         entries = [entry for bucket in self._buckets.values() for entry in bucket]
         self._buckets.clear()
         return entries

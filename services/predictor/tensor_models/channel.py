@@ -36,7 +36,6 @@ class Channel(Generic[T]):
 
     @property
     def left(self) -> bool:
-        """Whether the reader has left."""
         return self._left
 
     async def put(self, item: T) -> None:

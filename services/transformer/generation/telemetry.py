@@ -118,7 +118,6 @@ class _Observation:
         self._ended = False
 
     def chunk(self, chunk: TextChunk) -> None:
-        """Measures the next chunk."""
         instruments, tokens = self._instruments, len(chunk.token_ids)
         if chunk.resumed:
             self._span.add_event("resume", {"gen_ai.usage.output_tokens": self._tokens})

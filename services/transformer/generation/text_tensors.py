@@ -33,7 +33,7 @@ from millrace.oip.resumable import FINGERPRINT
 from millrace.oip.tensors import BYTES, Tensor, add_output, bytes_tensor, decode_inputs
 from millrace.rpc.call_context import CallContext
 from millrace_protos import inference_pb2 as pb
-from services.transformer.generation.chunks import TextChunk, joined
+from services.transformer.generation.chunks import TextChunk
 from services.transformer.generation.requests import TextRequest
 from services.transformer.models.models import TextModel
 
@@ -104,10 +104,6 @@ class TextAnswer:
         self._model = model
         self._cumulative = 0.0
         self._echo = call.echo
-
-    def whole(self, chunks: list[TextChunk]) -> pb.ModelInferResponse:
-        """All chunks as one response."""
-        return self.response(joined(chunks))
 
     def response(self, chunk: TextChunk) -> pb.ModelInferResponse:
         """One chunk as a response; the first one begins with the prompt where that is asked for."""

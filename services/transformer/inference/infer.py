@@ -19,6 +19,7 @@ from millrace.payload.tensors import answer_tensors, request_tensors, streamed_t
 from millrace.rpc.call_context import CallContext
 from millrace_protos import inference_pb2 as pb
 from services.transformer.calls import check_request_id
+from services.transformer.generation.chunks import joined
 from services.transformer.generation.pipeline import Pipeline
 from services.transformer.generation.text_tensors import TextAnswer, TextCall, read_request
 from services.transformer.inference import processed
@@ -102,7 +103,7 @@ class Inference:
 
     async def _whole_text(self, model: TextModel, request: InferRequest, text_call: TextCall) -> pb.ModelInferResponse:
         async with aclosing(self._pipeline.generate(text_call.text)) as chunks:
-            return TextAnswer(request.message, text_call, model).whole([chunk async for chunk in chunks])
+            return TextAnswer(request.message, text_call, model).response(joined([chunk async for chunk in chunks]))
 
     async def _text(
         self, model: TextModel, request: InferRequest, text_call: TextCall

@@ -17,15 +17,7 @@ from millrace.oip.declared_tensors import check_inputs, check_requested_outputs
 from millrace.oip.model_description import ModelDescription
 from millrace.oip.parameters import read_parameters, set_parameters
 from millrace.oip.tensor_threads import decoding
-from millrace.oip.tensors import (
-    RawTensor,
-    Tensor,
-    add_input,
-    add_output,
-    add_raw_output,
-    decode_raw,
-    raw_inputs,
-)
+from millrace.oip.tensors import RawTensor, Tensor, add_input, add_output, add_raw_output, decode_raw, raw_inputs
 from millrace.processor import ProcessorRequest
 from millrace_protos import inference_pb2 as pb
 from services.transformer.inference.request import InferRequest

@@ -27,13 +27,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from millrace.deadline import NO_DEADLINE, Deadline
-from millrace.errors import (
-    InvalidRequestError,
-    MillraceError,
-    OverloadedError,
-    RequestFailedError,
-    TooLargeError,
-)
+from millrace.errors import InvalidRequestError, MillraceError, OverloadedError, RequestFailedError, TooLargeError
 
 SMALL_BYTES = 64 * 1024  # Parsed in a millisecond.
 LARGE_BYTES = 4 * 1024 * 1024

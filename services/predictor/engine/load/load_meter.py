@@ -40,7 +40,6 @@ class LoadMeter:
         self._batch = 0
 
     def read(self) -> EngineLoad:
-        """The current load."""
         with self._guard:
             running, waiting = list(self._scheduler.running), list(self._scheduler.waiting)
         oldest = min((sequence.timeline.submitted for sequence in running + waiting), default=None)

@@ -21,7 +21,6 @@ _TIMEOUT_S = 2.0
 
 
 def services(development: bool) -> tuple[str, ...]:
-    """What reflection lists of this."""
     return (SERVICE,) if development else ()
 
 

@@ -79,11 +79,8 @@ class InferenceServicer(OpenInferenceBase):
     async def ModelStreamInfer(  # type: ignore[override]  # Its requests are those of `add_to_server`.
         self, requests: AsyncIterator[InferRequest], context: Context
     ) -> AsyncGenerator[pb.ModelStreamInferResponse | bytes, None]:
-        async def answer(request: InferRequest) -> AsyncGenerator[pb.ModelInferResponse | bytes, None]:
-            call = call_context(context, _STREAM, request.id)
-            async with aclosing(self._inference.stream(request, call)) as answers:
-                async for response in answers:
-                    yield response
+        def answer(request: InferRequest) -> AsyncGenerator[pb.ModelInferResponse | bytes, None]:
+            return self._inference.stream(request, call_context(context, _STREAM, request.id))
 
         async with aclosing(multiplex(requests, answer, errors_as_status(context))) as responses:
             async for response in responses:
@@ -202,5 +199,4 @@ class InferenceServicer(OpenInferenceBase):
 
 
 def serialized(answer: Message | bytes) -> bytes:
-    """An answer as bytes."""
     return answer if isinstance(answer, bytes) else answer.SerializeToString()

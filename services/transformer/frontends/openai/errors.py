@@ -30,13 +30,12 @@ _CODES[UnsupportedFieldError] = "unsupported_parameter"
 
 
 def openai_error(error: MillraceError) -> dict[str, Any]:
-    """The body of an error."""
     kind = "invalid_request_error" if error.http_status < 500 else "server_error"
     return {
         "error": {
             "message": error.message,
             "type": _TYPES.get(error.http_status, kind),
             "code": _CODES.get(type(error), error.status.name.lower()),
-            "param": error.param if isinstance(error, InvalidRequestError) else None,
+            "param": error.param,
         }
     }

@@ -34,7 +34,6 @@ async def tokenize(
     bodies: BodyProcesses,
     deadline: Deadline,
 ) -> dict[str, Any]:
-    """The answer of `/tokenize`."""
     if request.prompt is not None:
         text, adds = request.prompt, request.add_special_tokens is not False
     else:
@@ -52,7 +51,6 @@ async def tokenize(
 
 
 def detokenize(request: DetokenizeRequest, tokenizer: TextTokenizer) -> dict[str, Any]:
-    """The answer of `/detokenize`."""
     return {"prompt": tokenizer.backend.decode(request.tokens[0], skip_special_tokens=False)}
 
 

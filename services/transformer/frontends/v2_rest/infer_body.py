@@ -84,7 +84,6 @@ class InferCall:
 
     @property
     def request(self) -> pb.ModelInferRequest:
-        """The request, parsed."""
         return pb.ModelInferRequest.FromString(self.data)
 
     @property

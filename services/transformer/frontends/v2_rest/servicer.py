@@ -13,13 +13,7 @@ from typing import Any, NoReturn, TypeVar
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
 
-from millrace.errors import (
-    InvalidRequestError,
-    MillraceError,
-    NotFoundError,
-    NotImplementedMethodError,
-    NotReadyError,
-)
+from millrace.errors import InvalidRequestError, MillraceError, NotFoundError, NotImplementedMethodError, NotReadyError
 from millrace.rpc.call_context import CallContext, call_context
 from millrace.rpc.handlers import Context
 from millrace_protos import inference_pb2 as pb
