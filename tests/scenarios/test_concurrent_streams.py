@@ -1,7 +1,7 @@
 """`concurrent_streams`: hundreds of streams whose callers leave, run out of time or read slowly harm nobody.
 
-200 at a time: no crash, no error for the others, every block of the KV cache back, no process larger than before.
-300 of them, with FULL=1 10,000. The seed is printed; SEED chooses it.
+200 at a time: no crash, no error for the others, every block of the KV cache back. 300 of them; with FULL=1 10,000,
+after which no process is larger than before. The seed is printed; SEED chooses it.
 """
 
 import asyncio
@@ -19,8 +19,9 @@ from tests.chaos.oracle import Oracle
 from tests.scenarios.crowd import stories_of
 from tests.waiting import until
 
-STREAMS = 10_000 if os.environ.get("FULL") == "1" else 300
-WARM_UP = 500
+FULL = os.environ.get("FULL") == "1"
+STREAMS = 10_000 if FULL else 300
+WARM_UP = 500 if FULL else 0
 AT_ONCE = 200
 TOKENS = (8, 24)
 MANNERS = {"reads": 5, "reads slowly": 1, "leaves": 2, "has a deadline": 2}
@@ -36,7 +37,7 @@ def ask_of(number, stories):
     return Ask(f"stream-{number}", way, dice.choice(stories), manner, pieces=dice.randrange(1, 12), timeout_s=limit)
 
 
-@pytest.mark.timeout(900 if STREAMS > 1000 else 120)
+@pytest.mark.timeout(900 if FULL else 120)
 async def test_thousands_of_streams_that_end_in_every_way_leave_nothing_behind(new_stack, tmp_path):
     print(f"SEED={SEED}")
     stack = await new_stack(
@@ -78,4 +79,5 @@ async def test_thousands_of_streams_that_end_in_every_way_leave_nothing_behind(n
     assert {name: stack.pid(name) for name in stack.names} == processes
     told = {name: f"{before[name] / 1e6:.0f} to {after[name] / 1e6:.0f} MB" for name in before}
     print(told)
-    assert all(after[name] <= MOST_GROWTH * before[name] + CACHES.get(name, 0) for name in before), told
+    if FULL:
+        assert all(after[name] <= MOST_GROWTH * before[name] + CACHES.get(name, 0) for name in before), told

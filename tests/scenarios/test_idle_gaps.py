@@ -15,7 +15,7 @@ from millrace_protos import inference_pb2, millrace_pb2, millrace_pb2_grpc
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.system.calls import channel, rest, text_request
 
-CONNECTION_S, STREAM_S = 1, 4  # Instead of 3600 and 600.
+CONNECTION_S, STREAM_S = 1, 3  # Instead of 3600 and 600.
 PING_S = 1  # Instead of 30.
 MODELS = "storyteller=models/storyteller"
 
@@ -85,7 +85,7 @@ async def gated(new_stack, tmp_path):
 async def test_decoupled_a_stream_outlives_every_limit(gated):
     stack, let_one_token_be_made = gated
     silence_s = 0.6 * STREAM_S  # Six minutes of the ten that are allowed.
-    tokens = 5
+    tokens = 4
     asked = asyncio.Event()
 
     async def asks_late():

@@ -20,7 +20,7 @@ from tests.support.logger_process import free_port
 from tests.system.calls import channel, generate, rest
 from tests.waiting import until
 
-REQUESTS = 20_000 if os.environ.get("FULL") else 600
+REQUESTS = 20_000 if os.environ.get("FULL") else 300
 AT_ONCE = 16
 SEED = int(os.environ.get("SEED", random.randrange(1 << 32)))
 MAX_GROWTH = 48 << 20
@@ -103,7 +103,7 @@ async def test_every_record_is_kept_once_while_logger_and_sink_die(new_stack, si
 
     async def kill_for_ever():
         while True:
-            await asyncio.sleep(dice.uniform(0.5, 3))
+            await asyncio.sleep(dice.uniform(0.3, 1.5))
             if dice.random() < 0.5:
                 with suppress(ProcessLookupError):
                     await stack.kill("logger")
