@@ -21,7 +21,7 @@ from millrace.errors import MillraceError
 from millrace.models.sources import ModelSource
 from millrace.sampling import SamplingParameters
 from services.predictor.engine.interface import Engine, GenerationRequest, OutputSlot
-from services.predictor.repository.loading import load
+from services.predictor.repository.loading import build, fetch_model
 from services.predictor.settings import PredictorSettings
 
 _SETTLED_TOKENS = 16  # Of each stream, before gaps are measured.
@@ -63,7 +63,8 @@ class MillraceEngine(Contender):
         torch.set_num_threads(1)
         source = ModelSource(Path(folder).name, folder)
         settings = PredictorSettings(models=f"{source.name}={folder}", device="cpu", dtype="bf16", threads=1)
-        model: Any = load(source, settings, torch.device("cpu"), lambda progress: None)
+        fetched = fetch_model(source, lambda progress: None)
+        model: Any = build(source, fetched, settings, torch.device("cpu"), lambda progress: None)
         self._engine: Engine = model.engine  # Every generation model has one.
         self._loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         self._submitted = 0

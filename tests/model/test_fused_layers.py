@@ -8,8 +8,8 @@ import transformers as hf
 
 from services.predictor.engine.runners.fused_layers import GatedLayer, OPTLayer, fuse_layers
 from services.predictor.engine.runners.memory import cache_shape
-from services.predictor.engine.runners.paged import PagedRunner, detached_sequence
-from services.predictor.engine.state.sequence import Row
+from services.predictor.engine.runners.paged import PagedRunner
+from services.predictor.engine.state.sequence import Row, detached_sequence
 from tests.model.bfloat16 import PACKED_DTYPES
 from tests.random_models import ARCHITECTURES, VOCABULARY, random_model
 
