@@ -61,13 +61,7 @@ def _end_cancelled(recording: Recording, call: CallContext) -> None:
 
 @contextmanager
 def recorded(
-    tap: PayloadTap,
-    call: CallContext,
-    model: str,
-    *,
-    prompt: str = "",
-    parameters: str = "",
-    inputs: Tensors = (),
+    tap: PayloadTap, call: CallContext, model: str, *, prompt: str = "", parameters: str = "", inputs: Tensors = ()
 ) -> Iterator[Recording]:
     """Records the request that the block answers, and how it ends."""
     with begin(tap, call, model, prompt=prompt, parameters=parameters, inputs=inputs) as recording:

@@ -124,9 +124,7 @@ class ErrorServerInterceptor(grpc.aio.ServerInterceptor):
         self._admission = admission or Admission()
 
     async def intercept_service(
-        self,
-        continuation: Continuation,
-        handler_call_details: grpc.HandlerCallDetails,
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler | None:
         method = handler_call_details.method
         handler = await continuation(handler_call_details) or _UNKNOWN_METHOD

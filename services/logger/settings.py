@@ -23,8 +23,7 @@ class LoggerSettings(ServiceSettings):
     )
     database: Path = Field(Path(".run/payloads.sqlite3"), description="SQLite file; created if missing.")
     fsync: bool = Field(
-        True,
-        description="Write acknowledged records through to the disk, so that they survive a power failure.",
+        True, description="Write acknowledged records through to the disk, so that they survive a power failure."
     )
     retention_days: float = Field(
         7.0,

@@ -60,9 +60,7 @@ class PredictorSettings(ServiceSettings):
         2048, ge=16, description="Maximum of tokens that one forward pass computes, of prompts and outputs together."
     )
     step_timeout: float = Field(
-        120.0,
-        gt=0,
-        description="Seconds after which a forward pass counts as hung; the process ends and is restarted.",
+        120.0, gt=0, description="Seconds after which a forward pass counts as hung; the process ends and is restarted."
     )
     python_timeout: float = Field(
         300.0,

@@ -71,10 +71,7 @@ class TransformerSettings(ServiceSettings):
         ),
     )
     predictor_start_wait: float = Field(
-        30.0,
-        ge=0,
-        le=3600,
-        description="The same for a request without any output yet; at most predictor_wait.",
+        30.0, ge=0, le=3600, description="The same for a request without any output yet; at most predictor_wait."
     )
     cached_tokens: Literal["own", "all"] = Field(
         "own",
@@ -139,8 +136,7 @@ class TransformerSettings(ServiceSettings):
         ),
     )
     payload_metadata: LoggedMetadata = Field(
-        frozenset(),
-        description="Comma list of request headers that records contain; headers with secrets are refused.",
+        frozenset(), description="Comma list of request headers that records contain; headers with secrets are refused."
     )
     payload_tensor_bytes: ByteSize = Field(
         ByteSize(0),

@@ -39,12 +39,7 @@ class EncoderModel:
     """A ServedModel; owns its thread."""
 
     def __init__(
-        self,
-        name: str,
-        network: RowNetwork,
-        limits: RowLimits,
-        description: ModelDescription,
-        batches: BatchSettings,
+        self, name: str, network: RowNetwork, limits: RowLimits, description: ModelDescription, batches: BatchSettings
     ) -> None:
         self.name = name
         self.description = description

@@ -41,7 +41,14 @@ from functools import partial
 from pathlib import Path
 
 from millrace.deadline import Deadline
-from millrace.errors import HopBrokenError, InvalidRequestError, MillraceError, NotReadyError, RequestFailedError
+from millrace.errors import (
+    HopBrokenError,
+    InvalidRequestError,
+    MillraceError,
+    NotReadyError,
+    OverloadedError,
+    RequestFailedError,
+)
 from millrace.oip.declared_tensors import check_inputs
 from millrace.oip.model_description import ModelDescription
 from millrace.oip.resumable import CallOptions
@@ -51,7 +58,6 @@ from millrace_protos import inference_pb2 as pb
 from services.predictor.counts import Outcome, RequestCounts
 from services.predictor.engine.interface import EngineDeadError
 from services.predictor.models.served_model import NO_OPTIONS, VERSION
-from services.predictor.tensor_models.admission import Admission
 from services.predictor.tensor_models.channel import Channel, ReaderLeftError
 from services.predictor.tensor_models.loop_thread import LoopThread
 from services.predictor.tensor_models.python_code import PythonCode
@@ -62,13 +68,35 @@ logger = logging.getLogger(__name__)
 _UNREAD_RESPONSES = 4
 
 
+class _Admission:
+    """Limits how many requests of a model run at the same time, and how many wait, in order of arrival."""
+
+    def __init__(self, max_running: int, max_waiting: int) -> None:
+        self._slots = asyncio.Semaphore(max_running)
+        self._max_waiting = max_waiting
+        self._waiting = 0
+
+    async def enter(self, retry_after_ms: int) -> None:
+        """Waits for a slot, which `leave` frees; raises OverloadedError if too many wait."""
+        if self._slots.locked() and self._waiting >= self._max_waiting:
+            raise OverloadedError("the queue is full", retry_after_ms=retry_after_ms)
+        self._waiting += 1
+        try:
+            await self._slots.acquire()
+        finally:
+            self._waiting -= 1
+
+    def leave(self) -> None:
+        self._slots.release()
+
+
 class PythonModel:
     """A ServedModel; created on a thread that may block, used by one event loop."""
 
     def __init__(self, name: str, folder: Path, max_running: int, max_waiting: int, timeout_s: float = 300.0) -> None:
         self.name = name
         self.statistics = RequestCounts()
-        self._admission = Admission(max_running, max_waiting)
+        self._admission = _Admission(max_running, max_waiting)
         self.thread = LoopThread(f"model-{name}")
         try:
             self._code = self.thread.call(partial(_load, name, folder))
