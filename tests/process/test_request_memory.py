@@ -1,6 +1,8 @@
 """What callers send makes a process grow by its budget and a bound beyond it, and is given back."""
 
 import asyncio
+import os
+import signal
 import sys
 
 import grpc
@@ -9,7 +11,9 @@ import pytest
 
 from millrace_protos import inference_pb2 as pb
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from runner.settings import ROOT
 from tests.process.unfinished_calls import UnfinishedCalls
+from tests.support.forkserver import spawn
 from tests.waiting import until
 
 MIB = 1 << 20
@@ -33,7 +37,7 @@ class Process:
         return self._psutil.memory_info().rss
 
     def go(self):
-        self._process.stdin.write(b"\n")
+        self._process.send_signal(signal.SIGUSR1)
 
     async def peak(self, until):
         """The most memory that was seen until a task had ended."""
@@ -50,13 +54,14 @@ class Process:
 
 
 @pytest.fixture
-async def process():
-    command = (sys.executable, "-m", "tests.process.memory_server", str(BUDGET))
-    started = await asyncio.create_subprocess_exec(
-        *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
-    )
-    yield Process(started, int(await started.stdout.readline()))
-    started.kill()
+async def process(tmp_path):
+    command = (sys.executable, "-m", "tests.process.memory_service", str(BUDGET))
+    output = tmp_path / "output"
+    with output.open("wb") as log:
+        started = await spawn(command, os.environ, ROOT, log)
+    await until(lambda: output.read_text().endswith("\n"))
+    yield Process(started, int(output.read_text()))
+    started.send_signal(signal.SIGKILL)
     await started.wait()
 
 

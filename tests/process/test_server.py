@@ -3,10 +3,8 @@
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import grpc
 import psutil
@@ -19,114 +17,54 @@ from millrace.rpc.admission import MAX_MESSAGE_BYTES
 from millrace.rpc.hand_over import RETIRE
 from millrace.rpc.server import Server
 from millrace_protos import millrace_pb2, reflection_v1_pb2, reflection_v1_pb2_grpc
+from runner.settings import ROOT
+from tests.support.forkserver import spawn
 from tests.support.logger_process import free_port
 from tests.waiting import until
 
-ROOT = Path(__file__).parents[2]
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 PUBLIC = [millrace_pb2.DESCRIPTOR.services_by_name[name].full_name for name in ("PayloadLog", "TextGeneration")]
 
-# A service as the others are made: `/test/count` sends a number every 50 ms, as many as it is asked for.
-SERVICE = """
-import asyncio
-import time
-import grpc
-from millrace.rpc.server import READY, Server
-from millrace.rpc.service import run_service
-from millrace.settings import ServiceSettings
-from pydantic_settings import SettingsConfigDict
-
-class Settings(ServiceSettings):
-    model_config = SettingsConfigDict(env_prefix="TEST_", frozen=True, env_ignore_empty=True)
-    fail: str = ""
-    drains: bool = False
-
-class Count(grpc.GenericRpcHandler):
-    def service(self, details):
-        async def block(request, context):
-            print("blocks", flush=True)
-            time.sleep(600)
-        if details.method == "/test/block":
-            return grpc.unary_unary_rpc_method_handler(block)
-        async def count(request, context):
-            for number in range(int(request)):
-                yield str(number).encode()
-                await asyncio.sleep(0.05)
-        return grpc.unary_stream_rpc_method_handler(count) if details.method == "/test/count" else None
-
-async def background():
-    try:
-        await asyncio.Event().wait()
-    finally:
-        print("task ended", flush=True)
-
-async def fails(how):
-    if how == "cancelled":
-        raise asyncio.CancelledError  # As a call whose channel is closed.
-    raise RuntimeError("the engine is dead")
-
-async def closed(name):
-    print(name, "closed", flush=True)
-
-async def drained(seconds):
-    print("drains for", seconds, flush=True)
-    raise RuntimeError("no water")
-
-async def serve(settings):
-    server = Server(
-        "test", settings.host, settings.port, settings.drain_s, ["millrace.v1.PayloadLog"],
-        loop_timeout_s=settings.loop_timeout, shares_port=settings.listen != "alone",
-    )
-    if settings.drains:
-        server.at_drain(drained)
-    server.grpc.add_generic_rpc_handlers((Count(),))
-    server.at_stop(lambda: closed("first"))
-    server.at_stop(lambda: closed("second"))
-    server.own("background", background())
-    if settings.fail:
-        server.own("engine", fails(settings.fail))
-    await server.set_serving(READY, True)
-    await server.run()
-
-run_service("test", Settings, serve)
-"""
-
 
 class Service:
-    """The service above as a process."""
+    """tests/process/counting_service.py as a process."""
 
-    def __init__(self, folder, **settings):
-        script = folder / "service.py"
-        script.write_text(SERVICE)
+    def __init__(self, folder):
+        folder.mkdir()
         self.target = f"127.0.0.1:{free_port()}"
-        settings = {"TEST_PORT": self.target.rsplit(":", 1)[1]} | settings
-        self.process = subprocess.Popen(
-            [sys.executable, str(script)],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT)} | settings,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        self.process = None
+        self._said, self._log = folder / "said", folder / "log"
+        self._said.touch()
+
+    async def start(self, settings):
+        own = {"TEST_PORT": self.target.rsplit(":", 1)[1], "TEST_SAID": str(self._said)}
+        command = (sys.executable, "-m", "tests.process.counting_service")
+        with self._log.open("wb") as log:
+            self.process = await spawn(command, os.environ | own | settings, ROOT, log)
 
     async def ended(self):
-        """(exit status, stdout, stderr)."""
-        stdout, stderr = await asyncio.to_thread(self.process.communicate, timeout=60)
-        return self.process.returncode, stdout, stderr
+        """(exit status, what it said, standard error)."""
+        status = await asyncio.wait_for(self.process.wait(), 60)
+        return status, self._said.read_text(), self._log.read_text()
+
+    async def end(self):
+        if self.process.returncode is None:
+            self.process.send_signal(signal.SIGKILL)
+            await self.process.wait()
 
 
 @pytest.fixture
-def start(tmp_path):
+async def start(tmp_path):
     services = []
 
-    def start(**settings):
-        services.append(Service(tmp_path, **settings))
+    async def start(**settings):
+        services.append(Service(tmp_path / str(len(services))))
+        await services[-1].start(settings)
         return services[-1]
 
     yield start
     for service in services:
-        service.process.kill()
-        service.process.communicate()
+        await service.end()
 
 
 @pytest.fixture
@@ -144,7 +82,7 @@ def count(channel, numbers):
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_turns_health_first_and_lets_calls_finish(start, signum):
-    service = start(TEST_DRAIN_S="30")
+    service = await start(TEST_DRAIN_S="30")
     async with grpc.aio.insecure_channel(service.target) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         calls = [count(channel, 30) for _ in range(3)]
@@ -162,9 +100,9 @@ async def test_a_signal_turns_health_first_and_lets_calls_finish(start, signum):
         for call in calls:
             assert [int(number) async for number in _rest(call)] == list(range(1, 30))
             assert await call.code() is grpc.StatusCode.OK
-    status, stdout, stderr = await service.ended()
+    status, said, stderr = await service.ended()
     assert status == 0
-    assert stdout.splitlines() == ["task ended", "second closed", "first closed"]
+    assert said.splitlines() == ["task ended", "second closed", "first closed"]
     assert "Traceback" not in stderr
 
 
@@ -178,7 +116,7 @@ async def _last(call):
 
 
 async def test_a_call_that_outlasts_the_drain_is_told_that_the_service_stops(start):
-    service = start(TEST_DRAIN_S="0.2")
+    service = await start(TEST_DRAIN_S="0.2")
     async with grpc.aio.insecure_channel(service.target) as channel:
         call = count(channel, 100_000)
         assert await call.read() == b"0"
@@ -195,31 +133,31 @@ async def test_a_call_that_outlasts_the_drain_is_told_that_the_service_stops(sta
 
 
 async def test_what_drains_does_so_before_the_end_and_its_failure_does_not_prevent_that(start):
-    service = start(TEST_DRAIN_S="30", TEST_DRAINS="1")
+    service = await start(TEST_DRAIN_S="30", TEST_DRAINS="1")
     async with grpc.aio.insecure_channel(service.target) as channel:
         call = count(channel, 20)
         assert await call.read() == b"0"
         service.process.send_signal(signal.SIGTERM)
         assert await _last(call) == b"19"
-    status, stdout, stderr = await service.ended()
+    status, said, stderr = await service.ended()
     assert status == 0
-    assert stdout.splitlines() == ["drains for 30.0", "task ended", "second closed", "first closed"]
+    assert said.splitlines() == ["drains for 30.0", "task ended", "second closed", "first closed"]
     assert "draining failed" in stderr
 
 
 async def test_an_event_loop_that_does_not_answer_ends_the_process_with_every_traceback(start):
-    service = start(TEST_LOOP_TIMEOUT="0.5")
+    service = await start(TEST_LOOP_TIMEOUT="0.5")
     async with grpc.aio.insecure_channel(service.target) as channel:
         with pytest.raises(grpc.aio.AioRpcError):
             await channel.unary_unary("/test/block")(b"", wait_for_ready=True)
-    status, stdout, stderr = await service.ended()
-    assert (status, stdout) == (os.EX_SOFTWARE, "blocks\n")
+    status, said, stderr = await service.ended()
+    assert (status, said) == (os.EX_SOFTWARE, "blocks\n")
     assert "the event loop has not answered for 0.5 s" in stderr
     assert "in block" in stderr
 
 
 async def test_a_process_that_was_stopped_is_not_taken_for_one_that_hangs(start):
-    service = start(TEST_LOOP_TIMEOUT="0.2")
+    service = await start(TEST_LOOP_TIMEOUT="0.2")
     async with grpc.aio.insecure_channel(service.target) as channel:
         assert await _last(count(channel, 1)) == b"0"
         service.process.send_signal(signal.SIGSTOP)
@@ -228,20 +166,20 @@ async def test_a_process_that_was_stopped_is_not_taken_for_one_that_hangs(start)
         service.process.send_signal(signal.SIGCONT)
         # Long enough for several looks of the watchdog.
         assert await _last(count(channel, 20)) == b"19"
-    assert service.process.poll() is None
+    assert service.process.returncode is None
 
 
 @pytest.mark.parametrize("how", ["raises", "cancelled"])
 async def test_a_background_task_that_fails_ends_the_process_non_zero(start, how):
-    service = start(TEST_FAIL=how)
-    status, stdout, stderr = await service.ended()
+    service = await start(TEST_FAIL=how)
+    status, said, stderr = await service.ended()
     assert status not in (0, 78)
     assert "task engine failed" in stderr
-    assert "task ended" in stdout, "the others are ended in order all the same"
+    assert "task ended" in said, "the others are ended in order all the same"
 
 
 async def test_a_taken_port_is_one_line_and_exit_78(server, start):
-    service = start(TEST_PORT=server.target.rsplit(":", 1)[1])
+    service = await start(TEST_PORT=server.target.rsplit(":", 1)[1])
     status, _, stderr = await service.ended()
     assert status == os.EX_CONFIG == 78
     lines = [line for line in stderr.splitlines() if not line.startswith("E")]  # gRPC's own line
@@ -255,7 +193,7 @@ async def test_a_taken_port_is_a_startup_error(server):
 
 
 async def test_a_malformed_setting_is_one_line_and_exit_78(start):
-    status, _, stderr = await start(TEST_DRAIN_S="soon").ended()
+    status, _, stderr = await (await start(TEST_DRAIN_S="soon")).ended()
     assert status == 78
     assert stderr.startswith("test: TEST_DRAIN_S=soon: ")
     assert stderr.count("\n") == 1
@@ -321,23 +259,23 @@ async def test_health_lists_every_name_with_its_status(server):
 
 
 async def test_a_retired_server_ends_with_its_last_call_and_its_successor_takes_the_new_ones(start):
-    old = start(TEST_LISTEN="shared")
+    old = await start(TEST_LISTEN="shared")
     async with grpc.aio.insecure_channel(old.target) as channel:
         assert [number async for number in count(channel, 1)] == [b"0"]
-        new = start(TEST_LISTEN="take-over", TEST_PORT=old.target.rsplit(":", 1)[1])
+        new = await start(TEST_LISTEN="take-over", TEST_PORT=old.target.rsplit(":", 1)[1])
         await until(lambda: listens(new), timeout_s=60)
         call = count(channel, 60)
         assert await call.read() == b"0"
         old.process.send_signal(RETIRE)
         await until(lambda: not listens(old))
-        assert old.process.poll() is None
+        assert old.process.returncode is None
         async with grpc.aio.insecure_channel(old.target, options=[("grpc.use_local_subchannel_pool", 1)]) as other:
             assert [number async for number in count(other, 3)] == [b"0", b"1", b"2"]
         assert [await call.read() for _ in range(60)] == [*(str(n).encode() for n in range(1, 60)), grpc.aio.EOF]
     status, _, stderr = await old.ended()
     assert status == 0
     assert "a successor has taken over" in stderr
-    assert new.process.poll() is None
+    assert new.process.returncode is None
 
 
 def listens(service):

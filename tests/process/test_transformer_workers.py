@@ -1,7 +1,6 @@
 """Several transformers share a port that nobody else can take."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -72,18 +71,7 @@ def test_what_a_worker_cannot_be_started_with_ends_all_with_its_line(tmp_path):
     assert "Traceback" not in said
 
 
-async def test_a_killed_parent_leaves_no_worker():
-    process = start(0)
-    parent = psutil.Process(process.pid)
-    await until(lambda: len(parent.children()) == 2, timeout_s=30)
-    workers = parent.children()
-    await until(lambda: all("worker" in " ".join(worker.cmdline()) for worker in workers))
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
-    assert not psutil.wait_procs(workers, timeout=30)[1]
-
-
-async def test_a_retired_parent_ends_with_its_workers_and_the_successors_serve():
+async def test_a_retired_parent_ends_with_its_workers_and_the_successors_serve_until_theirs_is_killed():
     with closing(listener(0)) as held:
         port = held.getsockname()[1]
     own = {"TRANSFORMER_LISTEN": "shared", "TRANSFORMER_METRICS_PORT": "0"}
@@ -94,15 +82,18 @@ async def test_a_retired_parent_ends_with_its_workers_and_the_successors_serve()
         old_workers = psutil.Process(old.pid).children()
         new = start(port, **own | {"TRANSFORMER_LISTEN": "take-over"})
         await until(lambda: len(listening(new, port)) == 2, timeout_s=60)
+        new_workers = listening(new, port)
         old.send_signal(RETIRE)
         old.communicate(timeout=60)
         assert old.returncode == 0
         assert not psutil.wait_procs(old_workers, timeout=0)[1]
         assert serving(port)
+        new.kill()
+        assert not psutil.wait_procs(new_workers, timeout=30)[1]
     finally:
         for process in (old, new):
             if process is not None:
-                process.send_signal(signal.SIGTERM)
+                process.kill()
                 process.communicate(timeout=60)
 
 

@@ -43,12 +43,12 @@ IMPORTS = {
         "services.predictor.repository.repository",
         "services.predictor.servicer",
     ),
-    "fake_service": ("grpc.aio", "grpc_health.v1.health", "millrace.rpc.hand_over"),
+    "_service": ("millrace.oip.stream_infer", "millrace.rpc.service", "millrace.rpc.server"),
 }
 _READ_EARLY = re.compile(
     r"(PYTHON|HF_|HUGGINGFACE_|TRANSFORMERS_|TORCH|PYTORCH_|CUDA_|NUMBA_|OMP_|MKL_|MALLOC_|GLIBC_|LD_|GRPC_|OTEL_PYTHON)"
 )
-_ALIKE = ("fake_service",)  # Kinds for which these change nothing.
+_OF_THE_RUN = ("_service",)  # Kinds that are started with those of the run whatever they are given.
 _MOST_OF_A_KIND = 2  # Sets of such variables for each kind of service.
 # The process that outlives all workers of a run, and with which the zygotes end: pytest's own, or xdist's controller.
 _RUN = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
@@ -58,11 +58,7 @@ _started: list[subprocess.Popen[bytes]] = []  # By this worker.
 
 def address_of(kind: str, environment: Mapping[str, str]) -> str:
     """The abstract socket address of the process that forks such services in this run."""
-    early = (
-        []
-        if kind in _ALIKE
-        else sorted((name, value) for name, value in environment.items() if _READ_EARLY.match(name))
-    )
+    early = sorted((name, value) for name, value in environment.items() if _READ_EARLY.match(name))
     return f"\0millrace-tests-{_RUN}-{kind}-{hashlib.sha256(repr(early).encode()).hexdigest()[:16]}"
 
 
@@ -147,12 +143,13 @@ async def spawn(command: tuple[str, ...], environment: Mapping[str, str], folder
     arguments = command[2:] if command[:2] == (sys.executable, "-m") else ("",)
     kind = next((kind for kind in IMPORTS if arguments[0].endswith(kind)), None)
     if kind is not None:
-        address, known = address_of(kind, environment), _known.setdefault(kind, set())
+        early = os.environ if kind in _OF_THE_RUN else environment
+        address, known = address_of(kind, early), _known.setdefault(kind, set())
         if address in known or len(known) < _MOST_OF_A_KIND:
             known.add(address)
             with suppress(ConnectionRefusedError):
                 return await fork(address, arguments, environment, folder, log)
-            start_zygote(kind, address, environment)
+            start_zygote(kind, address, early)
             return await fork(address, arguments, environment, folder, log)
     return await _spawn(command, environment, folder, log)
 

@@ -1,9 +1,11 @@
 """A server of the protocol in a process of its own, whose memory is looked at from outside.
 
-Prints its port. ModelInfer answers with its request's id as soon as it is let go: by a line on standard input.
+`python -m tests.process.memory_service BUDGET` prints its port. ModelInfer answers with its request's id as soon as it
+is let go: by SIGUSR1.
 """
 
 import asyncio
+import signal
 import sys
 
 from millrace.oip.stream_infer import multiplex
@@ -39,11 +41,12 @@ async def main():
         Inference(),
     )
     inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server.grpc)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, servicer.go.set)
     port = server.grpc.add_insecure_port("127.0.0.1:0")
     await server.grpc.start()
     print(port, flush=True)
-    while await asyncio.to_thread(sys.stdin.readline):
-        servicer.go.set()
+    await asyncio.Event().wait()
 
 
-asyncio.run(main())
+if __name__ == "__main__":
+    asyncio.run(main())

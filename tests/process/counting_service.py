@@ -1,0 +1,89 @@
+"""A service as the others are made: `/test/count` sends a number every 50 ms, as many as it is asked for.
+
+What it does besides, it says in a file, for its standard error has the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import grpc
+from pydantic_settings import SettingsConfigDict
+
+from millrace.rpc.server import READY, Server
+from millrace.rpc.service import run_service
+from millrace.settings import ServiceSettings
+
+
+class Settings(ServiceSettings):
+    model_config = SettingsConfigDict(env_prefix="TEST_", frozen=True, env_ignore_empty=True)
+    said: Path
+    fail: str = ""
+    drains: bool = False
+
+
+class Service(grpc.GenericRpcHandler):
+    def __init__(self, settings):
+        self._settings = settings
+
+    def say(self, *words):
+        with self._settings.said.open("a") as said:
+            print(*words, file=said)
+
+    def service(self, details):
+        return {
+            "/test/block": grpc.unary_unary_rpc_method_handler(self.block),
+            "/test/count": grpc.unary_stream_rpc_method_handler(self.count),
+        }.get(details.method)
+
+    async def block(self, request, context):
+        self.say("blocks")
+        time.sleep(600)  # noqa: ASYNC251
+
+    async def count(self, request, context):
+        for number in range(int(request)):
+            yield str(number).encode()
+            await asyncio.sleep(0.05)
+
+    async def background(self):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.say("task ended")
+
+    async def fail(self):
+        if self._settings.fail == "cancelled":
+            raise asyncio.CancelledError  # As a call whose channel is closed.
+        raise RuntimeError("the engine is dead")
+
+    async def close(self, name):
+        self.say(name, "closed")
+
+    async def drain(self, seconds):
+        self.say("drains for", seconds)
+        raise RuntimeError("no water")
+
+
+async def serve(settings):
+    service = Service(settings)
+    server = Server(
+        *("test", settings.host, settings.port, settings.drain_s, ["millrace.v1.PayloadLog"]),
+        loop_timeout_s=settings.loop_timeout,
+        shares_port=settings.listen != "alone",
+    )
+    if settings.drains:
+        server.at_drain(service.drain)
+    server.grpc.add_generic_rpc_handlers((service,))
+    server.at_stop(lambda: service.close("first"))
+    server.at_stop(lambda: service.close("second"))
+    server.own("background", service.background())
+    if settings.fail:
+        server.own("engine", service.fail())
+    await server.set_serving(READY, True)
+    await server.run()
+
+
+if __name__ == "__main__":
+    run_service("test", Settings, serve)
