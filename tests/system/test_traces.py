@@ -345,7 +345,7 @@ async def test_many_streams_cancelled_at_once_leave_every_span_ended(traced):
     parameters = {"max_tokens": 1000, "ignore_eos": True}
     asks = [
         TracedAsk(f"mine-{number}", f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01", parameters)
-        for number in range(24)
+        for number in range(8)
     ]
     await traced.stack.wait_ready(_RESTART_S)
     admitted = traced.admitted()
