@@ -10,8 +10,8 @@ import sys
 import numpy as np
 import tritonclient.grpc as triton
 
-REQUESTS = 4
-PARAMETERS = {"max_tokens": 200, "ignore_eos": True, "temperature": 1.0}
+REQUESTS = 2
+PARAMETERS = {"max_tokens": 60, "ignore_eos": True, "temperature": 1.0}
 
 
 def text_input(name, text):

@@ -8,6 +8,7 @@ hour is in test_idle_gaps.py.
 
 import asyncio
 import subprocess
+import sys
 from contextlib import aclosing
 from pathlib import Path
 
@@ -76,7 +77,11 @@ async def test_tritons_client_sees_a_pause_where_its_predictor_dies_in_the_middl
     python = python_of()
     (tmp_path / "chunks").mkdir()
     (tmp_path / "chunks" / "model.py").write_text(CHUNKS)
-    stack = await new_stack(models=f"storyteller=models/storyteller,chunks={tmp_path / 'chunks'}")
+    stack = await new_stack(
+        models=f"storyteller=models/storyteller,chunks={tmp_path / 'chunks'}",
+        commands={"predictor": (sys.executable, "-m", "tests.system.slow_predictor")},
+        environment={"predictor": {"SLOW_MS": "25"}},
+    )
     client = await asyncio.create_subprocess_exec(
         *(python, str(SCRIPT), stack.gateway),
         stdin=subprocess.PIPE,

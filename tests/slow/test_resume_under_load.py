@@ -107,7 +107,7 @@ async def test_killing_predictors_again_and_again_costs_pauses_alone(stack, orac
     tell_pauses(f"{kills} kills", crowd)
 
 
-@pytest.mark.full  # In little: tests/system/test_drain.py.
+@pytest.mark.full  # In little: tests/system/test_resume.py, SIGTERM.
 async def test_the_restart_of_all_one_after_the_other_costs_no_error_and_hardly_a_pause(stack, oracle):
     end, rounds = time.monotonic() + SECONDS, 0
     async with Client(stack.gateway) as client:

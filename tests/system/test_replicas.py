@@ -1,77 +1,204 @@
-"""Several predictors share the work; one that is killed is missed by nobody for long, and comes back."""
+"""Several predictors share the work; one that is killed is missed by nobody for long, and comes back.
+
+In development mode the predictor of a request can be killed by name; otherwise nobody can, nor is it listed. Without
+any predictor the answer is 503, and every word of readiness agrees.
+"""
 
 import asyncio
+import sys
+
+import grpc
+import pytest
+import pytest_asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from millrace_protos import inference_pb2 as pb
+from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from tests.system.calls import channel, generate, rest, statistics
+from runner.free_ports import start_stack
+from tests.system.calls import channel, each, generate, rest, statistics
 from tests.waiting import until
 
 MODELS = "storyteller=models/storyteller"
+PREDICTORS = ("predictor-0", "predictor-1")
+KILL = "/millrace/v1/development/kill"
+DEVELOPMENT = "millrace.v1.Development"
+MEANT = ("x-millrace-development", "true")
 
 
-async def test_work_is_shared_and_a_killed_predictor_comes_back(new_stack):
-    stack = await new_stack(predictors=2, models=MODELS)
+@pytest_asyncio.fixture(scope="module")
+async def replicas(tmp_path_factory):
+    """Two predictors, in development mode."""
+    overrides = {"models": MODELS, "predictors": len(PREDICTORS), "development": True}
+    started = await start_stack(tmp_path_factory.mktemp("replicas"), overrides)
+    yield started
+    await started.stop()
 
-    async def tell():
-        return await generate(stack.gateway, model="storyteller", prompt="Once", max_tokens=20, ignore_eos=True)
 
+async def tell(stack):
+    return await generate(stack.gateway, model="storyteller", prompt="Once", max_tokens=20, ignore_eos=True)
+
+
+async def kill(gateway, request_id, *metadata):
+    async with channel(gateway) as open_channel:
+        request = millrace_pb2.KillPredictorRequest(request_id=request_id)
+        stub = millrace_pb2_grpc.DevelopmentStub(open_channel)
+        return await stub.KillPredictor(request, metadata=metadata, timeout=30)
+
+
+async def listed(gateway):
+    async with channel(gateway) as open_channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(open_channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        answer = await anext(aiter(stub.ServerReflectionInfo(each(request), timeout=30)))
+        return [service.name for service in answer.list_services_response.service]
+
+
+async def test_work_is_shared(replicas):
     async def both_work():
         # The gateway probes each of them once a second: it may know of the second one a little later than of the first.
-        await asyncio.gather(*(tell() for _ in range(16)))
-        told = [await statistics(stack.addresses[f"predictor-{i}"], "storyteller") for i in range(2)]
+        await asyncio.gather(*(tell(replicas) for _ in range(8)))
+        told = [await statistics(replicas.addresses[name], "storyteller") for name in PREDICTORS]
         return all(model.inference_count > 0 for model in told)
 
     await until(both_work)
 
-    killed = stack.pid("predictor-0")
-    streams = [asyncio.create_task(tell()) for _ in range(8)]
-    await stack.kill("predictor-0")
+
+async def test_nobody_is_killed_by_accident(replicas):
+    assert DEVELOPMENT in await listed(replicas.gateway)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await kill(replicas.gateway, "mine")
+    assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert (await rest(replicas.gateway, "POST", KILL, {"request_id": "mine"})).status == 403
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await kill(replicas.gateway, "nobody's", MEANT)
+    assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_the_predictor_that_has_the_request_dies_and_no_other_and_comes_back(replicas):
+    before = {name: replicas.pid(name) for name in PREDICTORS}
+    async with channel(replicas.gateway) as open_channel:
+        request = millrace_pb2.GenerateRequest(
+            model="storyteller", prompt="Once", request_id="mine", max_tokens=900, ignore_eos=True
+        )
+        stream = millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request)
+        await stream.read()
+        others = [asyncio.create_task(tell(replicas)) for _ in range(8)]
+        answer = await rest(replicas.gateway, "POST", KILL, {"request_id": "mine"}, x_millrace_development="true")
+        assert (answer.status, answer.json) == (200, {})
+        stream.cancel()
     # A stream on the dead predictor goes on at the other one.
-    for responses in await asyncio.gather(*streams):
+    for responses in await asyncio.gather(*others):
         assert responses[-1].usage.completion_tokens == 20
 
-    # The other one serves while the first is away.
-    assert await tell()
-    await stack.wait_ready(timeout_s=90)
-    assert stack.pid("predictor-0") != killed
-    assert await tell()
+    def started_again():
+        try:
+            return sum(replicas.pid(name) != pid for name, pid in before.items()) == 1
+        except ProcessLookupError:
+            return False
 
-    # What is loaded and unloaded by the predictors' own name concerns each of them too.
+    await until(started_again)
+    # The other one serves while the first is away.
+    assert await tell(replicas)
+    await replicas.wait_ready(timeout_s=90)
+    assert await tell(replicas)
+
+
+async def test_what_is_loaded_and_unloaded_by_the_predictors_own_name_concerns_each_of_them(replicas):
+    await replicas.wait_ready(timeout_s=90)
+
     async def states():
         told = set()
-        for i in range(2):
-            async with channel(stack.addresses[f"predictor-{i}"]) as own:
+        for name in PREDICTORS:
+            async with channel(replicas.addresses[name]) as own:
                 index = await GRPCInferenceServiceStub(own).RepositoryIndex(pb.RepositoryIndexRequest())
                 told |= {model.state for model in index.models}
         return told
 
-    async with channel(stack.gateway, "predictor") as open_channel:
+    async with channel(replicas.gateway, "predictor") as open_channel:
         stub = GRPCInferenceServiceStub(open_channel)
         await stub.RepositoryModelUnload(pb.RepositoryModelUnloadRequest(model_name="storyteller"), timeout=60)
         assert await states() == {"UNAVAILABLE"}
-        assert (await rest(stack.gateway, "GET", "/v2/models/storyteller/ready")).status == 404
+        assert (await rest(replicas.gateway, "GET", "/v2/models/storyteller/ready")).status == 404
         await stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="storyteller"), timeout=60)
         assert await states() == {"READY"}
-    assert await tell()
+    assert await tell(replicas)
 
 
-async def test_without_a_predictor_the_answer_is_503_once_the_wait_is_over(new_stack):
-    stack = await new_stack(models=MODELS, environment={"transformer": {"TRANSFORMER_PREDICTOR_WAIT": "0.2"}})
-    await stack.kill("predictor-0")
-    answer = await rest(stack.gateway, "POST", "/v1/completions", {"model": "storyteller", "prompt": "Once"})
-    assert answer.status == 503
-    assert answer.headers["x-failed-hop"] == "predictor"
-    assert answer.pieces[-1][0] < 5
-    ready = await rest(stack.gateway, "GET", "/v2/health/ready")
-    assert (ready.status, ready.json) in ((503, {"ready": False}), (200, {"ready": True}))
-    assert (await rest(stack.gateway, "GET", "/health")).status in (503, 200)
+async def test_without_development_mode_nobody_is_killed(stack):
+    assert DEVELOPMENT not in await listed(stack.gateway)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await kill(stack.gateway, "mine", MEANT)
+    assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    answer = await rest(stack.gateway, "POST", KILL, {"request_id": "mine"}, x_millrace_development="true")
+    assert answer.status == 501
+    async with channel(stack.addresses["predictor-0"]) as open_channel:
+        predictor = millrace_pb2_grpc.PredictorDevelopmentStub(open_channel)
+        request = millrace_pb2.KillPredictorRequest(request_id="mine")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await predictor.Kill(request, metadata=(MEANT,), timeout=30)
+    assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
-    async def ready_again():
-        return (await rest(stack.gateway, "GET", "/v2/health/ready")).status == 200
+
+async def readiness(gateway, open_channel):
+    """What health, ServerReady, ModelReady and REST say of a generation, and health of the process."""
+    stub, health = GRPCInferenceServiceStub(open_channel), health_pb2_grpc.HealthStub(open_channel)
+    ready, process, server, model, rest_server, rest_model = await asyncio.gather(
+        health.Check(health_pb2.HealthCheckRequest(service="ready")),
+        health.Check(health_pb2.HealthCheckRequest(service="")),
+        stub.ServerReady(pb.ServerReadyRequest()),
+        stub.ModelReady(pb.ModelReadyRequest(name="storyteller")),
+        rest(gateway, "GET", "/v2/health/ready"),
+        rest(gateway, "GET", "/v2/models/storyteller/ready"),
+    )
+    serving = health_pb2.HealthCheckResponse.SERVING
+    told = {ready.status == serving, server.ready, model.ready, rest_server.status == 200, rest_model.status == 200}
+    return frozenset(told), process.status == serving
+
+
+async def test_without_a_predictor_the_answer_is_503_once_the_wait_is_over_and_every_word_of_readiness_agrees(
+    new_stack, tmp_path
+):
+    away = tmp_path / "away"
+    stack = await new_stack(
+        models=MODELS,
+        commands={"predictor": (sys.executable, "-m", "tests.system.slow_predictor")},
+        environment={
+            "predictor": {"SLOW_MS": "0", "AWAY": str(away)},
+            "transformer": {"TRANSFORMER_PREDICTOR_WAIT": "0.2"},
+        },
+    )
+    seen = set()
+
+    async with channel(stack.gateway) as open_channel:
+
+        async def is_told(ready):
+            told = await readiness(stack.gateway, open_channel)
+            # Six questions are not one moment: an answer counts that is given twice.
+            if told == await readiness(stack.gateway, open_channel):
+                seen.add(told)
+            return told[0] == {ready}
+
+        await until(lambda: is_told(True))
+        away.touch()
+        await stack.kill("predictor-0")
+        answer, _ = await asyncio.gather(
+            rest(stack.gateway, "POST", "/v1/completions", {"model": "storyteller", "prompt": "Once"}),
+            until(lambda: is_told(False), 60),
+        )
+        assert answer.status == 503
+        assert answer.headers["x-failed-hop"] == "predictor"
+        assert answer.pieces[-1][0] < 5
+        ready = await rest(stack.gateway, "GET", "/v2/health/ready")
+        assert (ready.status, ready.json) == (503, {"ready": False})
+        assert (await rest(stack.gateway, "GET", "/health")).status == 503
+        away.unlink()
+        await until(lambda: is_told(True), 60)
+    # The transformer itself serves all the time.
+    assert seen == {(frozenset({True}), True), (frozenset({False}), True)}
 
     await stack.wait_ready(timeout_s=30)
-    await until(ready_again)
     assert await generate(stack.gateway, model="storyteller", prompt="Once", max_tokens=3)
     # The only model need not be named.
     for body in ({"prompt": "Once"}, {"prompt": "Once", "model": ""}):

@@ -45,7 +45,7 @@ async def test_workers_share_the_port_and_replace_each_other(new_stack):
         return text_of(await generate(stack.gateway, model="storyteller", prompt="Once", max_tokens=8, seed=seed))
 
     alone = await tell()
-    assert await asyncio.gather(*(tell() for _ in range(64))) == [alone] * 64
+    assert await asyncio.gather(*(tell() for _ in range(16))) == [alone] * 16
 
     open_channels = []
     try:
@@ -67,7 +67,7 @@ async def test_workers_share_the_port_and_replace_each_other(new_stack):
     begun = {
         s.labels["worker"]: s.value for s in samples if s.name == "gen_ai_server_time_to_first_token_seconds_count"
     }
-    assert sum(begun.values()) == 65
+    assert sum(begun.values()) == 17
     assert {s.labels["worker"] for s in samples} == {"0", "1"}
 
     killed = workers(stack)[0].pid
@@ -78,7 +78,7 @@ async def test_workers_share_the_port_and_replace_each_other(new_stack):
         return all([await serves(stack.addresses["transformer"]) for _ in range(8)])
 
     await until(all_serve, _START_S)
-    assert await asyncio.gather(*(tell() for _ in range(32))) == [alone] * 32
+    assert await asyncio.gather(*(tell() for _ in range(8))) == [alone] * 8
     assert "starting it again" in stack.log("transformer")
 
     left = workers(stack)
