@@ -1,15 +1,23 @@
-"""`docker compose stop` during streams: each ends as it should have, and every process by itself."""
+"""`docker compose stop` during streams: each ends as it should have, every process by itself, and what was answered is
+on record in the containers that come after them."""
 
 import asyncio
 import json
+import uuid
 
+from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from tests.containers.calls import channel, generate
+from tests.system.calls import rest
 
 STREAMS = 6
 TOKENS = 250
 
 
-async def test_streams_end_before_their_containers_do(stack):
+async def test_streams_end_before_their_containers_do_and_records_outlive_them(stack):
+    request_id = f"kept-{uuid.uuid4()}"
+    body = {"model": "normalizer", "prompt": "date: 3 Mar 2021"}
+    answer = await rest(stack.gateway, "POST", "/v1/completions", body, x_request_id=request_id)
+    assert answer.json["choices"][0]["text"] == "2021-03-03"
     containers = {
         service: stack.container(service)
         for service in json.loads(stack.compose("config", "--format", "json"))["services"]
@@ -25,5 +33,13 @@ async def test_streams_end_before_their_containers_do(stack):
     states = {service: container.facts["State"] for service, container in containers.items()}
     assert {service: state["ExitCode"] for service, state in states.items()} == dict.fromkeys(states, 0)
     assert not [service for service, state in states.items() if state["OOMKilled"]]
-    with stack.timed("start again"):
+
+    with stack.timed("down"):
+        stack.compose("down")
+    assert not stack.containers("logger")
+    with stack.timed("up --wait, with everything built"):
         stack.compose("up", "--wait")
+    async with channel(stack.gateway) as open_channel:
+        query = millrace_pb2.QueryPayloadsRequest(request_id=request_id)
+        [record] = [record async for record in millrace_pb2_grpc.PayloadLogStub(open_channel).Query(query)]
+    assert record.text == "2021-03-03"

@@ -87,7 +87,8 @@ async def test_a_stream_may_leave_or_ends_and_health_says_it_first(tmp_path, gat
         await until(lambda: goes_on.heartbeats > 1)
         make_tokens(3)
         await until(lambda: len(goes_on.ids) == 3)
-        stays = Stream(stub, CallOptions())
+        stays = Stream(stub, CallOptions(heartbeat_ms=50))
+        await until(lambda: stays.heartbeats)
         watch = health.Watch(health_pb2.HealthCheckRequest(service="ready"))
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
         predictor.process.send_signal(signal.SIGTERM)
