@@ -311,12 +311,14 @@ def test_a_terminal_sees_how_far_it_is(tmp_path):
     assert "records" in shown
 
 
-def test_a_wrong_argument_is_told_with_the_usage(tmp_path):
-    done = subprocess.run(**command(tmp_path, "--since", "soon", "--output", "-"), capture_output=True)
-    assert done.returncode == 2
-    assert b"'soon' is no date, time or age such as 24h" in done.stderr
-    done = subprocess.run(**command(tmp_path, "--help"), capture_output=True, check=True)
-    assert b"--until TIME" in done.stdout
+def test_a_wrong_argument_is_told_with_the_usage(run, capsys):
+    for arguments, status in ((("--since", "soon", "--output", "-"), 2), (("--help",), 0)):
+        with pytest.raises(SystemExit) as ended:
+            run(*arguments)
+        assert ended.value.code == status
+    printed = capsys.readouterr()
+    assert "'soon' is no date, time or age such as 24h" in printed.err
+    assert "--until TIME" in printed.out
 
 
 @pytest.mark.parametrize(

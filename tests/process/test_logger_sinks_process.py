@@ -1,10 +1,6 @@
 """The logger as a process with a sink: killed in the middle it sends on, and a wrong sink is told at the start."""
 
-import os
-import subprocess
-import sys
 import uuid
-from pathlib import Path
 
 import grpc
 import pytest
@@ -66,9 +62,7 @@ async def test_a_logger_that_is_killed_sends_every_event(server, tmp_path):
         ("http://a/x,http://u:secret@a/x", "LOGGER_SINKS: http://a/x is there twice"),
     ],
 )
-def test_a_wrong_sink_is_refused_in_one_line(tmp_path, sinks, message):
-    environment = os.environ | {"LOGGER_SINKS": sinks, "LOGGER_DATABASE": str(tmp_path / "x"), "LOGGER_PORT": "0"}
-    command = (sys.executable, "-m", "services.logger")
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, timeout=60)
-    assert done.returncode == os.EX_CONFIG
-    assert done.stderr.decode() == f"logger: {message}\n"
+async def test_a_wrong_sink_is_refused_in_one_line(tmp_path, sinks, message):
+    process = LoggerProcess(tmp_path)
+    process.environment |= {"LOGGER_SINKS": sinks}
+    assert await process.refuses() == f"logger: {message}\n"

@@ -63,18 +63,29 @@ def test_a_taken_port_is_one_line_at_the_start():
     assert said.count("\n") == 1
 
 
-def test_what_a_worker_cannot_be_started_with_ends_all_with_its_line(tmp_path):
-    process = start(0, MODELS=f"x={tmp_path}")
+@pytest.fixture
+def no_tokenizers(tmp_path):
+    """The environment of workers whose models need no tokenizers: they do not wait for the import of transformers."""
+    package = tmp_path / "transformers"
+    (package / "utils").mkdir(parents=True)
+    (package / "__init__.py").write_text("AutoTokenizer = PreTrainedTokenizerBase = None\n")
+    (package / "utils" / "import_utils.py").write_text("is_torch_available = bool\n")
+    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    return {"PYTHONPATH": path, "MODELS": "identity=models/identity"}
+
+
+def test_what_a_worker_cannot_be_started_with_ends_all_with_its_line(tmp_path, no_tokenizers):
+    process = start(0, **no_tokenizers | {"MODELS": f"x={tmp_path}"})
     _, said = process.communicate(timeout=60)
     assert process.returncode == os.EX_CONFIG
     assert "has no config.json" in said
     assert "Traceback" not in said
 
 
-async def test_a_retired_parent_ends_with_its_workers_and_the_successors_serve_until_theirs_is_killed():
+async def test_a_retired_parent_ends_with_its_workers_and_the_successors_serve_until_theirs_is_killed(no_tokenizers):
     with closing(listener(0)) as held:
         port = held.getsockname()[1]
-    own = {"TRANSFORMER_LISTEN": "shared", "TRANSFORMER_METRICS_PORT": "0"}
+    own = no_tokenizers | {"TRANSFORMER_LISTEN": "shared", "TRANSFORMER_METRICS_PORT": "0"}
     old = start(port, **own)
     new = None
     try:

@@ -40,12 +40,17 @@ class LoggerProcess:
 
     async def start(self) -> None:
         """Returns when the logger says SERVING."""
-        with self._log.open("ab") as log:
-            self._process = await spawn(self.COMMAND, self.environment, self.ROOT, log)
+        await self._spawn()
         async with grpc.aio.insecure_channel(self.target, (("grpc.max_reconnect_backoff_ms", 100),)) as channel:
             request = health_pb2.HealthCheckRequest(service="millrace.v1.PayloadLog")
             answer = await health_pb2_grpc.HealthStub(channel).Check(request, wait_for_ready=True, timeout=60)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+    async def refuses(self) -> str:
+        """Its output if it ends at the start because of what it was given."""
+        await self._spawn()
+        assert await self.wait() == os.EX_CONFIG
+        return self._log.read_text()
 
     def send(self, signum: int) -> None:
         assert self._process is not None
@@ -63,6 +68,10 @@ class LoggerProcess:
         """Ends it as a crash would."""
         self.send(signal.SIGKILL)
         await self.wait()
+
+    async def _spawn(self) -> None:
+        with self._log.open("ab") as log:
+            self._process = await spawn(self.COMMAND, self.environment, self.ROOT, log)
 
     async def __aenter__(self) -> LoggerProcess:
         return self

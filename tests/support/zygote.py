@@ -42,6 +42,7 @@ def main() -> None:
     os.environ.update(environment)
     reseed()
     sys.argv[:] = arguments
+    sys.modules.pop(f"{arguments[0]}.__main__", None)  # Else runpy warns.
     runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
 
 
