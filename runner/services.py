@@ -74,7 +74,7 @@ def plan(
     return StackPlan(
         logger=spec("logger", "logger", settings.logger_port, _logger(settings)),
         predictors=tuple(
-            spec("predictor", f"predictor-{replica}", port, _predictor(settings, replica), _predictor_tuning(settings))
+            spec("predictor", f"predictor-{replica}", port, _predictor(settings, replica), predictor_tuning(settings))
             for replica, port in enumerate(settings.predictor_ports)
         ),
         transformer=spec("transformer", "transformer", settings.transformer_port, _transformer(settings), _ALLOCATOR),
@@ -113,7 +113,7 @@ def _predictor(settings: StackSettings, replica: int) -> Environment:
     }
 
 
-def _predictor_tuning(settings: StackSettings) -> Environment:
+def predictor_tuning(settings: StackSettings) -> Environment:
     """Variables that the user's environment overrides."""
     return (
         _ALLOCATOR

@@ -44,7 +44,6 @@ LONGEST = (
     "slow/test_neighbours",
     "system/test_readme",
     "system/test_resume",
-    "system/test_drain",
     "system/test_traces",
     "scenarios/test_payload_log",
     "system/test_smoke",

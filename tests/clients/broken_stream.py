@@ -11,7 +11,7 @@ import numpy as np
 import tritonclient.grpc as triton
 
 REQUESTS = 2
-PARAMETERS = {"max_tokens": 60, "ignore_eos": True, "temperature": 1.0}
+PARAMETERS = {"max_tokens": 40, "ignore_eos": True, "temperature": 1.0}
 
 
 def text_input(name, text):

@@ -80,7 +80,7 @@ async def test_tritons_client_sees_a_pause_where_its_predictor_dies_in_the_middl
     stack = await new_stack(
         models=f"storyteller=models/storyteller,chunks={tmp_path / 'chunks'}",
         commands={"predictor": (sys.executable, "-m", "tests.system.slow_predictor")},
-        environment={"predictor": {"SLOW_MS": "25"}},
+        environment={"predictor": {"SLOW_MS": "40"}},
     )
     client = await asyncio.create_subprocess_exec(
         *(python, str(SCRIPT), stack.gateway),

@@ -13,7 +13,9 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from runner.free_ports import free_settings
 from runner.process import Running
+from runner.services import predictor_tuning
 from tests.support.forkserver import spawn
 from tests.support.logger_process import free_port
 
@@ -41,8 +43,12 @@ async def predictor_process(
     """Serving; killed at the end if it has not ended by itself."""
     port = free_port()
     own = {"PREDICTOR_PORT": str(port), "PREDICTOR_DEVICE": "cpu", "PREDICTOR_THREADS": "1"}
+    # As in a stack, whose predictors are then forks of the same process.
+    tuning = predictor_tuning(free_settings(log.parent))
     with log.open("wb") as output:
-        running = await spawn((sys.executable, "-m", module), os.environ | own | environment, _ROOT, output)
+        running = await spawn(
+            (sys.executable, "-m", module), {**tuning, **os.environ, **own, **environment}, _ROOT, output
+        )
     predictor = PredictorProcess(log, f"127.0.0.1:{port}", running)
     try:
         async with grpc.aio.insecure_channel(predictor.target, (("grpc.max_reconnect_backoff_ms", 100),)) as channel:

@@ -20,7 +20,7 @@ from tests.waiting import until
 
 MODELS = "storyteller=models/storyteller,normalizer=models/normalizer"
 PROMPT, NUMBERS = "Once upon a time", "in 1984, 27 days, 3 hours and 15 minutes"
-TOKENS = 60
+TOKENS = 40
 SAMPLING = {"greedy": {"temperature": 0.0, "seed": 0}, "sampled": {"temperature": 1.0, "seed": 11}}
 # FULL=1: as often and as long as it is promised, with the comments as they are by default.
 FULL = os.environ.get("FULL") == "1"
@@ -40,7 +40,7 @@ async def slow_stack(request, tmp_path_factory):
     settings = {"predictors": request.param, "models": MODELS}
     folder = tmp_path_factory.mktemp("stack")
     environment = {
-        "predictor": {"SLOW_MS": "25", "PREDICTOR_DTYPE": "fp32", "AWAY": str(folder / "away")} | SHORT_DRAIN,
+        "predictor": {"SLOW_MS": "40", "PREDICTOR_DTYPE": "fp32", "AWAY": str(folder / "away")} | SHORT_DRAIN,
         # On a busy machine a predictor takes its time to come back.
         "transformer": {"TRANSFORMER_PREDICTOR_START_WAIT": "120", "TRANSFORMER_SILENCE_LIMIT": "1.5"} | KEEP_ALIVE,
     }

@@ -16,7 +16,7 @@ from runner.free_ports import start_stack
 from tests.system.calls import channel, rest
 from tests.waiting import until
 
-TOKENS, STREAMS = 60, 12
+TOKENS, STREAMS = 40, 12
 SLOW = (sys.executable, "-m", "tests.system.slow_predictor")
 OLD = "storyteller=models/storyteller"
 
@@ -28,7 +28,7 @@ async def stack(tmp_path_factory):
     updated = shutil.copytree("models/storyteller", folder / "updated")
     negate_weights(updated / "model.safetensors")
     environment = {
-        "predictor": {"SLOW_MS": "25", "PREDICTOR_DTYPE": "fp32", "PREDICTOR_DRAIN_S": "60"},
+        "predictor": {"SLOW_MS": "40", "PREDICTOR_DTYPE": "fp32", "PREDICTOR_DRAIN_S": "60"},
         "predictor-1": {"MODELS": f"storyteller={updated}"},
     }
     started = await start_stack(
