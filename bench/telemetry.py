@@ -81,25 +81,21 @@ def main() -> None:
     options.add_argument(
         "--seconds", type=float, default=2.0, help="of a block, the first quarter of which is not counted"
     )
-    options.add_argument("--quick", action="store_true", help="three short blocks, written to no file")
-    options.add_argument("--only", choices=_CASES, help="one case, written to no file")
     arguments = options.parse_args()
-    blocks, seconds = (3, 2.0) if arguments.quick else (arguments.blocks, arguments.seconds)
-    report = asyncio.run(_measure([arguments.only] if arguments.only else list(_CASES), blocks, seconds))
-    if not (arguments.quick or arguments.only):
-        write(arguments.out, report)
+    report = asyncio.run(_measure(arguments.blocks, arguments.seconds))
+    write(arguments.out, report)
     print(_table(report))
     if missed := [name for name, case in report["cases"].items() if not case["reached"]]:
         raise SystemExit(f"not reached: {', '.join(missed)}")
 
 
-async def _measure(names: list[str], blocks: int, seconds: float) -> dict[str, Any]:
+async def _measure(blocks: int, seconds: float) -> dict[str, Any]:
     async with AsyncExitStack() as opened:
         collector = opened.enter_context(receiver_process())
         modes = {name: await _start(opened, name, collector) for name in _MODES}
         scraper = asyncio.create_task(_scrape([modes["traced"].stack, modes["untraced"].stack]))
         opened.push_async_callback(_end, scraper)
-        cases = {name: await _measure_case(name, modes, blocks, seconds) for name in names}
+        cases = {name: await _measure_case(name, modes, blocks, seconds) for name in _CASES}
         await asyncio.sleep(_SCRAPE_S)  # Time for spans to reach the collector.
         spans_exported = collector.span_count()
     return {

@@ -7,6 +7,7 @@ measured.
 
 from pathlib import Path
 from random import Random
+from statistics import mean
 from typing import Any
 
 import torch
@@ -137,11 +138,6 @@ def sample(model: Any, tokenizer: FastTokenizer, prompts: list[str]) -> list[tup
     return [(text, EOS_ID in ids) for text, ids in zip(texts, continuations.tolist(), strict=True)]
 
 
-def share(outcomes: list[bool]) -> float:
-    """Return how large a part of the outcomes is true."""
-    return sum(outcomes) / len(outcomes)
-
-
 def evaluate(folder: Path, seed: int, minutes: float, steps: int, tokens: int) -> StorytellerFigures:
     """Measure the saved model on stories and requests that training left out."""
     model, tokenizer = read_back(AutoModelForCausalLM, folder)
@@ -175,10 +171,10 @@ def evaluate(folder: Path, seed: int, minutes: float, steps: int, tokens: int) -
         repeat_loss=repeat_loss,
         conversation_loss=conversation_loss,
         samples=SAMPLES,
-        ended=share([ended for _, ended in told]),
-        kept_hero=share([ended and keeps_hero(text) for text, ended in told]),
-        answers_ended=share([ended for _, ended in answers]),
-        answers_on_topic=share(
+        ended=mean([ended for _, ended in told]),
+        kept_hero=mean([ended and keeps_hero(text) for text, ended in told]),
+        answers_ended=mean([ended for _, ended in answers]),
+        answers_on_topic=mean(
             [
                 all(mentions(text, word) for word in turn.asked)
                 for turn, (text, _) in zip(requests, answers, strict=True)

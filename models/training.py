@@ -9,7 +9,6 @@ import ctypes
 import hashlib
 import math
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +16,14 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 
-@dataclass(frozen=True)
-class Options:
-    """The choices of one training run."""
-
-    minutes: float
-    output: Path
-    seed: int
-    threads: int
-
-
-def parse_options(description: str, minutes: float, output: Path) -> Options:
+def parse_options(description: str, minutes: float, output: Path) -> argparse.Namespace:
     """Read the command line of a trainer."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--minutes", type=float, default=minutes, help="CPU time to train for, evaluation not counted")
     parser.add_argument("--output", type=Path, default=output, help="folder to write the model and its card to")
     parser.add_argument("--seed", type=int, default=0, help="seed of the data, the weights and the evaluation")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch")
-    arguments = parser.parse_args()
-    return Options(arguments.minutes, arguments.output, arguments.seed, arguments.threads)
+    return parser.parse_args()
 
 
 def keep_freed_memory() -> None:

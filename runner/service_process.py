@@ -13,7 +13,6 @@ import socket
 import tempfile
 from asyncio.subprocess import Process as Running
 from contextlib import suppress
-from pathlib import Path
 
 from millrace.errors import StartupError
 from millrace.rpc.hand_over import NOTIFY_SOCKET, READY_MESSAGE, RETIRE
@@ -37,7 +36,12 @@ class ServiceProcess(Process):
         running = self._process
         if running is None or running.returncode is not None:
             raise StartupError(f"{self.spec.name} is being started just now")
-        with tempfile.TemporaryDirectory(prefix="millrace-") as folder, _datagrams(Path(folder) / "ready") as ready:
+        with (
+            tempfile.TemporaryDirectory(prefix="millrace-") as folder,
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready,
+        ):
+            ready.setblocking(False)
+            ready.bind(f"{folder}/ready")
             own = {listen: "take-over", NOTIFY_SOCKET: ready.getsockname()}
             successor = await self._run(spec.command, {**spec.environment, **own})
             try:
@@ -107,15 +111,3 @@ class _Retiring:
         self._timer.cancel()
         signal_to(self._process, signal.SIGKILL)
         await self._process.wait()
-
-
-def _datagrams(path: Path) -> socket.socket:
-    """A socket for messages to `path`."""
-    bound = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    try:
-        bound.setblocking(False)
-        bound.bind(str(path))
-    except BaseException:
-        bound.close()
-        raise
-    return bound

@@ -154,7 +154,8 @@ def load() -> StackSettings:
     known = {name.upper() for name in StackSettings.model_fields}
     for name in sorted({*os.environ, *dotenv_values(_ENV_FILE)}):
         if name.startswith("GATEWAY_") and name not in known:
-            raise StartupError(f"{name}: unknown setting; known: {', '.join(_names('gateway_'))}")
+            names = ", ".join(each.upper() for each in StackSettings.model_fields if each.startswith("gateway_"))
+            raise StartupError(f"{name}: unknown setting; known: {names}")
     try:
         return StackSettings()
     except ValidationError as error:
@@ -173,7 +174,3 @@ def own_environment() -> dict[str, str]:
     """Of this process's environment, the settings of a stack and of its services."""
     known = {name.upper() for name in StackSettings.model_fields}
     return {name: value for name, value in os.environ.items() if name in known or name.startswith(_PASSED_ON)}
-
-
-def _names(prefix: str) -> list[str]:
-    return [name.upper() for name in StackSettings.model_fields if name.startswith(prefix)]

@@ -28,7 +28,9 @@ class Painter:
 def printable(text: str, keep: str = "\n\t") -> str:
     """Makes text of a client or a model safe for a terminal: control characters become their escapes."""
     return "".join(
-        character if character in keep or unicodedata.category(character)[0] != "C" else _escaped(character)
+        character
+        if character in keep or unicodedata.category(character)[0] != "C"
+        else character.encode("unicode_escape").decode()
         for character in text
     )
 
@@ -37,7 +39,3 @@ def one_line(text: str, width: int) -> str:
     """Text on one line, truncated to a width."""
     line = printable(" ".join(text.split()), keep="")
     return line if len(line) <= width else f"{line[: width - 1]}…"
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode()
