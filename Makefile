@@ -175,7 +175,7 @@ $(TOOLS):
 .venv-bench-ctranslate2/.installed: PEER := -c constraints.txt ctranslate2==4.8.5 transformers==5.23.0 safetensors
 .venv-bench-%/.installed: PIP = $(@D)/bin/python -P $(INSTALL)
 .venv-bench-%/.installed:
-	@$(PYTHON) -m venv --clear $(@D)
+	@rm -rf $(@D) && $(call new_venv,$(@D))
 	@$(PIP) torch --no-index --no-deps '$(TORCH)' 2>/dev/null \
 	  || $(PIP) torch --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
 	@$(PIP) packages '$(TORCH)' $(PEER)
