@@ -16,11 +16,11 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from bench.prometheus import CONFIG, Prometheus, running_prometheus
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from runner.free_ports import start_stack
 from runner.stack import Stack
 from tests.dashboards import filled, metrics_of, queries
+from tests.prometheus import CONFIG, Prometheus, running_prometheus
 from tests.system.calls import channel, generate, leave_http, rest
 
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from bench.otlp_receiver import OtlpReceiver
 from runner.free_ports import start_stack
+from tests.support.otlp_receiver import OtlpReceiver
 from tests.system.faulty_predictor import FAILS, FAILS_LATER, HOLDS_LATER
 from tests.system.payload_log import records
 from tests.system.traced_ways_in import MODEL, WAYS, TracedAsk, TracedWay

@@ -105,7 +105,7 @@ async def running_prometheus(pages: Pages, folder: Path, every_s: float = 1.0) -
 async def _start(config: Path) -> tuple[asyncio.subprocess.Process, str]:
     """A ready process and its address. Retries if another process takes the port."""
     for _ in range(_ATTEMPTS):
-        address = f"127.0.0.1:{random.choice(_PORTS)}"  # noqa: S311
+        address = f"127.0.0.1:{random.choice(_PORTS)}"
         with (config.parent / "prometheus.log").open("wb") as log:
             process = await asyncio.create_subprocess_exec(
                 *("prometheus", f"--config.file={config}", f"--storage.tsdb.path={config.parent / 'data'}"),
