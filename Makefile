@@ -25,6 +25,8 @@ DOCS := .venv-docs/.installed
 NODE_TOOLS := .tools/.installed
 BUF := @bufbuild/buf@1.75.0
 PARALLEL := $(VENV)/bin/python -m pytest -n 2
+# A test of processes waits for a good part of its time.
+PARALLEL_PROCESSES := $(VENV)/bin/python -m pytest -n 3 --dist loadfile
 comma := ,
 
 .PHONY: help
@@ -76,11 +78,11 @@ test-model: $(DEV_DEPENDENCIES) ## tests that compute with torch or read a token
 
 .PHONY: test-process
 test-process: $(DEV_DEPENDENCIES) ## tests of one service, or of Envoy alone
-	$(PARALLEL) --dist loadfile tests/process $(PYTEST)
+	$(PARALLEL_PROCESSES) tests/process $(PYTEST)
 
 .PHONY: test-system
 test-system: $(DEV_DEPENDENCIES) $(CLIENTS) $(NODE_TOOLS) ## tests of whole stacks
-	$(PARALLEL) --dist loadfile --no-loadscope-reorder tests/system tests/scenarios tests/conformance tests/fuzz $(PYTEST)
+	$(PARALLEL_PROCESSES) --no-loadscope-reorder tests/system tests/scenarios tests/conformance tests/fuzz $(PYTEST)
 
 .PHONY: test-slow
 test-slow: $(DEV_DEPENDENCIES) ## what the others show in little, under load and for minutes

@@ -197,6 +197,7 @@ def small_disk(tmp_path):
     subprocess.run(("umount", disk), check=True)
 
 
+@pytest.mark.full  # In little: tests/process/test_payload_shipper.py.
 async def test_a_full_disk_under_the_spool_harms_no_request_and_recovers(small_disk, new_stack):
     stack = await new_stack(
         models="storyteller=models/storyteller",

@@ -102,7 +102,7 @@ def other_weights(folder):
     return folder
 
 
-@pytest.mark.full  # In little: tests/system/test_weights.py.
+@pytest.mark.full  # In little: tests/process/test_transformer_resume.py, with fingerprints.
 async def test_a_roll_to_other_weights_leaves_each_stream_to_the_model_that_began_it(new_stack, tmp_path):
     stack = await new_stack(
         models="storyteller=models/storyteller",

@@ -31,6 +31,7 @@ def models(tmp_path_factory):
     return {name: (folder / name, save_random_model(name, folder / name)) for name in RUNNERS}
 
 
+@pytest.mark.full  # In little: tests/model/test_engine_exactness.py, and every other system test.
 async def test_every_architecture_streams_what_generate_gives(models, new_stack):
     sources = ",".join(f"{name}={folder}" for name, (folder, _) in models.items())
     stack = await new_stack(models=sources)

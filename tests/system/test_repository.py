@@ -1,6 +1,7 @@
 """Models are loaded and unloaded through the gateway while others are served: gRPC clients of the predictor's face."""
 
 import asyncio
+import re
 from pathlib import Path
 
 import grpc
@@ -14,7 +15,7 @@ from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from runner.free_ports import start_stack
 from tests.hub import serve_hub
 from tests.random_models import save_random_model
-from tests.system.calls import channel, each, generate, ids_request
+from tests.system.calls import channel, each, generate, ids_request, text_of
 from tests.system.own_clients import client_passes
 from tests.system.payload_log import records
 
@@ -41,15 +42,20 @@ async def repository(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def hub_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("hub")
+
+
+@pytest.fixture(scope="module")
 def hub():
     with serve_hub({"good/story": ROOT / "models" / "storyteller"}) as address:
         yield address
 
 
 @pytest_asyncio.fixture(scope="module")
-async def stack(tmp_path_factory, repository, hub):
+async def stack(tmp_path_factory, repository, hub, hub_folder):
     # Loads go through the transformer, which fetches the tokenizer.
-    from_hub = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path_factory.mktemp("hub"))}
+    from_hub = {"HF_ENDPOINT": hub, "HF_HOME": str(hub_folder)}
     settings = from_hub | {
         "PREDICTOR_MODEL_REPOSITORY": str(repository),
         "PREDICTOR_HUB_ALLOW": "good/*",
@@ -59,7 +65,7 @@ async def stack(tmp_path_factory, repository, hub):
     folder = tmp_path_factory.mktemp("stack")
     started = await start_stack(
         folder,
-        {"models": "storyteller=models/storyteller"},
+        {"models": "storyteller=models/storyteller,story=good/story@main"},
         environment={"predictor": settings, "transformer": from_hub},
     )
     yield started
@@ -131,6 +137,14 @@ async def test_statistics_of_a_version_that_is_not_there_are_not_found(predictor
         assert (await status_of(predictor.ModelStatistics(request)))[0] is grpc.StatusCode.NOT_FOUND
     everything = await predictor.ModelStatistics(pb.ModelStatisticsRequest(version="1"), timeout=10)
     assert "storyteller" in [model.name for model in everything.model_stats]
+
+
+async def test_a_hub_model_is_fetched_at_the_start_and_served_and_of_its_files_safetensors_alone(stack, hub_folder):
+    assert text_of(await generate(stack.gateway, model="story", prompt="Once upon a time", max_tokens=5))
+    assert re.search(r"good/story: fetched [\d.]+ of 3\.\d MB", stack.log("predictor-0"))
+    fetched = {path.name for path in hub_folder.rglob("snapshots/*/*")}
+    assert {"model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"} <= fetched
+    assert "README.md" not in fetched
 
 
 @pytest.mark.parametrize(("name", "source"), [("good/story", ""), ("tale", "good/story@main")])

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 
 import numpy as np
+import pytest
 import pytest_asyncio
 
 from millrace_protos import inference_pb2 as pb
@@ -92,6 +93,7 @@ async def fingerprint_of(target):
     return answer.config.parameters["fingerprint"].string_value
 
 
+@pytest.mark.full  # In little: tests/process/test_transformer_resume.py, with fingerprints.
 async def test_a_stream_goes_on_with_the_weights_that_began_it_alone(stack):
     old, new, same = [await fingerprint_of(f"127.0.0.1:{port}") for port in stack.settings.predictor_ports]
     assert old == same != new
