@@ -168,10 +168,12 @@ def runner(tmp_path: Path) -> Iterator[Runner]:
         yield started
 
 
-def test_a_killed_runner_leaves_no_process(runner: Runner) -> None:
+def test_a_killed_runner_leaves_no_process_and_the_next_starts_in_its_folder(runner: Runner) -> None:
     services = runner.wait_ready()
     runner.process.kill()
     assert gone(services)
+    with running(runner.settings.run_folder) as following:
+        assert len(following.wait_ready()) == 4
 
 
 def test_a_second_up_is_refused_and_down_stops_the_first_within_ten_seconds(runner: Runner) -> None:

@@ -162,11 +162,11 @@ async def test_the_seed_and_every_parameter_are_those_of_the_first_call():
 
 async def test_heartbeats_keep_a_call_alive_and_are_nobodys_chunks():
     released = asyncio.Event()
-    async with resuming(beats_until(released), silence_limit_s=0.5) as r:
-        asyncio.get_running_loop().call_later(1.2, released.set)
+    async with resuming(beats_until(released), silence_limit_s=1.0) as r:
+        asyncio.get_running_loop().call_later(1.5, released.set)
         check_whole(await r.generate())
         assert len(r.predictor.calls) == 1
-        assert r.predictor.calls[0].options.heartbeat_ms == 50
+        assert r.predictor.calls[0].options.heartbeat_ms == 100
 
 
 async def test_a_silent_call_is_cancelled_before_the_next_begins():

@@ -47,6 +47,9 @@ class MakeUp:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 # With its time, by which make knows that what is installed is up to date.
                 shutil.copy2(ROOT / name, folder / name)
+        for compiled in {(ROOT / name).parent / "__pycache__" for name in files.stdout.splitlines()}:
+            if compiled.is_dir():
+                (folder / compiled.relative_to(ROOT)).symlink_to(compiled)
         (folder / ".venv").symlink_to(ROOT / ".venv")
         settings = free_settings(folder)
         # The documented addresses, and those of this stack.
