@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,21 @@ _FIRST, _LAST, _BLOCK = 20_000, 32_000, 100
 _ATTEMPTS = 5
 
 
+def _blocks() -> range:
+    """The first ports of the blocks of this pytest-xdist worker; of all blocks outside one.
+
+    A port that was checked is used a second later, and two Envoys can listen on one port (SO_REUSEPORT) without an
+    error. So parallel workers choose from different blocks.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    return range(_FIRST, _LAST, _BLOCK)[worker::workers]
+
+
 def free_settings(run_folder: Path, **overrides: Any) -> StackSettings:
     """Settings with ports that are free now; `overrides` are fields of StackSettings."""
     for _ in range(100 * _ATTEMPTS):
-        base = random.randrange(_FIRST, _LAST, _BLOCK)  # noqa: S311
+        base = random.choice(_blocks())  # noqa: S311
         values: dict[str, Any] = {
             "gateway_bind": "127.0.0.1",
             "gateway_port": base,

@@ -126,11 +126,11 @@ async def test_no_unary_call_fails_over_reloads(stack):
         await channel.close()
 
     callers = [asyncio.create_task(call_again_and_again(number % 2 == 0)) for number in range(4)]
-    await until(lambda: answered[0] > 50)
+    await until(lambda: failed or answered[0] > 50)
     for _ in range(2):
         before = answered[0]
         await stack.reload()
-        await until(lambda at_least=before + 50: answered[0] > at_least)
+        await until(lambda at_least=before + 50: failed or answered[0] > at_least)
     stop.set()
     await asyncio.gather(*callers)
     assert failed == []
