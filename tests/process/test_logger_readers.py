@@ -20,6 +20,8 @@ from tests.waiting import until
 MIB = 1 << 20
 LARGE = 4 * MIB
 UNREAD = (("grpc.max_receive_message_length", -1),)
+# The window stays at 64 KiB: its connection takes nothing that the caller does not read, however fast the machine is.
+SMALL_WINDOW = (*UNREAD, ("grpc.http2.bdp_probe", 0))
 
 
 def of(client):
@@ -32,12 +34,12 @@ class Served:
     def __init__(self, store, readers, target):
         self.store = store
         self.readers = readers
-        self.stub = millrace_pb2_grpc.PayloadLogStub(channel := grpc.insecure_channel(target, UNREAD))
-        self._channel = channel
+        self._channels = [grpc.insecure_channel(target, options) for options in (UNREAD, SMALL_WINDOW)]
+        self.stub, self.unread = map(millrace_pb2_grpc.PayloadLogStub, self._channels)
         self.calls = []
 
-    def query(self, client="c", **filters):
-        call = self.stub.Query(QueryPayloadsRequest(**filters), metadata=of(client))
+    def query(self, client="c", stub=None, **filters):
+        call = (stub or self.stub).Query(QueryPayloadsRequest(**filters), metadata=of(client))
         self.calls.append(call)
         return call
 
@@ -47,7 +49,8 @@ class Served:
     def close(self):
         for call in self.calls:
             call.cancel()
-        self._channel.close()
+        for channel in self._channels:
+            channel.close()
 
 
 @pytest.fixture
@@ -69,7 +72,7 @@ async def test_large_records_that_nobody_reads_are_in_memory_within_the_budget_a
     await served.store.append([append_request(n, model="large", prompt="x" * LARGE) for n in range(1, 9)])
     await served.store.append([append_request(n, model="small") for n in range(9, 20)])
     for _ in range(10):
-        served.query("idle", model="large")
+        served.query("idle", served.unread, model="large")
     await until(lambda: served.readers.lent_bytes >= LARGE)
     # Some other's is read as ever, from the same store, large or small.
     assert await served.read(served.query("other", model="large")) == list(range(8, 0, -1))
