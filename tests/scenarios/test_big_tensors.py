@@ -25,6 +25,7 @@ from tests.chaos.memory import peaks
 SECONDS = 60 if os.environ.get("FULL") == "1" else 4
 WARM_UP_S = max(3, SECONDS / 3)
 AT_ONCE = 64
+LEAST_TURNS = 2
 CONNECTIONS = 8
 # Token ids of 64 prompts of 2,048 tokens: 1 MiB as they are, some 400 kB of JSON for a quarter of them.
 IDS = np.arange(64 * 2048, dtype=np.int64).reshape(64, 2048) % 50_000
@@ -57,6 +58,14 @@ def ids_request(model, ids=IDS):
     return request
 
 
+def turns(end):
+    """A caller's requests until `end`, and several even on a machine that is busy with other things."""
+    turn = 0
+    while turn < LEAST_TURNS or time.monotonic() < end:
+        yield turn
+        turn += 1
+
+
 async def by_grpc(stack, end):
     """How many answers came until `end`."""
     channels = [grpc.aio.insecure_channel(stack.gateway, options=NO_LIMIT) for _ in range(CONNECTIONS)]
@@ -65,7 +74,7 @@ async def by_grpc(stack, end):
     async def caller(number):
         nonlocal answers
         stub = GRPCInferenceServiceStub(channels[number % CONNECTIONS])
-        while time.monotonic() < end:
+        for _ in turns(end):
             response = await stub.ModelInfer(request, timeout=60)
             assert list(response.raw_output_contents) == list(request.raw_input_contents)
             answers += 1
@@ -88,7 +97,7 @@ async def by_rest(stack, end):
 
         async def caller():
             nonlocal answers, expected
-            while time.monotonic() < end:
+            for _ in turns(end):
                 response = await client.post("/v2/models/identity/infer", content=body)
                 assert response.status_code == 200, response.text[:300]
                 if expected is None:
@@ -112,7 +121,7 @@ async def test_every_big_tensor_of_64_callers_is_answered_and_memory_stays(stack
     growth = {name: size - before[name] for name, size in after.items()}
     in_mb = {name: f"{size / 1e6:.1f} of {before[name] / 1e6:.0f} MB" for name, size in growth.items()}
     print(f"{protocol.__name__}: {answers / SECONDS:.0f} answers a second, growth {in_mb}")
-    assert answers > AT_ONCE
+    assert answers >= LEAST_TURNS * AT_ONCE
     assert {name: stack.pid(name) for name in stack.names} == processes
     assert max(growth.values()) <= MOST_GROWTH, growth
 
