@@ -10,18 +10,17 @@ import os
 import time
 from typing import Any
 
-import torch
-
-from millrace.rpc.service import run_service
-from services.predictor.__main__ import serve
-from services.predictor.engine import build
-from services.predictor.engine.runners.paged import PagedRunner
-from services.predictor.settings import PredictorSettings
+from services.predictor import __main__
 
 _TOKEN_ID = 100
 
 
-def main() -> None:
+def instant_runner() -> type[Any]:
+    """The class of the runner; imports torch, which only engine processes do."""
+    import torch
+
+    from services.predictor.engine.runners.paged import PagedRunner
+
     pause_s = float(os.environ["PACE_MS"]) / 1000
 
     class InstantRunner(PagedRunner):
@@ -34,9 +33,15 @@ def main() -> None:
             time.sleep(pause_s)
             return self._logits.repeat(sum(row.samples for row in rows), 1)
 
-    build.PagedRunner = InstantRunner  # type: ignore[attr-defined]
-    run_service("predictor", PredictorSettings, serve)
+    return InstantRunner
+
+
+def prepare() -> None:
+    """In each engine process."""
+    from services.predictor.engine import build
+
+    build.PagedRunner = instant_runner()  # type: ignore[misc]
 
 
 if __name__ == "__main__":
-    main()
+    __main__.main(prepare="bench.instant_predictor:prepare")

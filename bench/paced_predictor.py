@@ -6,14 +6,14 @@ import os
 import time
 from typing import Any
 
-from millrace.rpc.service import run_service
-from services.predictor.__main__ import serve
-from services.predictor.engine import build
-from services.predictor.engine.runners.paged import PagedRunner
-from services.predictor.settings import PredictorSettings
+from services.predictor import __main__
 
 
-def main() -> None:
+def prepare() -> None:
+    """In each engine process."""
+    from services.predictor.engine import build
+    from services.predictor.engine.runners.paged import PagedRunner
+
     pause_s = float(os.environ["PACE_MS"]) / 1000
 
     class PacedRunner(PagedRunner):
@@ -24,8 +24,7 @@ def main() -> None:
             return logits
 
     build.PagedRunner = PacedRunner  # type: ignore[attr-defined]
-    run_service("predictor", PredictorSettings, serve)
 
 
 if __name__ == "__main__":
-    main()
+    __main__.main(prepare="bench.paced_predictor:prepare")

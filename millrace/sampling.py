@@ -67,6 +67,9 @@ class SamplingParameters(BaseModel):
     cache_salt: str = Field(
         "", max_length=MAX_CACHE_SALT, description="Cached prefixes are shared only with requests of the same salt."
     )
+    hedge: int = Field(
+        1, ge=1, le=2, description="2: two predictors compute the answer at once, and the death of one costs no time."
+    )
     chunk_tokens: int = Field(1, ge=1, le=4096, description="Tokens a message at least, but for the last.")
     chunk_ms: int = Field(0, ge=0, le=600_000, description="Milliseconds held back for chunk_tokens; 0: no limit.")
 

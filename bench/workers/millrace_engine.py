@@ -1,5 +1,7 @@
 """Millrace's engine, loaded as in the predictor, with one task for each caller on uvloop.
 
+Arguments after the folder are settings of the predictor, such as `max_gap_ms=20`.
+
 `generate` counts the tokens that readers took from their slots. `long_prompt` and `outside_forward` are measured only
 for this engine.
 """
@@ -10,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -18,10 +21,9 @@ import uvloop
 from bench.statistics import quantile
 from bench.workers.protocol import Command, Contender, Generation
 from millrace.errors import MillraceError
-from millrace.models.sources import ModelSource
 from millrace.sampling import SamplingParameters
 from services.predictor.engine.interface import Engine, GenerationRequest, OutputSlot
-from services.predictor.repository.loading import build, fetch_model
+from services.predictor.generation.loading import load_generation
 from services.predictor.settings import PredictorSettings
 
 _SETTLED_TOKENS = 16  # Of each stream, before gaps are measured.
@@ -59,16 +61,15 @@ class MillraceEngine(Contender):
 
     packages = ("torch", "transformers", "uvloop")
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, *arguments: str) -> None:
         torch.set_num_threads(1)
-        source = ModelSource(Path(folder).name, folder)
-        settings = PredictorSettings(models=f"{source.name}={folder}", device="cpu", dtype="bf16", threads=1)
-        fetched = fetch_model(source, lambda progress: None)
-        model: Any = build(source, fetched, settings, torch.device("cpu"), lambda progress: None)
-        self._engine: Engine = model.engine  # Every generation model has one.
+        changes: dict[str, Any] = dict(argument.split("=") for argument in arguments)
+        settings = PredictorSettings(device="cpu", dtype="bf16", threads=1, **changes)
+        path = Path(folder)
+        self._engine: Engine = load_generation(path.name, path, True, settings, torch.device("cpu")).engine
         self._loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         self._submitted = 0
-        self.settings = {"dtype": "bf16", "max_running": settings.max_running, **self._engine.description}
+        self.settings = {"dtype": "bf16", "max_running": settings.max_running, **changes, **self._engine.description}
 
     def own_commands(self) -> Mapping[str, Command]:
         return {"long_prompt": self.long_prompt, "outside_forward": self.outside_forward}
@@ -108,7 +109,7 @@ class MillraceEngine(Contender):
         return statistics.forward_ns, statistics.step_ns
 
     def long_prompt(self, prompts: list[list[int]], long_prompt: list[int], new_tokens: int) -> Mapping[str, Any]:
-        """The p99 gap of running streams while a long prompt is prefilled, divided by that before it."""
+        """The gaps between tokens of running streams before and while a long prompt is prefilled."""
         return self._loop.run(self._long_prompt(prompts, long_prompt, new_tokens))
 
     async def _long_prompt(
@@ -147,11 +148,13 @@ class MillraceEngine(Contender):
         quiet = [gap for stream in streams for gap in stream.gaps(quiet_start, quiet_end)]
         busy = [gap for stream in streams for gap in stream.gaps(quiet_end, prefilled)]
         return {
-            "gap_growth": quantile(busy, 0.99) / quantile(quiet, 0.99),
+            "first_token_ms": (prefilled - quiet_end) * 1e3,
+            "gap_p50_ms": quantile(busy, 0.5) * 1e3,
+            "gap_p99_ms": quantile(busy, 0.99) * 1e3,
+            "tokens_per_s": len(streams) / mean(busy),
+            "quiet_p50_ms": quantile(quiet, 0.5) * 1e3,
             "quiet_p99_ms": quantile(quiet, 0.99) * 1e3,
-            "busy_p99_ms": quantile(busy, 0.99) * 1e3,
-            "busy_gaps": len(busy),
-            "prefill_ms": (prefilled - quiet_end) * 1e3,
+            "quiet_tokens_per_s": len(streams) / mean(quiet),
         }
 
 

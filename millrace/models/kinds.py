@@ -42,7 +42,7 @@ def kind_of(source: ModelSource, folder: Path) -> ModelKind:
         return ModelKind.CLASSIFICATION
     if architecture.endswith("EncoderModel"):
         return ModelKind.EMBEDDING
-    if not _is_encoder(config) or architecture.endswith(_GENERATES):
+    if architecture.endswith(_GENERATES) or not _is_encoder(config):
         return ModelKind.GENERATION
     if architecture.endswith("Model"):
         return ModelKind.EMBEDDING

@@ -6,7 +6,8 @@ and reflection are not counted: a busy service is not a dead one.
 
 A call is idle while it waits for a message and has no request in flight; it does not count towards `max_calls`. Beyond
 `max_idle` the call that has been idle for longest ends. A call also ends after `idle_timeout_s` of idleness, or after
-FIRST_MESSAGE_S if its method takes one message. A health watch is idle as long as it lasts.
+FIRST_MESSAGE_S if its method takes one message. A health watch is idle as long as it lasts. The call of a transformer
+at its predictor (protos/steps.proto) is never idle.
 
 gRPC holds the parts of a message until it is complete. Beyond `max_unfinished` bytes in all, idle calls end, those that
 began to wait last first. Of those that have waited for longest, as many stay as cannot hold more than that: they began
@@ -32,7 +33,8 @@ FIRST_MESSAGE_S = 120.0
 _UNCOUNTED = ("/grpc.health.", "/grpc.reflection.")
 _WATCH = "/grpc.health.v1.Health/Watch"
 # From services alone: silent for as long as there is nothing to record, and as large as a record is.
-_INNER = "/millrace.v1.PayloadIngest/"
+_STEPS = "/millrace.v1.PredictorSteps/"
+_INNER = ("/millrace.v1.PayloadIngest/", _STEPS)
 _SWEEP_S = 1.0
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # Above Envoy's 60 MiB, so that the gateway answers first.
 _LOOK_S = 0.05
@@ -174,6 +176,7 @@ class Call:
         self._is_counted = not method.startswith(_UNCOUNTED)
         self.is_inner = method.startswith(_INNER)
         self._watches = method == _WATCH
+        self._is_never_idle = method.startswith(_STEPS)
         self.may_be_idle = request_streaming or self._watches  # As it is meant to be.
         self.may_arrive = not self._watches and not self.is_inner
         self.idle_limit_s = math.inf if self._watches or self.is_inner else idle_limit_s
@@ -222,7 +225,7 @@ class Call:
     async def receive(self, message: Awaitable[T]) -> T:
         """The call's next message; idle meanwhile, unless a request is in flight."""
         self._receives = True
-        if not self._requests and self in self._admission._open:
+        if not self._requests and self in self._admission._open and not self._is_never_idle:
             self._admission._begin_idle(self)
         try:
             received = await message

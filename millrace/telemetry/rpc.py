@@ -14,12 +14,13 @@ from opentelemetry.metrics import Histogram, Meter
 from opentelemetry.trace import Span, Status
 from opentelemetry.trace import StatusCode as SpanStatus
 
-# Neither traced nor measured: health and reflection, what Envoy and Docker ask for ever; the payload ingest, one call
-# that lasts for days; and the gateway's access log.
+# Neither traced nor measured: health and reflection, what Envoy and Docker ask for ever; the payload ingest and the
+# predictor's steps, calls that last for days (each sequence of the latter has its own span); the gateway's access log.
 UNTOLD = (
     "/grpc.health.",
     "/grpc.reflection.",
     "/millrace.v1.PayloadIngest/",
+    "/millrace.v1.PredictorSteps/",
     "/opentelemetry.proto.collector.logs.v1.LogsService/",
 )
 LINK = "x-millrace-link"  # Metadata: a traceparent that the server's span links to; the gateway removes a stranger's.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 
 from millrace.payload.metrics import observe_tap
@@ -9,22 +10,33 @@ from millrace.payload.tap import PayloadTap
 from millrace.rpc.server import READY, Server
 from millrace.rpc.service import run_service
 from millrace_protos.inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
+from services.predictor.engine_process.engine_host import EngineHost
 from services.predictor.settings import PredictorSettings
 
 _SERVICE = "inference.GRPCInferenceService"
 _TAP_DRAIN_S = 3.0
 
 
-async def serve(settings: PredictorSettings) -> None:
-    # Torch takes seconds to import: wrong settings are reported before that.
+def main(prepare: str = "") -> None:
+    """Runs the service. `prepare`: a `module:function` that each engine process calls before it loads its model."""
+    host = EngineHost(prepare)
+    if "torch" in sys.modules:
+        # This process has imported the libraries of models, and is single-threaded only now.
+        host.fork()
+    run_service("predictor", PredictorSettings, partial(serve, host=host))
+
+
+async def serve(settings: PredictorSettings, host: EngineHost) -> None:
+    # Wrong settings are reported before the rest is imported.
     from services.predictor import development
     from services.predictor.generation.metrics import observe_engines
     from services.predictor.repository.repository import ModelRepository
     from services.predictor.servicer import InferenceServicer
+    from services.predictor.steps import servicer as steps
 
     server = Server.of("predictor", settings, [_SERVICE])
 
-    repository = ModelRepository(settings, partial(server.set_serving, READY))
+    repository = ModelRepository(settings, partial(server.set_serving, READY), host)
     observe_engines(repository.engines)
     tap = None
     if settings.payload_log == "on":
@@ -34,6 +46,8 @@ async def serve(settings: PredictorSettings) -> None:
         tap.start()
         observe_tap(tap)
     add_GRPCInferenceServiceServicer_to_server(InferenceServicer(repository, tap), server.grpc)
+
+    steps.add_to_server(repository, server.stopping, server.grpc)
 
     if settings.development:
         development.add_to_server(repository, server.grpc)
@@ -63,4 +77,4 @@ async def serve(settings: PredictorSettings) -> None:
 
 
 if __name__ == "__main__":
-    run_service("predictor", PredictorSettings, serve)
+    main()

@@ -19,7 +19,8 @@ from millrace.rpc.call_context import call_context, deadline_of
 from millrace.rpc.handlers import Context
 from millrace_protos import inference_pb2 as pb
 from services.predictor.models.served_model import VERSION
-from services.predictor.repository.repository import ModelRepository, State
+from services.predictor.repository.entry import State
+from services.predictor.repository.repository import ModelRepository
 
 _SERVICE = "inference.GRPCInferenceService"
 _EXTENSIONS = (

@@ -59,8 +59,17 @@ class PredictorSettings(ServiceSettings):
     step_tokens: int = Field(
         2048, ge=16, description="Maximum of tokens that one forward pass computes, of prompts and outputs together."
     )
+    max_gap_ms: float = Field(
+        60.0,
+        ge=0,
+        description=(
+            "Target for the gap between two tokens of a stream while prompts of others are computed: steps with parts"
+            " of prompts take as long, or longer if prompts would starve. Lower: steadier streams; higher: earlier"
+            " first tokens."
+        ),
+    )
     step_timeout: float = Field(
-        120.0, gt=0, description="Seconds after which a forward pass counts as hung; the process ends and is restarted."
+        120.0, gt=0, description="Seconds after which a forward pass counts as hung; its process ends and is replaced."
     )
     python_timeout: float = Field(
         300.0,

@@ -2,7 +2,7 @@
 
 The events are `queued`, `prefill`, `first_token`, `preempted` (each time) and `generation_end`, with the engine's own
 times: they are exact even if the reader or the event loop was busy. They are written when the generation ends, whatever
-its outcome; a phase that it never reached has no event.
+its outcome; a phase that it never reached has no event, and a request that was refused has none.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 from opentelemetry import metrics, trace
 from opentelemetry.metrics import Histogram, Meter
+from opentelemetry.trace import Span
 
 from millrace.telemetry.identity import MODEL
 from services.predictor.engine.interface import Chunk, Timeline
@@ -37,35 +38,43 @@ class GenerationTelemetry:
     @contextmanager
     def observed(self, timeline: Timeline) -> Iterator[ObservedGeneration]:
         """Observes the generation that the block reads; its events go to the span that is current at the start."""
-        generation = ObservedGeneration(timeline, self._queue_duration, self._attributes)
+        generation = self.observe(timeline, trace.get_current_span())
         try:
             yield generation
         finally:
             generation.end()
 
+    def observe(self, timeline: Timeline, span: Span) -> ObservedGeneration:
+        """Observes a generation until its `end` is called; its events go to the span."""
+        return ObservedGeneration(timeline, span, self._queue_duration, self._attributes)
+
 
 class ObservedGeneration:
     """One generation; belongs to the task that reads it."""
 
-    def __init__(self, timeline: Timeline, queue_duration: Histogram, attributes: dict[str, str]) -> None:
+    def __init__(self, timeline: Timeline, span: Span, queue_duration: Histogram, attributes: dict[str, str]) -> None:
         self._timeline = timeline
         self._queue_duration = queue_duration
         self._attributes = attributes
-        self._span = trace.get_current_span()
+        self._span = span
         self._tokens = 0
         self._queue_is_reported = False
 
     def take(self, chunk: Chunk) -> Chunk:
         """Observes a chunk that was read, and returns it."""
-        self._tokens += len(chunk.output_ids)
-        self._record_queue_time()
+        self.add(len(chunk.output_ids))
         return chunk
+
+    def add(self, tokens: int) -> None:
+        """Counts tokens."""
+        self._tokens += tokens
+        self._record_queue_time()
 
     def end(self) -> None:
         """Writes the events; called once."""
         self._record_queue_time()
         span, timeline = self._span, self._timeline
-        if not span.is_recording():
+        if not span.is_recording() or not timeline.submitted:
             return
         span.set_attributes(self._attributes)
         # Engines use the monotonic clock, spans the wall clock.
@@ -77,7 +86,8 @@ class ObservedGeneration:
         came = sorted((at, name) for name, at in marks if at is not None and at <= ended)
         for at, name in came:
             span.add_event(name, timestamp=now_ns - int((now - at) * 1e9))
-        attributes: dict[str, int] = {_OUTPUT_TOKENS: self._tokens}
+        # Of a sequence that a transformer cancelled the engine alone knows how many tokens it had.
+        attributes: dict[str, int] = {_OUTPUT_TOKENS: self._tokens} if self._tokens or not timeline.first_token else {}
         if timeline.preemptions:
             attributes[_PREEMPTIONS] = timeline.preemptions
         span.add_event("generation_end", attributes, now_ns - int((now - ended) * 1e9))

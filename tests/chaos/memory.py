@@ -28,11 +28,12 @@ _LONG_LIFE = 60  # Samples after that; fewer say nothing of growth.
 
 
 def resident_bytes(stack: Stack) -> dict[str, int]:
-    """Of each process that runs, what it holds now."""
+    """Of each process that runs, what it and its children, such as engines, hold now."""
     found = {}
     for name in stack.names:
         with suppress(ProcessLookupError, psutil.NoSuchProcess):
-            found[name] = psutil.Process(stack.pid(name)).memory_info().rss
+            process = psutil.Process(stack.pid(name))
+            found[name] = sum(one.memory_info().rss for one in (process, *process.children(recursive=True)))
     return found
 
 

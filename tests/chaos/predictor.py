@@ -6,7 +6,7 @@ FAILS fails in its fourth step. Whenever a request has ended, `blocks-PORT` says
 use and how many sequences there are, in one line.
 
 A step takes PACE_MS milliseconds longer where the environment says so, as if the model ran on a device of its own and
-left the processor to the others. A prompt with the token POISON_ID kills the process in its first step.
+left the processor to the others. A prompt with the token POISON_ID kills the engine process in its first step.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from services.predictor.__main__ import serve
-from services.predictor.engine import build
-from services.predictor.engine.runners.paged import PagedRunner
-from services.predictor.engine.scheduler import Scheduler
+from services.predictor import __main__
 
 FAILS = 13
 _FAILS_AFTER = 3
@@ -30,9 +27,11 @@ class InjectedError(Exception):
     """A step that fails since it was told to."""
 
 
-def main() -> None:
-    from millrace.rpc.service import run_service
-    from services.predictor.settings import PredictorSettings
+def prepare() -> None:
+    """In each engine process."""
+    from services.predictor.engine import build
+    from services.predictor.engine.runners.paged import PagedRunner
+    from services.predictor.engine.scheduler import Scheduler
 
     folder, port = Path(os.environ["FAULTS"]), os.environ["PREDICTOR_PORT"]
     raising, dead, blocks = (folder / f"{name}-{port}" for name in ("raise", "dead", "blocks"))
@@ -63,8 +62,7 @@ def main() -> None:
 
     build.PagedRunner = FaultyRunner  # type: ignore[misc]
     build.Scheduler = CountingScheduler  # type: ignore[misc]
-    run_service("predictor", PredictorSettings, serve)
 
 
 if __name__ == "__main__":
-    main()
+    __main__.main(prepare="tests.chaos.predictor:prepare")

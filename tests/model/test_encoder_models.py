@@ -18,7 +18,7 @@ from millrace.oip.model_description import INPUT_IDS, config_of, metadata_of
 from millrace.oip.stream_infer import FINAL
 from millrace.oip.tensors import Tensor, add_input, decode_outputs
 from millrace_protos.inference_pb2 import ModelInferRequest
-from services.predictor.repository.loading import build, fetch_model
+from services.predictor.repository.loading import build_here, fetch_model
 from services.predictor.settings import PredictorSettings
 from services.predictor.tensor_models.rows import ATTENTION_MASK, pad
 from tests.random_encoders import ENCODERS, VOCABULARY, save_pooling, save_random_encoder
@@ -39,10 +39,10 @@ def serve():
     loaded = []
 
     def start(folder, **settings):
-        settings = {"batch_rows": 8, "batch_delay_ms": 20, **settings}
+        settings = {"batch_rows": 8, "batch_delay_ms": 20, "device": "cpu", **settings}
         source = ModelSource("m", str(folder))
         fetched = fetch_model(source, lambda _: None)
-        loaded.append(build(source, fetched, PredictorSettings(**settings), CPU, lambda _: None))
+        loaded.append(build_here(source, fetched, PredictorSettings(**settings), lambda _: None))
         return loaded[-1]
 
     yield start

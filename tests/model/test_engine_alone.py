@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 from millrace.errors import DeadlineError, HopBrokenError, InvalidRequestError, NotReadyError, RequestFailedError
-from services.predictor.engine.isolation import Isolation
 from tests.model.crowd import CROWD, assert_crowd_is_unharmed, outcome, submit_crowd
 from tests.model.fakes import FakeRunner, Gate, expected, read_all, request
 from tests.waiting import until
@@ -48,21 +47,21 @@ async def test_what_it_has_produced_before_counts_and_one_token_is_enough(engine
     await assert_crowd_is_unharmed(slots)
 
 
-async def test_a_process_holds_one_that_is_still_to_run_alone(engine_of):
+async def test_an_engine_holds_one_that_is_still_to_run_alone(engine_of):
     gate = Gate()
-    isolation = Isolation()
-    engine, other = engine_of(FakeRunner(gate), isolation=isolation), engine_of(FakeRunner(), isolation=isolation)
+    engine = engine_of(FakeRunner(gate))
     first = engine.submit(request("first", alone=True))
-    for refusing in (engine, other):
-        with pytest.raises(NotReadyError, match="another request runs in isolation here") as raised:
-            refusing.submit(request("second", alone=True))
-        assert raised.value.retry_after_ms == 100
+    with pytest.raises(NotReadyError, match="another request runs in isolation here") as raised:
+        engine.submit(request("second", alone=True))
+    assert raised.value.retry_after_ms == 100
     # Others are welcome.
-    assert (await read_all(other.submit(request())))[0] == expected((5, 6))
+    other = engine.submit(request())
     gate.open(1)
     await first.read()
-    assert (await read_all(other.submit(request("second", alone=True))))[0] == expected((5, 6))
-    gate.open(100)
+    second = engine.submit(request("second", alone=True))
+    gate.open(1000)
+    for slot in (other, second):
+        assert (await read_all(slot))[0] == expected((5, 6))
     await read_all(first)
 
 
@@ -132,14 +131,12 @@ async def test_its_end_lets_the_others_go_on(engine_of, monkeypatch, how):
 
 
 async def test_the_end_of_its_engine_gives_the_place_back(engine_of):
-    isolation = Isolation()
-
     class Dying(FakeRunner):
         def run(self, rows):
             raise SystemExit
 
     for runner, error in ((Dying(), HopBrokenError), (FakeRunner(Gate()), NotReadyError)):
-        engine = engine_of(runner, isolation=isolation, step_timeout_s=5)
+        engine = engine_of(runner, step_timeout_s=5)
         slot = engine.submit(request("alone", alone=True))
         if error is NotReadyError:
             await until(lambda runner=runner: runner.steps)
@@ -148,5 +145,4 @@ async def test_the_end_of_its_engine_gives_the_place_back(engine_of):
             await asyncio.to_thread(engine.close)
         else:
             assert await outcome(slot) is error
-        isolation.acquire("next")
-        isolation.release("next")
+        engine._isolation.acquire("next")

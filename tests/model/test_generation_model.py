@@ -215,7 +215,7 @@ async def test_a_handed_back_stream_has_what_was_made_and_the_others_go_on(model
     model = model_of(FakeRunner(gate), max_running=2)
     streams = [Reader(model, RESUMES), Reader(model, NO_OPTIONS), Reader(model, RESUMES)]
     gate.open(6)
-    await until(lambda: model.statistics.tokens == 6 and model._resumable)
+    await until(lambda: model.statistics.tokens == 6 and model.resumable)
     model.hand_back()
     made = []
     for stream in (streams[0], streams[2]):

@@ -20,16 +20,16 @@ MODELS = Path(__file__).parents[2] / "models"
 STORYTELLER = MODELS / "storyteller"
 
 
-def load(source, settings):
+async def load(source, settings, host):
     fetched = fetch_model(source, lambda _: None)
-    return build(source, fetched, settings, torch.device("cpu"), lambda _: None)
+    return await build(source, fetched, settings, host, lambda _: None)
 
 
-def refusal(location, **settings):
+async def refusal(host, location, **settings):
     """What is said of the model "x", from there and under these settings."""
     settings = {"device": "cpu", **settings}
     with pytest.raises(StartupError) as refused:
-        load(ModelSource("x", str(location)), PredictorSettings(**settings))
+        await load(ModelSource("x", str(location)), PredictorSettings(**settings), host)
     text = str(refused.value)
     assert text.startswith("model x")
     assert "\n" not in text
@@ -43,27 +43,29 @@ def refusal(location, **settings):
         ({"max_context": 5000}, "PREDICTOR_MAX_CONTEXT=5000, but its context is 1024"),
     ],
 )
-def test_a_context_that_the_model_or_the_memory_has_not(settings, text):
-    assert text in refusal(STORYTELLER, **settings)
+async def test_a_context_that_the_model_or_the_memory_has_not(settings, text, engine_host):
+    assert text in await refusal(engine_host, STORYTELLER, **settings)
 
 
 @pytest.mark.parametrize(
     ("name", "content"),
     [("model.safetensors", b"version https://git-lfs"), ("generation_config.json", b"{"), ("config.json", b"{}")],
 )
-def test_damaged_files(tmp_path, name, content):
+async def test_damaged_files(tmp_path, name, content, engine_host):
     shutil.copytree(STORYTELLER, tmp_path, dirs_exist_ok=True)
     (tmp_path / name).write_bytes(content)
-    assert "cannot be loaded: " in refusal(tmp_path)
+    assert "cannot be loaded: " in await refusal(engine_host, tmp_path)
 
 
-def test_a_folder_that_is_no_model(tmp_path):
-    assert "has no config.json" in refusal(tmp_path)
+async def test_a_folder_that_is_no_model(tmp_path, engine_host):
+    assert "has no config.json" in await refusal(engine_host, tmp_path)
 
 
-def test_a_model_py_that_cannot_be_imported(tmp_path):
+async def test_a_model_py_that_cannot_be_imported(tmp_path, engine_host):
     (tmp_path / "model.py").write_text("import numpy\nimport nothing_like_it\n")
-    assert "model.py, line 2 cannot be imported: ModuleNotFoundError: No module named" in refusal(tmp_path)
+    assert "model.py, line 2 cannot be imported: ModuleNotFoundError: No module named" in await refusal(
+        engine_host, tmp_path
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,17 +75,17 @@ def test_a_model_py_that_cannot_be_imported(tmp_path):
         ("somebody/nothing", "somebody/nothing is neither a folder nor on the hub"),
     ],
 )
-def test_what_the_hub_does_not_give(tmp_path, monkeypatch, location, text):
+async def test_what_the_hub_does_not_give(tmp_path, monkeypatch, location, text, engine_host):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with serve_hub({}) as address:
         monkeypatch.setattr(constants, "ENDPOINT", address)
-        assert text in refusal(location)
+        assert text in await refusal(engine_host, location)
 
 
-def test_a_hub_that_cannot_be_reached(tmp_path, monkeypatch):
+async def test_a_hub_that_cannot_be_reached(tmp_path, monkeypatch, engine_host):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert "the hub cannot be reached; check the network" in refusal("somebody/something")
+    assert "the hub cannot be reached; check the network" in await refusal(engine_host, "somebody/something")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")

@@ -330,7 +330,7 @@ async def test_a_model_that_another_has_replaced_is_removed_once(model_of, metri
     assert metrics.values_by(MODEL, "millrace.sequences.running") == {"fake": 0}
 
 
-async def test_models_come_and_go_with_the_repository_that_serves_them(tmp_path, metrics):
+async def test_models_come_and_go_with_the_repository_that_serves_them(tmp_path, metrics, engine_host):
     save_random_model("llama", tmp_path / "llama")
 
     async def report_ready(_):
@@ -343,7 +343,7 @@ async def test_models_come_and_go_with_the_repository_that_serves_them(tmp_path,
         "kv_cache_memory": "1MiB",
         "MODELS": f"llama={tmp_path}/llama",
     }
-    repository = ModelRepository(PredictorSettings(model_repository=tmp_path, **settings), report_ready)
+    repository = ModelRepository(PredictorSettings(model_repository=tmp_path, **settings), report_ready, engine_host)
     observe_engines(repository.engines, metrics.meter)
     try:
         assert metrics.values_by(MODEL, "millrace.tokens") == {}

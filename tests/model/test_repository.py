@@ -2,18 +2,21 @@
 
 import asyncio
 import concurrent.futures.thread
-import threading
+import os
+import signal
 import time
 import weakref
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 
 import numpy as np
+import psutil
 import pytest
 
 from millrace.deadline import NO_DEADLINE, Deadline
 from millrace.errors import (
     DeadlineError,
     DrainingError,
+    HopBrokenError,
     NotFoundError,
     NotReadyError,
     OverloadedError,
@@ -25,7 +28,7 @@ from millrace.oip.resumable import LEAVING, CallOptions
 from millrace.oip.tensors import Tensor, add_input, decode_outputs
 from millrace_protos.inference_pb2 import ModelInferRequest
 from services.predictor.engine.interface import EngineDeadError
-from services.predictor.repository import operations
+from services.predictor.repository import backoff, operations
 from services.predictor.repository.repository import ModelRepository, State
 from services.predictor.settings import PredictorSettings
 from tests.random_models import save_random_model
@@ -70,7 +73,8 @@ async def execute(request):
 class Models:
     """Folders of Python models, and the repository that serves them."""
 
-    def __init__(self, tmp_path):
+    def __init__(self, tmp_path, host):
+        self.host = host
         self.folder = tmp_path / "repository"
         self.folder.mkdir()
         self.told = []
@@ -91,6 +95,7 @@ class Models:
                 MODELS=models, model_repository=self.folder, device="cpu", threads=1, drain_s=drain_s, **settings
             ),
             tell,
+            self.host,
         )
         try:
             yield repository
@@ -99,8 +104,8 @@ class Models:
 
 
 @pytest.fixture
-def models(tmp_path):
-    made = Models(tmp_path)
+def models(tmp_path, engine_host):
+    made = Models(tmp_path, engine_host)
     made.write("first", ANSWERS.replace("ANSWER]", "1]"))
     return made
 
@@ -240,7 +245,7 @@ async def _read_all(serving):
         return [response async for response in responses]
 
 
-async def test_an_unloaded_engine_leaves_neither_threads_nor_memory(models, monkeypatch):
+async def test_an_unloaded_engine_leaves_neither_a_process_nor_memory(models, monkeypatch):
     run = concurrent.futures.thread._WorkItem.run
 
     def run_and_linger(item):  # As a thread of the pool may on a busy machine, its work still in its hands.
@@ -257,10 +262,11 @@ async def test_an_unloaded_engine_leaves_neither_threads_nor_memory(models, monk
             await repository.load("llama")
             assert models.told[-2:] == [False, True]
             engine = weakref.ref(repository.get("llama").model.engine)
-            assert [t.name for t in threading.enumerate() if t.name == "engine-llama"] == ["engine-llama"]
+            host = psutil.Process(models.host.pid)
+            assert [process.pid for process in host.children()] == [engine().pid]
             await repository.unload("llama")
             assert engine() is None
-            assert not [t.name for t in threading.enumerate() if t.name.endswith("-llama")]
+            await until(lambda host=host: not host.children())
 
 
 async def test_what_cannot_have_its_memory_is_refused_and_frees_what_it_took(models):
@@ -272,15 +278,72 @@ async def test_what_cannot_have_its_memory_is_refused_and_frees_what_it_took(mod
         assert await ask(repository, "first") == 1
 
 
-async def test_the_death_of_an_engine_that_was_loaded_later_is_noticed(models):
+async def test_an_engine_that_dies_is_replaced_and_its_requests_end_as_by_a_death(models):
     save_random_model("llama", models.folder / "llama")
     async with models.serve("first", kv_cache_memory="1MiB") as repository:
         await repository.load_all()
         await repository.load("llama")
         death = asyncio.create_task(repository.engine_death())
-        repository.get("llama").model.engine._dead.set()
-        with pytest.raises(EngineDeadError, match="llama"):
-            await asyncio.wait_for(death, 10)
+        llama = repository.get("llama")
+        undisturbed = await read_ids(llama, RESUMES, 20)
+        with held(llama) as engine:
+            in_flight = asyncio.create_task(read_ids(llama, RESUMES, 100))
+            await until(lambda: llama._in_flight)
+            os.kill(engine, signal.SIGKILL)
+            with pytest.raises((HopBrokenError, NotReadyError)):
+                await in_flight
+        assert not repository.ready
+        assert not repository.is_ready("llama")
+        with pytest.raises(NotReadyError, match="the engine of model llama died"):
+            repository.get("llama")
+        assert await ask(repository, "first") == 1
+        await until(lambda: repository.ready)
+        assert await read_ids(repository.get("llama"), RESUMES, 20) == undisturbed
+        assert repository.engines.restarts() == {"llama": 1}
+        assert models.told == [True, False, True]
+        assert not death.done()
+        death.cancel()
+
+
+async def test_a_replacement_that_fails_is_tried_again_and_the_index_says_why(models, monkeypatch):
+    monkeypatch.setattr(backoff, "_FIRST_S", 0.05)
+    save_random_model("llama", models.folder / "llama")
+    config = models.folder / "llama" / "config.json"
+    async with models.serve("llama", kv_cache_memory="1MiB") as repository:
+        await repository.load_all()
+        held_back = config.rename(config.with_suffix(".away"))
+        os.kill(repository.get("llama").model.engine.pid, signal.SIGKILL)
+        await until(lambda: repository._entries["llama"].state is State.UNAVAILABLE)
+        assert "llama" in (await repository.index())[0].reason
+        with pytest.raises(NotReadyError, match="llama"):
+            repository.get("llama")
+        held_back.rename(config)
+        await until(lambda: repository.ready)
+        assert await read_ids(repository.get("llama"), RESUMES, 20)
+
+
+async def test_a_model_whose_engine_is_replaced_can_be_unloaded(models):
+    save_random_model("llama", models.folder / "llama")
+    async with models.serve("first", "llama", kv_cache_memory="1MiB") as repository:
+        await repository.load_all()
+        os.kill(repository.get("llama").model.engine.pid, signal.SIGKILL)
+        await until(lambda: not repository.ready)
+        await repository.unload("llama")
+        assert repository.ready
+        with pytest.raises(NotFoundError):
+            repository.get("llama")
+
+
+async def test_the_death_of_the_host_replaces_it_and_every_engine(models):
+    save_random_model("llama", models.folder / "llama")
+    async with models.serve("llama", kv_cache_memory="1MiB") as repository:
+        await repository.load_all()
+        host = models.host.pid
+        os.kill(host, signal.SIGKILL)
+        await until(lambda: not repository.ready)
+        await until(lambda: repository.ready, 60)
+        assert models.host.pid != host
+        assert await read_ids(repository.get("llama"), RESUMES, 20)
 
 
 async def test_an_unload_is_no_death(models):
@@ -422,28 +485,23 @@ async def test_an_unload_hands_back_what_does_not_end_in_time(models):
 
 @contextmanager
 def held(serving):
-    """Holds a generating model still."""
-    runner, go = serving.model.engine._runner, threading.Event()
-    run = runner.run
-
-    def wait_and_run(rows):
-        go.wait(60)
-        return run(rows)
-
-    runner.run = wait_and_run
+    """Holds a generating model still; gives its process's id."""
+    engine = serving.model.engine.pid
+    os.kill(engine, signal.SIGSTOP)
     try:
-        yield
+        yield engine
     finally:
-        go.set()
+        with suppress(ProcessLookupError):
+            os.kill(engine, signal.SIGCONT)
 
 
-async def test_after_the_death_of_an_engine_nothing_is_ready(models):
-    save_random_model("llama", models.folder / "llama")
-    async with models.serve("first", "llama", kv_cache_memory="1MiB") as repository:
+async def test_after_the_death_of_a_model_in_this_process_nothing_is_ready(models):
+    models.write("other", ANSWERS)
+    async with models.serve("first", "other") as repository:
         await repository.load_all()
-        assert tells_ready(repository, "first", "llama")
-        repository.get("llama").model.engine._dead.set()
-        await until(lambda: not tells_ready(repository, "first", "llama"))
+        assert tells_ready(repository, "first", "other")
+        repository.get("other").model.thread._hangs.set()
+        await until(lambda: not tells_ready(repository, "first", "other"))
         assert models.told == [True, False]
         with pytest.raises(NotReadyError):
             repository.get("first")

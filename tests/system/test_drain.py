@@ -178,7 +178,7 @@ async def recorded(log, request_id):
     return found[0]
 
 
-async def test_an_engine_that_died_ends_the_process_and_its_streams_as_a_death(tmp_path, gate):
+async def test_an_engine_that_died_ends_its_streams_as_a_death_and_is_replaced_behind_the_same_port(tmp_path, gate):
     path, make_tokens = gate
     environment = {"GATE_SOCKET": path, "MODELS": MODELS, "PREDICTOR_STEP_TIMEOUT": "1"}
     async with predictor_process(tmp_path / "log", GATED, **environment) as predictor, channel(predictor.target) as own:
@@ -187,7 +187,19 @@ async def test_an_engine_that_died_ends_the_process_and_its_streams_as_a_death(t
         error = await stream.error()
         assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, "the engine died")
         assert dict(error.trailing_metadata())["x-http-status"] == "502"
-        assert await predictor.end() not in (0, 78)
+        health = health_pb2_grpc.HealthStub(own)
+
+        async def is_serving(name):
+            answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
+            return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+        assert await is_serving("")
+        await until(lambda: is_serving("ready"))
+        again = Stream(GRPCInferenceServiceStub(own), CallOptions(resumes=True, heartbeat_ms=50))
+        make_tokens(TOKENS)
+        assert len(await again.end()) == TOKENS
+        predictor.process.send_signal(signal.SIGTERM)
+        assert await predictor.end() == 0
 
 
 @pytest.mark.full  # In little: SIGTERM in tests/system/test_resume.py.

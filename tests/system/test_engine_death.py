@@ -1,4 +1,7 @@
-"""An engine whose step hangs names its requests and ends with its process; its streams go on in the next one."""
+"""An engine whose step hangs names its requests and ends with its process; its streams go on in the next one.
+
+The predictor stays, with its port: only the engine's process is another one.
+"""
 
 import asyncio
 import socket
@@ -6,6 +9,7 @@ import sys
 from contextlib import suppress
 
 import grpc
+import psutil
 
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from tests.system.calls import channel, generate
@@ -31,6 +35,7 @@ async def test_a_stream_outlives_the_hanging_step_of_its_engine(new_stack, tmp_p
             opener.send(b".")
             first = await call.read()
             assert len(first.token_ids) == 1
+            predictor = stack.pid("predictor-0")
             # Nobody opens the gate for the second token: the step hangs.
             await until(lambda: "a step takes longer than 1 s; in flight: [" in stack.log("predictor-0"))
             opening = asyncio.create_task(_keep_open(gate))
@@ -38,9 +43,34 @@ async def test_a_stream_outlives_the_hanging_step_of_its_engine(new_stack, tmp_p
             while (response := await call.read()) is not grpc.aio.EOF:
                 ids += response.token_ids
     assert "most recent call first" in stack.log("predictor-0")
+    assert stack.pid("predictor-0") == predictor
     undisturbed = await generate(stack.gateway, **fields)
     opening.cancel()
     assert ids == [token for response in undisturbed for token in response.token_ids]
+
+
+async def test_a_stream_outlives_the_kill_of_its_engine_and_the_predictor_stays(new_stack):
+    stack = await new_stack(
+        models="storyteller=models/storyteller",
+        commands={"predictor": (sys.executable, "-m", "tests.system.slow_predictor")},
+        environment={"predictor": {"SLOW_MS": "20"}, "transformer": {"TRANSFORMER_PREDICTOR_START_WAIT": "100"}},
+    )
+    fields = {"model": "storyteller", "prompt": "Once", "max_tokens": 60, "ignore_eos": True, "seed": 3}
+    predictor = stack.pid("predictor-0")
+    (host,) = psutil.Process(predictor).children()
+    ids = []
+    async with channel(stack.gateway) as open_channel:
+        request = millrace_pb2.GenerateRequest(**fields)
+        call = millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=120)
+        while (response := await call.read()) is not grpc.aio.EOF:
+            if not ids:
+                (engine,) = host.children()
+                engine.kill()
+            ids += response.token_ids
+    undisturbed = await generate(stack.gateway, **fields)
+    assert ids == [token for response in undisturbed for token in response.token_ids]
+    assert stack.pid("predictor-0") == predictor
+    assert host.children() not in ([], [engine])
 
 
 async def _keep_open(gate):

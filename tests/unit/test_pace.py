@@ -1,59 +1,152 @@
-"""Prompts beside streams take so much of a step that streams hardly notice, and no less than their share."""
+"""Prompts beside streams keep the gap between two tokens within the target, and never starve."""
+
+from dataclasses import dataclass
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from services.predictor.engine.load.pace import PrefillPace
 
-FIXED, PER_TOKEN = 0.005, 0.0002
+TARGET_S = 0.06
 
 
-def seconds(tokens, factor=1.0):
-    return FIXED + PER_TOKEN * tokens * factor
+@dataclass
+class Machine:
+    """Steps as they are: a prompt token costs more the further back its prompt began."""
+
+    fixed: float = 0.005
+    per_stream: float = 0.0001
+    per_token: float = 0.0001
+    per_position: float = 3e-7
+
+    def seconds(self, streams, tokens=0, start=0):
+        prompt = tokens * self.per_token + tokens * (start + tokens / 2) * self.per_position
+        return self.fixed + streams * self.per_stream + prompt
+
+    def observe(self, pace, streams, tokens=0, start=0):
+        seconds = self.seconds(streams, tokens, start)
+        pace.observe(streams, tokens, seconds, start + tokens / 2)
+        return seconds
+
+    def run_prompt(self, pace, length, streams, prompts=1):
+        """Computes a prompt beside streams; returns the duration of each step."""
+        start, steps = 0, []
+        while start < length:
+            tokens = min(pace.limit(streams, prompts, start), length - start)
+            assert tokens > 0
+            steps.append(self.observe(pace, streams, tokens, start))
+            start += tokens
+        return steps
 
 
-@pytest.fixture
-def pace():
-    learned = PrefillPace()
-    for streams in (1, 4, 16, 16, 16):
-        learned.observe(streams, 0, seconds(streams))
-    learned.observe(0, 256, seconds(256))
-    return learned
+def used(machine, target_s=TARGET_S, streams=(1, 4, 16, 16, 16)):
+    """A pace that has seen steps of streams, and prompts with and without them."""
+    pace = PrefillPace(target_s)
+    for count in streams:
+        machine.observe(pace, count)
+    machine.observe(pace, 0, 256)
+    machine.run_prompt(pace, 1000, max(streams))
+    return pace
 
 
-def test_one_prompt_stretches_the_steps_of_many_streams_by_less_than_half(pace):
-    tokens = pace.limit(streams=16, prompts=1)
-    assert seconds(16) < seconds(16 + tokens) < 1.5 * seconds(16)
+MACHINES = st.builds(
+    Machine,
+    fixed=st.floats(1e-4, 0.05),
+    per_stream=st.floats(1e-6, 0.001),
+    per_token=st.floats(1e-6, 0.002),
+    per_position=st.floats(0, 3e-6),
+)
 
 
-def test_many_prompts_are_not_held_up_by_one_stream(pace):
-    assert pace.limit(streams=1, prompts=31) > 20 * pace.limit(streams=16, prompts=1) / 2
-    assert seconds(1 + pace.limit(streams=1, prompts=31)) < 33 * seconds(1)
+@given(machine=MACHINES, target_s=st.floats(0.02, 0.5), streams=st.integers(1, 64))
+def test_steps_beside_streams_take_no_longer_than_the_target(machine, target_s, streams):
+    assume(machine.seconds(streams) < target_s / 2)
+    pace = used(machine, target_s, (1, streams, streams))
+    # So long that fewer tokens than the least would do.
+    least = machine.seconds(streams, tokens=4, start=3000) * 1.1
+    for step in machine.run_prompt(pace, 3000, streams):
+        assert step <= max(1.1 * target_s, least)
 
 
-def test_it_follows_what_a_prompts_tokens_cost_as_it_grows(pace):
-    before = pace.limit(16, 1)
-    for _ in range(20):
-        tokens = pace.limit(16, 1)
-        pace.observe(16, tokens, seconds(16) + PER_TOKEN * 5 * tokens)
-    assert pace.limit(16, 1) < before / 3
-    for _ in range(20):
-        tokens = pace.limit(16, 1)
-        pace.observe(16, tokens, seconds(16) + PER_TOKEN * tokens)
-    assert pace.limit(16, 1) == pytest.approx(before, rel=0.2)
+def test_a_long_prompt_takes_the_whole_target():
+    machine = Machine()
+    steps = machine.run_prompt(used(machine), 2000, streams=16)
+    assert sum(steps[:-1]) > 0.9 * TARGET_S * len(steps[:-1])
 
 
-def test_it_goes_on_whatever_it_has_seen():
-    pace = PrefillPace()
-    assert pace.limit(1, 1) > 0
-    for observation in ((1, 0, 0.0), (1, 0, 5.0), (0, 1, 0.0), (3, 7, 1e-9), (1, 1, 1e9)):
+@pytest.mark.parametrize("target_s", [0.02, 0.04, 0.1, 0.2])
+def test_a_higher_target_brings_the_first_token_earlier(target_s):
+    machine = Machine()
+    lower, higher = (used(machine, target) for target in (target_s, 2 * target_s))
+    assert sum(machine.run_prompt(higher, 2000, 16)) < sum(machine.run_prompt(lower, 2000, 16))
+
+
+@pytest.mark.parametrize("streams", [2, 16, 32])
+def test_prompts_progress_even_if_streams_alone_take_longer_than_the_target(streams):
+    machine = Machine(fixed=2 * TARGET_S)
+    steps = machine.run_prompt(used(machine), 2000, streams)
+    alone = machine.seconds(streams)
+    for step in steps[:-1]:
+        assert 1.3 * alone < step < 1.6 * alone
+
+
+def test_many_prompts_are_not_held_up_by_one_stream():
+    machine = Machine()
+    pace = used(machine)
+    alone = machine.seconds(1)
+    longest = machine.seconds(1, pace.limit(streams=1, prompts=31))
+    assert longest == pytest.approx(32 * alone, rel=0.1)
+
+
+def test_many_prompts_beside_as_many_streams_take_up_to_a_quarter_of_a_second():
+    machine = Machine(fixed=0.02)
+    assert machine.seconds(16, used(machine).limit(streams=16, prompts=16)) == pytest.approx(0.25, rel=0.1)
+
+
+def test_a_slower_machine_makes_steps_smaller_within_a_few():
+    machine = Machine()
+    pace = used(machine)
+    machine.per_token *= 5
+    machine.per_position *= 5
+    steps = machine.run_prompt(pace, 4000, streams=16)
+    assert max(steps[6:]) < 1.25 * TARGET_S
+
+
+def test_it_measures_what_it_needs_while_the_same_streams_run():
+    machine = Machine()
+    pace = PrefillPace(TARGET_S)
+    for _ in range(3000):
+        machine.observe(pace, 16)
+    steps = machine.run_prompt(pace, 3000, streams=16)
+    # One step to measure a token's cost, one to measure its growth.
+    assert max(steps[2:]) < 1.1 * TARGET_S
+    assert steps[2] > 0.9 * TARGET_S
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 64), st.integers(0, 2048), st.floats(0, 1e9), st.floats(0, 1e5)).filter(
+            lambda seen: seen[0] + seen[1] > 0
+        )
+    ),
+    st.integers(0, 64),
+    st.integers(1, 64),
+    st.integers(0, 10**6),
+)
+def test_it_goes_on_whatever_it_has_seen(seen, streams, prompts, position):
+    pace = PrefillPace(TARGET_S)
+    for observation in seen:
         pace.observe(*observation)
-        assert pace.limit(5, 5) > 0
+    assert pace.limit(streams, prompts, position) >= (4 if streams else 256)
 
 
-def test_prompts_alone_get_a_quarter_of_a_second_and_no_less_than_an_ordinary_prompt_needs(pace):
-    assert seconds(pace.limit(streams=0, prompts=9)) == pytest.approx(0.25, rel=0.05)
-    slow = PrefillPace()
-    assert slow.limit(streams=0, prompts=9) == 256
-    for streams in (1, 4, 16):
-        slow.observe(streams, 0, 100 * seconds(streams))
-    assert slow.limit(streams=0, prompts=9) == 256
+def test_prompts_alone_get_a_quarter_of_a_second_and_no_less_than_an_ordinary_prompt_needs():
+    machine = Machine()
+    pace = used(machine)
+    assert machine.seconds(0, pace.limit(streams=0, prompts=9)) == pytest.approx(0.25, rel=0.05)
+    late = pace.limit(streams=0, prompts=1, position=2000)
+    assert machine.seconds(0, late, start=2000) == pytest.approx(0.25, rel=0.05)
+    slow = Machine(fixed=0.5, per_token=0.01)
+    assert PrefillPace(TARGET_S).limit(streams=0, prompts=9) == 256
+    assert used(slow).limit(streams=0, prompts=9) == 256

@@ -10,7 +10,7 @@ from tests.support.import_graph import imports, loaded_with, modules
 
 MILLRACE = (
     ("millrace.errors", "millrace.service_links"),
-    ("millrace.deadline", "millrace.sampling"),
+    ("millrace.deadline", "millrace.sampling", "millrace.step_errors"),
     ("millrace.models",),
     ("millrace.telemetry",),
     ("millrace.settings",),
@@ -41,8 +41,9 @@ PREDICTOR = (
     ("services.predictor.engine",),
     ("services.predictor.models", "services.predictor.telemetry"),
     ("services.predictor.generation", "services.predictor.tensor_models"),
+    ("services.predictor.engine_process",),
     ("services.predictor.repository",),
-    ("services.predictor.development", "services.predictor.servicer"),
+    ("services.predictor.development", "services.predictor.servicer", "services.predictor.steps"),
     ("services.predictor.__main__",),
 )
 TRANSFORMER = (
@@ -80,6 +81,8 @@ PURE = (
     "services.predictor.engine.load.queue_estimate",
     "services.predictor.engine.load.progress",
     "services.predictor.generation.requests",
+    "services.predictor.servicer",
+    "services.predictor.steps.servicer",
     "services.predictor.tensor_models.python_model",
     "services.transformer.frontends.openai.generation_requests",
     "services.transformer.generation.pipeline",

@@ -8,15 +8,15 @@ cannot be served raises StartupError here, with one line of text.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from services.predictor.engine.cpu.packed_linear import pack_linears
 from services.predictor.engine.engine import ContinuousBatchingEngine
-from services.predictor.engine.interface import Engine, EngineLimits
-from services.predictor.engine.isolation import Isolation
+from services.predictor.engine.interface import EngineLimits
+from services.predictor.engine.load.pace import PrefillPace
 from services.predictor.engine.runners.decode_graphs import record_cuda_graph
 from services.predictor.engine.runners.fused_layers import fuse_layers
 from services.predictor.engine.runners.interface import ModelRunner
@@ -31,11 +31,11 @@ from services.predictor.settings import PredictorSettings
 
 logger = logging.getLogger(__name__)
 
-_ISOLATION = Isolation()  # One for the whole process.
 
-
-def build_engine(name: str, model: Any, settings: PredictorSettings) -> Engine:
-    """Builds and starts the engine of a generation model; raises StartupError."""
+def build_engine(
+    name: str, model: Any, settings: PredictorSettings, flush: Callable[[], None] = lambda: None
+) -> ContinuousBatchingEngine:
+    """Builds and starts the engine of a generation model; raises StartupError. For `flush` see engine.py."""
     shape = cache_shape(model)
     context, blocks = plan_memory(name, model, shape, settings)
     vocabulary = model.get_input_embeddings().num_embeddings
@@ -52,10 +52,11 @@ def build_engine(name: str, model: Any, settings: PredictorSettings) -> Engine:
         name,
         runner,
         scheduler,
+        PrefillPace(settings.max_gap_ms / 1000),
         EngineLimits(context, bool(model.config.is_encoder_decoder), vocabulary, runner.scores_prompts),
         _end_ids(model.generation_config.eos_token_id),
         settings.step_timeout,
-        _ISOLATION,
+        flush,
     )
 
 

@@ -5,7 +5,10 @@ fails (a step writes at places given by positions, so it can be repeated). After
 model is probed before the failure is reported: a real forward pass must succeed. The engine is dead if the probe fails,
 if the device reports an error of its own, if a step takes longer than `step_timeout_s`, or if steps pass by a sequence
 for that long which each of them should serve: every request ends with HopBrokenError and `died` raises, so that the
-process ends and is restarted.
+engine's process ends and is replaced.
+
+`flush` is called on the engine's thread after each step, and before it is computed if sequences start with it: outputs
+that collect what a step produces send it then. The time that `flush` takes does not count as the step's.
 
 Threads: `submit`, a slot's methods, `close`, `statistics` and `load` are for any thread; everything else belongs to the
 engine's thread. A second thread, the watchdog, monitors it.
@@ -17,7 +20,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count
 
 import torch
@@ -41,42 +44,44 @@ from services.predictor.engine.load.queue_estimate import QueueEstimate
 from services.predictor.engine.runners.interface import ModelRunner
 from services.predictor.engine.scheduler import Scheduler
 from services.predictor.engine.state.sequence import Row, Sequence
-from services.predictor.engine.state.slot import MergingSlot, Reader, wake
+from services.predictor.engine.state.slot import MergingSlot, Reader, SequenceOutput, wake
 from services.predictor.engine.step import Result, StepRunner
 
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 5.0
-# An isolated request may crash this process, so its caller is notified before it begins: the longest wait for that, and
+# An isolated request may crash its process, so its caller is notified before it begins: the longest wait for that, and
 # the time for the notice to pass the gateway.
 _NOTIFY_S, _DELIVERY_S = 0.5, 0.05
 
 
 class ContinuousBatchingEngine:
-    """See the module. `end_ids` end a sequence; `name` is for logs and threads; the process has one `isolation`."""
+    """See the module. `end_ids` end a sequence; `name` is for logs and threads."""
 
     def __init__(
         self,
         name: str,
         runner: ModelRunner,
         scheduler: Scheduler,
+        pace: PrefillPace,
         limits: EngineLimits,
         end_ids: Iterable[int],
         step_timeout_s: float,
-        isolation: Isolation,
+        flush: Callable[[], None] = lambda: None,
     ) -> None:
         self.limits = limits
         self.statistics = EngineStatistics()
         self.description = {"runner": runner.description}
         self._runner = runner
         self._scheduler = scheduler
-        self._pace = PrefillPace()
+        self._pace = pace
         self._end_ids = frozenset(end_ids)
         self._changed = threading.Condition()  # Guards the scheduler; notified of new work and of the stop.
         self._meter = LoadMeter(scheduler, self.statistics, self._changed)
         self._closing = False
         self._dead = threading.Event()
-        self._isolation = isolation
+        self._isolation = Isolation()
+        self._flush = flush
         self._estimate = QueueEstimate(scheduler.max_running)
         self._progress = ProgressWatch(step_timeout_s)
         self._step_timeout_s = step_timeout_s
@@ -94,16 +99,24 @@ class ContinuousBatchingEngine:
 
     def submit(self, request: GenerationRequest) -> MergingSlot:
         slot = MergingSlot(request.sampling)
-        sequence = Sequence(request, slot, self._end_ids, self._runner.start_ids)
+        self.generate(request, slot)
+        return slot
+
+    def generate(self, request: GenerationRequest, output: SequenceOutput) -> None:
+        """Queues a request as `submit` does; its tokens go to `output`."""
+        sequence = Sequence(request, output, self._end_ids, self._runner.start_ids)
         if (reason := sequence.complete) is not None:
-            slot.finish(reason, sequence.usage)
-            return slot
+            output.finish(reason, sequence.usage)
+            return
         with self._changed:
             if self._closing or self._dead.is_set():
                 raise NotReadyError("the engine is stopping")
             self._queue(sequence)
             self._changed.notify()
-        return slot
+
+    def wait_for_death(self, timeout_s: float) -> bool:
+        """Waits until the engine cannot continue, or for the timeout; returns whether it has died."""
+        return self._dead.wait(timeout_s)
 
     async def died(self) -> None:
         while self._closing or not self._dead.is_set():  # noqa: ASYNC110  # a thread's event cannot be awaited
@@ -144,6 +157,7 @@ class ContinuousBatchingEngine:
                     self._begin_pass()
                     self._step()
                     self._step_under_way = None
+                    self._flush()
         except BaseException:
             logger.critical("the engine died; in flight: %s", self._ids_in_flight(), exc_info=True)
         finally:
@@ -179,6 +193,9 @@ class ContinuousBatchingEngine:
 
     def _step(self) -> None:
         rows = self._schedule()
+        self._step_under_way = None
+        self._flush()  # Before the rows are computed: if that ends the process, the sequences that started are known.
+        self._begin_pass()
         served: set[Sequence] = set()
         if rows:
             started = time.perf_counter()
@@ -189,11 +206,16 @@ class ContinuousBatchingEngine:
             served = {result.row.sequence for result in results}
             self._scheduler.regain()
             elapsed = time.perf_counter() - started
-            streams = sum(row.count == 1 for row in rows)
-            self._pace.observe(streams, sum(row.count for row in rows) - streams, elapsed)
+            self._observe_pace(rows, elapsed)
             self.statistics.steps += 1
             self.statistics.step_ns += int(elapsed * 1e9)
         self._look_for_stuck(served)
+
+    def _observe_pace(self, rows: list[Row], elapsed_s: float) -> None:
+        prompts = [row for row in rows if row.count > 1]
+        tokens = sum(row.count for row in prompts)
+        position = sum(row.count * (row.start + row.count / 2) for row in prompts) / max(1, tokens)
+        self._pace.observe(len(rows) - len(prompts), tokens, elapsed_s, position)
 
     def _schedule(self) -> list[Row]:
         """The rows of this step; sequences that are cancelled or past their deadline end first."""
@@ -210,7 +232,8 @@ class ContinuousBatchingEngine:
                 self._end(sequence, "failed", self._too_late())
         with self._changed:
             streams, prompts = self._scheduler.streams, self._scheduler.prompts
-            rows = self._scheduler.schedule(self._pace.limit(streams, prompts) if prompts else 0)
+            prefill = self._pace.limit(streams, prompts, self._scheduler.prefill_start) if prompts else 0
+            rows = self._scheduler.schedule(prefill)
             self.statistics.preempted = self._scheduler.preempted
         self._meter.begin(rows, time.monotonic())
         if rows and rows[0].sequence.alone and not rows[0].sequence.slot.runs_alone:

@@ -74,7 +74,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class Timeline:
-    """The times of a sequence's events, on the clock of time.monotonic(); None: not yet, or never.
+    """The times of a sequence's events, on the clock of time.monotonic(); None (0 for `submitted`): not yet, or never.
 
     The engine writes each time once, before the reader can see the event; the reader only reads. `started` is the start
     of the first step that computes a part of the sequence; `first_token` the time of the first token generated here;
@@ -165,7 +165,8 @@ class EngineLoad:
     """The engine's current load, and its totals.
 
     `batch` is the number of sequences in the latest step, 0 when idle; `blocks_in_use` the share of the cache that
-    running sequences hold; `oldest_age_s` the time since the oldest sequence was submitted, 0 if there is none.
+    running sequences hold; `oldest_age_s` the time since the oldest sequence was submitted, 0 if there is none;
+    `waiting_tokens` the prompt tokens that are still to be computed.
     """
 
     running: int
@@ -174,6 +175,7 @@ class EngineLoad:
     blocks_in_use: float
     oldest_age_s: float
     totals: EngineTotals
+    waiting_tokens: int = 0
 
 
 class Engine(Protocol):
@@ -208,4 +210,8 @@ class Engine(Protocol):
 
 
 class EngineDeadError(Exception):
-    """The engine cannot continue; the process must be restarted."""
+    """The engine cannot continue; its process must be restarted."""
+
+
+class EngineProcessError(EngineDeadError):
+    """The engine's own process has ended; another one can take its place."""

@@ -1,8 +1,8 @@
-"""The one request of a process that may run isolated.
+"""The one request of an engine that may run isolated.
 
-A request runs isolated because it may crash its process. If two of them ran at a time, each would be suspected of the
-other's crash, whatever their models: so a process isolates one request at a time, from its submission until its next
-token or its end. Thread-safe.
+A request runs isolated because it may crash its process, which has one engine. If two of them ran at a time, each would
+be suspected of the other's crash: so an engine isolates one request at a time, from its submission until its next token
+or its end. Thread-safe.
 """
 
 from __future__ import annotations

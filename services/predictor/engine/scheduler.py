@@ -63,6 +63,11 @@ class Scheduler:
         places = self.max_running - len(self.running)
         return len(self.running) - self.streams + min(places, len(self.waiting))
 
+    @property
+    def prefill_start(self) -> int:
+        """The number of ids that are already computed of the first sequence with more to compute."""
+        return next((sequence.computed for sequence in self.running if sequence.remaining > 1), 0)
+
     def queue_before(self, sequence: Sequence) -> int:
         """The number of sequences that wait for another's end and precede a new one."""
         if not self._full and len(self.running) < self.max_running:

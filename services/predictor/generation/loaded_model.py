@@ -10,7 +10,10 @@ from services.predictor.engine.interface import Engine
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model's engine and the facts that its metadata and configuration report."""
+    """A model's engine and the facts that its metadata and configuration report.
+
+    `device_memory`: bytes that it holds on a GPU.
+    """
 
     name: str
     architecture: str
@@ -19,3 +22,4 @@ class LoadedModel:
     defaults: SamplingParameters
     engine: Engine
     fingerprint: str = ""
+    device_memory: int = 0

@@ -6,6 +6,8 @@ Blocks for seconds. Problems with the model or its memory are found here and not
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from millrace.errors import StartupError
 from millrace.models.sources import read_config
 from millrace.sampling import defaults_of
 from services.predictor.engine.build import build_engine
+from services.predictor.engine.engine import ContinuousBatchingEngine
 from services.predictor.generation.loaded_model import LoadedModel
 from services.predictor.models.fingerprint import fingerprint_of
 from services.predictor.models.weights import dtype_name, load_weights
@@ -25,20 +28,32 @@ from services.predictor.settings import PredictorSettings
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class LoadedGeneration(LoadedModel):
+    """A model whose engine runs in this process."""
+
+    engine: ContinuousBatchingEngine
+
+
 def load_generation(
-    name: str, folder: Path, is_local: bool, settings: PredictorSettings, device: torch.device
-) -> LoadedModel:
+    name: str,
+    folder: Path,
+    is_local: bool,
+    settings: PredictorSettings,
+    device: torch.device,
+    flush: Callable[[], None] = lambda: None,
+) -> LoadedGeneration:
     """Returns the model with its engine running; raises StartupError, or transformers' own errors for damaged files.
 
-    `is_local`: the folder is the user's own, not a snapshot of the hub.
+    `is_local`: the folder is the user's own, not a snapshot of the hub. For `flush` see engine/engine.py.
     """
     model, missing = load_weights(name, folder, _auto_class(name, folder), settings.dtype, device)
     if missing:
         logger.warning("model %s: the folder lacks weights, which are random now: %s", name, ", ".join(missing))
     fingerprint = fingerprint_of(folder, dtype_name(model), is_local, random_weights=bool(missing))
     parameters = model.num_parameters()  # After packing, weights are no longer parameters.
-    engine = build_engine(name, model, settings)
-    loaded = LoadedModel(
+    engine = build_engine(name, model, settings, flush)
+    loaded = LoadedGeneration(
         name,
         type(model).__name__,
         device.type,

@@ -56,6 +56,12 @@ def observe_engines(engines: ServedEngines, meter: Meter | None = None) -> None:
         meter.create_observable_gauge(name, [partial(_loads, engines, of_load)], unit, description)
     for name, unit, description, of_totals in _COUNTERS:
         meter.create_observable_counter(name, [partial(_totals, engines, of_totals)], unit, description)
+    meter.create_observable_counter(
+        "millrace.engine.restarts",
+        [partial(_restarts, engines)],
+        "{restart}",
+        "How often an engine's process ended and was replaced.",
+    )
     meter.create_observable_gauge(
         "millrace.prefix_cache.hit_ratio",
         [partial(_hit_ratios, engines)],
@@ -70,6 +76,10 @@ def _loads(engines: ServedEngines, value: Callable[[EngineLoad], float], _: Call
 
 def _totals(engines: ServedEngines, value: Callable[[EngineTotals], int], _: CallbackOptions) -> Iterable[Observation]:
     return [Observation(value(totals), {MODEL: name}) for name, totals in engines.totals().items()]
+
+
+def _restarts(engines: ServedEngines, _: CallbackOptions) -> Iterable[Observation]:
+    return [Observation(count, {MODEL: name}) for name, count in engines.restarts().items()]
 
 
 def _hit_ratios(engines: ServedEngines, _: CallbackOptions) -> Iterable[Observation]:

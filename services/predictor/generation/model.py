@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from opentelemetry.metrics import Meter
 from opentelemetry.trace import get_current_span
@@ -38,20 +39,31 @@ _PROMPT_OUTPUTS = (
 )
 
 
+class Resumable(Protocol):
+    """The output of a request that can resume elsewhere."""
+
+    def fail(self, error: MillraceError) -> None:
+        """Ends it with an error, after the tokens that it already has."""
+
+
 class GenerationModel:
     """A ServedModel; it dies when its engine dies."""
 
     def __init__(self, loaded: LoadedModel, meter: Meter | None = None) -> None:
         self.name = loaded.name
         self.description = _describe(loaded)
+        self.telemetry = GenerationTelemetry(loaded.name, meter)
+        self.resumable: set[Resumable] = set()  # Outputs whose callers can resume elsewhere.
         self._loaded = loaded
-        self._telemetry = GenerationTelemetry(loaded.name, meter)
-        self._resumable: set[OutputSlot] = set()  # Streams whose callers can resume elsewhere.
         self._is_leaving = False
 
     @property
     def engine(self) -> Engine:
         return self._loaded.engine
+
+    @property
+    def loaded(self) -> LoadedModel:
+        return self._loaded
 
     @property
     def statistics(self) -> EngineStatistics:
@@ -74,7 +86,7 @@ class GenerationModel:
             span = traceparent_of(get_current_span()) if options.resumes else ""
             reports_cached = options.resumes
             if reports_cached:
-                self._resumable.add(slot)
+                self.resumable.add(slot)
             ended = False
             while not ended:
                 while heartbeat_s is not None and not await slot.readable(heartbeat_s):
@@ -101,8 +113,8 @@ class GenerationModel:
         self._is_leaving = True
 
     def hand_back(self) -> None:
-        for slot in self._resumable:
-            slot.fail(DrainingError(f"model {self.name!r} is handed back"))
+        for output in tuple(self.resumable):
+            output.fail(DrainingError(f"model {self.name!r} is handed back"))
 
     async def warm_up(self) -> None:
         """Generates two tokens with the engine: a model that is ready has generated before."""
@@ -132,11 +144,11 @@ class GenerationModel:
     ) -> Iterator[tuple[OutputSlot, ObservedGeneration]]:
         """Submits a request; yields its output slot and its telemetry. Leaving the block cancels the request."""
         slot = self.engine.submit(read_request(self._loaded, request, deadline, options))
-        with self._telemetry.observed(slot.timeline) as observed:
+        with self.telemetry.observed(slot.timeline) as observed:
             try:
                 yield slot, observed
             finally:
-                self._resumable.discard(slot)
+                self.resumable.discard(slot)
                 slot.cancel()
 
 

@@ -1,4 +1,4 @@
-"""Converts OIP tensors to generation requests, and chunks to responses.
+"""Converts OIP tensors and submissions (protos/steps.proto) to generation requests, and chunks to responses.
 
 Inputs: `input_ids` INT64 or INT32, [N] or [1, N]; optional `output_ids` of the same types, tokens that were generated
 before. Sampling parameters are in `parameters`. Outputs of each response: `output_ids` INT32 [k]; on request `logprobs`
@@ -9,6 +9,7 @@ FP32 [k] and, for the n likeliest tokens at each position in descending order, `
 
 from __future__ import annotations
 
+import json
 import math
 import uuid
 from collections.abc import Sequence
@@ -25,8 +26,8 @@ from millrace.oip.prompt_logprobs import OUTPUTS as PROMPT_OUTPUTS
 from millrace.oip.prompt_logprobs import PROMPT_LOGPROBS, check_size
 from millrace.oip.resumable import HEARTBEAT, RUNS_ALONE, CallOptions
 from millrace.oip.tensors import Tensor, add_output, checked_shape, decode_inputs
-from millrace.sampling import MAX_TOP_LOGPROBS
-from millrace_protos import inference_pb2
+from millrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
+from millrace_protos import inference_pb2, steps_pb2
 from services.predictor.engine.interface import Chunk, EngineLimits, GenerationRequest
 from services.predictor.generation.loaded_model import LoadedModel
 from services.predictor.models.served_model import VERSION
@@ -58,10 +59,7 @@ def read_request(
     if INPUT_IDS not in tensors:
         raise InvalidRequestError("input 'input_ids' is missing")
     input_ids = _ids(tensors[INPUT_IDS], limits)
-    if not input_ids:
-        raise InvalidRequestError("the prompt is empty")
-    if len(input_ids) > limits.context_length:
-        raise InvalidRequestError(f"the prompt has {len(input_ids)} tokens, the context is {limits.context_length}")
+    _check_prompt(input_ids, limits)
     output_ids = _ids(tensors[OUTPUT_IDS], limits) if OUTPUT_IDS in tensors else []
     parameters = read_sampling(request.parameters)
     names = {output.name for output in request.outputs}
@@ -70,13 +68,9 @@ def read_request(
         raise InvalidRequestError(f"outputs {', '.join(PROMPT_OUTPUTS)} need the parameter {PROMPT_LOGPROBS}")
     if names - {OUTPUT_IDS} - _SCORED:
         parameters["logprobs"] = True
-    sampling = model.defaults.changed(parameters).resolved(limits.room(len(input_ids)))
+    sampling = _sampling(model, parameters, len(input_ids), len(output_ids))
     if names & {TOP_LOGPROB_IDS, TOP_LOGPROBS} and not sampling.top_logprobs:
         raise InvalidRequestError("outputs 'top_logprob_ids' and 'top_logprobs' need the parameter top_logprobs")
-    _check_ids("stop_token_ids", np.array(sampling.stop_token_ids, dtype=np.int64), limits)
-    # max_tokens tokens, or fewer with an end token last, are a complete answer of which only the end was lost.
-    if len(output_ids) > (sampling.max_tokens or 0):
-        raise InvalidRequestError(f"output_ids has {len(output_ids)} tokens, max_tokens is {sampling.max_tokens}")
     timeout_ms = options.first_token_timeout_ms
     return GenerationRequest(
         request.id or str(uuid.uuid4()),
@@ -89,6 +83,33 @@ def read_request(
         # Any client may send output_ids; only the transformer can state that its caller already has part of the answer.
         moved=options.resumes and bool(output_ids),
         prompt_logprobs=prompt_logprobs,
+    )
+
+
+def read_submission(model: LoadedModel, message: steps_pb2.Submission, deadline: Deadline) -> GenerationRequest:
+    """As `read_request`; what concerns the size of chunks is ignored."""
+    limits = model.engine.limits
+    input_ids, output_ids = list(message.prompt_ids), list(message.output_ids)
+    _check_prompt(input_ids, limits)
+    for name, ids in ((INPUT_IDS, input_ids), (OUTPUT_IDS, output_ids)):
+        _check_ids(name, np.array(ids, dtype=np.int64), limits)
+    try:
+        parameters = json.loads(message.sampling or b"{}")
+    except ValueError:
+        parameters = None
+    if not isinstance(parameters, dict):
+        raise InvalidRequestError("sampling must be a JSON object")
+    prompt_logprobs = message.prompt_logprobs if message.HasField("prompt_logprobs") else None
+    return GenerationRequest(
+        message.request_id or str(uuid.uuid4()),
+        input_ids,
+        _sampling(model, parameters, len(input_ids), len(output_ids)),
+        output_ids,
+        deadline.at,
+        message.first_token_timeout_s if message.HasField("first_token_timeout_s") else None,
+        message.alone,
+        moved=bool(output_ids),
+        prompt_logprobs=_prompt_logprobs(prompt_logprobs, len(input_ids), limits),
     )
 
 
@@ -151,6 +172,26 @@ def merged(chunks: Sequence[Chunk]) -> Chunk:
         chunks[-1].usage,
         chunks[0].prompt,
     )
+
+
+def _check_prompt(input_ids: list[int], limits: EngineLimits) -> None:
+    if not input_ids:
+        raise InvalidRequestError("the prompt is empty")
+    if len(input_ids) > limits.context_length:
+        raise InvalidRequestError(f"the prompt has {len(input_ids)} tokens, the context is {limits.context_length}")
+
+
+def _sampling(
+    model: LoadedModel, parameters: dict[str, Any], prompt_tokens: int, output_tokens: int
+) -> SamplingParameters:
+    """The complete parameters of a request, with the model's defaults."""
+    limits = model.engine.limits
+    sampling = model.defaults.changed(parameters).resolved(limits.room(prompt_tokens))
+    _check_ids("stop_token_ids", np.array(sampling.stop_token_ids, dtype=np.int64), limits)
+    # max_tokens tokens, or fewer with an end token last, are a complete answer of which only the end was lost.
+    if output_tokens > (sampling.max_tokens or 0):
+        raise InvalidRequestError(f"output_ids has {output_tokens} tokens, max_tokens is {sampling.max_tokens}")
+    return sampling
 
 
 def _prompt_logprobs(value: Any, prompt_tokens: int, limits: EngineLimits) -> int | None:

@@ -18,6 +18,7 @@ from services.predictor.models.served_model import ServedModel
 class _Served(NamedTuple):
     engine: Engine
     before: EngineTotals
+    device_memory: int
 
     @property
     def counted(self) -> EngineTotals:
@@ -31,13 +32,15 @@ class ServedEngines:
         self._lock = threading.Lock()
         self._served: dict[str, _Served] = {}
         self._ended: dict[str, EngineTotals] = {}  # Totals of engines that are no longer served, by model name.
+        self._restarts: dict[str, int] = {}
 
     def add(self, model: ServedModel) -> None:
         """Starts to observe a model's engine."""
         if isinstance(model, GenerationModel):
             with self._lock:
                 self._end(model.name)
-                self._served[model.name] = _Served(model.engine, model.engine.load.totals)
+                self._served[model.name] = _Served(model.engine, model.engine.load.totals, model.loaded.device_memory)
+                self._restarts.setdefault(model.name, 0)
 
     def remove(self, model: ServedModel) -> None:
         """Keeps the totals of a model that has been closed."""
@@ -46,6 +49,22 @@ class ServedEngines:
                 served = self._served.get(model.name)
                 if served is not None and served.engine is model.engine:
                     self._end(model.name)
+
+    def restarting(self, name: str) -> None:
+        """Counts an engine whose process has ended and is replaced."""
+        with self._lock:
+            self._restarts[name] = self._restarts.get(name, 0) + 1
+
+    def restarts(self) -> dict[str, int]:
+        """How often the engine of each model was replaced."""
+        with self._lock:
+            return dict(self._restarts)
+
+    @property
+    def device_memory(self) -> int:
+        """Bytes that the served engines hold on a GPU."""
+        with self._lock:
+            return sum(each.device_memory for each in self._served.values())
 
     def loads(self) -> dict[str, EngineLoad]:
         """The current load of each model's engine."""

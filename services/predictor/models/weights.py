@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,25 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from millrace.errors import StartupError
+from services.predictor.settings import PredictorSettings
 
 # These modules log long tables of missing weights, which Millrace logs in one line, and warnings on tensor parallelism,
 # which does not apply to a model on one device.
 _QUIET_LOGGERS = ("transformers.modeling_utils", "transformers.distributed.tensor_parallel")
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+def prepare_torch(settings: PredictorSettings) -> torch.device:
+    """Sets the number of this process's threads; returns the device of its models; raises StartupError."""
+    torch.set_num_threads(settings.threads or max(1, _default_threads() - 1))
+    return choose_device(settings.device)
+
+
+@cache
+def _default_threads() -> int:
+    """The number of threads before it was set."""
+    return torch.get_num_threads()
 
 
 def choose_device(setting: str) -> torch.device:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager
 
 from millrace.deadline import Deadline
 from millrace.errors import DrainingError, NotReadyError, OtherWeightsError
@@ -68,6 +68,18 @@ class Serving:
                     if HEARTBEAT not in response.parameters:
                         counted.response(response)
                     yield response
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the weights that answer; "" if they have none."""
+        return self._fingerprint
+
+    def sequence(
+        self, request_id: str, deadline: Deadline, options: CallOptions
+    ) -> AbstractContextManager[CountedRequest]:
+        """Counts a sequence that the block generates by itself; raises OtherWeightsError."""
+        self._check_weights(options)
+        return self._counted(pb.ModelInferRequest(id=request_id), deadline)
 
     async def drain(self, timeout_s: float) -> int:
         """Waits until no request is in flight, or for the timeout, then hands back; returns how many are left."""

@@ -1,31 +1,27 @@
 """Loads a model of any kind: fetches its files, determines its kind, builds what the servicer serves.
 
-In two steps, which both block: `fetch_model`, minutes for a download; `build`, seconds for the weights. Problems with a
-model raise StartupError with one line of text here and do not wait for the first request.
+In two steps: `fetch_model`, which blocks, minutes for a download; `build`, seconds for the weights. A generation
+model is loaded by an engine process, the others in this one, where the libraries are imported with the first encoder.
+Problems with a model raise StartupError with one line of text here and do not wait for the first request.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import torch
-
-from millrace.errors import StartupError
 from millrace.models.hub import Report, fetch
 from millrace.models.kinds import ModelKind, kind_of
 from millrace.models.sources import ModelSource
-from services.predictor.generation.loading import load_generation
+from millrace.rpc.threads import run_in_daemon_thread
+from services.predictor.engine_process.engine_host import EngineHost
+from services.predictor.engine_process.launch import launch_engine
 from services.predictor.generation.model import GenerationModel
 from services.predictor.models.served_model import ServedModel
+from services.predictor.models.startup_errors import as_startup_error
 from services.predictor.settings import PredictorSettings
-from services.predictor.tensor_models.encoder_loading import load_encoder
 from services.predictor.tensor_models.python_model import PythonModel
-
-logger = logging.getLogger(__name__)
 
 _FILES = ("*.json", "*.safetensors")
 
@@ -40,37 +36,39 @@ class FetchedModel:
 
 def fetch_model(source: ModelSource, report: Report) -> FetchedModel:
     """Downloads missing files; needs no significant memory; raises StartupError."""
-    with _raise_startup_error(source.name):
+    with as_startup_error(source.name):
         folder = fetch(source, _FILES, report)
         return FetchedModel(folder, kind_of(source, folder))
 
 
-def build(
-    source: ModelSource, fetched: FetchedModel, settings: PredictorSettings, device: torch.device, report: Report
+async def build(
+    source: ModelSource,
+    fetched: FetchedModel,
+    settings: PredictorSettings,
+    host: EngineHost,
+    report: Report,
+    device_memory: int = 0,
 ) -> ServedModel:
-    """Returns the running model; raises StartupError."""
-    with _raise_startup_error(source.name):
+    """Returns the running model; raises StartupError. For `device_memory` see engine_process/launch.py."""
+    if fetched.kind is ModelKind.GENERATION:
+        report("loading the weights")
+        launched = await launch_engine(host, source.name, fetched.folder, source.is_local, settings, device_memory)
+        return GenerationModel(launched)
+    building = partial(build_here, source, fetched, settings, report)
+    return await run_in_daemon_thread(f"load-{source.name}", building)
+
+
+def build_here(source: ModelSource, fetched: FetchedModel, settings: PredictorSettings, report: Report) -> ServedModel:
+    """Returns a model that runs in this process: any kind but a generation model; blocks; raises StartupError."""
+    with as_startup_error(source.name):
         if fetched.kind is ModelKind.PYTHON:
             report("loading model.py")
             limits = (settings.max_running, settings.max_waiting, settings.python_timeout)
             return PythonModel(source.name, fetched.folder, *limits)
         report("loading the weights")
-        if fetched.kind is ModelKind.GENERATION:
-            return GenerationModel(load_generation(source.name, fetched.folder, source.is_local, settings, device))
+        # Imports the libraries of models, which takes seconds.
+        from services.predictor.models.weights import prepare_torch
+        from services.predictor.tensor_models.encoder_loading import load_encoder
+
+        device = prepare_torch(settings)
         return load_encoder(source.name, fetched.folder, source.is_local, fetched.kind, settings, device)
-
-
-@contextmanager
-def _raise_startup_error(name: str) -> Iterator[None]:
-    """Converts any error to a StartupError: damaged files raise errors of many types, and a retry helps with none."""
-    try:
-        yield
-    except StartupError:
-        raise
-    except Exception as error:
-        logger.debug("model %s cannot be loaded", name, exc_info=True)
-        raise StartupError(f"model {name} cannot be loaded: {_first_line(error)}") from None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

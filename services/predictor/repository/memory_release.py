@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-
-import torch
+import sys
 
 from millrace.rpc.byte_budget import give_memory_back
 
@@ -12,7 +11,8 @@ from millrace.rpc.byte_budget import give_memory_back
 def release_memory() -> None:
     """Frees unreferenced memory, on the device and on the heap; blocks for a fraction of a second."""
     gc.collect()  # Modules and their hooks may refer to each other.
-    if torch.cuda.is_available():
+    torch = sys.modules.get("torch")  # Without it nothing is on the device.
+    if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     # glibc keeps freed memory, and more of it with the allocator settings that make big tensors fast.
     give_memory_back()

@@ -10,10 +10,11 @@ result.
 - An unload drains: requests in flight have `drain_s`, then end as UNAVAILABLE; those that can resume elsewhere are
   handed back. Then the model's threads end and its memory is released.
 - A load that fails returns its error to the caller and changes nothing else.
+- A generation model whose engine process ends is LOADING until another one has taken its place, and UNAVAILABLE while
+  that fails and is tried again. Other models live in this process: it ends if one of them cannot continue.
 
 `ready` means that every expected model is ready: those of `MODELS` and those loaded later, except for models that were
-unloaded or whose load on request failed. Nothing is ready once the repository drains or an engine has died: in both
-cases the process ends.
+unloaded or whose load on request failed. Nothing is ready once the repository drains or this process has to end.
 """
 
 from __future__ import annotations
@@ -21,12 +22,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import partial
-from typing import NamedTuple, NoReturn
-
-import torch
+from typing import NoReturn
 
 from millrace.deadline import NO_DEADLINE, Deadline
 from millrace.errors import (
@@ -42,14 +39,16 @@ from millrace.models.kinds import ModelKind
 from millrace.models.sources import ModelSource
 from millrace.rpc.threads import run_in_daemon_thread
 from services.predictor.engine.interface import EngineDeadError
+from services.predictor.engine_process.engine_host import EngineHost
 from services.predictor.generation.served_engines import ServedEngines
 from services.predictor.models.served_model import VERSION
-from services.predictor.models.weights import choose_device
+from services.predictor.repository.entry import Entry, IndexRow, State
 from services.predictor.repository.lease import Serving
-from services.predictor.repository.loading import build, fetch_model
+from services.predictor.repository.loading import FetchedModel, build, fetch_model
 from services.predictor.repository.locations import ModelLocations
 from services.predictor.repository.memory_release import release_memory
 from services.predictor.repository.operations import Operations
+from services.predictor.repository.replacement import watch
 from services.predictor.settings import PredictorSettings
 
 logger = logging.getLogger(__name__)
@@ -57,61 +56,39 @@ logger = logging.getLogger(__name__)
 _MAX_MODELS = 1024  # Known models: every name that was ever loaded.
 
 
-class State(StrEnum):
-    """The states of Triton's repository extension."""
-
-    LOADING = "LOADING"
-    READY = "READY"
-    UNLOADING = "UNLOADING"
-    UNAVAILABLE = "UNAVAILABLE"
-
-
-class IndexRow(NamedTuple):
-    name: str
-    state: State
-    reason: str
-
-
-@dataclass(eq=False)
-class _Entry:
-    """A model that is, was or will be loaded."""
-
-    source: ModelSource
-    state: State
-    reason: str = ""
-    expected: bool = False
-    serving: Serving | None = None
-    watch: asyncio.Task[None] | None = None
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # Held by the task that changes the entry.
-
-    def set(self, state: State, reason: str = "") -> None:
-        self.state, self.reason = state, reason
-
-
 class ModelRepository:
-    """Owned by the event loop. `report_ready` is called at each change of `ready`. `engines` is thread-safe."""
+    """Owned by the event loop. `report_ready` is called at each change of `ready`. `engines` is thread-safe.
 
-    def __init__(self, settings: PredictorSettings, report_ready: Callable[[bool], Awaitable[None]]) -> None:
+    The engine processes come from `host`, which `close` ends too; by default from one of its own.
+    """
+
+    def __init__(
+        self,
+        settings: PredictorSettings,
+        report_ready: Callable[[bool], Awaitable[None]],
+        host: EngineHost | None = None,
+    ) -> None:
         self.engines = ServedEngines()
         self._settings = settings
         self._locations = ModelLocations(settings)
         self._report_ready = report_ready
         self._reported_ready = False
-        self._device = torch.device("cpu")
+        self._host = host or EngineHost()
         self._entries = {
-            source.name: _Entry(source, State.LOADING, "waiting to be loaded", expected=True)
+            source.name: Entry(source, State.LOADING, "waiting to be loaded", expected=True)
             for source in settings.models
         }
         self._loading = asyncio.Lock()
         self._operations = Operations()
         self._draining = False
+        self.is_leaving = False  # Streams may resume at another replica.
+        self.is_drained = False
+        self.watchers: set[Callable[[], None]] = set()  # Called when a model becomes ready or stops being ready.
         self._dead = asyncio.Event()
         self._death: EngineDeadError | None = None
 
     async def load_all(self) -> None:
         """Loads the configured models and warms each up; raises StartupError."""
-        torch.set_num_threads(self._settings.threads or max(1, torch.get_num_threads() - 1))
-        self._device = choose_device(self._settings.device)
         for entry in list(self._entries.values()):
             if entry.serving is None:
                 await self._load(entry, entry.source)
@@ -120,7 +97,7 @@ class ModelRepository:
         """Loads a model, or replaces a loaded one. `source` is a hub id, for a model whose name is not one."""
         if not name:
             raise InvalidRequestError("the request names no model")
-        if self._ending:
+        if self.ending:
             raise _stopping()
         found = await asyncio.to_thread(self._locations.find, name, source)
         await self._operations.run(f"load of {name}", self._load_for_caller(found), deadline)
@@ -147,16 +124,20 @@ class ModelRepository:
 
     @property
     def ready(self) -> bool:
-        return not self._ending and all(e.state is State.READY for e in self._entries.values() if e.expected)
+        return not self.ending and all(e.state is State.READY for e in self._entries.values() if e.expected)
 
     @property
     def served(self) -> Sequence[Serving]:
         """The models that are ready."""
         return [e.serving for e in self._entries.values() if e.serving is not None and e.state is State.READY]
 
+    @property
+    def is_draining(self) -> bool:
+        return self._draining
+
     def is_ready(self, name: str, version: str = "") -> bool:
         known = self._entries.get(name)
-        return known is not None and known.state is State.READY and version in ("", VERSION) and not self._ending
+        return known is not None and known.state is State.READY and version in ("", VERSION) and not self.ending
 
     def get(self, name: str, version: str = "") -> Serving:
         """Returns the served model; raises NotFoundError, or NotReadyError while it is loading or unloading."""
@@ -167,9 +148,11 @@ class ModelRepository:
             raise NotFoundError(f"model {name!r} has no version {version!r}, only {VERSION}")
         if entry.state in (State.LOADING, State.UNLOADING):
             raise NotReadyError(f"model {name!r} is not ready: {entry.reason}")
+        if entry.serving is None and entry.expected:
+            raise NotReadyError(f"model {name!r} is not ready: {entry.reason}")
         if entry.serving is None:
             raise NotFoundError(f"model {name!r} is not loaded")
-        if self._ending:
+        if self.ending:
             raise _stopping()
         return entry.serving
 
@@ -180,14 +163,18 @@ class ModelRepository:
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests; lets those in flight end or resume elsewhere; after the timeout hands back the rest."""
         self._draining = True
-        await self._changed()
+        await self.changed()
         served = [entry.serving for entry in self._entries.values() if entry.serving is not None]
         if self._settings.drain == "hand-back":
+            self.is_leaving = True
             for serving in served:
                 serving.model.offer()
+            self._notify()
         left = sum(await asyncio.gather(*(serving.drain(timeout_s) for serving in served)))
         if left:
             logger.warning("%d requests have not ended in time", left)
+        self.is_drained = True
+        self._notify()
 
     async def close(self) -> None:
         """Stops every model; a load in progress ends with the process."""
@@ -196,6 +183,7 @@ class ModelRepository:
             await self._unwatch(entry)
             if entry.serving is not None:
                 await entry.serving.stop()
+        await self._host.close()
 
     async def _load_for_caller(self, source: ModelSource) -> None:
         try:
@@ -203,16 +191,16 @@ class ModelRepository:
         except StartupError as error:
             raise RequestFailedError(str(error)) from None
 
-    def _add(self, source: ModelSource) -> _Entry:
+    def _add(self, source: ModelSource) -> Entry:
         if len(self._entries) >= _MAX_MODELS:
             idle = (name for name, entry in self._entries.items() if entry.state is State.UNAVAILABLE)
             if (forgotten := next(idle, None)) is None:
                 raise OverloadedError(f"{_MAX_MODELS} models are loaded already")
             del self._entries[forgotten]
-        entry = self._entries[source.name] = _Entry(source, State.LOADING)
+        entry = self._entries[source.name] = Entry(source, State.LOADING)
         return entry
 
-    async def _load(self, entry: _Entry, source: ModelSource) -> None:
+    async def _load(self, entry: Entry, source: ModelSource) -> None:
         async with entry.turn:
             if entry.serving is None:
                 entry.set(State.LOADING, "waits for another load")
@@ -223,35 +211,35 @@ class ModelRepository:
                 if entry.serving is None:
                     entry.set(State.UNAVAILABLE, str(error) or type(error).__name__)
                     entry.expected = False
-                await self._changed()
+                await self.changed()
                 raise
             await self._unwatch(entry)
-            replaced, entry.serving, entry.source = entry.serving, new, source
-            self.engines.add(new.model)
-            entry.watch = asyncio.create_task(self._watch(new), name=f"watch-{source.name}")
-            entry.set(State.READY)
-            entry.expected = True
-            await self._changed()
+            replaced, entry.source = entry.serving, source
+            entry.watch = asyncio.create_task(self._watch(entry), name=f"watch-{source.name}")
+            await self.serve(entry, new)
             if replaced is not None:
                 await self._end(replaced)
                 del replaced
                 await asyncio.to_thread(release_memory)
 
-    async def _make(self, entry: _Entry, source: ModelSource) -> Serving:
+    async def _make(self, entry: Entry, source: ModelSource) -> Serving:
         """Builds and warms up the model; first unloads the entry's current one if there is no memory for both."""
 
         def report(progress: str) -> None:
             if entry.state is State.LOADING:
                 entry.reason = progress
 
-        thread = f"load-{source.name}"
-        fetched = await run_in_daemon_thread(thread, partial(fetch_model, source, report))
+        fetched = await run_in_daemon_thread(f"load-{source.name}", partial(fetch_model, source, report))
         if fetched.kind is ModelKind.GENERATION and entry.serving is not None:
             await self._take_out(entry)
             entry.set(State.LOADING, "loading")
-        building = partial(build, source, fetched, self._settings, self._device, report)
+        serving = await self._build(source, fetched, report)
+        entry.fetched = fetched
+        return serving
+
+    async def _build(self, source: ModelSource, fetched: FetchedModel, report: Callable[[str], None]) -> Serving:
         try:
-            model = await run_in_daemon_thread(thread, building)
+            model = await build(source, fetched, self._settings, self._host, report, self.engines.device_memory)
             try:
                 await model.warm_up()
             except BaseException:
@@ -262,21 +250,39 @@ class ModelRepository:
             raise
         return Serving(model)
 
-    async def _unload(self, entry: _Entry) -> None:
+    async def rebuild(self, entry: Entry) -> Serving:
+        """Builds the model from the files that are there."""
+        if entry.fetched is None:
+            raise StartupError(f"model {entry.source.name} has no files")
+        return await self._build(entry.source, entry.fetched, lambda _: None)
+
+    async def serve(self, entry: Entry, serving: Serving) -> None:
+        """Makes the entry READY."""
+        entry.serving = serving
+        self.engines.add(serving.model)
+        entry.backoff.started()
+        entry.set(State.READY)
+        entry.expected = True
+        await self.changed()
+
+    async def _unload(self, entry: Entry) -> None:
         async with entry.turn:
-            if entry.state is State.LOADING:
+            if entry.state is State.LOADING and entry.watch is None:
                 raise NotReadyError(f"model {entry.source.name!r} waits to be loaded")
             entry.expected = False
-            if entry.serving is not None:
-                await self._take_out(entry)
-                await self._changed()
+            if entry.serving is None and entry.watch is None:
+                return
+            if entry.serving is None:
+                await self._unwatch(entry)  # It is about to replace the model's engine.
+            await self._take_out(entry)
+            await self.changed()
 
-    async def _take_out(self, entry: _Entry) -> None:
+    async def _take_out(self, entry: Entry) -> None:
         """Unloads the served model; the caller holds the entry's `turn` and sets its next state."""
         serving = entry.serving
         if serving is not None:
             entry.set(State.UNLOADING, "ends what is in flight")
-            await self._changed()
+            await self.changed()
             await self._end(serving, entry)
             entry.serving = None
             # The last reference, except for the caller's frame.
@@ -284,7 +290,7 @@ class ModelRepository:
             await asyncio.to_thread(release_memory)
         entry.set(State.UNAVAILABLE, "unloaded")
 
-    async def _end(self, serving: Serving, watched: _Entry | None = None) -> None:
+    async def _end(self, serving: Serving, watched: Entry | None = None) -> None:
         left = await serving.drain(self._settings.drain_s)
         if left:
             logger.warning("model %s: %d requests are ended with it", serving.model.name, left)
@@ -294,25 +300,31 @@ class ModelRepository:
         await serving.stop()
         self.engines.remove(serving.model)
 
-    async def _watch(self, serving: Serving) -> None:
+    async def _watch(self, entry: Entry) -> None:
         try:
-            await serving.model.died()
+            await watch(self, entry)
         except EngineDeadError as error:
             self._death = error
             self._dead.set()
-            await self._changed()
+            await self.changed()
 
-    async def _unwatch(self, entry: _Entry) -> None:
+    async def _unwatch(self, entry: Entry) -> None:
         if entry.watch is not None:
             entry.watch.cancel()
             await asyncio.gather(entry.watch, return_exceptions=True)
             entry.watch = None
 
     @property
-    def _ending(self) -> bool:
+    def ending(self) -> bool:
         return self._draining or self._dead.is_set()
 
-    async def _changed(self) -> None:
+    def _notify(self) -> None:
+        for notify in tuple(self.watchers):
+            notify()
+
+    async def changed(self) -> None:
+        """Reports the state of an entry that has changed."""
+        self._notify()
         if self.ready != self._reported_ready:
             self._reported_ready = self.ready
             await self._report_ready(self._reported_ready)

@@ -30,8 +30,7 @@ class LoadMeter:
         for row in rows:
             sequence = row.sequence
             if sequence.timeline.started is None:
-                sequence.timeline.started = now
-                sequence.slot.cached_tokens = sequence.cached_tokens
+                sequence.slot.start(now, sequence.cached_tokens)
                 self._statistics.prompt_tokens += len(sequence.request.input_ids)
                 self._statistics.cached_tokens += sequence.cached_tokens
 
@@ -42,6 +41,7 @@ class LoadMeter:
     def read(self) -> EngineLoad:
         with self._guard:
             running, waiting = list(self._scheduler.running), list(self._scheduler.waiting)
+            prompts = [sequence.remaining for sequence in running + waiting if sequence.remaining > 1]
         oldest = min((sequence.timeline.submitted for sequence in running + waiting), default=None)
         counted = self._statistics
         return EngineLoad(
@@ -57,4 +57,5 @@ class LoadMeter:
                 tokens_after_cancel=counted.tokens_after_cancel,
                 preempted=self._scheduler.preempted,
             ),
+            waiting_tokens=sum(prompts),
         )

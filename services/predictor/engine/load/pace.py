@@ -1,66 +1,113 @@
 """How many prompt tokens a step may compute, with or without running streams.
 
-Prompts and streams share each step, so a long prompt delays the next token of every stream. A step may take `_STRETCH`
-times as long as one without prompts, or 1 + prompts / streams times if that is more, so that one prompt hardly disturbs
-sixteen streams and one stream does not delay sixteen prompts. Up to `_PATIENCE_S` it may take as many times as long as
-there are prompts, because small steps are inefficient and more callers then wait for a first token than for a next one.
+Prompts and streams share each step, so prompts delay the next token of every stream. A step may take as long as the
+largest of these:
+
+- the target, so that the gap between two tokens of a stream stays within it. A long prompt needs large steps: each
+  chunk reads the keys and values of all tokens before it, whether many or few tokens share that cost;
+- `_LEAST_STRETCH` times a step without prompts. That step alone may exceed the target, and prompts progress also then;
+- 1 + prompts / streams times a step without prompts: each prompt gets as much time as each stream, so that one stream
+  does not delay sixteen prompts;
+- as many times a step without prompts as there are prompts, up to `_PATIENCE_S`: small steps are inefficient, and more
+  callers wait for a first token than for a next one.
+
 If no stream runs, a step may take `_PATIENCE_S`: new requests wait for its end, and a prompt of ordinary length fits
 undivided.
 
-The durations of steps are measured, because no constant suits every model and machine: steps of only streams or only
-prompts as a + b · tokens; in mixed steps the additional cost of a prompt token, which grows along the prompt. Pure;
-times come from the caller.
+The durations of steps are measured, because no constant suits every model and machine. A step without prompts takes
+a + b · streams; a prompt token adds c + d · position, because it attends to all tokens before it. Both lines follow the
+latest steps, so whatever makes a step longer than estimated makes the next one smaller. Pure; times come from the
+caller.
 """
 
 from __future__ import annotations
 
-_STRETCH = 1.4
+import math
+
+_LEAST_STRETCH = 1.4
 _LEAST = 4  # Tokens; fewer would hardly be cheaper.
 _UNKNOWN = 32  # Tokens, until there are measurements.
 _PATIENCE_S = 0.25
 _LEAST_ALONE = 256  # Tokens.
-_LINE_MEMORY = 0.97  # The weight of a step relative to the next one.
-_COST_MEMORY = 0.7
+# The weight of a step relative to the next one. Costs of prompt tokens change within a prompt, and differ at its start.
+_STREAMS_MEMORY, _COSTS_MEMORY = 0.97, 0.7
+_LEAST_COST = 0.1  # Relative to the mean: a line through late positions may be wrong about early ones.
 
 
 class PrefillPace:
-    """Measures steps and limits the next one."""
+    """Measures steps and limits the next one. `max_gap_s` is the target for the gap between two tokens of a stream."""
 
-    def __init__(self) -> None:
-        self._weight = self._tokens = self._seconds = self._tokens_squared = self._products = 0.0
-        self._cost: float | None = None  # Seconds that one more prompt token takes.
+    def __init__(self, max_gap_s: float) -> None:
+        self._max_gap_s = max_gap_s
+        self._streams = _Line(_STREAMS_MEMORY)  # Seconds of a step without prompts, by its number of streams.
+        self._costs = _Line(_COSTS_MEMORY)  # Seconds that a prompt token adds, by its position.
 
-    def limit(self, streams: int, prompts: int) -> int:
-        """The number of tokens that `prompts` sequences may compute in a step with `streams` others."""
-        alone, per_token = self._alone(streams)
+    def limit(self, streams: int, prompts: int, position: int = 0) -> int:
+        """The number of tokens that `prompts` sequences, the first from `position` on, may compute beside streams."""
+        alone_s = self._streams.estimate(streams)
         if not streams:
-            return max(_LEAST_ALONE, int((_PATIENCE_S - alone) / per_token)) if per_token > 0 else _LEAST_ALONE
-        cost = self._cost or per_token
-        if cost <= 0 or alone <= 0:
+            return max(_LEAST_ALONE, self._tokens_in(_PATIENCE_S - alone_s, position))
+        if not alone_s:
             return _UNKNOWN
-        longest = max(alone * max(_STRETCH, 1 + prompts / streams), min(alone * prompts, _PATIENCE_S))
-        return max(_LEAST, int((longest - alone) / cost))
+        longest_s = max(
+            self._max_gap_s,
+            alone_s * max(_LEAST_STRETCH, 1 + prompts / streams),
+            min(alone_s * prompts, _PATIENCE_S),
+        )
+        return max(_LEAST, self._tokens_in(longest_s - alone_s, position))
 
-    def observe(self, streams: int, prompt_tokens: int, seconds: float) -> None:
-        """Adds the measurement of a step with one token for each of `streams` and `prompt_tokens` of prompts."""
-        if streams and prompt_tokens:
-            alone, per_token = self._alone(streams)
-            if per_token > 0:
-                cost = max(0.1 * per_token, (seconds - alone) / prompt_tokens)
-                before = cost if self._cost is None else self._cost
-                self._cost = cost + _COST_MEMORY * (before - cost)
-            return
-        tokens = streams + prompt_tokens
-        self._weight = self._weight * _LINE_MEMORY + 1
-        self._tokens = self._tokens * _LINE_MEMORY + tokens
-        self._seconds = self._seconds * _LINE_MEMORY + seconds
-        self._tokens_squared = self._tokens_squared * _LINE_MEMORY + tokens * tokens
-        self._products = self._products * _LINE_MEMORY + tokens * seconds
+    def observe(self, streams: int, prompt_tokens: int, seconds: float, position: float = 0.0) -> None:
+        """Adds the measurement of a step with one token for each of `streams` and `prompt_tokens` of prompts.
 
-    def _alone(self, tokens: int) -> tuple[float, float]:
-        """Estimated seconds of a step of `tokens` tokens, and of one token; 0 if the measurements do not suffice."""
-        spread = self._weight * self._tokens_squared - self._tokens**2
-        if spread <= 1e-6 * self._tokens_squared * self._weight:
-            return 0.0, 0.0
-        per_token = (self._weight * self._products - self._tokens * self._seconds) / spread
-        return (self._seconds + per_token * (tokens * self._weight - self._tokens)) / self._weight, per_token
+        `position` is the mean of the prompt tokens' positions.
+        """
+        if not prompt_tokens:
+            self._streams.observe(streams, seconds)
+        else:
+            added_s = max(0.0, seconds - self._streams.estimate(streams))
+            self._costs.observe(position, added_s / prompt_tokens)
+
+    def _tokens_in(self, seconds: float, position: int) -> int:
+        """The number of tokens from `position` on that take so many seconds."""
+        if not self._costs.mean:
+            return _UNKNOWN
+        first_s = max(self._costs.estimate(position), _LEAST_COST * self._costs.mean)
+        growth_s = self._costs.slope
+        # n tokens take n * first_s + n * n / 2 * growth_s.
+        seconds = max(0.0, seconds)
+        return int(2 * seconds / (first_s + math.sqrt(first_s**2 + 2 * growth_s * seconds)))
+
+
+class _Line:
+    """y by x, both positive: a line through the latest measurements, by least squares; 0 without measurements.
+
+    It neither descends nor is negative at x = 0, whatever the noise.
+    """
+
+    def __init__(self, memory: float) -> None:
+        self._memory = memory
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def observe(self, x: float, y: float) -> None:
+        self._weight = self._weight * self._memory + 1
+        self._x = self._x * self._memory + x
+        self._y = self._y * self._memory + y
+        self._xx = self._xx * self._memory + x * x
+        self._xy = self._xy * self._memory + x * y
+
+    @property
+    def mean(self) -> float:
+        return self._y / self._weight if self._weight else 0.0
+
+    @property
+    def slope(self) -> float:
+        spread = self._weight * self._xx - self._x**2
+        if spread <= 1e-6 * self._xx * self._weight:
+            return 0.0
+        slope = (self._weight * self._xy - self._x * self._y) / spread
+        return min(max(0.0, slope), self._y / self._x)
+
+    def estimate(self, x: float) -> float:
+        if not self._weight:
+            return 0.0
+        return self.mean + self.slope * (x - self._x / self._weight)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence as Rows
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -38,9 +41,8 @@ class KeyValueCache:
         self.device = device
 
         def zeros(*block: int) -> list[Tensor]:
-            # On the CPU, zeros take no memory until they are written.
             size = (blocks, shape.heads, *block)
-            return [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.layers)]
+            return [_zeros(size, shape.dtype, device) for _ in range(shape.layers)]
 
         self.keys = zeros(shape.head_size, BLOCK_TOKENS)
         self.values = zeros(BLOCK_TOKENS, shape.head_size)
@@ -69,3 +71,14 @@ class KeyValueCache:
             index = torch.tensor(blocks, device=self.device)
             for pool in (*self.keys, *self.values):
                 pool.index_fill_(0, index, 0)
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on the CPU they take no memory until they are written, unlike those of torch's allocator."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, math.prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # A kernel without them.
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(size)

@@ -18,7 +18,7 @@ from millrace.oip.prompt_logprobs import PromptLogprobs
 from millrace.sampling import SamplingParameters
 from services.predictor.engine.interface import GenerationRequest, Usage
 from services.predictor.engine.state.blocks import block_name, first_name
-from services.predictor.engine.state.slot import MergingSlot
+from services.predictor.engine.state.slot import MergingSlot, SequenceOutput
 
 
 class SamplingRow(NamedTuple):
@@ -40,7 +40,7 @@ class Sequence:
     """
 
     def __init__(
-        self, request: GenerationRequest, slot: MergingSlot, end_ids: frozenset[int], start_ids: Ids[int] = ()
+        self, request: GenerationRequest, slot: SequenceOutput, end_ids: frozenset[int], start_ids: Ids[int] = ()
     ) -> None:
         self.request = request
         self.slot = slot

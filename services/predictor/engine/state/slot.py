@@ -11,6 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import Protocol
 
 from millrace.errors import MillraceError
 from millrace.oip.prompt_logprobs import PromptLogprobs
@@ -18,6 +19,47 @@ from millrace.sampling import SamplingParameters
 from services.predictor.engine.interface import Chunk, Logprobs, Timeline, Usage
 
 Reader = asyncio.Future[None]
+
+
+class SequenceOutput(Protocol):
+    """Where the engine puts the output of one sequence; it never waits for a reader, except in `run_alone`."""
+
+    timeline: Timeline
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the caller has left; the engine reads it before each step."""
+
+    @property
+    def runs_alone(self) -> bool:
+        """Whether `run_alone` has been called since the last token."""
+
+    def start(self, now: float, cached_tokens: int) -> None:
+        """Records the start of the first step that computes a part of the sequence."""
+
+    def run_alone(self, timeout_s: float) -> bool:
+        """Reports that the request runs isolated; returns whether its caller still waits for it.
+
+        Returns once the caller has been notified, or has left, or after the timeout.
+        """
+
+    def publish(
+        self,
+        token_id: int,
+        logprobs: Logprobs | None,
+        finish: tuple[str, Usage] | None = None,
+        prompt: PromptLogprobs | None = None,
+    ) -> Reader | None:
+        """Adds a token, the last one with the finish reason and the usage; returns the reader to be woken.
+
+        `prompt` comes with the first token.
+        """
+
+    def finish(self, reason: str, usage: Usage) -> None:
+        """Ends the output without another token."""
+
+    def fail(self, error: MillraceError) -> None:
+        """Ends the output with an error, after the tokens that it already has."""
 
 
 class MergingSlot:
@@ -46,18 +88,22 @@ class MergingSlot:
         self.cancelled = True
         self._reported.set()
 
-    def run_alone(self, timeout_s: float) -> bool:
-        """Wakes the reader to report that the request runs isolated; returns whether its caller still waits for it.
+    def start(self, now: float, cached_tokens: int) -> None:
+        self.timeline.started = now
+        self.cached_tokens = cached_tokens
 
-        Returns once the reader has reported it, or has left, or after the timeout.
-        """
+    def run_alone(self, timeout_s: float) -> bool:
+        self.set_alone()
+        self._reported.wait(timeout_s)
+        return not (self.cancelled or self._ended())
+
+    def set_alone(self) -> None:
+        """Wakes the reader to report that the request runs isolated."""
         with self._lock:
             self.runs_alone = True
             reader, self._wake = self._wake, None
         if reader is not None:
             wake([reader])
-        self._reported.wait(timeout_s)
-        return not (self.cancelled or self._ended())
 
     def reported(self) -> None:
         self._reported.set()
@@ -69,10 +115,6 @@ class MergingSlot:
         finish: tuple[str, Usage] | None = None,
         prompt: PromptLogprobs | None = None,
     ) -> Reader | None:
-        """Adds a token, the last one with the finish reason and the usage; returns the reader to be woken.
-
-        `prompt` comes with the first token.
-        """
         with self._lock:
             if self._ended():
                 return None
@@ -86,11 +128,9 @@ class MergingSlot:
             return self._satisfied()
 
     def finish(self, reason: str, usage: Usage) -> None:
-        """Ends the output without another token."""
         self._end(finish=(reason, usage))
 
     def fail(self, error: MillraceError) -> None:
-        """Ends the output with an error, after the tokens that it already has."""
         self._end(error=error)
 
     async def readable(self, timeout_s: float) -> bool:

@@ -1,0 +1,27 @@
+"""What is wrong with a model, in one line."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from millrace.errors import StartupError
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def as_startup_error(model: str) -> Iterator[None]:
+    """Converts any error to a StartupError: damaged files raise errors of many types, and a retry helps with none."""
+    try:
+        yield
+    except StartupError:
+        raise
+    except Exception as error:
+        logger.debug("model %s cannot be loaded", model, exc_info=True)
+        raise StartupError(f"model {model} cannot be loaded: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,46 @@
+"""A model that is, was or will be loaded, as the repository knows it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from millrace.models.sources import ModelSource
+from services.predictor.repository.backoff import Backoff
+from services.predictor.repository.lease import Serving
+from services.predictor.repository.loading import FetchedModel
+
+
+class State(StrEnum):
+    """The states of Triton's repository extension."""
+
+    LOADING = "LOADING"
+    READY = "READY"
+    UNLOADING = "UNLOADING"
+    UNAVAILABLE = "UNAVAILABLE"
+
+
+class IndexRow(NamedTuple):
+    name: str
+    state: State
+    reason: str
+
+
+@dataclass(eq=False)
+class Entry:
+    """`expected`: nothing is ready without it. `fetched`: the files of the model that is served, or was."""
+
+    source: ModelSource
+    state: State
+    reason: str = ""
+    expected: bool = False
+    serving: Serving | None = None
+    fetched: FetchedModel | None = None
+    watch: asyncio.Task[None] | None = None
+    backoff: Backoff = field(default_factory=Backoff)
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # Held by the task that changes the entry.
+
+    def set(self, state: State, reason: str = "") -> None:
+        self.state, self.reason = state, reason

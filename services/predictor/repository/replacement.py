@@ -1,0 +1,75 @@
+"""Replaces the engine process of a model whenever it ends.
+
+`watch` is the task of one served model. It ends when the model is loaded or unloaded otherwise, and with
+EngineDeadError when a model that runs in the predictor's own process can serve no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol
+
+from millrace.errors import StartupError
+from services.predictor.engine.interface import EngineProcessError
+from services.predictor.generation.served_engines import ServedEngines
+from services.predictor.repository.entry import Entry, State
+from services.predictor.repository.lease import Serving
+
+logger = logging.getLogger(__name__)
+
+
+class Rebuilding(Protocol):
+    """What a replacement needs of the repository."""
+
+    @property
+    def ending(self) -> bool: ...
+
+    @property
+    def engines(self) -> ServedEngines: ...
+
+    async def rebuild(self, entry: Entry) -> Serving:
+        """Builds the model from the files that are there; raises StartupError."""
+
+    async def serve(self, entry: Entry, serving: Serving) -> None:
+        """Makes the entry READY."""
+
+    async def changed(self) -> None:
+        """Reports the state of an entry that has changed."""
+
+
+async def watch(repository: Rebuilding, entry: Entry) -> None:
+    """See the module."""
+    while entry.serving is not None:
+        try:
+            await entry.serving.model.died()
+        except EngineProcessError as death:
+            await _replace(repository, entry, death)
+
+
+async def _replace(repository: Rebuilding, entry: Entry, death: EngineProcessError) -> None:
+    """Returns when another engine process serves the model, or another load or unload has begun."""
+    name = entry.source.name
+    serving, entry.serving = entry.serving, None
+    entry.set(State.LOADING, f"{death}; another one is started")
+    await repository.changed()
+    if serving is not None:
+        repository.engines.remove(serving.model)
+    repository.engines.restarting(name)
+    while not repository.ending:
+        if delay_s := entry.backoff.delay_s():
+            logger.warning("model %s: its engine is started again in %.1f s", name, delay_s)
+            await asyncio.sleep(delay_s)
+        async with entry.turn:
+            if entry.state is State.READY:
+                return
+            try:
+                new = await repository.rebuild(entry)
+            except StartupError as error:
+                entry.backoff.failed()
+                logger.error("model %s: its engine cannot be started again: %s", name, error)
+                entry.set(State.UNAVAILABLE, str(error))
+            else:
+                logger.warning("model %s: another engine serves it", name)
+                await repository.serve(entry, new)
+                return

@@ -1,0 +1,287 @@
+"""The call of one transformer: its submissions to the engines, their steps back to it.
+
+The bytes of an engine's steps pass unparsed. While the transformer does not read, they are collected and become one
+message: the concatenation of serialized messages is the serialization of their merger. What is collected is bounded by
+the tokens that the sequences in flight may have. Belongs to the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from functools import partial
+
+from millrace.deadline import Deadline
+from millrace.errors import (
+    DrainingError,
+    InvalidRequestError,
+    MillraceError,
+    NotImplementedMethodError,
+    RequestFailedError,
+)
+from millrace.step_errors import error_named, write_error
+from millrace_protos import engine_pb2, steps_pb2
+from services.predictor.engine_process.remote_engine import RemoteEngine
+from services.predictor.generation.model import GenerationModel
+from services.predictor.generation.requests import read_submission
+from services.predictor.repository.repository import ModelRepository
+from services.predictor.steps.sequence import SequenceCall, StepsSequence, status_of
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+_LOADS_S = 0.1  # The least time between two reports of the loads, unless a model becomes ready or stops being ready.
+_MESSAGE_BYTES = 8 * 1024 * 1024
+_LEAVING = steps_pb2.Step(leaving=True).SerializeToString()
+
+
+class StepsCall:
+    """See the module. `stopping` is set when the process accepts no new calls."""
+
+    def __init__(self, repository: ModelRepository, stopping: asyncio.Event) -> None:
+        self._repository = repository
+        self._stopping = stopping
+        self._loop = asyncio.get_running_loop()
+        self._channels: dict[RemoteEngine, _Channel] = {}
+        self._sequences: dict[int, _Channel] = {}  # In flight, by number.
+        self._pending: deque[bytes] = deque()
+        self._alone: list[tuple[_Channel, int]] = []  # To be reported once their notice has been written.
+        self._due = asyncio.Event()
+        self._due.set()
+        self._loads_due = True
+        self._loads_at = 0.0
+        self._sent_at = self._loop.time()
+        self._is_half_closed = False
+        self._failure: MillraceError | None = None
+        self._is_closed = False
+
+    async def run(self, requests: AsyncIterator[steps_pb2.StepsRequest]) -> AsyncGenerator[bytes, None]:
+        """Yields serialized steps until the call is over."""
+        reader = asyncio.create_task(self._read(requests), name="steps-requests")
+        stop = asyncio.create_task(self._stopping.wait(), name="steps-stop")
+        stop.add_done_callback(lambda _: self._due.set())
+        self._timer = self._loop.call_later(HEARTBEAT_S, self._beat)
+        self._repository.watchers.add(self._models_changed)
+        try:
+            while not self._is_over():
+                await self._due.wait()
+                self._due.clear()
+                alone, self._alone = self._alone, []
+                if message := self._message():
+                    yield message
+                for channel, number in alone:
+                    channel.engine.report_alone(channel.number, number)
+            if self._failure is not None:
+                raise self._failure
+        finally:
+            self._repository.watchers.discard(self._models_changed)
+            self._timer.cancel()
+            self._close()
+            for task in (reader, stop):
+                task.cancel()
+            await asyncio.gather(reader, stop, return_exceptions=True)
+
+    def put(self, step: bytes) -> None:
+        """Adds a serialized step to the next message."""
+        if not self._is_closed:
+            self._pending.append(step)
+            self._due.set()
+
+    def announce_alone(self, channel: _Channel, number: int) -> None:
+        self._alone.append((channel, number))
+
+    def forget(self, number: int) -> None:
+        """The sequence has ended."""
+        self._sequences.pop(number, None)
+        if self._is_half_closed or self._stopping.is_set():
+            self._due.set()
+
+    async def _read(self, requests: AsyncIterator[steps_pb2.StepsRequest]) -> None:
+        try:
+            async for request in requests:
+                for submission in request.submissions:
+                    self._submit(submission)
+                for number in request.cancelled:
+                    if (channel := self._sequences.get(number)) is not None:
+                        channel.cancel(number)
+        except MillraceError as error:
+            self._failure = error
+        except Exception:
+            logger.exception("the requests of a steps call could not be read")
+            self._failure = RequestFailedError("internal error")
+        self._is_half_closed = True
+        self._due.set()
+
+    def _submit(self, message: steps_pb2.Submission) -> None:
+        if message.number in self._sequences:
+            raise InvalidRequestError(f"sequence {message.number} is in flight already")
+        call = SequenceCall(message)
+        try:
+            self._begin(call, message)
+        except MillraceError as error:
+            self._refuse(message.number, error)
+            call.end(status_of(error))
+        except Exception:
+            logger.exception("request %s could not be submitted", message.request_id)
+            failure = RequestFailedError("internal error")
+            self._refuse(message.number, failure)
+            call.end(status_of(failure))
+
+    def _begin(self, call: SequenceCall, message: steps_pb2.Submission) -> None:
+        """Gives a sequence to its engine; raises what refuses it."""
+        serving = self._repository.get(message.model)
+        if self._stopping.is_set():
+            raise DrainingError("the predictor is stopping")
+        model = serving.model
+        if not isinstance(model, GenerationModel):
+            raise InvalidRequestError(f"model {message.model!r} does not generate tokens")
+        if not isinstance(model.engine, RemoteEngine):
+            raise NotImplementedMethodError(f"model {message.model!r} has no engine process")
+        deadline = Deadline.after(message.timeout_s if message.HasField("timeout_s") else None)
+        channel = self._channel(model.engine)
+        sequence = StepsSequence(call, serving, model, message, deadline, partial(channel.hand_back, message.number))
+        try:
+            request = read_submission(model.loaded, message, deadline)
+            channel.begin(
+                message.number, sequence, partial(model.engine.generate, channel.number, message.number, request)
+            )
+        except MillraceError as error:
+            sequence.release(error)
+            raise
+        self._sequences[message.number] = channel
+        accepted = steps_pb2.Accepted(number=message.number, fingerprint=serving.fingerprint, span=call.traceparent)
+        self.put(steps_pb2.Step(accepted=[accepted]).SerializeToString())
+
+    def _refuse(self, number: int, error: MillraceError) -> None:
+        ended = steps_pb2.Ended(number=number, error=write_error(error, "predictor"))
+        self.put(steps_pb2.Step(ended=[ended]).SerializeToString())
+
+    def _channel(self, engine: RemoteEngine) -> _Channel:
+        channel = self._channels.get(engine)
+        if channel is None:
+            for other in [other for other in self._channels if other.has_ended]:
+                del self._channels[other]
+            channel = self._channels[engine] = _Channel(self, engine)
+        return channel
+
+    def _is_over(self) -> bool:
+        if self._failure is not None:
+            return True
+        if self._pending or self._sequences:
+            return False
+        if self._is_half_closed:
+            return True
+        # A process that passes its port on lets its calls end; one that drains keeps them until then.
+        if self._repository.is_drained or (self._stopping.is_set() and not self._repository.is_draining):
+            self._failure = DrainingError("the predictor is stopping")
+            return True
+        return False
+
+    def _message(self) -> bytes:
+        """What is to be sent now; empty: nothing."""
+        now = self._loop.time()
+        parts, size = [], 0
+        while self._pending and size < _MESSAGE_BYTES:
+            parts.append(self._pending.popleft())
+            size += len(parts[-1])
+        if self._pending:
+            self._due.set()
+        is_silent = now - self._sent_at >= HEARTBEAT_S
+        if self._loads_due or is_silent or (parts and now - self._loads_at >= _LOADS_S):
+            parts.append(steps_pb2.Step(loads=self._loads()).SerializeToString())
+            self._loads_due, self._loads_at = False, now
+        if parts:
+            self._sent_at = now
+            if self._repository.is_leaving:
+                parts.append(_LEAVING)
+        return b"".join(parts)
+
+    def _loads(self) -> steps_pb2.EngineLoads:
+        loads = steps_pb2.EngineLoads()
+        for serving in self._repository.served:
+            model = serving.model
+            if isinstance(model, GenerationModel) and self._repository.is_ready(model.name):
+                load = model.engine.load
+                loads.models.add(
+                    model=model.name,
+                    fingerprint=serving.fingerprint,
+                    running=load.running,
+                    waiting=load.waiting,
+                    waiting_tokens=load.waiting_tokens,
+                    cache_free=1 - load.blocks_in_use,
+                )
+        return loads
+
+    def _models_changed(self) -> None:
+        self._loads_due = True
+        self._due.set()
+
+    def _beat(self) -> None:
+        left_s = self._sent_at + HEARTBEAT_S - self._loop.time()
+        if left_s <= 0:
+            self._due.set()
+        self._timer = self._loop.call_later(left_s if left_s > 0 else HEARTBEAT_S, self._beat)
+
+    def _close(self) -> None:
+        """Cancels every sequence."""
+        self._is_closed = True
+        self._pending.clear()
+        for channel in tuple(self._channels.values()):
+            channel.close()
+
+
+class _Channel:
+    """The call's channel at one engine: a StepSink."""
+
+    def __init__(self, call: StepsCall, engine: RemoteEngine) -> None:
+        self.engine = engine
+        self.number = engine.open_channel(self)
+        self._call = call
+        self._sequences: dict[int, StepsSequence] = {}
+        self._is_closing = False
+
+    def begin(self, number: int, sequence: StepsSequence, generate: partial[None]) -> None:
+        generate(sequence.timeline)
+        self._sequences[number] = sequence
+        sequence.begin()
+
+    def take(self, step: bytes, ended: Sequence[engine_pb2.SequenceEnd], alone: Sequence[int]) -> None:
+        for number in alone:
+            self._call.announce_alone(self, number)
+        self._call.put(step)
+        for end in ended:
+            error = error_named(end.error, "the sequence failed") if end.error else None
+            self._end(end.sequence.number, error, end.tokens)
+
+    def cancel(self, number: int) -> None:
+        """Ends a sequence at once, whenever the engine, which may be in the middle of a step, takes note of it."""
+        sequence = self._sequences.pop(number, None)
+        if sequence is not None:
+            self.engine.cancel(self.number, number)
+            self._call.forget(number)
+            sequence.cancel()
+
+    def hand_back(self, number: int, error: MillraceError) -> None:
+        self.engine.end(self.number, number)
+        ended = steps_pb2.Ended(number=number, error=write_error(error, "predictor"))
+        self._call.put(steps_pb2.Step(ended=[ended]).SerializeToString())
+        self._end(number, error, 0)
+
+    def close(self) -> None:
+        self._is_closing = True
+        for number in tuple(self._sequences):
+            self.cancel(number)
+        self._leave()
+
+    def _end(self, number: int, error: MillraceError | None, tokens: int) -> None:
+        sequence = self._sequences.pop(number, None)
+        if sequence is not None:
+            self._call.forget(number)
+            sequence.end(error, tokens)
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._is_closing and not self._sequences:
+            self.engine.close_channel(self.number)

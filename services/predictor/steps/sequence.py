@@ -1,0 +1,138 @@
+"""One sequence of a steps call: what a call of its own would have, from its submission to its end.
+
+It counts as a request of its model, has the predictor's span, a duration and a log line. Belongs to the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from grpc import StatusCode
+from opentelemetry import metrics, propagate, trace
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, SpanKind
+
+from millrace.deadline import DEADLINE_MARGIN_S, Deadline
+from millrace.errors import MillraceError
+from millrace.oip.resumable import CallOptions
+from millrace.oip.stream_infer import FINAL
+from millrace.telemetry.identity import PROTOCOL, REQUEST_ID, links_to, span_id_of, trace_id_of, traceparent_of
+from millrace.telemetry.logs import CALLS
+from millrace.telemetry.rpc import attributes_of, duration_histogram, end_span
+from millrace_protos import inference_pb2, steps_pb2
+from services.predictor.engine.interface import Timeline
+from services.predictor.generation.model import GenerationModel
+from services.predictor.models.request_statistics import CountedRequest
+from services.predictor.repository.lease import Serving
+from services.predictor.telemetry import ObservedGeneration
+
+logger = logging.getLogger(CALLS)
+
+_ATTRIBUTES = attributes_of("millrace.v1.PredictorSteps/Run") | {PROTOCOL: "grpc"}
+_LAST = inference_pb2.ModelInferResponse(outputs=[inference_pb2.ModelInferResponse.InferOutputTensor()])
+_LAST.parameters[FINAL].bool_param = True
+
+
+class SequenceCall:
+    """The span, the duration and the log line of one sequence."""
+
+    def __init__(self, message: steps_pb2.Submission) -> None:
+        self.span: Span = trace.INVALID_SPAN
+        self._request_id = message.request_id
+        self._began = time.monotonic()
+        self._duration = duration_histogram(metrics.get_meter("millrace"), "rpc.server.call.duration")
+        if message.traceparent:
+            parent = propagate.extract({"traceparent": message.traceparent}, Context())
+            attributes = _ATTRIBUTES | {REQUEST_ID: message.request_id}
+            links = links_to(message.follows) if message.follows else ()
+            tracer = trace.get_tracer("millrace")
+            self.span = tracer.start_span(_ATTRIBUTES["rpc.method"], parent, SpanKind.SERVER, attributes, links)
+
+    @property
+    def traceparent(self) -> str:
+        """The span as a traceparent; "" without one."""
+        return traceparent_of(self.span) if self.span is not trace.INVALID_SPAN else ""
+
+    def end(self, code: StatusCode) -> None:
+        duration_s = time.monotonic() - self._began
+        end_span(self.span, code, is_server=True, streams=True)
+        self._duration.record(duration_s, _ATTRIBUTES | {"rpc.response.status_code": code.name})
+        if logger.isEnabledFor(logging.INFO):
+            attributes: dict[str, str | float] = {
+                **_ATTRIBUTES,
+                "rpc.response.status_code": code.name,
+                "duration_ms": round(1000 * duration_s, 3),
+                "request_id": self._request_id,
+                "trace_id": trace_id_of(self.span),
+                "span_id": span_id_of(self.span),
+            }
+            logger.info("%s %s in %.1f ms", _ATTRIBUTES["rpc.method"], code.name, 1000 * duration_s, extra=attributes)
+
+
+class StepsSequence:
+    """A sequence in flight. `hand_back` takes the error with which the predictor ends it."""
+
+    def __init__(
+        self,
+        call: SequenceCall,
+        serving: Serving,
+        model: GenerationModel,
+        message: steps_pb2.Submission,
+        deadline: Deadline,
+        hand_back: Callable[[MillraceError], None],
+    ) -> None:
+        """Raises OtherWeightsError."""
+        self.timeline = Timeline()
+        self._deadline = deadline
+        self._call = call
+        self._model = model
+        self._hand_back = hand_back
+        self._observed: ObservedGeneration | None = None
+        self._lease = ExitStack()
+        options = CallOptions(resumes=True, fingerprint=message.fingerprint)
+        self._counted: CountedRequest = self._lease.enter_context(
+            serving.sequence(message.request_id, deadline, options)
+        )
+
+    def begin(self) -> None:
+        """The engine has the sequence from now on."""
+        self._observed = self._model.telemetry.observe(self.timeline, self._call.span)
+        self._model.resumable.add(self)
+
+    def release(self, error: MillraceError) -> None:
+        """The engine does not get the sequence."""
+        self._lease.__exit__(type(error), error, None)
+
+    def fail(self, error: MillraceError) -> None:
+        self._hand_back(error)
+
+    def cancel(self) -> None:
+        """The caller has left; a caller whose deadline passes leaves too."""
+        is_late = self._deadline.passed(DEADLINE_MARGIN_S)
+        self._end(asyncio.CancelledError(), StatusCode.DEADLINE_EXCEEDED if is_late else StatusCode.CANCELLED)
+
+    def end(self, error: MillraceError | None, tokens: int) -> None:
+        """The sequence has ended after so many tokens."""
+        if self._observed is not None:
+            self._observed.add(tokens)
+        self._end(error, status_of(error))
+
+    def _end(self, error: BaseException | None, code: StatusCode) -> None:
+        """Called once."""
+        self._model.resumable.discard(self)
+        if self._observed is not None:
+            self._observed.end()
+        if error is None:
+            self._counted.response(_LAST)
+            self._lease.close()
+        else:
+            self._lease.__exit__(type(error), error, None)
+        self._call.end(code)
+
+
+def status_of(error: MillraceError | None) -> StatusCode:
+    return StatusCode.OK if error is None else error.status

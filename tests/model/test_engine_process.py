@@ -1,0 +1,184 @@
+"""An engine in a process of its own is the same engine: tokens, refusals, cancels, times, load. Its end is noticed."""
+
+import asyncio
+import os
+import signal
+import time
+from contextlib import asynccontextmanager, suppress
+
+import numpy as np
+import psutil
+import pytest
+
+from millrace.errors import DeadlineError, HopBrokenError, InvalidRequestError, NotReadyError, OverloadedError
+from millrace.sampling import SamplingParameters
+from services.predictor.engine.interface import EngineProcessError, GenerationRequest
+from services.predictor.engine_process import launch
+from services.predictor.engine_process.launch import launch_engine
+from services.predictor.generation.loading import load_generation
+from services.predictor.settings import PredictorSettings
+from tests.model.fakes import read_all
+from tests.random_models import save_random_model
+from tests.waiting import until
+
+
+def request(prompt=(5, 6, 7), name="r", **fields):
+    sampling = {"seed": 3, "max_tokens": 12, "ignore_eos": True}
+    sampling |= {key: fields.pop(key) for key in list(fields) if key in SamplingParameters.model_fields}
+    return GenerationRequest(name, list(prompt), SamplingParameters(**sampling), **fields)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    save_random_model("llama", folder)
+    return folder
+
+
+def settings(**given):
+    return PredictorSettings(**{"device": "cpu", "threads": 1, "kv_cache_memory": "1MiB", **given})
+
+
+@pytest.fixture
+def engine_of(engine_host, folder):
+    @asynccontextmanager
+    async def start(**given):
+        loaded = await launch_engine(engine_host, "llama", folder, True, settings(**given))
+        try:
+            yield loaded.engine
+        finally:
+            await asyncio.to_thread(loaded.engine.close)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def in_process(folder):
+    import torch
+
+    loaded = load_generation("llama", folder, True, settings(), torch.device("cpu"))
+    yield loaded.engine
+    loaded.engine.close()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0},
+        {"temperature": 0.9, "logprobs": True, "top_logprobs": 3},
+        {"output_ids": [9, 8], "moved": True},
+        {"prompt_logprobs": 2},
+        {"prompt": (5,), "prompt_logprobs": 2},
+        {"alone": True},
+        {"chunk_tokens": 5},
+        {"output_ids": [9] * 12},
+    ],
+)
+async def test_an_answer_is_the_one_of_an_engine_in_this_process(engine_of, in_process, fields):
+    async with engine_of() as engine:
+        ids, chunks = await read_all(engine.submit(request(**fields)))
+    expected_ids, expected = await read_all(in_process.submit(request(**fields)))
+    assert ids == expected_ids
+    assert chunks[-1].finish_reason == expected[-1].finish_reason
+    assert vars(chunks[-1].usage) | {"cached_tokens": 0} == vars(expected[-1].usage) | {"cached_tokens": 0}
+    chosen, theirs = ([p.chosen for chunk in each for p in chunk.logprobs] for each in (chunks, expected))
+    assert chosen == pytest.approx(theirs)
+    tops, theirs = ([p.top for chunk in each for p in chunk.logprobs] for each in (chunks, expected))
+    assert [[token for token, _ in top] for top in tops] == [[token for token, _ in top] for top in theirs]
+    prompt, other = chunks[0].prompt, expected[0].prompt
+    assert (prompt is None) == (other is None)
+    if prompt is not None:
+        np.testing.assert_array_equal(prompt.top_ids, other.top_ids)
+        np.testing.assert_allclose(prompt.chosen, other.chosen, rtol=1e-5)
+
+
+async def test_times_and_figures_are_the_engines_own(engine_of):
+    async with engine_of() as engine:
+        begun = time.monotonic()
+        slot = engine.submit(request())
+        await read_all(slot)
+        line = slot.timeline
+        assert begun <= line.submitted <= line.started <= line.first_token <= line.ended <= time.monotonic()
+        assert (engine.load.totals.tokens, engine.load.running, engine.load.waiting) == (12, 0, 0)
+        assert (engine.statistics.succeeded, engine.statistics.ended) == (1, 1)
+        assert engine.statistics.steps >= 12
+
+
+async def test_what_an_engine_refuses_is_the_slots_error_and_has_no_times(engine_of):
+    async with engine_of(max_running=1, max_waiting=0, kv_cache_memory="512KiB", max_context=256) as engine:
+        slot = engine.submit(request(prompt=[5] * 200, max_tokens=10_000))
+        with pytest.raises(InvalidRequestError, match="the cache holds"):
+            await slot.read()
+        assert not slot.timeline.submitted
+        long = engine.submit(request(max_tokens=200))
+        await until(lambda: engine.load.running)
+        slot = engine.submit(request())
+        assert await slot.readable(10)
+        with pytest.raises(OverloadedError, match="the queue is full") as raised:
+            await slot.read()
+        assert raised.value.retry_after_ms
+        long.cancel()
+
+
+async def test_a_cancel_frees_the_blocks_and_a_deadline_ends_a_request(engine_of):
+    async with engine_of() as engine:
+        slot = engine.submit(request(max_tokens=200))
+        await slot.read()
+        slot.cancel()
+        await until(lambda: engine.statistics.cancelled == 1 and not engine.load.blocks_in_use)
+        late = engine.submit(request(max_tokens=200, deadline=time.monotonic() + 0.01))
+        with pytest.raises(DeadlineError):
+            await read_all(late)
+
+
+async def test_one_request_at_a_time_is_isolated(engine_of):
+    async with engine_of() as engine:
+        os.kill(engine.pid, signal.SIGSTOP)
+        first, second = engine.submit(request(alone=True)), engine.submit(request(name="s", alone=True))
+        os.kill(engine.pid, signal.SIGCONT)
+        with pytest.raises(NotReadyError, match="another request runs in isolation here"):
+            await read_all(second)
+        assert not await first.readable(10)
+        assert first.runs_alone
+        first.reported()
+        assert len((await read_all(first))[0]) == 12
+
+
+@pytest.mark.parametrize("started", [True, False])
+async def test_a_request_that_may_be_to_blame_for_the_death_is_told_from_one_that_waited(engine_of, started):
+    async with engine_of(max_running=1) as engine:
+        running = engine.submit(request(max_tokens=200))
+        await running.read()
+        waiting = engine.submit(request())
+        await until(lambda: engine.load.waiting)
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(EngineProcessError, match="the engine of model llama died"):
+            await asyncio.wait_for(engine.died(), 10)
+        with pytest.raises(HopBrokenError if started else NotReadyError):
+            await read_all(running if started else waiting)
+        with pytest.raises(NotReadyError):
+            engine.submit(request())
+
+
+async def test_a_process_that_stands_still_is_killed(engine_of, monkeypatch):
+    monkeypatch.setattr(launch, "_SILENCE_S", 1.0)
+    async with engine_of() as engine:
+        os.kill(engine.pid, signal.SIGSTOP)
+        with pytest.raises(EngineProcessError):
+            await asyncio.wait_for(engine.died(), 30)
+
+
+async def test_a_close_ends_the_process_and_what_is_in_flight(engine_of, engine_host):
+    async with engine_of() as engine:
+        slot = engine.submit(request(max_tokens=200))
+        await slot.read()
+        await asyncio.to_thread(engine.close)
+        with pytest.raises(NotReadyError):
+            await read_all(slot)
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(engine.pid).wait(10)
+
+
+async def test_the_host_is_one_thread(engine_of, engine_host):
+    async with engine_of():
+        assert psutil.Process(engine_host.pid).num_threads() == 1

@@ -1,0 +1,441 @@
+"""One call carries the tokens of many sequences, a message a step: the same tokens, errors and ends as by calls of
+their own.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from contextlib import asynccontextmanager
+
+import grpc
+import numpy as np
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from millrace.oip.parameters import set_parameters
+from millrace.oip.tensors import Tensor, add_input, decode_outputs
+from millrace.rpc.admission import Admission
+from millrace.rpc.handlers import ErrorServerInterceptor
+from millrace.rpc.telemetry_interceptor import TelemetryServerInterceptor
+from millrace_protos import inference_pb2, inference_pb2_grpc, steps_pb2, steps_pb2_grpc
+from services.predictor.repository.repository import ModelRepository
+from services.predictor.servicer import InferenceServicer
+from services.predictor.settings import PredictorSettings
+from services.predictor.steps import sequence as steps_sequence
+from services.predictor.steps import servicer as steps_servicer
+from tests.random_models import save_random_model
+from tests.waiting import until
+
+SAMPLING = {"seed": 3, "max_tokens": 12, "ignore_eos": True, "temperature": 0.9}
+
+
+class Predictor:
+    """A repository with one model behind a real port."""
+
+    def __init__(self, repository, target, stopping, admission):
+        self.repository = repository
+        self.target = target
+        self.stopping = stopping
+        self.admission = admission
+
+    @property
+    def engine(self):
+        return self.repository.get("llama").model.engine
+
+
+class Caller:
+    """One steps call; collects what comes of each sequence."""
+
+    def __init__(self, channel):
+        self._requests = asyncio.Queue()
+        self._call = steps_pb2_grpc.PredictorStepsStub(channel).Run(self._sent())
+        self.messages = []
+        self.tokens, self.ended, self.accepted, self.begun, self.logprobs = {}, {}, {}, {}, {}
+        self.alone = []
+        self.leaving = False
+        self._reader = None
+
+    async def _sent(self):
+        while (request := await self._requests.get()) is not None:
+            yield request
+
+    def start(self):
+        self._reader = asyncio.create_task(self.read())
+        return self
+
+    async def read(self):
+        async for step in self._call:
+            self.take(step)
+
+    def take(self, step):
+        self.messages.append(step)
+        for number, token in zip(step.numbers, step.token_ids, strict=True):
+            self.tokens.setdefault(number, []).append(token)
+        for name in ("accepted", "begun", "ended"):
+            for each in getattr(step, name):
+                getattr(self, name).setdefault(each.number, each)
+        for each in step.logprobs:
+            self.logprobs.setdefault(each.number, []).append(each)
+        self.alone += step.alone
+        self.leaving |= step.leaving
+
+    async def read_one(self):
+        step = await self._call.read()
+        self.take(step)
+        return step
+
+    def submit(self, number=1, prompt=(5, 6, 7), sampling=SAMPLING, **fields):
+        message = steps_pb2.Submission(
+            number=number,
+            model="llama",
+            request_id=f"r{number}",
+            prompt_ids=prompt,
+            sampling=json.dumps(sampling).encode(),
+        )
+        for name, value in fields.items():
+            if isinstance(value, list):
+                getattr(message, name).extend(value)
+            else:
+                setattr(message, name, value)
+        self._requests.put_nowait(steps_pb2.StepsRequest(submissions=[message]))
+
+    def cancel(self, number):
+        self._requests.put_nowait(steps_pb2.StepsRequest(cancelled=[number]))
+
+    async def end_of(self, number=1):
+        await until(lambda: number in self.ended)
+        return self.ended[number]
+
+    async def error_of(self, number=1):
+        return (await self.end_of(number)).error
+
+    async def status(self):
+        """How the call ends."""
+        try:
+            await self._reader
+        except grpc.aio.AioRpcError as error:
+            return error.code(), error.details()
+        return grpc.StatusCode.OK, ""
+
+    def half_close(self):
+        self._requests.put_nowait(None)
+
+    def leave(self):
+        self._call.cancel()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    save_random_model("llama", folder)
+    return folder
+
+
+@pytest.fixture
+def predictor_of(engine_host, folder):
+    @asynccontextmanager
+    async def start(**given):
+        given = {"device": "cpu", "threads": 1, "kv_cache_memory": "1MiB", "MODELS": f"llama={folder}", **given}
+
+        async def ignore(_):
+            pass
+
+        repository, stopping, admission = (
+            ModelRepository(PredictorSettings(**given), ignore, engine_host),
+            asyncio.Event(),
+            Admission(),
+        )
+        interceptors = (TelemetryServerInterceptor(), ErrorServerInterceptor("predictor", admission))
+        server = grpc.aio.server(interceptors=interceptors)
+        inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(repository), server)
+        steps_servicer.add_to_server(repository, stopping, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await repository.load_all()
+        await server.start()
+        try:
+            yield Predictor(repository, f"127.0.0.1:{port}", stopping, admission)
+        finally:
+            await server.stop(0)
+            await repository.close()
+
+    return start
+
+
+@pytest.fixture
+async def predictor(predictor_of):
+    async with predictor_of() as started:
+        yield started
+
+
+@pytest.fixture
+async def caller(predictor):
+    async with grpc.aio.insecure_channel(predictor.target) as channel:
+        yield Caller(channel).start()
+
+
+async def by_inference(predictor, prompt, output_ids=(), **parameters):
+    message = inference_pb2.ModelInferRequest(model_name="llama", id="r")
+    add_input(message, Tensor("input_ids", "INT64", np.array(prompt)))
+    if output_ids:
+        add_input(message, Tensor("output_ids", "INT64", np.array(output_ids)))
+    set_parameters(message.parameters, {**SAMPLING, **parameters})
+
+    async def once():
+        yield message
+
+    async with grpc.aio.insecure_channel(predictor.target) as channel:
+        stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+        responses = [each.infer_response async for each in stub.ModelStreamInfer(once())]
+    ids, logprobs = [], []
+    for response in responses:
+        outputs = decode_outputs(response)
+        ids += outputs["output_ids"].array.tolist()
+        if "logprobs" in outputs:
+            logprobs += outputs["logprobs"].array.tolist()
+    return ids, logprobs, responses[-1].parameters["finish_reason"].string_param
+
+
+async def test_the_tokens_are_those_of_a_call_of_their_own(predictor, caller):
+    prompts = {number: [3 + number, 4, 5 + 2 * number] for number in range(1, 9)}
+    for number, prompt in prompts.items():
+        caller.submit(number, prompt)
+    for number, prompt in prompts.items():
+        end = await caller.end_of(number)
+        ids, _, reason = await by_inference(predictor, prompt)
+        assert caller.tokens[number] == ids
+        assert end.finish_reason == reason
+        assert (end.usage.prompt_tokens, end.usage.completion_tokens) == (3, 12)
+        assert caller.begun[number].number == number
+        assert caller.accepted[number].fingerprint == predictor.repository.get("llama").fingerprint
+    # Steps are shared.
+    assert len(caller.messages) < 8 * 12
+
+
+async def test_log_probabilities_earlier_output_and_scores_of_the_prompt(predictor, caller):
+    caller.submit(1, sampling={**SAMPLING, "logprobs": True, "top_logprobs": 2}, prompt_logprobs=2)
+    caller.submit(2, output_ids=[9, 8])
+    await caller.end_of(1)
+    await caller.end_of(2)
+    ids, logprobs, _ = await by_inference(predictor, [5, 6, 7], logprobs=True)
+    assert caller.tokens[1] == ids
+    assert [each.chosen for each in caller.logprobs[1]] == pytest.approx(logprobs)
+    assert all(len(each.top_ids) == len(each.top) == 2 for each in caller.logprobs[1])
+    scores = caller.begun[1].prompt
+    assert (len(scores.chosen), len(scores.top_ids)) == (2, 4)
+    assert caller.tokens[2] == (await by_inference(predictor, [5, 6, 7], [9, 8]))[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "text"),
+    [
+        ({"model": "other"}, "NotFoundError", "no model 'other'"),
+        ({"prompt": []}, "InvalidRequestError", "the prompt is empty"),
+        ({"prompt": [10**6]}, "InvalidRequestError", "token id 1000000 is outside"),
+        ({"sampling": {"temperature": 9}}, "InvalidRequestError", "temperature"),
+        ({"sampling": [1]}, "InvalidRequestError", "sampling must be a JSON object"),
+        ({"output_ids": [1] * 13}, "InvalidRequestError", "output_ids has 13 tokens, max_tokens is 12"),
+        ({"fingerprint": "another"}, "OtherWeightsError", "has other weights here"),
+        ({"timeout_s": 0.0}, "DeadlineError", ""),
+    ],
+)
+async def test_what_is_refused_ends_alone(predictor, caller, fields, error, text):
+    caller.submit(1, **fields)
+    caller.submit(2)
+    refused = await caller.error_of(1)
+    assert refused.class_name == error
+    assert text in refused.message
+    assert refused.hop == "predictor"
+    assert (await caller.end_of(2)).finish_reason == "length"
+
+
+async def test_a_full_queue_refuses_with_a_time_to_come_back(predictor_of):
+    async with (
+        predictor_of(max_running=1, max_waiting=1) as predictor,
+        grpc.aio.insecure_channel(predictor.target) as channel,
+    ):
+        caller = Caller(channel).start()
+        caller.submit(1, sampling={**SAMPLING, "max_tokens": 200})
+        await until(lambda: 1 in caller.begun)
+        caller.submit(2)
+        caller.submit(3)
+        error = await caller.error_of(3)
+        assert error.class_name == "OverloadedError"
+        assert error.retry_after_ms
+
+
+async def test_a_cancel_frees_the_blocks_and_its_neighbour_continues(predictor, caller):
+    caller.submit(1, sampling={**SAMPLING, "max_tokens": 200})
+    caller.submit(2, sampling={**SAMPLING, "max_tokens": 60})
+    await until(lambda: 1 in caller.begun and 2 in caller.begun)
+    caller.cancel(1)
+    await until(lambda: predictor.engine.statistics.cancelled == 1)
+    assert len(caller.tokens[1]) < 200
+    await caller.end_of(2)
+    assert len(caller.tokens[2]) == 60
+    await until(lambda: not predictor.engine.load.blocks_in_use)
+
+
+@pytest.mark.parametrize("how", ["leave", "half_close"])
+async def test_a_call_that_breaks_cancels_its_sequences_and_one_that_is_half_closed_ends_them(predictor, how):
+    async with grpc.aio.insecure_channel(predictor.target) as channel:
+        caller = Caller(channel).start()
+        caller.submit(1, sampling={**SAMPLING, "max_tokens": 100})
+        await until(lambda: 1 in caller.begun)
+        getattr(caller, how)()
+        if how == "leave":
+            await until(lambda: predictor.engine.statistics.cancelled == 1)
+        else:
+            assert await caller.status() == (grpc.StatusCode.OK, "")
+            assert len(caller.tokens[1]) == 100
+    await until(lambda: not predictor.repository.get("llama")._in_flight)
+    assert len(predictor.engine._sinks) == 1
+
+
+@pytest.mark.parametrize("started", [True, False])
+async def test_the_death_of_an_engine_ends_its_sequences_and_the_call_continues(predictor_of, started):
+    async with predictor_of(max_running=1) as predictor, grpc.aio.insecure_channel(predictor.target) as channel:
+        caller = Caller(channel).start()
+        caller.submit(1, sampling={**SAMPLING, "max_tokens": 200})
+        await until(lambda: 1 in caller.begun)
+        caller.submit(2)
+        await until(lambda: predictor.engine.load.waiting)
+        os.kill(predictor.engine.pid, signal.SIGKILL)
+        expected = ("HopBrokenError", "the engine died") if started else ("NotReadyError", "the engine stopped")
+        error = await caller.error_of(1 if started else 2)
+        assert (error.class_name, error.message) == expected
+        # The model is absent from the loads until another engine serves it.
+        await until(lambda: caller.messages[-1].HasField("loads") and not caller.messages[-1].loads.models)
+        await until(lambda: caller.messages[-1].loads.models)
+        caller.submit(3)
+        assert (await caller.end_of(3)).finish_reason == "length"
+
+
+async def test_loads_come_at_once_and_with_every_second_of_silence(predictor):
+    async with grpc.aio.insecure_channel(predictor.target) as channel:
+        caller = Caller(channel)
+        first = await caller.read_one()
+        (load,) = first.loads.models
+        assert (load.model, load.running, load.waiting, load.cache_free) == ("llama", 0, 0, 1)
+        assert load.fingerprint == predictor.repository.get("llama").fingerprint
+        since = time.monotonic()
+        beat = await asyncio.wait_for(caller.read_one(), 10)
+        assert 0.5 < time.monotonic() - since < 5
+        assert beat.HasField("loads")
+        assert not beat.numbers
+        assert predictor.admission.idle == 0
+
+
+async def test_a_model_that_is_unloaded_ends_what_is_in_flight_and_leaves_the_loads(predictor_of):
+    async with predictor_of(drain_s=0.05) as predictor, grpc.aio.insecure_channel(predictor.target) as channel:
+        caller = Caller(channel).start()
+        caller.submit(1, sampling={**SAMPLING, "max_tokens": 200})
+        await until(lambda: 1 in caller.begun)
+        os.kill(pid := predictor.engine.pid, signal.SIGSTOP)
+        unloading = asyncio.create_task(predictor.repository.unload("llama"))
+        assert (await caller.error_of(1)).class_name == "DrainingError"
+        os.kill(pid, signal.SIGCONT)
+        await unloading
+        await until(lambda: caller.messages[-1].HasField("loads") and not caller.messages[-1].loads.models)
+        caller.submit(2)
+        assert (await caller.error_of(2)).class_name == "NotFoundError"
+
+
+@pytest.mark.parametrize("drain", ["hand-back", "finish"])
+async def test_a_drain_offers_then_hands_back_then_ends_the_call(predictor_of, drain):
+    async with predictor_of(drain=drain) as predictor, grpc.aio.insecure_channel(predictor.target) as channel:
+        caller = Caller(channel).start()
+        caller.submit(1, sampling={**SAMPLING, "max_tokens": 200})
+        await until(lambda: 1 in caller.begun)
+        os.kill(pid := predictor.engine.pid, signal.SIGSTOP)
+        draining = asyncio.create_task(predictor.repository.drain(1))
+        await until(lambda: predictor.repository.is_draining)
+        caller.submit(2)
+        assert (await caller.error_of(2)).class_name == "DrainingError"
+        assert caller.leaving == (drain == "hand-back")
+        assert (await caller.error_of(1)).class_name == "DrainingError"
+        await draining
+        os.kill(pid, signal.SIGCONT)
+        code, details = await asyncio.wait_for(caller.status(), 10)
+        assert (code, details) == (grpc.StatusCode.UNAVAILABLE, "the predictor is stopping")
+
+
+async def test_a_process_that_passes_its_port_on_ends_the_call_after_its_last_sequence(predictor, caller):
+    caller.submit(1, sampling={**SAMPLING, "max_tokens": 100})
+    await until(lambda: 1 in caller.begun)
+    predictor.stopping.set()
+    caller.submit(2)
+    assert (await caller.error_of(2)).class_name == "DrainingError"
+    await caller.end_of(1)
+    assert len(caller.tokens[1]) == 100
+    assert (await caller.status())[0] is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_steps_merge_while_the_caller_does_not_read(predictor):
+    async with grpc.aio.insecure_channel(predictor.target) as channel:
+        caller = Caller(channel)
+        sampling = {**SAMPLING, "max_tokens": 240, "logprobs": True, "top_logprobs": 20}
+        for number in range(1, 17):
+            caller.submit(number, [3, 4 + number], sampling)
+        # The transport takes some; the rest waits for the reader.
+        await until(lambda: predictor.engine.statistics.succeeded >= 16 and not predictor.engine.load.running)
+        caller.start()
+        for number in range(1, 17):
+            await caller.end_of(number)
+            assert len(caller.tokens[number]) == len(caller.logprobs[number]) == 240
+        assert max(len(message.numbers) for message in caller.messages) > 16
+
+
+async def test_an_isolated_sequence_is_announced_before_it_runs(predictor, caller):
+    caller.submit(1, alone=True)
+    assert (await caller.end_of(1)).finish_reason == "length"
+    assert caller.alone == [1]
+
+
+async def test_a_number_that_is_in_flight_ends_the_call(predictor, caller):
+    caller.submit(1, sampling={**SAMPLING, "max_tokens": 200})
+    await until(lambda: 1 in caller.begun)
+    caller.submit(1)
+    assert await caller.status() == (grpc.StatusCode.INVALID_ARGUMENT, "sequence 1 is in flight already")
+
+
+async def test_sequences_count_as_requests_of_their_model(predictor, caller):
+    caller.submit(1)
+    caller.submit(2, sampling={"temperature": 9})
+    await caller.end_of(1)
+    await caller.end_of(2)
+    caller.submit(3, sampling={**SAMPLING, "max_tokens": 200})
+    await until(lambda: 3 in caller.begun)
+    serving = predictor.repository.get("llama")
+    assert serving.request_ids == ["r3"]
+    caller.cancel(3)
+    await until(lambda: not serving.request_ids)
+    statistics = serving.statistics()
+    assert (statistics.inference_stats.success.count, statistics.inference_stats.fail.count) == (1, 1)
+    assert statistics.response_stats["0"].cancel.count == 1
+
+
+async def test_each_sequence_has_a_span_with_the_phases_of_its_engine(predictor, caller, monkeypatch):
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(steps_sequence.trace, "get_tracer", lambda _: provider.get_tracer("test"))
+    parent = f"00-{7:032x}-{8:016x}-01"
+    caller.submit(1, traceparent=parent, follows=f"00-{7:032x}-{9:016x}-01")
+    await caller.end_of(1)
+    caller.submit(2, traceparent=parent, sampling={**SAMPLING, "max_tokens": 200})
+    await until(lambda: 2 in caller.begun)
+    caller.cancel(2)
+    await until(lambda: len(exporter.get_finished_spans()) == 2)
+    span, cancelled = exporter.get_finished_spans()
+    assert (span.name, span.parent.span_id, span.links[0].context.span_id) == ("millrace.v1.PredictorSteps/Run", 8, 9)
+    assert [event.name for event in span.events] == ["queued", "prefill", "first_token", "generation_end", "end"]
+    assert span.events[3].attributes["gen_ai.usage.output_tokens"] == 12
+    assert caller.accepted[1].span.split("-")[2] == trace.format_span_id(span.context.span_id)
+    assert cancelled.attributes["rpc.response.status_code"] == "CANCELLED"
+    assert "gen_ai.usage.output_tokens" not in cancelled.events[3].attributes, "only the engine knows how many"
+    provider.shutdown()
