@@ -40,7 +40,7 @@ _hooks: ContextVar[CallSpan | None] = ContextVar("call_span", default=None)
 
 
 class CallSpan:
-    """Links of the span of a caller's next call; for one call.
+    """The span of one call of the caller's: the next one of a channel, or one that `ClientSpans.begin` begins.
 
     `follows` is the traceparent of the call that this one resumes: the client's span and the server's link to it.
     `answered_by` is that of the server's span, if the answer has it.
@@ -50,6 +50,7 @@ class CallSpan:
         self.follows = follows
         self.answered_by = ""
         self._span: Span = INVALID_SPAN
+        self._end: Callable[[StatusCode], None] | None = None
         self._has_message = False
 
     @contextmanager
@@ -61,8 +62,14 @@ class CallSpan:
         finally:
             _hooks.reset(token)
 
-    def began(self, span: Span) -> None:
-        self._span = span
+    def began(self, span: Span, end: Callable[[StatusCode], None]) -> None:
+        self._span, self._end = span, end
+
+    def end(self, code: StatusCode) -> None:
+        """Ends a call that `ClientSpans.begin` began; the first end counts."""
+        end, self._end = self._end, None
+        if end is not None:
+            end(code)
 
     def message(self) -> None:
         """A message of the answer has been read; the first one is an event."""
@@ -76,10 +83,10 @@ class CallSpan:
         return traceparent_of(self._span)
 
 
-class _Spans:
+class ClientSpans:
     """Opens and ends the spans of one channel's calls."""
 
-    def __init__(self, tracer: Tracer | None, meter: Meter | None, streams: bool) -> None:
+    def __init__(self, tracer: Tracer | None = None, meter: Meter | None = None, streams: bool = True) -> None:
         self._streams = streams
         self._tracer = tracer or trace.get_tracer("millrace")
         self._duration = duration_histogram(meter or metrics.get_meter("millrace"), "rpc.client.call.duration")
@@ -89,18 +96,8 @@ class _Spans:
         method = details.method.decode() if isinstance(details.method, bytes) else details.method
         if method.startswith(UNTOLD) or is_tracing_suppressed():
             return await continuation(_with_metadata(details, _carried()), request)
-        began, attributes = time.monotonic(), attributes_of(name_of(method))
         hook = _hooks.get()
-        span = self._start(attributes, hook)
-
-        def end(code: StatusCode) -> None:
-            duration_s = time.monotonic() - began
-            if code is StatusCode.CANCELLED and details.timeout is not None:
-                # Whoever waits for it may see the same deadline pass first, and cancel it.
-                code = code if duration_s < details.timeout - DEADLINE_MARGIN_S else StatusCode.DEADLINE_EXCEEDED
-            end_span(span, code, is_server=False, streams=self._streams)
-            self._duration.record(duration_s, attributes | {"rpc.response.status_code": code.name})
-
+        span, end = self._begin(method, details.timeout, hook)
         carried = _carried(trace.set_span_in_context(span))
         if hook is not None and hook.follows:
             carried[LINK] = hook.follows
@@ -112,13 +109,29 @@ class _Spans:
         call.add_done_callback(lambda call: end(_code_of_done(call)))
         return call
 
-    def _start(self, attributes: dict[str, str], hook: CallSpan | None) -> Span:
+    def begin(self, method: str, timeout_s: float | None, hook: CallSpan) -> None:
+        """Begins the span of a call that is carried by messages of another call; `hook` ends it."""
+        self._begin(method, timeout_s, hook)
+
+    def _begin(
+        self, method: str, timeout_s: float | None, hook: CallSpan | None
+    ) -> tuple[Span, Callable[[StatusCode], None]]:
+        began, attributes = time.monotonic(), attributes_of(name_of(method))
         links = links_to(hook.follows) if hook is not None and hook.follows else ()
         named = attributes | {REQUEST_ID: current_request_id()}
         span = self._tracer.start_span(attributes["rpc.method"], None, SpanKind.CLIENT, named, links)
+
+        def end(code: StatusCode) -> None:
+            duration_s = time.monotonic() - began
+            if code is StatusCode.CANCELLED and timeout_s is not None:
+                # Whoever waits for it may see the same deadline pass first, and cancel it.
+                code = code if duration_s < timeout_s - DEADLINE_MARGIN_S else StatusCode.DEADLINE_EXCEEDED
+            end_span(span, code, is_server=False, streams=self._streams)
+            self._duration.record(duration_s, attributes | {"rpc.response.status_code": code.name})
+
         if hook is not None:
-            hook.began(span)
-        return span
+            hook.began(span, end)
+        return span, end
 
 
 class _Interceptor:
@@ -145,7 +158,7 @@ def telemetry_client_interceptors(
     tracer: Tracer | None = None, meter: Meter | None = None
 ) -> Sequence[grpc.aio.ClientInterceptor]:
     """Interceptors that open a client span around each call and send its context along."""
-    one, many = _Spans(tracer, meter, streams=False).call, _Spans(tracer, meter, streams=True).call
+    one, many = ClientSpans(tracer, meter, streams=False).call, ClientSpans(tracer, meter, streams=True).call
     return (_UnaryUnary(one), _UnaryStream(many), _StreamStream(many))
 
 

@@ -63,14 +63,14 @@ async def _serve(settings: TransformerSettings) -> None:
     from services.transformer.models.processors import RunningProcessor
     from services.transformer.models.work_pool import WorkPool
     from services.transformer.predictors.client import PredictorClient
+    from services.transformer.predictors.links import Links
     from services.transformer.predictors.relay import Relay
     from services.transformer.predictors.replicas import Replicas
     from services.transformer.predictors.resuming import ResumingGenerator
     from services.transformer.processes.body_processes import BodyProcesses
 
-    predictor = PredictorClient(
-        settings.predictor, settings.silence_limit, settings.predictor_wait, settings.predictor_start_wait
-    )
+    predictor = PredictorClient(settings.predictor, settings.predictor_wait, settings.predictor_start_wait)
+    links = Links(settings.predictor_replicas or (settings.predictor,), settings.silence_limit)
     log = open_channel(settings.logger, "logger")
     tap = PayloadTap(
         settings.logger,
@@ -90,7 +90,7 @@ async def _serve(settings: TransformerSettings) -> None:
     work = WorkPool(settings.processor_threads, settings.processor_waiting, "processor")
     processors = {source.name: RunningProcessor(source, work) for source in settings.processors}
     catalogue = Catalogue(settings.models, predictor, replicas, pool, processors)
-    generator = ResumingGenerator(predictor, settings.resume_limit, replicas.can_resume)
+    generator = ResumingGenerator(links, predictor, settings.resume_limit)
     bodies = BodyProcesses()
     pipeline = Pipeline(catalogue, generator, tap, bodies, settings.cached_tokens == "all")
     public = (*_OWN, _PAYLOAD_LOG, *development.services(settings.development))
@@ -123,6 +123,7 @@ async def _serve(settings: TransformerSettings) -> None:
 
     for name in ("", READY, *_OWN, _PAYLOAD_LOG):
         await server.set_serving(name, False)
+    server.own("links", links.run())
     server.own("payload-log-health", watch_serving(log, _PAYLOAD_LOG, partial(server.set_serving, _PAYLOAD_LOG)))
     server.at_drain(catalogue.drain)
     server.at_stop(log.close)

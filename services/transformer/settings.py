@@ -40,25 +40,25 @@ class TransformerSettings(ServiceSettings):
     predictor: str = Field(
         "127.0.0.1:8090",
         description=(
-            "Address of the predictors: Envoy's inner listener, or any other server of the Open Inference Protocol."
+            "Address for probes and tensors: Envoy's inner listener, or any other server of the Open Inference "
+            "Protocol."
         ),
     )
     predictor_replicas: Addresses = Field(
         (),
         description=(
-            "Comma list of host:port of the single predictors; a name stands for all its addresses. Loading, "
-            "unloading, index and statistics call each. Empty: there is only the one behind "
+            "Comma list of host:port of the single predictors; a name stands for all its addresses. Generations, "
+            "loading, unloading, index and statistics call them directly. Empty: there is only the one behind "
             "TRANSFORMER_PREDICTOR."
         ),
     )
     silence_limit: float = Field(
         10.0,
-        ge=0.1,
+        ge=2,
         le=3600,
         description=(
-            "Seconds without a message after which a generating predictor counts as dead and its streams "
-            "resume at another one. Predictors send a heartbeat ten times as often, and at least every "
-            "second."
+            "Seconds without a message after which a predictor counts as dead and its streams resume at another "
+            "one. Predictors send a message at least every second."
         ),
     )
     predictor_wait: float = Field(

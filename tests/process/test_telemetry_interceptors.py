@@ -340,7 +340,7 @@ async def test_a_call_that_goes_on_from_another_links_to_its_span_on_both_sides(
 def test_the_first_message_of_an_answer_is_one_event():
     span = TracerProvider().get_tracer("test").start_span("call")
     hook = CallSpan()
-    hook.began(span)
+    hook.began(span, lambda code: span.end())
     for _ in range(3):
         hook.message()
     assert [event.name for event in span.events] == ["first_message"]

@@ -14,7 +14,6 @@ from services.transformer.predictors.client import PredictorClient
 from services.transformer.predictors.replicas import ModelState, Replicas, merged
 from services.transformer.predictors.statistics import summed
 from tests.support.scripted_predictor import MODEL, ScriptedPredictor, serving
-from tests.waiting import until
 
 
 def index(**states):
@@ -156,25 +155,3 @@ async def test_who_asks_for_replicas_is_cancelled_by_its_own_cancel_alone(monkey
         loading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await loading
-
-
-async def test_a_stream_has_a_taker_where_another_replica_has_its_weights(monkeypatch):
-    monkeypatch.setattr(module, "_TAKER_S", 0.2)
-    one, other = ScriptedPredictor(), ScriptedPredictor()
-    one.fingerprint, other.fingerprint = "a", "b"
-    async with (
-        serving(one) as first,
-        serving(other) as second,
-        replicas_at(monkeypatch, first, second) as (replicas, known),
-    ):
-        assert not replicas.can_resume(MODEL, "a"), "nobody waits for the answer"
-        await until(lambda: replicas.can_resume(MODEL, "a"))
-        await until(lambda: replicas.can_resume(MODEL, "b"))
-        await until(lambda: replicas.can_resume(MODEL, ""))
-        assert not replicas.can_resume(MODEL, "c")
-        known[:] = [second]
-        await until(lambda: not replicas.can_resume(MODEL, "a"))
-        for _ in range(100):
-            assert not replicas.can_resume(MODEL, "a")
-            assert not replicas.can_resume(MODEL, "c")
-            await asyncio.sleep(0.005)

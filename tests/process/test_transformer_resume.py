@@ -1,9 +1,8 @@
 """A generation goes on where its predictor left it: nothing repeated, nothing missing, and only as often as allowed."""
 
 import asyncio
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, closing
 
-import grpc
 import pytest
 
 from millrace.deadline import Deadline
@@ -19,20 +18,23 @@ from millrace.errors import (
 )
 from millrace.rpc.call_context import CallContext
 from millrace.sampling import SamplingParameters
-from services.transformer.predictors.client import Generation, PredictorClient
+from services.transformer.predictors.answers import BrokenAnswerError
+from services.transformer.predictors.client import PredictorClient
 from services.transformer.predictors.first_token import FirstToken
+from services.transformer.predictors.links import Links
 from services.transformer.predictors.resuming import ResumingGenerator
+from services.transformer.predictors.tokens import Generation
 from tests.support.scripted_predictor import (
     ANSWER,
     MODEL,
     ScriptedPredictor,
     alone,
-    beats_until,
     breaks,
     breaks_before_its_end,
     falls_silent,
     hands_back,
     holds_until,
+    is_accepted,
     raises,
     serving,
     whole,
@@ -45,24 +47,25 @@ SAMPLING = SamplingParameters(max_tokens=100, seed=7)
 class Resuming:
     """A generator and the predictor that it calls."""
 
-    def __init__(self, predictor, client):
+    def __init__(self, predictor, client, links):
         self.predictor = predictor
         self.client = client
-        self.generator = ResumingGenerator(client)
+        self.generator = ResumingGenerator(links, client)
         self.resumes = 0
 
-    def chunks(self, prompt=(1, 2, 3), timeout_s=None, sampling=SAMPLING, first_token_ms=None, **fields):
+    async def chunks(self, prompt=(1, 2, 3), timeout_s=None, sampling=SAMPLING, first_token_ms=None, **fields):
         asked = Generation(MODEL, "r", list(prompt), sampling, **fields)
         metadata = () if first_token_ms is None else (("x-first-token-timeout-ms", str(first_token_ms)),)
         first_token = FirstToken(CallContext("p", "r", metadata))
-        generated = self.generator.generate(asked, Deadline.after(timeout_s), first_token)
-        return self._counted(first_token.bounded(generated))
-
-    async def _counted(self, chunks):
-        async with aclosing(chunks):
-            async for chunk in chunks:
+        with closing(self.generator.open(asked, Deadline.after(timeout_s), first_token)) as tokens:
+            async with first_token.in_time():
+                chunk = await tokens.read()
+            while True:
                 self.resumes += chunk.resumed
                 yield chunk
+                if chunk.finish_reason is not None:
+                    return
+                chunk = await tokens.read()
 
     async def generate(self, **arguments):
         async with aclosing(self.chunks(**arguments)) as chunks:
@@ -71,22 +74,36 @@ class Resuming:
     @property
     def continued_after(self):
         """How many ids each call was given."""
-        return [len(call.request.inputs) > 1 and call.request.inputs[1].shape[0] for call in self.predictor.calls]
+        return [len(call.request.output_ids) for call in self.predictor.calls]
 
     @property
     def were_alone(self):
-        return [call.options.alone for call in self.predictor.calls]
+        return [call.request.alone for call in self.predictor.calls]
+
+
+@asynccontextmanager
+async def linked(*addresses, silence_limit_s=10.0, wait_s=30.0):
+    """A client of the first address and links to all of them."""
+    client = PredictorClient(addresses[0], wait_s)
+    links = Links(addresses, silence_limit_s)
+    running = asyncio.create_task(links.run())
+    try:
+        yield client, links
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await client.close()
 
 
 @asynccontextmanager
 async def resuming(*script, silence_limit_s=10.0, wait_s=30.0, answer=ANSWER):
     predictor = ScriptedPredictor(*script, answer=answer)
-    async with serving(predictor) as address:
-        client = PredictorClient(address, silence_limit_s, wait_s)
-        try:
-            yield Resuming(predictor, client)
-        finally:
-            await client.close()
+    async with (
+        serving(predictor) as address,
+        linked(address, silence_limit_s=silence_limit_s, wait_s=wait_s) as (client, links),
+    ):
+        await until(lambda: links.can_resume(MODEL, ""))
+        yield Resuming(predictor, client, links)
 
 
 def ids_of(chunks):
@@ -102,9 +119,7 @@ def check_whole(chunks):
 async def test_an_undisturbed_generation_is_one_call():
     async with resuming() as r:
         check_whole(await r.generate())
-        (call,) = r.predictor.calls
-        assert (call.options.resumes, call.options.heartbeat_ms, call.options.alone) == (True, 1000, False)
-        assert r.resumes == 0
+        assert (r.were_alone, r.continued_after, r.resumes) == ([False], [0], 0)
 
 
 @pytest.mark.parametrize("end", [breaks, hands_back, falls_silent, lambda n: raises(HopBrokenError("died"), n)])
@@ -112,14 +127,14 @@ async def test_an_undisturbed_generation_is_one_call():
 async def test_it_goes_on_after_the_tokens_that_it_has(end, after):
     async with resuming(end(after), silence_limit_s=0.3) as r:
         check_whole(await r.generate())
-        assert r.continued_after == [False, after or False]
+        assert r.continued_after == [0, after]
         assert r.resumes == bool(after)
 
 
 async def test_it_goes_on_as_often_as_it_takes_where_tokens_come_between():
     async with resuming(*(breaks(2) for _ in range(9))) as r:
         check_whole(await r.generate())
-        assert r.continued_after == [False, *range(2, 20, 2)]
+        assert r.continued_after == [0, *range(2, 20, 2)]
         assert not any(r.were_alone)
         assert r.resumes == 9
 
@@ -130,7 +145,7 @@ async def test_an_answer_that_lacks_its_end_alone_gets_it():
         assert ids_of(chunks) == ANSWER[:5]
         assert (chunks[-1].token_ids, chunks[-1].finish_reason) == ([], "length")
         assert chunks[-1].usage.completion_tokens == 5
-        assert r.continued_after == [False, 5]
+        assert r.continued_after == [0, 5]
 
 
 async def test_a_call_that_breaks_after_its_last_chunk_is_complete():
@@ -156,25 +171,23 @@ async def test_the_seed_and_every_parameter_are_those_of_the_first_call():
     async with resuming(breaks(3)) as r:
         await r.generate()
         first, second = (call.request for call in r.predictor.calls)
-        assert first.parameters == second.parameters
-        assert first.id == second.id
+        assert first.sampling == second.sampling
+        assert first.request_id == second.request_id
 
 
-async def test_heartbeats_keep_a_call_alive_and_are_nobodys_chunks():
+async def test_messages_without_tokens_keep_a_call_alive():
     released = asyncio.Event()
-    async with resuming(beats_until(released), silence_limit_s=1.0) as r:
-        asyncio.get_running_loop().call_later(1.5, released.set)
+    async with resuming(holds_until(released), silence_limit_s=0.5) as r:
+        asyncio.get_running_loop().call_later(1.0, released.set)
         check_whole(await r.generate())
         assert len(r.predictor.calls) == 1
-        assert r.predictor.calls[0].options.heartbeat_ms == 100
 
 
-async def test_a_silent_call_is_cancelled_before_the_next_begins():
+async def test_a_silent_connection_is_ended_before_the_next_begins():
     async with resuming(falls_silent(4), silence_limit_s=0.3) as r:
         check_whole(await r.generate())
         async with asyncio.timeout(10):
             await r.predictor.calls[0].ended.wait()
-        assert r.predictor.calls[0].was_cancelled
 
 
 # ------------------------------------------------------------------ deaths in a row
@@ -229,7 +242,8 @@ async def test_drains_are_no_deaths():
 
 async def test_one_request_runs_alone_at_a_time():
     released = asyncio.Event()
-    async with resuming(*(breaks() for _ in range(4)), holds_until(released), holds_until(released)) as r:
+    died = raises(HopBrokenError("the engine died"))  # The connection stays.
+    async with resuming(*(died for _ in range(4)), holds_until(released), holds_until(released)) as r:
         both = [asyncio.create_task(r.generate(prompt=(number,))) for number in range(2)]
         await r.predictor.wait_for_calls(5)
         await asyncio.sleep(0.2)  # Time enough for a fifth and a sixth call, if there were nothing to wait for.
@@ -267,17 +281,17 @@ async def test_it_goes_on_with_the_weights_that_began_it_and_with_no_others():
     async with resuming(with_weights("a", breaks(3)), refused, refused, refused, breaks(4)) as r:
         chunks = await r.generate()
         check_whole(chunks)
-        assert [call.options.fingerprint for call in r.predictor.calls] == ["", *["a"] * 5]
+        assert [call.request.fingerprint for call in r.predictor.calls] == ["", *["a"] * 5]
         assert {chunk.fingerprint for chunk in chunks} == {"a"}
         assert not any(r.were_alone)
 
 
 async def test_no_token_is_taken_of_other_weights_even_if_they_offer_them():
-    async with resuming(with_weights("a", breaks(3)), with_weights("b", whole), with_weights("a", whole)) as r:
-        check_whole(await r.generate())
-        assert r.continued_after == [False, 3, 3]
-    async with resuming(with_weights("a", breaks(3)), with_weights("", whole), with_weights("a", whole)) as r:
-        check_whole(await r.generate())
+    for other in ("b", ""):
+        async with resuming(with_weights("a", breaks(3)), with_weights(other, whole), with_weights("a", whole)) as r:
+            r.predictor.announced = "a"
+            check_whole(await r.generate())
+            assert r.continued_after == [0, 3, 3]
 
 
 async def test_a_stream_whose_weights_are_gone_ends_with_an_error_that_says_so():
@@ -285,6 +299,11 @@ async def test_a_stream_whose_weights_are_gone_ends_with_an_error_that_says_so()
     async with resuming(with_weights("a", breaks(3)), *refused, wait_s=0.2) as r:
         with pytest.raises(HopBrokenError, match="weights have changed"):
             await r.generate()
+    async with resuming(with_weights("a", breaks(3)), wait_s=2) as r:
+        r.predictor.announced = "b"
+        with pytest.raises(HopBrokenError, match="weights have changed"):
+            await r.generate()
+        assert len(r.predictor.calls) == 1  # Nobody who has other weights was called.
 
 
 def leaves(action, after=0):
@@ -300,20 +319,28 @@ def leaves(action, after=0):
 
 
 async def test_a_stream_stays_where_it_is_until_another_predictor_can_go_on_with_it():
-    async with resuming(with_weights("a", leaves(whole, after=5)), with_weights("a", whole)) as r:
-        asked = []
-
-        def can_resume(model, fingerprint):
-            asked.append((model, fingerprint))
-            return len(asked) > 4
-
-        r.generator = ResumingGenerator(r.client, can_resume=can_resume)
-        check_whole(await r.generate())
-        assert r.continued_after == [False, 10]
-        assert set(asked) == {(MODEL, "a")}
-        assert not any(r.were_alone)
-        async with asyncio.timeout(10):
-            await r.predictor.calls[0].ended.wait()
+    released = asyncio.Event()
+    leaving = ScriptedPredictor(with_weights("a", leaves(holds_until(released, after=7), after=5)))
+    other = ScriptedPredictor()
+    async with AsyncExitStack() as stack:
+        addresses = [await stack.enter_async_context(serving(predictor)) for predictor in (leaving, other)]
+        other.has_model = False
+        client, links = await stack.enter_async_context(linked(*addresses))
+        await until(lambda: links.can_resume(MODEL, ""))
+        r = Resuming(leaving, client, links)
+        chunks = r.chunks()
+        made = [await anext(chunks) for _ in range(7)]
+        assert (len(leaving.calls), len(other.calls)) == (1, 0)
+        other.announced, other.has_model = "b", True
+        await until(lambda: links.can_resume(MODEL, "b"))
+        assert not links.can_resume(MODEL, "a")
+        other.announced = other.fingerprint = "a"
+        made += [chunk async for chunk in chunks]
+        check_whole(made)
+        assert [len(call.request.output_ids) for call in other.calls] == [7]
+        await until(leaving.calls[0].ended.is_set)
+        assert leaving.calls[0].was_cancelled
+        assert r.resumes == 1
 
 
 async def test_a_stream_that_nobody_can_take_ends_where_it_is():
@@ -326,7 +353,7 @@ async def test_what_has_not_begun_takes_any_weights():
     async with resuming(with_weights("a", breaks()), with_weights("b", breaks(2)), with_weights("b", whole)) as r:
         chunks = await r.generate()
         check_whole(chunks)
-        assert [call.options.fingerprint for call in r.predictor.calls] == ["", "", "b"]
+        assert [call.request.fingerprint for call in r.predictor.calls] == ["", "", "b"]
         assert chunks[0].fingerprint == "b"
 
 
@@ -334,22 +361,21 @@ async def test_what_has_not_begun_takes_any_weights():
 
 
 async def test_a_predictor_that_is_away_is_waited_for():
-    predictor = ScriptedPredictor(breaks(3))
-    async with serving(predictor) as address:
-        client = PredictorClient(address)
-        r = Resuming(predictor, client)
-        chunks = r.chunks()
-        made = [await anext(chunks) for _ in range(3)]
-    # A call on the connection that is about to end would be another death.
-    await until(lambda: client._channel.get_state() is not grpc.ChannelConnectivity.READY)
-    waiting = asyncio.create_task(anext(chunks))
-    await asyncio.sleep(0.2)
-    assert not waiting.done()
-    async with serving(predictor, int(address.rpartition(":")[2])):
-        made += [await waiting] + [chunk async for chunk in chunks]
-        check_whole(made)
-        assert not any(r.were_alone)
-        await client.close()
+    predictor = ScriptedPredictor(is_accepted(holds_until(asyncio.Event(), after=3)))
+    async with AsyncExitStack() as stack:
+        async with serving(predictor) as address:
+            client, links = await stack.enter_async_context(linked(address))
+            await until(lambda: links.can_resume(MODEL, ""))
+            r = Resuming(predictor, client, links)
+            chunks = r.chunks()
+            made = [await anext(chunks) for _ in range(3)]
+        waiting = asyncio.create_task(anext(chunks))
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        async with serving(predictor, int(address.rpartition(":")[2])):
+            made += [await waiting] + [chunk async for chunk in chunks]
+            check_whole(made)
+            assert not any(r.were_alone)
 
 
 async def test_a_stream_that_nobody_takes_ends_as_broken_and_one_that_has_not_begun_as_not_ready():
@@ -379,18 +405,12 @@ async def test_a_predictor_that_never_answers_is_away_and_says_nothing_of_the_re
         check_whole(await r.generate())
         assert not any(r.were_alone)
     async with resuming(*(falls_silent() for _ in range(99)), silence_limit_s=0.1, wait_s=0.5) as r:
-        with pytest.raises(NotReadyError, match="does not answer"):
+        with pytest.raises(NotReadyError, match=r"does not answer|no predictor is ready"):
             await r.generate()
 
 
 async def test_a_predictor_that_falls_silent_after_a_heartbeat_has_died():
-    never = asyncio.Event()
-
-    async def one_beat(predictor, call):
-        async with aclosing(beats_until(never)(predictor, call)) as beats:
-            yield await anext(beats)
-            await never.wait()
-
+    one_beat = is_accepted(falls_silent())
     async with resuming(one_beat, one_beat, alone(one_beat), silence_limit_s=0.2) as r:
         with pytest.raises(RequestFailedError):
             await r.generate()
@@ -439,7 +459,7 @@ async def test_the_first_token_has_a_deadline_of_its_own_over_all_calls():
         async with resuming(*script) as r:
             with pytest.raises(DeadlineError, match="no token within 300 ms" if script[1:] else "no token within"):
                 await r.generate(first_token_ms=300)
-            assert r.predictor.calls[0].options.first_token_timeout_ms <= 300
+            assert r.predictor.calls[0].request.first_token_timeout_s <= 0.3
 
 
 async def test_the_first_tokens_deadline_does_not_concern_the_second():
@@ -468,7 +488,7 @@ CANCELLED_IN = {
 @pytest.mark.parametrize("script", CANCELLED_IN.values(), ids=list(CANCELLED_IN))
 async def test_a_caller_who_leaves_ends_everything_at_once(script):
     async with resuming(*script) as r:
-        await r.generator._isolation.acquire()
+        await r.generator.isolation.acquire()
         asking = asyncio.create_task(r.generate())
         await r.predictor.wait_for_calls(len(script))
         await asyncio.sleep(0.1)
@@ -476,7 +496,7 @@ async def test_a_caller_who_leaves_ends_everything_at_once(script):
         with pytest.raises(asyncio.CancelledError):
             await asking
         await until(lambda: all(call.ended.is_set() for call in r.predictor.calls))
-        r.generator._isolation.release()
+        r.generator.isolation.release()
         assert len(r.predictor.calls) == len(script)
         check_whole(await r.generate())
 
@@ -487,7 +507,7 @@ async def test_who_leaves_while_it_runs_alone_gives_the_turn_back():
         await r.predictor.wait_for_calls(3)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        assert not r.generator._isolation.locked()
+        assert not r.generator.isolation.locked()
 
 
 # ------------------------------------------------------------------ others' predictors
@@ -496,8 +516,7 @@ async def test_who_leaves_while_it_runs_alone_gives_the_turn_back():
 async def test_a_predictor_that_cannot_go_on_is_asked_again_only_before_its_first_token():
     async with resuming(breaks()) as r:
         check_whole(await r.generate(resumes=False))
-        assert [call.options for call in r.predictor.calls] == [r.predictor.calls[0].options] * 2
-        assert not r.predictor.calls[0].options.metadata()
+        assert len(r.predictor.calls) == 2
     async with resuming(breaks(1)) as r:
         with pytest.raises(HopBrokenError):
             await r.generate(resumes=False)
@@ -511,9 +530,112 @@ async def test_a_predictor_that_cannot_run_alone_is_not_asked_a_third_time():
         assert len(r.predictor.calls) == 2
 
 
-async def test_a_predictor_without_heartbeats_may_be_silent():
+async def test_a_predictor_of_others_may_be_silent():
     released = asyncio.Event()
     async with resuming(holds_until(released), silence_limit_s=0.1) as r:
         asyncio.get_running_loop().call_later(0.5, released.set)
         check_whole(await r.generate(resumes=False))
         assert len(r.predictor.calls) == 1
+
+
+# ------------------------------------------------------------------ two predictors at once
+
+
+@asynccontextmanager
+async def hedging(*scripts):
+    """Predictors with the same weights, which a generator has links to."""
+    predictors = [ScriptedPredictor(*script) for script in scripts]
+    async with AsyncExitStack() as stack:
+        addresses = []
+        for predictor in predictors:
+            predictor.fingerprint = "a"
+            addresses.append(await stack.enter_async_context(serving(predictor)))
+        client, links = await stack.enter_async_context(linked(*addresses, silence_limit_s=2.0))
+        await until(lambda: sum(bool(link.loads) for link in links._links.values()) == len(predictors))
+        yield Resuming(predictors[0], client, links), predictors
+
+
+HEDGED = SAMPLING.model_copy(update={"hedge": 2})
+
+
+async def test_of_two_predictors_the_first_to_deliver_wins_and_nothing_comes_twice():
+    for scripts in (
+        ((), ()),
+        ((falls_silent(),), ()),
+        ((), (falls_silent(3),)),
+        ((breaks(2),), ()),
+        ((), (hands_back(7),)),
+    ):
+        async with hedging(*scripts) as (r, predictors):
+            started = asyncio.get_running_loop().time()
+            check_whole(await r.generate(sampling=HEDGED))
+            assert asyncio.get_running_loop().time() - started < 2.0, "nobody has waited for the silent one"
+            assert all(predictor.calls for predictor in predictors)
+            assert r.resumes == 0
+            await until(lambda: all(call.ended.is_set() for predictor in predictors for call in predictor.calls))
+
+
+async def test_a_call_that_died_is_replaced_at_another_predictor_where_the_answer_is():
+    released, dies = asyncio.Event(), asyncio.Event()
+
+    async def dies_later(predictor, call):
+        await dies.wait()
+        raise HopBrokenError("the engine died")
+        yield
+
+    async with hedging((holds_until(released, after=5),), (is_accepted(dies_later),), ()) as (r, predictors):
+        predictors[2].has_model = False
+        links = r.generator.links
+        await until(lambda: sum(bool(link.loads) for link in links._links.values()) == 2)
+        reading = asyncio.create_task(r.generate(sampling=HEDGED))
+        await until(lambda: predictors[1].calls and len(predictors[0].calls[0].output_ids) == 5)
+        predictors[2].has_model = True
+        await until(lambda: sum(bool(link.loads) for link in links._links.values()) == 3)
+        dies.set()
+        await until(lambda: sum(len(predictor.calls) for predictor in predictors) == 3)
+        released.set()
+        check_whole(await reading)
+        assert r.resumes == 0
+
+
+async def test_one_predictor_alone_answers_a_hedged_request_too():
+    async with hedging((breaks(4),)) as (r, predictors):
+        check_whole(await r.generate(sampling=HEDGED))
+        assert [len(call.request.output_ids) for call in predictors[0].calls] == [0, 4]
+
+
+async def test_other_weights_are_no_second_predictor():
+    async with hedging((), ()) as (r, predictors):
+        predictors[1].fingerprint = "b"
+        await until(lambda: r.generator.links.can_resume(MODEL, "b"))
+        check_whole(await r.generate(sampling=HEDGED))
+        assert sum(len(predictor.calls) for predictor in predictors) == 1
+
+
+async def test_log_probabilities_of_two_predictors_are_those_of_one():
+    async with hedging((), (breaks(3),)) as (r, _):
+        chunks = await r.generate(sampling=HEDGED.model_copy(update={"logprobs": True}))
+        values = [value for chunk in chunks for value in chunk.logprobs]
+        assert values == pytest.approx([-position / 10 for position in range(20)])
+
+
+async def test_a_caller_who_leaves_ends_both_calls():
+    async with hedging((falls_silent(1),), (falls_silent(1),)) as (r, predictors):
+        chunks = r.chunks(sampling=HEDGED)
+        await anext(chunks)
+        await until(lambda: all(predictor.calls for predictor in predictors))
+        await chunks.aclose()
+        await until(lambda: all(call.ended.is_set() for predictor in predictors for call in predictor.calls))
+
+
+async def test_an_answer_that_breaks_the_protocol_ends_its_call_and_no_other():
+    """The log probabilities of the prompt are missing."""
+    released = asyncio.Event()
+    async with resuming(holds_until(released, after=2), whole) as r:
+        beside = asyncio.create_task(r.generate())
+        await until(lambda: r.predictor.calls)
+        with pytest.raises(BrokenAnswerError):
+            await r.generate(prompt=(1, 2, 3), prompt_logprobs=2)
+        released.set()
+        check_whole(await beside)
+        assert (len(r.predictor.calls), r.resumes) == (2, 0)

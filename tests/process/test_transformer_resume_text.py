@@ -10,7 +10,7 @@ import pytest
 from google.api.httpbody_pb2 import HttpBody
 from tokenizers import Tokenizer
 
-from millrace.errors import InvalidRequestError, NotReadyError
+from millrace.errors import HopBrokenError, InvalidRequestError, NotReadyError
 from millrace.oip.tensors import Tensor, add_input, decode_outputs
 from millrace_protos import inference_pb2 as pb
 from tests.support.scripted_predictor import MODEL, ScriptedPredictor, breaks, falls_silent, raises, serving
@@ -93,7 +93,9 @@ async def test_usage_tells_what_was_cached_to_its_owner_alone(answer, stop, salt
 
 
 async def test_each_choice_goes_on_by_itself(answer):
-    predictor = ScriptedPredictor(breaks(2), breaks(5), breaks(7), answer=answer)
+    # A break would concern both choices, which share the connection.
+    ends = [raises(HopBrokenError("the engine died"), after) for after in (2, 5, 7)]
+    predictor = ScriptedPredictor(*ends, answer=answer)
     async with serving(predictor) as address, transformer(address, TELLER) as (stub, _):
         body = {"model": MODEL, "prompt": "Tell me", "n": 2, "max_tokens": 200, "stream": True}
         completions = stub.channel.unary_stream(

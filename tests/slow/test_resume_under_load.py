@@ -11,6 +11,8 @@ import random
 import signal
 import sys
 import time
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import pytest_asyncio
@@ -93,6 +95,11 @@ def tell_pauses(what, crowd):
     return most
 
 
+def gaps_s(crowd):
+    """The times between two pieces of an answer, of all answers, the shortest first."""
+    return sorted(b.at - a.at for told in crowd.told for a, b in pairwise(told.pieces))
+
+
 async def test_killing_predictors_again_and_again_costs_pauses_alone(stack, oracle):
     end, kills = time.monotonic() + SECONDS, 0
     async with Client(stack.gateway) as client:
@@ -105,6 +112,29 @@ async def test_killing_predictors_again_and_again_costs_pauses_alone(stack, orac
                 await asyncio.sleep(0.05)
         crowd.all_right(oracle)
     tell_pauses(f"{kills} kills", crowd)
+
+
+async def test_killing_predictors_costs_hedged_streams_hardly_a_pause(stack, oracle):
+    hedged = [replace(story, sampling=(*story.sampling, ("hedge", 2))) for story in stories_of(TOKENS)]
+    kills = 0
+    async with Client(stack.gateway) as client:
+        await oracle.learn(client, hedged)
+        async with Crowd(client, hedged, CALLERS) as quiet:
+            await asyncio.sleep(SECONDS / 4)
+        async with Crowd(client, hedged, CALLERS) as crowd:
+            await until(crowd.all_have_moved, BACK_S)
+            end = time.monotonic() + SECONDS
+            while not kills or time.monotonic() < end:
+                # With all three there, a stream always has one that lives.
+                if len(able := await serving(stack)) == PREDICTORS:
+                    await stack.kill(random.choice(able))
+                    kills += 1
+                await asyncio.sleep(0.5)
+        for each in (quiet, crowd):
+            each.all_right(oracle)
+    gaps = gaps_s(quiet)
+    print(f"hedged, quiet: p99 gap {gaps[int(0.99 * (len(gaps) - 1))]:.3f} s, longest {gaps[-1]:.3f} s")
+    tell_pauses(f"hedged, {kills} kills", crowd)
 
 
 @pytest.mark.full  # In little: tests/system/test_resume.py, SIGTERM.

@@ -1,8 +1,10 @@
-"""A predictor of ours whose calls end as a test says: real gRPC, real metadata, and tokens that are known beforehand.
+"""A predictor of ours whose calls end as a test says: real gRPC, real messages, and tokens that are known beforehand.
 
-Its one model, `teller`, answers every prompt with `ANSWER`. A continuation gets what is left of it. Each call of
-`ModelStreamInfer` takes the next action of the script; without one it answers to the end. An action is called with
-(predictor, call) and yields how many tokens are to be sent next, or raises what ends the call.
+Its one model, `teller`, answers every prompt with `ANSWER`. A continuation gets what is left of it. Each submission to
+`PredictorSteps/Run`, and each call of `ModelStreamInfer`, takes the next action of the script; without one it answers
+to the end. An action is called with (predictor, call) and yields how many tokens are to be sent next, or raises what
+ends the call; `Broken` ends the whole connection of a submission. A submission is accepted with the first thing that
+its action yields.
 """
 
 from __future__ import annotations
@@ -14,43 +16,49 @@ from dataclasses import dataclass, field
 
 import grpc
 import numpy as np
+import orjson
 
 from millrace.errors import DrainingError, MillraceError, NotFoundError
-from millrace.oip.prompt_logprobs import PROMPT_LOGPROBS, PromptLogprobs
-from millrace.oip.resumable import FINGERPRINT, HEARTBEAT, LEAVING, RUNS_ALONE, CallOptions, call_options_of
-from millrace.oip.tensors import Tensor, add_output, decode_inputs
+from millrace.oip.resumable import FINGERPRINT
+from millrace.oip.tensors import Tensor, add_output
 from millrace.rpc.handlers import ErrorServerInterceptor
+from millrace.step_errors import write_error
 from millrace_protos import inference_pb2 as pb
-from millrace_protos import inference_pb2_grpc, model_config_pb2
+from millrace_protos import inference_pb2_grpc, model_config_pb2, steps_pb2, steps_pb2_grpc
 from tests.waiting import until
 
 MODEL = "teller"
 ANSWER = list(range(300, 320))
-_HEARTBEAT, _RUNS_ALONE = -1, -2
+BEAT_S = 0.05
+_NOTHING, _RUNS_ALONE = -1, -2
 Metadata = pb.ModelMetadataResponse.TensorMetadata
 
 
 @dataclass
 class Call:
-    """One call as it came in."""
+    """One call or submission as it came in."""
 
-    request: pb.ModelInferRequest
-    options: CallOptions
-    output_ids: list[int]
+    request: pb.ModelInferRequest | steps_pb2.Submission
+    max_tokens: int = 0
+    output_ids: list[int] = field(default_factory=list)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     was_cancelled: bool = False
     tells_end: bool = True
     is_leaving: bool = False
+    is_silent: bool = False  # Nothing comes any more, nor does the connection beat.
 
 
-class ScriptedPredictor(inference_pb2_grpc.GRPCInferenceServiceServicer):
+class ScriptedPredictor(inference_pb2_grpc.GRPCInferenceServiceServicer, steps_pb2_grpc.PredictorStepsServicer):
     def __init__(self, *script, answer=ANSWER):
         self.script = deque(script)
         self.answer = list(answer)
         self.calls = []
         self.is_ready = True
         self.state = "READY"
-        self.fingerprint = ""  # Of the weights that answer from now on; none is told where it is empty.
+        self.fingerprint = ""  # Of the weights that answer from now on.
+        self.announced = None  # The fingerprint in the reports of its load, if another one.
+        self.has_model = True
+        self.is_mute = False  # Its connections do not beat.
 
     async def wait_for_calls(self, count):
         """Until so many have come in."""
@@ -80,29 +88,27 @@ class ScriptedPredictor(inference_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def ModelInfer(self, request, context):  # noqa: N802
         action = self.script.popleft() if self.script else None
-        self.calls.append(Call(request, call_options_of(context.invocation_metadata()), []))
+        self.calls.append(Call(request))
         if action is not None:
             raise action
         return pb.ModelInferResponse(model_name=request.model_name, id=request.id)
 
     async def ModelStreamInfer(self, requests, context):  # noqa: N802
         request = await anext(aiter(requests))
-        inputs = decode_inputs(request)
-        output_ids = inputs["output_ids"].array.tolist() if "output_ids" in inputs else []
-        call = Call(request, call_options_of(context.invocation_metadata()), output_ids)
+        call = Call(request, request.parameters["max_tokens"].int64_param)
         action = self.script.popleft() if self.script else whole
         self.calls.append(call)
         try:
             async with aclosing(action(self, call)) as counts:
-                is_first = True
                 async for count in counts:
-                    made = self._tokens(call, count) if count > 0 else self._heartbeat(request, count == _RUNS_ALONE)
-                    if is_first and self.fingerprint:
-                        made.infer_response.parameters[FINGERPRINT].string_param = self.fingerprint
-                    is_first = False
-                    if call.is_leaving:
-                        made.infer_response.parameters[LEAVING].bool_param = True
-                    yield made
+                    new, reason, _ = self._next(call, count)
+                    response = pb.ModelInferResponse(model_name=MODEL, id=request.id)
+                    add_output(response, Tensor("output_ids", "INT32", np.array(new, dtype=np.int32)))
+                    if reason:
+                        response.parameters["finish_reason"].string_param = reason
+                        response.parameters["prompt_tokens"].int64_param = 5
+                        response.parameters["completion_tokens"].int64_param = len(call.output_ids)
+                    yield pb.ModelStreamInferResponse(infer_response=response)
         except Broken:
             # Without a signature, as the transport reports what it lost.
             await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
@@ -112,36 +118,87 @@ class ScriptedPredictor(inference_pb2_grpc.GRPCInferenceServiceServicer):
         finally:
             call.ended.set()
 
-    def _heartbeat(self, request, runs_alone):
-        response = pb.ModelInferResponse(model_name=request.model_name, id=request.id)
-        response.parameters[HEARTBEAT].bool_param = True
-        if runs_alone:
-            response.parameters[RUNS_ALONE].bool_param = True
-        return pb.ModelStreamInferResponse(infer_response=response)
+    async def Run(self, requests, context):  # noqa: N802
+        steps, running = asyncio.Queue(), {}
+        sessions = [asyncio.create_task(self._read(requests, steps, running)), asyncio.create_task(self._beat(steps))]
+        try:
+            while not isinstance(step := await steps.get(), Broken):
+                yield step
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+        finally:
+            tasks = [*sessions, *(task for task, _ in running.values())]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _tokens(self, call, count):
-        """The next tokens, all with what was cached; the last ones with the reason and the usage."""
-        begin = len(call.output_ids)
-        limit = call.request.parameters["max_tokens"].int64_param
+    async def _read(self, requests, steps, running):
+        async for request in requests:
+            for submission in request.submissions:
+                call = Call(submission, orjson.loads(submission.sampling)["max_tokens"], list(submission.output_ids))
+                action = self.script.popleft() if self.script else whole
+                self.calls.append(call)
+                running[submission.number] = asyncio.create_task(self._act(action, call, steps)), call
+            for number in request.cancelled:
+                task, call = running[number]
+                call.was_cancelled = not call.ended.is_set()
+                task.cancel()
+
+    async def _beat(self, steps):
+        while True:
+            if not self.is_mute and not any(call.is_silent and not call.ended.is_set() for call in self.calls):
+                steps.put_nowait(self._step(any(call.is_leaving for call in self.calls)))
+            await asyncio.sleep(BEAT_S)
+
+    def _step(self, is_leaving=False):
+        """A message with the load; a predictor that is not ready has no model."""
+        step = steps_pb2.Step(loads=steps_pb2.EngineLoads(), leaving=is_leaving or None)
+        if self.has_model:
+            fingerprint = self.fingerprint if self.announced is None else self.announced
+            step.loads.models.add(model=MODEL, fingerprint=fingerprint)
+        return step
+
+    async def _act(self, action, call, steps):
+        number, is_accepted, has_begun = call.request.number, False, False
+        try:
+            async with aclosing(action(self, call)) as counts:
+                async for count in counts:
+                    step = steps_pb2.Step(leaving=call.is_leaving or None)
+                    if not is_accepted:
+                        is_accepted = True
+                        step.accepted.add(number=number, fingerprint=self.fingerprint)
+                    if count == _RUNS_ALONE:
+                        step.alone.append(number)
+                    new, reason, logprobs = self._next(call, count)
+                    if (new or reason) and not has_begun:
+                        has_begun = True
+                        step.begun.add(number=number, cached_tokens=100 + len(self.calls))  # Another for each call.
+                    step.numbers.extend([number] * len(new))
+                    step.token_ids.extend(new)
+                    for logprob in logprobs:
+                        step.logprobs.add(number=number, chosen=logprob)
+                    if reason:
+                        ended = step.ended.add(number=number, finish_reason=reason)
+                        ended.usage.prompt_tokens, ended.usage.completion_tokens = 5, len(call.output_ids)
+                        ended.usage.cached_tokens = 100 + len(self.calls)
+                    steps.put_nowait(step)
+        except Broken as broken:
+            steps.put_nowait(broken)
+        except MillraceError as error:
+            steps.put_nowait(steps_pb2.Step(ended=[{"number": number, "error": write_error(error, "predictor")}]))
+        finally:
+            call.ended.set()
+
+    def _next(self, call, count):
+        """The next tokens, the reason if they are the last ones, and log probabilities where requested."""
+        begin, limit = len(call.output_ids), call.max_tokens
         ids = self.answer[: min(limit, len(self.answer))]
-        new = ids[begin : begin + count]
-        response = pb.ModelInferResponse(model_name=MODEL, id=call.request.id)
-        add_output(response, Tensor("output_ids", "INT32", np.array(new, dtype=np.int32)))
-        if call.request.parameters["logprobs"].bool_param:
-            logprobs = [-position / 10 for position in range(begin, begin + len(new))]
-            add_output(response, Tensor("logprobs", "FP32", np.array(logprobs, dtype=np.float32)))
-        if (scored := call.request.parameters.get(PROMPT_LOGPROBS)) is not None and not begin:
-            parts = PromptLogprobs.joined([], scored.int64_param)
-            for tensor in parts.tensors():
-                add_output(response, tensor)
+        new = ids[begin : begin + max(count, 0)]
         call.output_ids += new
-        cached = 100 + len(self.calls)  # Another number for each call.
-        response.parameters["cached_tokens"].int64_param = cached
-        if len(call.output_ids) == len(ids) and call.tells_end:
-            response.parameters["finish_reason"].string_param = "length" if len(ids) == limit else "stop"
-            response.parameters["prompt_tokens"].int64_param = 5
-            response.parameters["completion_tokens"].int64_param = len(ids)
-        return pb.ModelStreamInferResponse(infer_response=response)
+        is_last = count > 0 and len(call.output_ids) == len(ids) and call.tells_end
+        reason = ("length" if len(ids) == limit else "stop") if is_last else ""
+        wants_logprobs = isinstance(call.request, steps_pb2.Submission) and b'"logprobs":true' in call.request.sampling
+        logprobs = [-position / 10 for position in range(begin, begin + len(new))] if wants_logprobs else []
+        return new, reason, logprobs
 
 
 class Broken(Exception):  # noqa: N818
@@ -153,7 +210,7 @@ async def whole(predictor, call):
     while True:
         left = len(predictor.answer) - len(call.output_ids)
         yield 1
-        if left <= 1 or len(call.output_ids) >= call.request.parameters["max_tokens"].int64_param:
+        if left <= 1 or len(call.output_ids) >= call.max_tokens:
             return
 
 
@@ -195,6 +252,7 @@ def falls_silent(after=0):
     async def action(predictor, call):
         for _ in range(after):
             yield 1
+        call.is_silent = True
         await asyncio.Event().wait()
 
     return action
@@ -212,21 +270,20 @@ def alone(action):
     return begins
 
 
-def beats_until(released, every_s=0.05):
-    """Heartbeats until an event, then all of the answer."""
+def is_accepted(action):
+    """The submission is accepted before the action."""
 
-    async def action(predictor, call):
-        while not released.is_set():
-            yield _HEARTBEAT
-            await asyncio.sleep(every_s)
-        async for count in whole(predictor, call):
-            yield count
+    async def begins(predictor, call):
+        yield _NOTHING
+        async with aclosing(action(predictor, call)) as counts:
+            async for count in counts:
+                yield count
 
-    return action
+    return begins
 
 
 def holds_until(released, after=0):
-    """Nothing until an event, then the rest of the answer."""
+    """Nothing but what says that the connection is alive until an event, then the rest of the answer."""
 
     async def action(predictor, call):
         for _ in range(after):
@@ -244,6 +301,7 @@ async def serving(predictor, port=0):
     options = [("grpc.so_reuseport", 0)]
     server = grpc.aio.server(interceptors=(ErrorServerInterceptor("predictor"),), options=options)
     inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(predictor, server)
+    steps_pb2_grpc.add_PredictorStepsServicer_to_server(predictor, server)
     port = server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
     try:

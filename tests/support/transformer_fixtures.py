@@ -26,6 +26,7 @@ from services.transformer.models.processor_sources import parse_processors
 from services.transformer.models.processors import RunningProcessor
 from services.transformer.models.work_pool import WorkPool
 from services.transformer.predictors.client import PredictorClient
+from services.transformer.predictors.links import Links
 from services.transformer.predictors.relay import Relay
 from services.transformer.predictors.replicas import Replicas
 from services.transformer.predictors.resuming import ResumingGenerator
@@ -48,7 +49,8 @@ async def transformer(
     tells_cached=False,
 ):
     """Its gRPC stub and its catalogue, once a generation would work; `replicas` are as the setting says."""
-    client = PredictorClient(predictor, silence_limit_s, wait_s)
+    client = PredictorClient(predictor, wait_s)
+    links = Links(replicas or (predictor,), silence_limit_s)
     asked = Replicas(replicas, client)
     threads, work = ThreadPoolExecutor(1), WorkPool(2, 1, "processor")
     running = {source.name: RunningProcessor(source, work) for source in parse_processors(processors)}
@@ -60,7 +62,7 @@ async def transformer(
     tap = PayloadTap(NOWHERE, spool=Path(spool.name))
     tap.start()
     bodies = BodyProcesses()
-    pipeline = Pipeline(catalogue, ResumingGenerator(client, resume_limit), tap, bodies, tells_cached)
+    pipeline = Pipeline(catalogue, ResumingGenerator(links, client, resume_limit), tap, bodies, tells_cached)
     inference = Inference(pipeline, catalogue, Relay(client), tap)
     options = [("grpc.max_receive_message_length", 64 * 1024 * 1024), ("grpc.max_send_message_length", -1)]
     server = grpc.aio.server(interceptors=(ErrorServerInterceptor("transformer"),), options=options)
@@ -75,6 +77,7 @@ async def transformer(
         pass
 
     watch = asyncio.create_task(catalogue.watch(tell))
+    linking = asyncio.create_task(links.run())
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
     try:
         if ready:
@@ -87,6 +90,8 @@ async def transformer(
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
         await server.stop(0)
+        linking.cancel()
+        await asyncio.gather(linking, return_exceptions=True)
         await bodies.close()
         await asyncio.to_thread(tap.close)
         spool.cleanup()

@@ -6,9 +6,9 @@ does not start. `admitted` grows by a byte for each request that the engine or t
 A request with the seed FAILS fails in its first step, one with the seed FAILS_LATER in its fourth.
 
 Where the environment names a token id, a request with it in its prompt is more than a request can be: with
-POISON_ID it kills the process (SIGKILL, as a segmentation fault would) in the first step that computes any of
+POISON_ID it kills the engine process (SIGKILL, as a segmentation fault would) in the first step that computes any of
 it, on every replica and after every restart; with HANGS_ID that step never ends, so that PREDICTOR_STEP_TIMEOUT
-must end the process. Both hold for all models that the process serves. For a text model the id comes from its
+must end the process. Both hold for the engines of all models. For a text model the id comes from its
 tokenizer: take a word that is one token and that no other prompt of the test has.
 """
 
@@ -19,10 +19,7 @@ import signal
 import time
 from pathlib import Path
 
-from services.predictor.__main__ import serve
-from services.predictor.engine import build
-from services.predictor.engine.runners.paged import PagedRunner
-from services.predictor.engine.scheduler import Scheduler
+from services.predictor import __main__
 
 FAILS, FAILS_LATER, HOLDS_LATER = 13, 14, 15
 _FAILS_AFTER = {FAILS: 0, FAILS_LATER: 3}
@@ -53,17 +50,18 @@ async def execute(request):
 """
 
 
-def main() -> None:
-    from millrace.rpc.service import run_service
-    from services.predictor.settings import PredictorSettings
+def wait_while(name: str) -> None:
+    while (Path(os.environ["FAULTS"]) / name).exists():
+        time.sleep(0.01)
+
+
+def prepare() -> None:
+    """In each engine process."""
+    from services.predictor.engine import build
+    from services.predictor.engine.runners.paged import PagedRunner
+    from services.predictor.engine.scheduler import Scheduler
 
     folder = Path(os.environ["FAULTS"])
-
-    def wait_while(name):
-        while (folder / name).exists():
-            time.sleep(0.01)
-
-    wait_while("down")
     poison, hangs = (int(os.environ.get(name) or -1) for name in ("POISON_ID", "HANGS_ID"))
 
     class FaultyRunner(PagedRunner):
@@ -92,8 +90,8 @@ def main() -> None:
 
     build.PagedRunner = FaultyRunner
     build.Scheduler = CountingScheduler
-    run_service("predictor", PredictorSettings, serve)
 
 
 if __name__ == "__main__":
-    main()
+    wait_while("down")
+    __main__.main(prepare="tests.system.faulty_predictor:prepare")

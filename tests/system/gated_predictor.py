@@ -1,6 +1,6 @@
 """The predictor with a gate before each step of its models, for tests that hold the model still.
 
-It is the real service; only the runners wait. A test opens the gate by sending bytes to the Unix
+It is the real service with one model; only its runner waits. A test opens the gate by sending bytes to the Unix
 socket `GATE_SOCKET`: each lets one token of one sequence be made.
 """
 
@@ -11,9 +11,7 @@ import socket
 import threading
 from pathlib import Path
 
-from services.predictor.__main__ import serve
-from services.predictor.engine import build
-from services.predictor.engine.runners.paged import PagedRunner
+from services.predictor import __main__
 
 UNGATED = ("warm-up", "")  # The latter is the engine's own probe.
 
@@ -36,9 +34,10 @@ class Gate:
             self._permits.release(len(data))
 
 
-def main() -> None:
-    from millrace.rpc.service import run_service
-    from services.predictor.settings import PredictorSettings
+def prepare() -> None:
+    """In the engine process."""
+    from services.predictor.engine import build
+    from services.predictor.engine.runners.paged import PagedRunner
 
     gate = Gate(os.environ["GATE_SOCKET"])
 
@@ -50,8 +49,7 @@ def main() -> None:
             return super().run(rows)
 
     build.PagedRunner = GatedRunner
-    run_service("predictor", PredictorSettings, serve)
 
 
 if __name__ == "__main__":
-    main()
+    __main__.main(prepare="tests.system.gated_predictor:prepare")

@@ -9,20 +9,16 @@ import os
 import time
 from pathlib import Path
 
-from services.predictor.__main__ import serve
-from services.predictor.engine import build
-from services.predictor.engine.runners.paged import PagedRunner
-from services.predictor.engine.runners.t5 import T5Runner
+from services.predictor import __main__
 
 
-def main() -> None:
-    from millrace.rpc.service import run_service
-    from services.predictor.settings import PredictorSettings
+def prepare() -> None:
+    """In each engine process."""
+    from services.predictor.engine import build
+    from services.predictor.engine.runners.paged import PagedRunner
+    from services.predictor.engine.runners.t5 import T5Runner
 
     pause_s = float(os.environ["SLOW_MS"]) / 1000
-    away = os.environ.get("AWAY")
-    while away and Path(away).exists():
-        time.sleep(0.1)
 
     class SlowPagedRunner(PagedRunner):
         def run(self, rows):
@@ -37,8 +33,10 @@ def main() -> None:
             return made
 
     build.PagedRunner, build.T5Runner = SlowPagedRunner, SlowT5Runner
-    run_service("predictor", PredictorSettings, serve)
 
 
 if __name__ == "__main__":
-    main()
+    away = os.environ.get("AWAY")
+    while away and Path(away).exists():
+        time.sleep(0.1)
+    __main__.main(prepare="tests.system.slow_predictor:prepare")

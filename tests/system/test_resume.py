@@ -42,7 +42,7 @@ async def slow_stack(request, tmp_path_factory):
     environment = {
         "predictor": {"SLOW_MS": "40", "PREDICTOR_DTYPE": "fp32", "AWAY": str(folder / "away")} | SHORT_DRAIN,
         # On a busy machine a predictor takes its time to come back.
-        "transformer": {"TRANSFORMER_PREDICTOR_START_WAIT": "120", "TRANSFORMER_SILENCE_LIMIT": "1.5"} | KEEP_ALIVE,
+        "transformer": {"TRANSFORMER_PREDICTOR_START_WAIT": "120", "TRANSFORMER_SILENCE_LIMIT": "2"} | KEEP_ALIVE,
     }
     stack = await start_stack(folder, settings, commands=SLOW, environment=environment)
     stack.away = folder / "away"

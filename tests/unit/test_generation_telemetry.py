@@ -47,8 +47,16 @@ async def failing(error):
     yield
 
 
-async def read(chunks):
-    async for _ in chunks:
+async def generation(telemetry, chunks, asked):
+    """The chunks of a generation that is observed, as the pipeline passes them on."""
+    with telemetry.observed(asked) as observed:
+        async for each in chunks:
+            observed.chunk(each)
+            yield each
+
+
+async def read(telemetry, chunks, asked):
+    async for _ in generation(telemetry, chunks, asked):
         pass
 
 
@@ -63,7 +71,7 @@ def only(model, protocol, outcome):
 
 
 async def test_a_whole_answer(telemetry, measured):
-    await read(telemetry.observed(answer(), request()))
+    await read(telemetry, answer(), request())
     assert measured.sum("gen_ai.server.time_to_first_token", TOLD) == 0.5
     assert (
         measured.count("millrace.inter_token_latency", GAPS),
@@ -80,7 +88,7 @@ async def test_a_whole_answer(telemetry, measured):
 
 
 async def test_chat_over_rest_is_told_from_text_over_grpc(telemetry, measured):
-    await read(telemetry.observed(answer(), request(REST, messages=[("user", "Hello")])))
+    await read(telemetry, answer(), request(REST, messages=[("user", "Hello")]))
     told = TOLD | {"gen_ai.operation.name": "chat", "millrace.protocol": "http"}
     assert measured.count("gen_ai.server.time_to_first_token", told) == 1
     assert streams(measured) == only("storyteller", "http", "completed")
@@ -98,14 +106,14 @@ async def test_chat_over_rest_is_told_from_text_over_grpc(telemetry, measured):
 )
 async def test_every_other_end(telemetry, measured, error, outcome, status):
     with pytest.raises(type(error)):
-        await read(telemetry.observed(failing(error), request()))
+        await read(telemetry, failing(error), request())
     assert streams(measured) == only("storyteller", "grpc", outcome)
     assert measured.count("gen_ai.server.request.duration", TOLD | {"error.type": status}) == 1
     assert "gen_ai.server.time_to_first_token" not in measured.names
 
 
 async def test_a_caller_who_leaves_has_cancelled(telemetry, measured):
-    chunks = telemetry.observed(answer(), request())
+    chunks = generation(telemetry, answer(), request())
     await anext(chunks)
     await chunks.aclose()
     assert streams(measured) == only("storyteller", "grpc", "cancelled")
@@ -113,12 +121,12 @@ async def test_a_caller_who_leaves_has_cancelled(telemetry, measured):
 
 async def test_a_deadline_is_told_from_a_cancel(telemetry, measured):
     with pytest.raises(asyncio.CancelledError):
-        await read(telemetry.observed(failing(asyncio.CancelledError()), request(deadline=Deadline.after(0.0))))
+        await read(telemetry, failing(asyncio.CancelledError()), request(deadline=Deadline.after(0.0)))
     assert streams(measured) == only("storyteller", "grpc", "deadline_exceeded")
 
 
 async def test_who_leaves_after_the_last_chunk_has_a_whole_answer(telemetry, measured):
-    chunks = telemetry.observed(answer(), request())
+    chunks = generation(telemetry, answer(), request())
     for _ in range(3):
         await anext(chunks)
     await chunks.aclose()
@@ -127,7 +135,7 @@ async def test_who_leaves_after_the_last_chunk_has_a_whole_answer(telemetry, mea
 
 async def test_a_model_that_nobody_serves_is_no_label(telemetry, measured):
     with pytest.raises(InvalidRequestError):
-        await read(telemetry.observed(failing(InvalidRequestError("no such model")), request(model="what")))
+        await read(telemetry, failing(InvalidRequestError("no such model")), request(model="what"))
     assert streams(measured) == only("_OTHER", "grpc", "refused")
 
 
@@ -136,5 +144,5 @@ async def test_resumes_are_counted(telemetry, measured):
         yield chunk(1, 0.5)
         yield chunk(1, 0.75, "length", resumed=True)
 
-    await read(telemetry.observed(resumed_answer(), request()))
+    await read(telemetry, resumed_answer(), request())
     assert measured.value("millrace.stream.resumed", {"gen_ai.request.model": "storyteller"}) == 1

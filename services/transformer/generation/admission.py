@@ -1,15 +1,15 @@
 """Which generations are taken: those that would end within their deadline as things are.
 
 A generation that would end too late is refused before any work is done for it, see load_estimate.py; a refusal may be
-held back, see `RefusalPace`.
+delayed, see `RefusalPace`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from millrace.errors import OverloadedError
 from services.transformer.generation.chunks import TextChunk
@@ -42,14 +42,11 @@ class Admission:
         finally:
             generation.end()
 
-    async def held_back(
-        self, chunks: AsyncGenerator[TextChunk, None], request: TextRequest
-    ) -> AsyncGenerator[TextChunk, None]:
-        """The chunks; a refusal among many others comes later than at once."""
+    @asynccontextmanager
+    async def holding_refusals(self, request: TextRequest) -> AsyncIterator[None]:
+        """Delays the block's OverloadedError where it is one among many; see `RefusalPace`."""
         try:
-            async with aclosing(chunks):
-                async for chunk in chunks:
-                    yield chunk
+            yield
         except OverloadedError:
             now = time.monotonic()
             await asyncio.sleep(self._pace.hold_s(request.call.deadline.at - now, now))

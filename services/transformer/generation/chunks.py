@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from millrace.oip.prompt_logprobs import PromptLogprobs
 from millrace_protos.millrace_pb2 import Usage
-from services.transformer.predictors.client import TokenChunk
+from services.transformer.predictors.tokens import TokenChunk
 from services.transformer.text.detokenizer import Detokenizer
 
 
@@ -19,8 +20,7 @@ class ScoredPrompt:
     logprobs: PromptLogprobs
 
 
-@dataclass(frozen=True)
-class TextChunk:
+class TextChunk(NamedTuple):
     """New text and its token ids; the last chunk has `finish_reason` and `usage`.
 
     `logprobs` has one value for each id where the request asks for them, and `top_logprobs` the likeliest tokens at
@@ -48,8 +48,7 @@ class TextChunk:
         if usage is not None:
             usage = Usage(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
         reason = None if self.finish_reason is None else "length"
-        return replace(
-            self,
+        return self._replace(
             text="",
             token_ids=[],
             logprobs=[],
@@ -64,13 +63,12 @@ class TextChunk:
         if self.usage is None:
             return self
         usage = Usage(prompt_tokens=self.usage.prompt_tokens, completion_tokens=self.usage.completion_tokens)
-        return replace(self, usage=usage)
+        return self._replace(usage=usage)
 
 
 def joined(chunks: Sequence[TextChunk]) -> TextChunk:
     """A whole answer as one chunk."""
-    return replace(
-        chunks[-1],
+    return chunks[-1]._replace(
         text="".join(chunk.text for chunk in chunks),
         token_ids=[token_id for chunk in chunks for token_id in chunk.token_ids],
         logprobs=[logprob for chunk in chunks for logprob in chunk.logprobs],
@@ -88,41 +86,40 @@ class Assembler:
     def __init__(self, detokenizer: Detokenizer, prompt_ids: Sequence[int], stop_token_ids: Iterable[int]) -> None:
         self._detokenizer = detokenizer
         self._prompt_ids = prompt_ids
+        self._prompt_tokens = len(prompt_ids)
         self._stop_token_ids = frozenset(stop_token_ids)
         self._produced = 0
 
     def take(self, chunk: TokenChunk, elapsed_s: float) -> TextChunk:
         """The text of the next chunk."""
+        detokenizer, ids, reason, usage = self._detokenizer, chunk.token_ids, chunk.finish_reason, chunk.usage
         text, used = "", 0
-        ends_with_stop_token = chunk.finish_reason == "stop" and not self._stop_token_ids.isdisjoint(
-            chunk.token_ids[-1:]
-        )
-        written = len(chunk.token_ids) - ends_with_stop_token
-        for token_id in chunk.token_ids:
+        ends_with_stop_token = reason == "stop" and not self._stop_token_ids.isdisjoint(ids[-1:])
+        written = len(ids) - ends_with_stop_token
+        for token_id in ids:
             if used < written:
-                text += self._detokenizer.push(token_id)
+                text += detokenizer.push(token_id)
             used += 1
-            if self._detokenizer.stopped:
+            if detokenizer.stopped:
                 break
         self._produced += used
-        reason, usage = chunk.finish_reason, chunk.usage
-        stop_reason: str | int | None = chunk.token_ids[-1] if ends_with_stop_token else None
-        if reason is not None and not self._detokenizer.stopped:
-            text += self._detokenizer.flush()
-        prompt_tokens = len(self._prompt_ids)
-        if self._detokenizer.stopped:
-            reason, stop_reason = "stop", self._detokenizer.stop_string
+        stop_reason: str | int | None = ids[-1] if ends_with_stop_token else None
+        if reason is not None and not detokenizer.stopped:
+            text += detokenizer.flush()
+        if detokenizer.stopped:
+            reason, stop_reason = "stop", detokenizer.stop_string
             cached = chunk.cached_tokens or 0
-            usage = Usage(prompt_tokens=prompt_tokens, cached_tokens=cached, completion_tokens=self._produced)
+            usage = Usage(prompt_tokens=self._prompt_tokens, cached_tokens=cached, completion_tokens=self._produced)
+        is_cut = used < len(ids)
         return TextChunk(
             text,
-            chunk.token_ids[:used],
-            chunk.logprobs[:used],
-            chunk.top_logprobs[:used],
+            ids[:used] if is_cut else ids,
+            chunk.logprobs[:used] if is_cut else chunk.logprobs,
+            chunk.top_logprobs[:used] if is_cut else chunk.top_logprobs,
             reason,
             usage,
             elapsed_s,
-            prompt_tokens,
+            self._prompt_tokens,
             stop_reason,
             None if chunk.prompt is None else ScoredPrompt(self._prompt_ids, chunk.prompt),
             chunk.resumed,

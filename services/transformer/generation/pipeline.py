@@ -1,15 +1,15 @@
 """One generation, from text to text: what every front end calls.
 
-`Pipeline.generate` wraps `_generate` four times, the outermost first: telemetry, the payload log, the delay of refusals
-under overload, and the first-token deadline. `_generate` finds the model, admits the request, renders and tokenises the
-prompt, generates at as many predictors as it takes, and detokenises. What is the same for several choices of a request
-is made once, see `SharedPrompt`.
+`Pipeline.generate` finds the model, admits the request, renders and tokenises the prompt, reads the tokens of as many
+predictors as it takes, and detokenises. Beside it: telemetry, the payload log, the delay of refusals under overload,
+and the first-token deadline. A token's way is one loop. What is the same for several choices of a request is made once,
+see `SharedPrompt`.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import closing, contextmanager
 
 from millrace.errors import InvalidRequestError
 from millrace.oip.prompt_logprobs import check_size
@@ -23,9 +23,9 @@ from services.transformer.generation.requests import TextRequest
 from services.transformer.generation.telemetry import GenerationTelemetry
 from services.transformer.models.catalogue import Catalogue
 from services.transformer.models.models import TextModel
-from services.transformer.predictors.client import Generation
 from services.transformer.predictors.first_token import FirstToken
 from services.transformer.predictors.resuming import ResumingGenerator
+from services.transformer.predictors.tokens import Generation
 from services.transformer.processes.body_processes import BodyProcesses
 from services.transformer.text.detokenizer import Detokenizer
 from services.transformer.text.tokenizer import check_token_count
@@ -58,14 +58,30 @@ class Pipeline:
         with self.recording_refusals(request.call, request.model):
             request.check()
             first_token = FirstToken(request.call)
-        chunks = first_token.bounded(self._generate(request, first_token))
-        chunks = self._admission.held_back(chunks, request)
-        chunks = recorded_generation(chunks, request, self._tap)
-        chunks = self._telemetry.observed(chunks, request)
         shows_cached = self._tells_cached or bool(request.sampling.get("cache_salt"))
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                yield chunk if shows_cached else chunk.without_cached_tokens()
+        with self._telemetry.observed(request) as observed, recorded_generation(request, self._tap) as recorded:
+            async with self._admission.holding_refusals(request):
+                async with first_token.in_time():
+                    model = await self._catalogue.get(request.model, request.version, request.call)
+                with self._admission.admitted(request, model) as admitted:
+                    async with first_token.in_time():
+                        generation = await self._prepared(request, model)
+                    with closing(self._generator.open(generation, request.call.deadline, first_token)) as tokens:
+                        async with first_token.in_time():
+                            token_chunk = await tokens.read()
+                        assembler = _assembler(request, model, generation)
+                        while True:
+                            self._catalogue.answered_by(model.name, token_chunk.fingerprint)
+                            chunk = assembler.take(token_chunk, request.call.elapsed_s)
+                            admitted.chunk(chunk)
+                            if request.prompt_only:
+                                chunk = chunk.without_output()
+                            await recorded.chunk(chunk)
+                            observed.chunk(chunk)
+                            yield chunk if shows_cached else chunk.without_cached_tokens()
+                            if chunk.finish_reason is not None:
+                                return  # Closing cancels what the predictor would still generate.
+                            token_chunk = await tokens.read()
 
     @contextmanager
     def recording_refusals(self, call: CallContext, model: str = "") -> Iterator[None]:
@@ -75,27 +91,6 @@ class Pipeline:
         except Exception:
             with begin(self._tap, call, model):
                 raise
-
-    async def _generate(self, request: TextRequest, first_token: FirstToken) -> AsyncGenerator[TextChunk, None]:
-        call = request.call
-        model = await self._catalogue.get(request.model, request.version, call)
-        with self._admission.admitted(request, model) as admitted:
-            generation = await self._prepared(request, model)
-            follows = [] if model.limits.is_encoder_decoder else generation.prompt_ids
-            sampling = generation.sampling
-            detokenizer = Detokenizer(model.tokenizer.decoder, follows, request.stop, sampling.min_tokens)
-            assembler = Assembler(detokenizer, generation.prompt_ids, sampling.stop_token_ids)
-            fingerprint = None
-            async with aclosing(self._generator.generate(generation, call.deadline, first_token)) as tokens:
-                async for token_chunk in tokens:
-                    if token_chunk.fingerprint != fingerprint:
-                        fingerprint = token_chunk.fingerprint
-                        self._catalogue.answered_by(model.name, fingerprint)
-                    chunk = assembler.take(token_chunk, call.elapsed_s)
-                    admitted.chunk(chunk)
-                    yield chunk.without_output() if request.prompt_only else chunk
-                    if detokenizer.stopped:
-                        return  # Which cancels what the predictor would still make.
 
     async def _prepared(self, request: TextRequest, model: TextModel) -> Generation:
         """The generation to request from the predictors; raises InvalidRequestError, ContextLengthError."""
@@ -144,3 +139,10 @@ class Pipeline:
         text = await tokenizer.render(request.messages, context_length, options, self._bodies, deadline)
         # The template has written the special tokens already.
         return await tokenizer.encode(text, context_length, add_special_tokens=False)
+
+
+def _assembler(request: TextRequest, model: TextModel, generation: Generation) -> Assembler:
+    follows = [] if model.limits.is_encoder_decoder else generation.prompt_ids
+    sampling = generation.sampling
+    detokenizer = Detokenizer(model.tokenizer.decoder, follows, request.stop, sampling.min_tokens)
+    return Assembler(detokenizer, generation.prompt_ids, sampling.stop_token_ids)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 import orjson
 
 from millrace.payload.call import recorded
+from millrace.payload.recording import Recording
 from millrace.payload.tap import PayloadTap
 from millrace.sampling import MAX_STOP_TOKEN_IDS
 from services.transformer.generation.chunks import TextChunk
@@ -27,22 +28,33 @@ _MAX_IDS = 128 * 1024
 _MAX_NAMES, _MAX_NAME, _MAX_VALUE = 64, 256, 4096
 
 
-async def recorded_generation(
-    chunks: AsyncGenerator[TextChunk, None], request: TextRequest, tap: PayloadTap
-) -> AsyncGenerator[TextChunk, None]:
-    """The chunks, each recorded before it goes on; closes them."""
+@contextmanager
+def recorded_generation(request: TextRequest, tap: PayloadTap) -> Iterator[RecordedGeneration]:
+    """Records the generation that the block makes, and how it ends."""
     prompt, parameters = recorded_texts(request)
     with recorded(tap, request.call, request.model, prompt=prompt, parameters=parameters) as recording:
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                recording.fingerprint = chunk.fingerprint
-                recording.resumes += chunk.resumed
-                recording.chunk(chunk.text, chunk.token_ids, chunk.logprobs)
-                if chunk.finish_reason is not None:
-                    recording.end("OK", finish_reason=chunk.finish_reason, usage=chunk.usage)
-                # What a client has received the begin of is on record, even if this process dies now.
-                await recording.flushed()
-                yield chunk
+        yield RecordedGeneration(recording)
+
+
+class RecordedGeneration:
+    """The record of one generation; each chunk is added before it goes to the client."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._is_flushed = False
+
+    async def chunk(self, chunk: TextChunk) -> None:
+        """Adds a chunk. The first one waits until the begin of the record is on disk, even if this process dies now."""
+        recording = self._recording
+        if chunk.resumed:
+            recording.resumes += 1
+        recording.fingerprint = chunk.fingerprint
+        recording.chunk(chunk.text, chunk.token_ids, chunk.logprobs)
+        if chunk.finish_reason is not None:
+            recording.end("OK", finish_reason=chunk.finish_reason, usage=chunk.usage)
+        if not self._is_flushed:
+            self._is_flushed = True
+            await recording.flushed()
 
 
 def recorded_texts(request: TextRequest) -> tuple[str, str]:

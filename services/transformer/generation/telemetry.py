@@ -8,8 +8,8 @@ label is a caller's text. Prompts and answers are never part of telemetry.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from grpc import StatusCode
 from opentelemetry import metrics, trace
@@ -73,16 +73,12 @@ class GenerationTelemetry:
             "millrace.stream.resumed", "{resume}", "How often a stream went on at another predictor."
         )
 
-    async def observed(
-        self, chunks: AsyncGenerator[TextChunk, None], request: TextRequest
-    ) -> AsyncGenerator[TextChunk, None]:
-        """The chunks, of which metrics and the span of the call are made; closes them."""
-        observation = _Observation(self, request, self._is_served(request.model))
+    @contextmanager
+    def observed(self, request: TextRequest) -> Iterator[ObservedGeneration]:
+        """Observes the generation that the block makes: metrics, and attributes of the call's span."""
+        observation = ObservedGeneration(self, request, self._is_served(request.model))
         try:
-            async with aclosing(chunks):
-                async for chunk in chunks:
-                    observation.chunk(chunk)
-                    yield chunk
+            yield observation
         except (asyncio.CancelledError, GeneratorExit):
             observation.end(_cancelled_with(request.call))
             raise
@@ -95,8 +91,8 @@ class GenerationTelemetry:
         observation.end(StatusCode.OK)
 
 
-class _Observation:
-    """Of one generation; seconds are since the request arrived."""
+class ObservedGeneration:
+    """The telemetry of one generation; seconds are since the request arrived."""
 
     def __init__(self, instruments: GenerationTelemetry, request: TextRequest, is_served: bool) -> None:
         self._instruments = instruments

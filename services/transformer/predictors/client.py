@@ -1,16 +1,15 @@
-"""The predictors, through Envoy's inner listener, a call at a time; resuming.py makes one generation of several.
+"""Predictors call by call, through Envoy's inner listener: probes, tensors, and generations of other servers.
 
-A generation is one `ModelStreamInfer` call, so that cancel, deadline and flow control are HTTP/2's own; through Envoy,
-because one long-lived connection would pin every call to one replica. Any server of the protocol can stand there: what
-it lacks of ours (health by the name `ready`, ModelConfig, heartbeats) is asked in another way or done without.
+Any server of the Open Inference Protocol can stand there: what it lacks of ours (health by the name `ready`,
+ModelConfig) is requested in another way or done without. A generation there is one `ModelStreamInfer` call, so that
+cancel, deadline and flow control are HTTP/2's own. Predictors of ours generate over links.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 
 import grpc
 import numpy as np
@@ -28,19 +27,17 @@ from millrace.errors import (
 )
 from millrace.oip.model_description import INPUT_IDS, OUTPUT_IDS
 from millrace.oip.parameters import read_sampling, set_parameters
-from millrace.oip.prompt_logprobs import PROMPT_LOGPROBS, PromptLogprobs
-from millrace.oip.resumable import FINGERPRINT, LEAVING, RUNS_ALONE, SPAN, CallOptions
 from millrace.oip.tensors import Tensor, add_input, decode_outputs, dtype_of
 from millrace.payload.call import RECORDED
 from millrace.rpc.channel import open_channel
 from millrace.rpc.client_interceptors import CallSpan
 from millrace.rpc.server import READY
-from millrace.sampling import SamplingParameters
 from millrace_protos import inference_pb2, inference_pb2_grpc
 from millrace_protos.millrace_pb2 import Usage
 from services.transformer.predictors.answers import numbers_of, predictor_answers
-from services.transformer.predictors.descriptions import OURS, Dialect
+from services.transformer.predictors.descriptions import Dialect
 from services.transformer.predictors.retries import Backoff
+from services.transformer.predictors.tokens import Generation, TokenChunk
 
 PROBE_TIMEOUT_S = 2.0
 # Triton's own switch: an error ends the call with its status, not with a text inside the stream.
@@ -49,46 +46,6 @@ ERRORS_AS_STATUS = ("triton_grpc_error", "true")
 _SERVICE = "/inference.GRPCInferenceService"
 _USAGE = ("prompt_tokens", "cached_tokens", "completion_tokens")
 _END_TIMEOUT_S = 1.0
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A generation, however many calls it takes; `resumes`: a call can resume after the ids of an earlier one.
-
-    `prompt_logprobs` requests log probabilities of the prompt too, see millrace/oip/prompt_logprobs.py.
-    """
-
-    model: str
-    request_id: str
-    prompt_ids: Sequence[int]
-    sampling: SamplingParameters
-    dialect: Dialect = OURS
-    resumes: bool = True
-    prompt_logprobs: int | None = None
-
-
-@dataclass
-class TokenChunk:
-    """New token ids, with log probabilities (see TextChunk) where asked for; the last one ends the generation.
-
-    `cached_tokens` is the number of prompt tokens that needed no computation, if this chunk has it. A chunk with
-    neither ids nor a reason is a heartbeat; with `runs_alone`, the predictor computes nothing else from now on.
-    `prompt` is in the first chunk with tokens, if requested. `fingerprint`, of the weights, is in the first chunk of a
-    call, even a heartbeat. With `is_leaving` the predictor is about to stop. `resumed` marks the first chunk of a call
-    that resumed the answer.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    top_logprobs: list[list[tuple[int, float]]]
-    finish_reason: str | None
-    usage: Usage | None
-    cached_tokens: int | None = None
-    runs_alone: bool = False
-    fingerprint: str = ""
-    is_leaving: bool = False
-    prompt: PromptLogprobs | None = None
-    resumed: bool = False
 
 
 @contextmanager
@@ -104,15 +61,11 @@ def probe_errors() -> Iterator[None]:
 class PredictorClient:
     """Every method raises MillraceError signed with the hop that failed.
 
-    A predictor of ours that says nothing for `silence_limit_s` counts as away where it has not answered the call yet,
-    else as dead; `wait_s` is how long a request waits for predictors that are away, `start_wait_s` one of which nothing
-    has been answered yet.
+    `wait_s` is how long a request waits for predictors that are away, `start_wait_s` one of which nothing has been
+    answered yet.
     """
 
-    def __init__(
-        self, target: str, silence_limit_s: float = 10.0, wait_s: float = 120.0, start_wait_s: float = 30.0
-    ) -> None:
-        self.silence_limit_s = silence_limit_s
+    def __init__(self, target: str, wait_s: float = 120.0, start_wait_s: float = 30.0) -> None:
         self._wait_s = wait_s
         self._start_wait_s = start_wait_s
         self._channel = open_channel(target, "predictor")
@@ -168,60 +121,70 @@ class PredictorClient:
         except MillraceError:
             return False
 
-    async def generate(
-        self,
-        generation: Generation,
-        output_ids: Sequence[int],
-        options: CallOptions,
-        deadline: Deadline,
-        span: CallSpan | None = None,
-    ) -> AsyncGenerator[TokenChunk, None]:
-        """Chunks of one call, which goes on after `output_ids`; closing the generator cancels it at the predictor.
+    def generate(self, generation: Generation, deadline: Deadline, span: CallSpan) -> OipCall:
+        """Begins the call; `span` receives its span."""
+        return OipCall(self._stream, generation, deadline, span)
 
-        `span` receives the call's span.
-        """
-        span = span or CallSpan()
+
+class OipCall:
+    """A generation as one call at a server that is not ours. Such a call resumes nothing."""
+
+    is_accepted = runs_alone = is_leaving = False
+    fingerprint = ""
+
+    def __init__(
+        self,
+        stream: grpc.aio.UnaryStreamMultiCallable[
+            inference_pb2.ModelInferRequest, inference_pb2.ModelStreamInferResponse
+        ],
+        generation: Generation,
+        deadline: Deadline,
+        span: CallSpan,
+    ) -> None:
         request = inference_pb2.ModelInferRequest(model_name=generation.model, id=generation.request_id)
         add_input(request, _ids_tensor(INPUT_IDS, generation.prompt_ids, generation.dialect))
-        if output_ids:
-            add_input(request, _ids_tensor(OUTPUT_IDS, output_ids, generation.dialect))
         set_parameters(request.parameters, generation.sampling.model_dump(exclude_none=True))
-        # A call that goes on after earlier ids follows one whose first chunk had them.
-        scored = None if output_ids else generation.prompt_logprobs
-        set_parameters(request.parameters, {PROMPT_LOGPROBS: scored})
-        metadata = (ERRORS_AS_STATUS, RECORDED, *options.metadata())
-        silence_limit_s = None if options.heartbeat_ms is None else self.silence_limit_s
-        produced = 0
-        silent: MillraceError = NotReadyError("the predictor does not answer", hop="predictor")
         with span.of_next_call():
-            call = self._stream(request, timeout=deadline.left(), metadata=metadata)
-        try:
-            async with aclosing(_chunks(call, span, len(generation.prompt_ids), scored)) as chunks:
-                while (chunk := await _unless_silent(chunks, silence_limit_s, silent)) is not None:
-                    silent = HopBrokenError("the predictor fell silent", hop="predictor")
-                    produced += len(chunk.token_ids)
-                    yield chunk
-                    if chunk.finish_reason is not None:
-                        await _until_end(chunks)
-                        return
-            if generation.dialect.tells_reason:
-                raise HopBrokenError("the predictor ended the stream before its last token", hop="predictor")
-            reason = "length" if produced >= (generation.sampling.max_tokens or 0) else "stop"
-            usage = Usage(prompt_tokens=len(generation.prompt_ids), completion_tokens=produced)
-            yield TokenChunk([], [], [], reason, usage)
-        finally:
-            call.cancel()
+            self._call = stream(request, timeout=deadline.left(), metadata=(ERRORS_AS_STATUS, RECORDED))
+        self._messages = aiter(self._call)
+        self._generation = generation
+        self._span = span
+        self._produced = 0
 
+    async def read(self) -> TokenChunk:
+        """The next tokens; raises MillraceError."""
+        message = await anext(self._messages, None)
+        if message is None:
+            return self._last()
+        self._span.message()
+        if message.error_message:
+            raise RequestFailedError(message.error_message, hop="predictor")
+        with predictor_answers():
+            chunk = _chunk(message.infer_response, decode_outputs(message.infer_response))
+        self._produced += len(chunk.token_ids)
+        if chunk.finish_reason is not None:
+            await self._until_end()
+        return chunk
 
-async def _unless_silent(
-    chunks: AsyncIterator[TokenChunk], limit_s: float | None, silent: MillraceError
-) -> TokenChunk | None:
-    """The next chunk, None after the last; raises `silent` where none comes within the limit."""
-    try:
-        async with asyncio.timeout(limit_s):
-            return await anext(chunks, None)
-    except TimeoutError:
-        raise silent from None
+    def close(self) -> None:
+        """Cancels the call unless it has ended."""
+        self._call.cancel()
+
+    def _last(self) -> TokenChunk:
+        """The end of a server whose last answer has no finish_reason: its call has ended well."""
+        generation = self._generation
+        if generation.dialect.tells_reason:
+            raise HopBrokenError("the predictor ended the stream before its last token", hop="predictor")
+        reason = "length" if self._produced >= (generation.sampling.max_tokens or 0) else "stop"
+        usage = Usage(prompt_tokens=len(generation.prompt_ids), completion_tokens=self._produced)
+        return TokenChunk(finish_reason=reason, usage=usage)
+
+    async def _until_end(self) -> None:
+        """Reads the call's status, so that it ends as OK and not as cancelled; the answer does not depend on it."""
+        with suppress(MillraceError, TimeoutError):
+            async with asyncio.timeout(_END_TIMEOUT_S):
+                async for _ in self._messages:
+                    pass
 
 
 def _ids_tensor(name: str, ids: Sequence[int], dialect: Dialect) -> Tensor:
@@ -229,50 +192,20 @@ def _ids_tensor(name: str, ids: Sequence[int], dialect: Dialect) -> Tensor:
     return Tensor(name, dialect.datatype, array[None] if dialect.batched else array)
 
 
-async def _until_end(chunks: AsyncIterator[TokenChunk]) -> None:
-    """Reads the call's status, so that it ends as OK and not as cancelled; the answer does not depend on it."""
-    with suppress(MillraceError, TimeoutError):
-        async with asyncio.timeout(_END_TIMEOUT_S):
-            async for _ in chunks:
-                pass
-
-
-async def _chunks(
-    call: grpc.aio.UnaryStreamCall[inference_pb2.ModelInferRequest, inference_pb2.ModelStreamInferResponse],
-    span: CallSpan,
-    prompt_tokens: int,
-    scored: int | None,
-) -> AsyncGenerator[TokenChunk, None]:
-    """The call's chunks; the first with tokens has the prompt's log probabilities unless `scored` is None."""
-    async for message in call:
-        span.message()
-        if message.error_message:
-            raise RequestFailedError(message.error_message, hop="predictor")
-        with predictor_answers():
-            outputs = decode_outputs(message.infer_response)
-            chunk = _chunk(message.infer_response, outputs, span)
-            if scored is not None and chunk.token_ids:
-                chunk.prompt = PromptLogprobs.read(outputs, prompt_tokens, scored)
-                scored = None
-        yield chunk
-
-
-def _chunk(response: inference_pb2.ModelInferResponse, outputs: Mapping[str, Tensor], span: CallSpan) -> TokenChunk:
+def _chunk(response: inference_pb2.ModelInferResponse, outputs: Mapping[str, Tensor]) -> TokenChunk:
     parameters = read_sampling(response.parameters)
-    if SPAN in parameters:
-        span.answered_by = str(parameters[SPAN])
     reason = parameters.get("finish_reason")
     usage = None
     if reason is not None:
         usage = Usage(**{name: int(parameters.get(name, 0)) for name in _USAGE})
-    token_ids, logprobs = numbers_of(outputs, OUTPUT_IDS, "iu"), numbers_of(outputs, "logprobs", "f")
     cached = parameters.get("cached_tokens")
-    cached_tokens = None if cached is None else int(cached)
-    runs_alone = RUNS_ALONE in parameters
-    fingerprint = str(parameters.get(FINGERPRINT, ""))
-    top = _top_logprobs(outputs)
     return TokenChunk(
-        token_ids, logprobs, top, reason, usage, cached_tokens, runs_alone, fingerprint, LEAVING in parameters
+        numbers_of(outputs, OUTPUT_IDS, "iu"),
+        numbers_of(outputs, "logprobs", "f"),
+        _top_logprobs(outputs),
+        reason,
+        usage,
+        None if cached is None else int(cached),
     )
 
 

@@ -6,16 +6,13 @@ Counted from the request's arrival, through every wait for a predictor, and apar
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
-from typing import TypeVar
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from millrace.deadline import Deadline
 from millrace.errors import DeadlineError
 from millrace.oip.resumable import call_options_of
 from millrace.rpc.call_context import CallContext
-
-T = TypeVar("T")
 
 _MARGIN_S = 0.01
 
@@ -45,15 +42,3 @@ class FirstToken:
             if not self._deadline.passed(_MARGIN_S):
                 raise
             raise DeadlineError(self._message) from None
-
-    async def bounded(self, answers: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-        """The answers, the first of which must come in time; closes them."""
-        async with aclosing(answers):
-            try:
-                async with self.in_time():
-                    first = await anext(answers)
-            except StopAsyncIteration:
-                return
-            yield first
-            async for answer in answers:
-                yield answer

@@ -1,9 +1,9 @@
 """Every predictor by its own address: the index, loading, unloading and statistics concern each of them.
 
-Inference goes through Envoy, which picks one replica a call. What changes or tells a replica's state
-has to reach all: names of `addresses` are resolved at each call, and every address behind them is a
-replica. Without addresses there is one predictor, behind Envoy's inner listener. Replicas that are
-starting or away get no calls of Envoy's, and count here only where no other does.
+Tensors go through Envoy, which picks one replica for each call, and generations over links.py. What changes or reports
+a replica's state has to reach all: names of `addresses` are resolved at each call, and every address behind them is a
+replica. Without addresses there is one predictor, behind Envoy's inner listener. Replicas that are starting or away get
+no calls of Envoy's, and count here only where no other does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
@@ -20,7 +19,6 @@ import grpc
 
 from millrace.deadline import Deadline
 from millrace.errors import HopBrokenError, MillraceError, NotImplementedMethodError, NotReadyError
-from millrace.oip.resumable import FINGERPRINT
 from millrace.rpc.channel import open_channel
 from millrace.rpc.health import is_serving
 from millrace_protos import inference_pb2 as pb
@@ -31,7 +29,6 @@ from services.transformer.predictors.statistics import summed
 
 logger = logging.getLogger(__name__)
 
-_TAKER_S = 2.0  # So long it is believed that a replica takes streams.
 _CLOSE_S = 5.0  # More than a question may take.
 
 READY, LOADING, UNLOADING, UNAVAILABLE = "READY", "LOADING", "UNLOADING", "UNAVAILABLE"
@@ -58,7 +55,6 @@ class Replicas:
         self._addresses = addresses
         self._predictor = predictor
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._takers: dict[tuple[str, str], float] = {}  # Until when it is known that there is one.
         self._tasks: dict[object, asyncio.Task[None]] = {}  # What runs beside the calls, by what it is for.
 
     async def close(self) -> None:
@@ -67,17 +63,6 @@ class Replicas:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         for channel in self._channels.values():
             await channel.close()
-
-    def can_resume(self, model: str, fingerprint: str) -> bool:
-        """Whether a replica is known that serves the model with these weights, or with any where "" is given.
-
-        At once: the first question is answered by no, and begins a search whose result the next ones get.
-        """
-        key, now = (model, fingerprint), time.monotonic()
-        until = self._takers.get(key, 0.0)
-        if until < now + _TAKER_S / 2 and self._addresses and key not in self._tasks:
-            self._run(key, self._look_for_taker(model, fingerprint))
-        return now < until
 
     async def channels(self) -> list[grpc.aio.Channel]:
         """A channel to each replica, in whatever state it is; empty where there is one, behind Envoy."""
@@ -126,21 +111,6 @@ class Replicas:
 
         return summed(await self._ask_serving(ask))
 
-    async def _look_for_taker(self, model: str, fingerprint: str) -> None:
-        begun = time.monotonic()
-        stubs = [inference_pb2_grpc.GRPCInferenceServiceStub(channel) for channel in await self._resolved()]
-        request = pb.ModelConfigRequest(name=model)  # Which one that drains or loads refuses.
-        asking = (stub.ModelConfig(request, timeout=PROBE_TIMEOUT_S) for stub in stubs)
-        for answer in await _all_of(asking):
-            if isinstance(answer, pb.ModelConfigResponse):
-                found = answer.config.parameters[FINGERPRINT].string_value
-                if fingerprint in ("", found):
-                    self._takers = {key: until for key, until in self._takers.items() if until > begun}
-                    self._takers[model, fingerprint] = time.monotonic() + _TAKER_S
-                    return
-        # The next look is no sooner than this one could have been of use.
-        await asyncio.sleep(_TAKER_S / 2)
-
     def _run(self, key: object, work: Coroutine[Any, Any, None]) -> None:
         """Runs something in the background; its errors are dropped."""
 
@@ -172,7 +142,7 @@ class Replicas:
 
     async def _resolved(self) -> list[grpc.aio.Channel]:
         """A channel to each replica; one whose address is gone is closed once what it is asked has ended."""
-        targets = dict.fromkeys([target for address in self._addresses for target in await _resolve(address)])
+        targets = await resolved_addresses(self._addresses)
         if not targets:
             raise NotReadyError("no predictor has an address", hop="predictor")
         # From here on nothing is awaited: another call may be here at any time, with other addresses.
@@ -222,6 +192,11 @@ def _worst(states: Sequence[ModelState]) -> ModelState:
         reason = f"{lacking} of {len(states)} replicas lack it" + (f": {worst.reason}" if worst.reason else "")
         return ModelState(worst.state, reason, worst.version)
     return worst
+
+
+async def resolved_addresses(addresses: Iterable[str]) -> list[str]:
+    """Every address behind each host:port, without repetition."""
+    return list(dict.fromkeys([target for address in addresses for target in await _resolve(address)]))
 
 
 async def _resolve(address: str) -> list[str]:

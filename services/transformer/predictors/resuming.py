@@ -1,211 +1,253 @@
 """One generation made of as many calls as it takes: another predictor resumes it when its predictor crashes.
 
-Contract with the predictor: millrace/oip/resumable.py. The end of a call decides what follows:
+The transformer keeps every token id that it has received. When a call ends early, it makes another one at another
+predictor, or at the same one after its restart, with the same prompt, parameters and seed, and with the ids so far. The
+sampler depends only on the seed and the position, so the answer continues unchanged. The end of a call decides what
+follows:
 
-- a crash (the connection broke, the engine died, or the predictor became silent): the next call resumes after the ids
-  so far; crashes.py decides how often, and when in isolation;
-- a predictor that drains: the stream stays there until another one can resume it;
-- a predictor that is unreachable, still loads, hands the stream back, or has not answered since the call began (the
-  process hangs, which the request has not caused): the next call resumes in the same way, without a limit;
+- a crash (the link broke or fell silent, or the engine died): the next call resumes after the ids so far; crashes.py
+  decides how often, and when in isolation;
+- a predictor that is about to stop: the stream stays there until another one can resume it, and is handed back at the
+  end of the drain;
+- a predictor that hands the stream back, or has hung since before the call: the next call resumes in the same way,
+  without a limit;
 - an overloaded predictor: a new request is refused at once, a resumed one waits;
 - any other error is the request's own, and ends it.
 
-An answer comes from one set of weights: once it has begun, only a predictor with the same `fingerprint` resumes it.
-Others refuse, and the request waits for the right one, through Envoy, which tries several replicas for each call.
+An answer comes from one set of weights: once it has begun, only a predictor with the same `fingerprint` resumes it. The
+request waits for the right one.
 
-Before the first token a resume is a plain retry; a server that cannot resume after given ids is retried only then.
-Between calls the request waits, see retries.py. A request that crashes its predictor in isolation is not retried, and
-identical requests are quarantined: so it cannot crash all replicas, and requests beside it continue.
+Before the first token a resume is a plain retry; a server that is not ours is called again only then. Between calls the
+request waits, see retries.py. A request that crashes its predictor in isolation is not retried, and identical requests
+are quarantined: so it cannot crash all replicas, and requests beside it continue.
 
-Owned by the event loop; one for all requests.
+Owned by the event loop; one `ResumingGenerator` for all requests.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
-from contextlib import ExitStack, aclosing
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TypeAlias
 
-from millrace.deadline import Deadline
+from millrace.deadline import PASSED, Deadline
 from millrace.errors import (
+    DeadlineError,
     DrainingError,
     HopBrokenError,
     MillraceError,
     NotFoundError,
     NotReadyError,
-    OtherWeightsError,
     OverloadedError,
     RequestFailedError,
 )
-from millrace.oip.resumable import CallOptions
-from millrace.rpc.client_interceptors import CallSpan
+from millrace.rpc.client_interceptors import CallSpan, ClientSpans
+from millrace_protos import steps_pb2 as pb
 from services.transformer.predictors.answers import BrokenAnswerError
-from services.transformer.predictors.client import Generation, PredictorClient, TokenChunk
+from services.transformer.predictors.client import OipCall, PredictorClient
 from services.transformer.predictors.crashes import CrashCount, NextCall, Quarantine, request_fingerprint
 from services.transformer.predictors.first_token import FirstToken
-from services.transformer.predictors.retries import Backoff
+from services.transformer.predictors.hedged_call import HedgedCall
+from services.transformer.predictors.link_call import LinkCall
+from services.transformer.predictors.links import Links, PredictorLink
+from services.transformer.predictors.progress import Progress
+from services.transformer.predictors.tokens import Generation, TokenChunk
 
 logger = logging.getLogger(__name__)
 
-_MAX_HEARTBEAT_S = 1.0
+Call: TypeAlias = LinkCall | HedgedCall | OipCall
+
+_METHOD = "/millrace.v1.PredictorSteps/Run"
 _REFUSED = "this request has ended its predictor again and again; it is refused for a while"
 
 
 class ResumingGenerator:
-    """See the module; after `resume_limit` crashes in a row a request runs in isolation.
+    """See the module; after `resume_limit` crashes in a row a request runs in isolation."""
 
-    `can_resume(model, fingerprint)`: some replica would resume a stream of these weights.
-    """
+    def __init__(self, links: Links, predictor: PredictorClient, resume_limit: int = 2) -> None:
+        self.links = links
+        self.predictor = predictor
+        self.quarantine = Quarantine()
+        self.isolation = asyncio.Lock()  # One request at a time runs in isolation.
+        self.spans = ClientSpans()
+        self._resume_limit = resume_limit
+
+    def open(self, generation: Generation, deadline: Deadline, first_token: FirstToken) -> TokenStream:
+        """The tokens of a generation; raises RequestFailedError if the request is in quarantine."""
+        if self.quarantine and self.quarantine.refuses(_fingerprint(generation)):
+            raise RequestFailedError(_REFUSED)
+        return TokenStream(self, generation, CrashCount(self._resume_limit), deadline, first_token)
+
+
+class TokenStream:
+    """The tokens of one generation; one task reads it, and closes it."""
 
     def __init__(
         self,
-        predictor: PredictorClient,
-        resume_limit: int = 2,
-        can_resume: Callable[[str, str], bool] = lambda model, fingerprint: False,
+        generator: ResumingGenerator,
+        generation: Generation,
+        crashes: CrashCount,
+        deadline: Deadline,
+        first_token: FirstToken,
     ) -> None:
-        self._can_resume = can_resume
-        self._predictor = predictor
-        self._resume_limit = resume_limit
-        self._quarantine = Quarantine()
-        self._isolation = asyncio.Lock()  # One request at a time runs in isolation.
-        self._heartbeat_ms = max(1, int(1000 * min(_MAX_HEARTBEAT_S, predictor.silence_limit_s / 10)))
+        self._generator = generator
+        self._generation = generation
+        self._progress = Progress(generation, crashes)
+        self._backoff = generator.predictor.backoff(deadline)
+        self._first_token = first_token
+        self._call: Call | None = None
+        self._is_resume = False  # The next tokens are the first after a resume.
+        self._turn = ExitStack()  # Holds the lock of an isolated call.
+        self._timer: asyncio.TimerHandle | None = None
+        if (left_s := deadline.left()) is not None:
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._deadline_passed)
 
-    async def generate(
-        self, generation: Generation, deadline: Deadline, first_token: FirstToken
-    ) -> AsyncGenerator[TokenChunk, None]:
-        """The chunks of the whole answer; raises MillraceError; closing the generator cancels the running call."""
-        if self._quarantine and self._quarantine.refuses(_fingerprint(generation)):
-            raise RequestFailedError(_REFUSED)
-        progress = _Progress(generation, CrashCount(self._resume_limit))
-        backoff = self._predictor.backoff(deadline)
+    async def read(self) -> TokenChunk:
+        """The next tokens, at least one or the end; raises MillraceError."""
         while True:
+            call = self._call
+            if call is None:
+                call = self._call = await self._next_call()
             try:
-                async with aclosing(self._call(progress, backoff, first_token)) as chunks:
-                    async for chunk in chunks:
-                        yield chunk
-                return
+                chunk = await call.read()
+                if chunk is None:
+                    self._follow(call)
+                elif chunk.token_ids or chunk.finish_reason is not None:
+                    self._take(chunk)
+                    return chunk
+                if call.is_leaving and self._can_move():
+                    raise DrainingError("it stops, and another one goes on", hop="predictor")
             except BrokenAnswerError:
                 raise
             except (HopBrokenError, NotReadyError, OverloadedError) as error:
-                ended_by = error
+                await self._after(error)
             except NotFoundError as error:
-                if not progress.was_moved:
+                if not self._progress.was_moved:
                     raise
                 # A replica that has started again may lack what was loaded later; another one has it.
-                ended_by = NotReadyError(error.message, hop=error.hop)
-            progress.ended(ended_by)
-            if generation.resumes and progress.crashes.next_call is NextCall.NONE:
-                self._quarantine.add(_fingerprint(generation))
-                logger.error("request %s has ended its predictor even alone and is refused", generation.request_id)
-                raise RequestFailedError(_REFUSED)
-            await backoff.pause(progress.last_word(ended_by), ended_by.retry_after_ms)
+                await self._after(NotReadyError(error.message, hop=error.hop))
 
-    async def _call(
-        self, progress: _Progress, backoff: Backoff, first_token: FirstToken
-    ) -> AsyncGenerator[TokenChunk, None]:
-        """The chunks of the next call, which goes on where the last one ended."""
-        generation, is_resume = progress.generation, bool(progress.output_ids)
-        alone = generation.resumes and progress.crashes.next_call is NextCall.ISOLATED
-        with ExitStack() as turn:
-            if alone:
-                await backoff.acquire(self._isolation)
-                turn.callback(self._isolation.release)
-            options = CallOptions(
-                resumes=generation.resumes,
-                heartbeat_ms=self._heartbeat_ms if generation.resumes else None,
-                alone=alone,
-                first_token_timeout_ms=None if is_resume else first_token.left_ms,
-                fingerprint=progress.fingerprint,
-            )
-            span = progress.next_span()
-            is_first = True
-            call = self._predictor.generate(generation, progress.output_ids, options, backoff.deadline, span)
-            async with aclosing(call) as chunks:
-                async for chunk in chunks:
-                    if is_first:
-                        is_first = False
-                        progress.check_weights(chunk.fingerprint)
-                    backoff.reset()
-                    if chunk.runs_alone:
-                        progress.crashes.isolated()
-                    if chunk.token_ids or chunk.finish_reason is not None:
-                        turn.close()  # It has run in isolation without a crash.
-                        progress.take(chunk)
-                        backoff.answer_began()
-                        chunk.fingerprint = progress.fingerprint
-                        chunk.resumed, is_resume = is_resume, False
-                        yield chunk
-                    moves = chunk.is_leaving and chunk.finish_reason is None
-                    if moves and self._can_resume(generation.model, progress.fingerprint):
-                        raise DrainingError("it stops, and another one goes on", hop="predictor")
+    def close(self) -> None:
+        """Cancels the running call; does nothing for a generation that has ended."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._end_call()
 
+    async def _next_call(self) -> Call:
+        """Begins the call that continues where the last one ended; waits while no predictor is ready.
 
-class _Progress:
-    """What a generation has so far, over all its calls."""
+        What it raises ends the request.
+        """
+        generation, progress, backoff = self._generation, self._progress, self._backoff
+        self._is_resume = bool(progress.output_ids)
+        if not generation.resumes:
+            return self._generator.predictor.generate(generation, backoff.deadline, progress.next_span())
+        is_isolated = progress.crashes.next_call is NextCall.ISOLATED
+        link = await self._ready_link()
+        if is_isolated:
+            await backoff.acquire(self._generator.isolation)
+            self._turn.callback(self._generator.isolation.release)
+            link = await self._ready_link()
+        call = self._submit(link, progress.next_span(), is_isolated)
+        if generation.sampling.hedge > 1 and not is_isolated:
+            return HedgedCall(call, self._twin, lambda: len(progress.output_ids))
+        return call
 
-    def __init__(self, generation: Generation, crashes: CrashCount) -> None:
-        self.generation = generation
-        self.crashes = crashes
-        self.output_ids: list[int] = []
-        # Of the weights that have given the ids so far; "" while there are none, or the predictor reports none.
-        self.fingerprint = ""
-        self._answering = ""  # Of those that answer the latest call.
-        self._cached_tokens: int | None = None
-        self.was_moved = False  # A predictor that had it gave it up.
-        self._span: CallSpan | None = None  # The latest call's.
-        self._follows = ""
+    def _submit(self, link: PredictorLink, span: CallSpan, is_isolated: bool) -> LinkCall:
+        """Begins a call at a predictor, which continues after the tokens so far."""
+        generation, output_ids = self._generation, self._progress.output_ids
+        timeout_s = self._backoff.deadline.left()
+        self._generator.spans.begin(_METHOD, timeout_s, span)
+        # A call that continues after earlier ids follows one whose first chunk had the prompt's log probabilities.
+        scored = None if output_ids else generation.prompt_logprobs
+        call = LinkCall(generation, scored, span)
+        submission = pb.Submission(
+            model=generation.model,
+            request_id=generation.request_id,
+            prompt_ids=generation.prompt_ids,
+            output_ids=output_ids,
+            sampling=generation.sampling.model_dump_json(exclude_none=True).encode(),
+            prompt_logprobs=scored,
+            timeout_s=timeout_s,
+            alone=is_isolated,
+            fingerprint=self._progress.fingerprint,
+            traceparent=span.traceparent,
+            follows=span.follows,
+        )
+        if not output_ids and (left_ms := self._first_token.left_ms) is not None:
+            submission.first_token_timeout_s = left_ms / 1000
+        link.submit(call, submission)
+        return call
 
-    def check_weights(self, fingerprint: str) -> None:
-        """Notes which weights answer a call; raises OtherWeightsError where these cannot resume the answer."""
-        if self.fingerprint and fingerprint != self.fingerprint:
-            raise OtherWeightsError("a predictor would have gone on with other weights", hop="predictor")
-        self._answering = fingerprint
+    def _twin(self, calls: Sequence[LinkCall]) -> LinkCall | None:
+        """A call beside others, at another predictor with the same weights, if there is one."""
+        links = [call.link for call in calls]
+        model = self._generation.model
+        fingerprint = next((link.loads[model].fingerprint for link in links if link and model in link.loads), "")
+        if not fingerprint:
+            return None
+        try:
+            link = self._generator.links.choose(self._generation, fingerprint, links)
+        except NotReadyError:
+            return None
+        return self._submit(link, CallSpan(), is_isolated=False)
 
-    def take(self, chunk: TokenChunk) -> None:
-        """Adds a chunk, which gets how much of the prompt the first call found in a cache."""
-        if not self.output_ids:
-            self.fingerprint = self._answering
-        self.output_ids += chunk.token_ids
-        self.crashes.token()
-        if self._cached_tokens is None:
-            self._cached_tokens = chunk.cached_tokens
-        chunk.cached_tokens = self._cached_tokens
-        if chunk.usage is not None and self._cached_tokens is not None:
-            chunk.usage.cached_tokens = self._cached_tokens
+    async def _ready_link(self) -> PredictorLink:
+        """A link to a predictor that can take the next call, once there is one."""
+        links, progress = self._generator.links, self._progress
+        while True:
+            try:
+                return links.choose(self._generation, progress.fingerprint)
+            except NotReadyError as error:
+                await self._backoff.wait_for(links.changed, progress.last_word(error))
 
-    def next_span(self) -> CallSpan:
-        """The next call's, which links to that of the newest predictor that answered, or else to the first call's."""
-        if self._span is not None:
-            self._follows = self._span.answered_by or self._follows or self._span.traceparent
-        self._span = CallSpan(self._follows)
-        return self._span
+    def _follow(self, call: Call) -> None:
+        """Takes note of a change of a call's state."""
+        if call.is_accepted:
+            self._progress.check_weights(call.fingerprint)
+            self._backoff.reset()
+        if call.runs_alone:
+            self._progress.crashes.isolated()
 
-    def ended(self, error: MillraceError) -> None:
-        """Takes note of what ended a call; raises it where it ends the request too."""
-        if self.output_ids and not self.generation.resumes:
-            raise error
-        if isinstance(error, OverloadedError) and not (self.output_ids or self.was_moved):
-            raise error
-        self.crashes.call_ended(crashed=isinstance(error, HopBrokenError))
-        if not self.generation.resumes and self.crashes.next_call is not NextCall.SHARED:
-            raise error  # It cannot run in isolation, so the cause of the crashes cannot be found.
-        if isinstance(error, (HopBrokenError, DrainingError)):
-            self.was_moved = True
-            moved = (self.generation.request_id, len(self.output_ids), error.message)
-            logger.info("request %s is moved after %d tokens: %s", *moved)
+    def _take(self, chunk: TokenChunk) -> None:
+        progress = self._progress
+        if self._call is not None:
+            self._follow(self._call)
+        self._turn.close()  # It has run in isolation without a crash.
+        progress.take(chunk)
+        self._backoff.reset()
+        self._backoff.answer_began()
+        chunk.fingerprint = progress.fingerprint
+        chunk.resumed, self._is_resume = self._is_resume, False
+        if chunk.finish_reason is not None:
+            self.close()
 
-    def last_word(self, error: MillraceError) -> MillraceError:
-        """What the request ends with where no predictor takes it in time."""
-        if self.output_ids and isinstance(error, OtherWeightsError):
-            return HopBrokenError(
-                "the model's weights have changed, and no predictor has the old ones", hop="predictor"
-            )
-        if self.output_ids:
-            return HopBrokenError("the predictor is gone, and no other one went on", hop="predictor")
-        if isinstance(error, HopBrokenError):
-            return NotReadyError("no predictor answers", hop="predictor")
-        return error
+    def _can_move(self) -> bool:
+        return self._generator.links.can_resume(self._generation.model, self._progress.fingerprint)
+
+    async def _after(self, error: MillraceError) -> None:
+        """Waits until the next call is due; raises what ends the request."""
+        self._end_call()
+        progress = self._progress
+        progress.ended(error)
+        if self._generation.resumes and progress.crashes.next_call is NextCall.NONE:
+            self._generator.quarantine.add(_fingerprint(self._generation))
+            logger.error("request %s has ended its predictor even alone and is refused", self._generation.request_id)
+            raise RequestFailedError(_REFUSED)
+        await self._backoff.pause(progress.last_word(error), error.retry_after_ms)
+
+    def _end_call(self) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            call.close()
+        self._turn.close()
+
+    def _deadline_passed(self) -> None:
+        """Ends the running call; between two calls the backoff finds out by itself."""
+        if isinstance(self._call, LinkCall | HedgedCall):
+            self._call.fail(DeadlineError(PASSED))
 
 
 def _fingerprint(generation: Generation) -> bytes:

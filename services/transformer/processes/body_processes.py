@@ -158,6 +158,8 @@ class _Lane:
                 self._process = subprocess.Popen(
                     command, stdin=theirs.fileno(), env=environment, start_new_session=True
                 )
+            if self._closed:  # Meanwhile; `close` may not have seen the process.
+                self._process.kill()
         return self._connection
 
     def _end(self) -> int | None:

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, ParamSpec
 
+import orjson
 from google.api.httpbody_pb2 import HttpBody
 
 from millrace_protos.millrace_pb2 import Usage
@@ -50,6 +51,7 @@ async def answer(
             return
 
         head["object"] = shape.chunk_object
+        plain = _PlainEvents(head, shape)
         begun: set[int] = set()
         usages = [Usage()] * len(generations)
         completion_tokens = [0] * len(generations)
@@ -60,7 +62,10 @@ async def answer(
             completion_tokens[index] += len(chunk.token_ids)
             is_first = index not in begun
             # Text that is held back makes no event of its own, unless its tokens have log probabilities to report.
-            if is_first or chunk.text or chunk.finish_reason is not None or chunk.logprobs:
+            if not (is_first or usage or chunk.logprobs or chunk.finish_reason is not None):
+                if chunk.text:
+                    yield HttpBody(content_type=EVENTS, data=plain.event(index, chunk.text))
+            elif is_first or chunk.text or chunk.finish_reason is not None or chunk.logprobs:
                 begun.add(index)
                 choice = await _written(chunk, shape.chunk, index, chunk, is_first)
                 if request.continuous_usage:
@@ -69,3 +74,27 @@ async def answer(
         if request.include_usage:
             yield HttpBody(data=event(head | {"choices": [], "usage": usage_of(usages, request.n)}))
         yield HttpBody(data=_DONE)
+
+
+class _PlainEvents:
+    """Writes the events of a stream that have nothing but new text, which are nearly all of them.
+
+    All but the text is the same for every such event of a choice, so it is encoded once.
+    """
+
+    def __init__(self, head: dict[str, Any], shape: Format) -> None:
+        self._head = head
+        self._shape = shape
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # Before and after the text, by choice.
+
+    def event(self, index: int, text: str) -> bytes:
+        around = self._around.get(index)
+        if around is None:
+            around = self._around[index] = self._encoded(index)
+        return around[0] + orjson.dumps(text) + around[1]
+
+    def _encoded(self, index: int) -> tuple[bytes, bytes]:
+        mark = uuid.uuid4().hex
+        choice = self._shape.chunk(index, TextChunk(mark, [], [], []), False)
+        before, _, after = event(self._head | {"choices": [choice]}).partition(b'"' + mark.encode() + b'"')
+        return before, after

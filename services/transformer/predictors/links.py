@@ -1,0 +1,253 @@
+"""One long call to each predictor of ours, over which all generations of this process go: see protos/steps.proto.
+
+A link is up from its first message on. When it breaks or falls silent, every call on it ends with HopBrokenError, but
+with NotReadyError if a silent predictor has not accepted it, since a hung process is not its fault. The link then
+connects again, for ever. `Links` keeps one link for each address of a predictor and chooses among them.
+
+The gateway does not carry these calls: it would have nothing to balance or retry on a call that stays with one
+predictor, each message would pass one more process, and a reload of the gateway would cut every link.
+
+Owned by the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from itertools import count
+
+import grpc
+
+from millrace.errors import HopBrokenError, NotReadyError, OtherWeightsError
+from millrace.rpc.channel import channel_options
+from millrace_protos import steps_pb2 as pb
+from millrace_protos import steps_pb2_grpc
+from services.transformer.predictors.choosing import Candidate, choose, prefix_key
+from services.transformer.predictors.link_call import LinkCall
+from services.transformer.predictors.replicas import resolved_addresses
+from services.transformer.predictors.tokens import Generation
+
+logger = logging.getLogger(__name__)
+
+_RESOLVE_INTERVAL_S = 1.0
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.02, 0.5
+_FOREIGN_PAUSE_S = 5.0  # A server that does not know the method.
+
+
+class PredictorLink:
+    """See the module. `links` is notified of changes; `loads` has the models that are ready at this predictor."""
+
+    def __init__(self, address: str, silence_limit_s: float, links: Links) -> None:
+        self.address = address
+        self.loads: Mapping[str, pb.EngineLoad] = {}
+        self.is_leaving = False
+        self._silence_limit_s = silence_limit_s
+        self._links = links
+        self._calls: dict[int, LinkCall] = {}
+        self._numbers = count(1)
+        self._submitted = 0  # Since the latest report of the load.
+        self._outgoing = pb.StepsRequest()
+        self._has_outgoing = asyncio.Event()
+        self._task = asyncio.create_task(self._run(), name=f"link-{address}")
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._calls
+
+    def in_flight(self, model: str) -> int:
+        """Generations at the predictor, of all transformers, as far as known."""
+        load = self.loads[model]
+        return max(len(self._calls), load.running + load.waiting + self._submitted)
+
+    def submit(self, call: LinkCall, submission: pb.Submission) -> None:
+        """Sends a submission, whose number is set here; `call` gets what comes of it."""
+        submission.number = call.number = next(self._numbers) & 0xFFFFFFFF
+        call.link = self
+        self._calls[call.number] = call
+        self._submitted += 1
+        self._outgoing.submissions.append(submission)
+        self._has_outgoing.set()
+
+    def cancel(self, call: LinkCall) -> None:
+        """Ends a call at the predictor; does nothing for one that has ended."""
+        if self._calls.pop(call.number, None) is not None:
+            self._outgoing.cancelled.append(call.number)
+            self._has_outgoing.set()
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        # Reconnecting takes no longer than a predictor needs to start.
+        options = (*channel_options(), ("grpc.max_reconnect_backoff_ms", 250))
+        async with grpc.aio.insecure_channel(self.address, options=options) as channel:
+            while True:
+                was_up, is_silent = False, False
+                try:
+                    was_up = await self._session(steps_pb2_grpc.PredictorStepsStub(channel))
+                    error = HopBrokenError("the predictor ended the connection", hop="predictor")
+                except grpc.aio.AioRpcError as broken:
+                    if broken.code() is grpc.StatusCode.UNIMPLEMENTED:
+                        pause_s = _FOREIGN_PAUSE_S
+                    was_up = bool(self.loads)
+                    logger.debug("the link to %s broke: %s", self.address, broken.details())
+                    error = HopBrokenError("the connection to the predictor broke", hop="predictor")
+                except TimeoutError:
+                    was_up, is_silent = True, True
+                    logger.warning("the predictor at %s has sent nothing for %g s", self.address, self._silence_limit_s)
+                    error = HopBrokenError("the predictor fell silent", hop="predictor")
+                except Exception:
+                    logger.exception("the predictor at %s breaks the protocol", self.address)
+                    error = HopBrokenError("the predictor breaks the protocol", hop="predictor")
+                finally:
+                    self._down()
+                self._end_calls(error, is_silent)
+                pause_s = _FIRST_PAUSE_S if was_up else pause_s
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+    async def _session(self, stub: steps_pb2_grpc.PredictorStepsAsyncStub) -> bool:
+        """One call, to its end; whether the predictor answered."""
+        self._outgoing, self._has_outgoing = pb.StepsRequest(), asyncio.Event()
+        call = stub.Run(self._requests(self._has_outgoing), wait_for_ready=True)
+        is_up = False
+        try:
+            async with asyncio.timeout(None) as silence:
+                loop = asyncio.get_running_loop()
+                while isinstance(step := await call.read(), pb.Step):  # Else grpc.aio.EOF.
+                    silence.reschedule(loop.time() + self._silence_limit_s)
+                    is_up = True
+                    self._take(step)
+        finally:
+            call.cancel()
+            # grpc.aio goes on asking for the requests of a call that has broken.
+            ended, self._has_outgoing = self._has_outgoing, asyncio.Event()
+            ended.set()
+        return is_up
+
+    async def _requests(self, has_outgoing: asyncio.Event) -> AsyncIterator[pb.StepsRequest]:
+        """What is to be sent in one session, as one message for all that has come together meanwhile."""
+        while await has_outgoing.wait() and has_outgoing is self._has_outgoing:
+            has_outgoing.clear()
+            request, self._outgoing = self._outgoing, pb.StepsRequest()
+            yield request
+
+    def _take(self, step: pb.Step) -> None:
+        """Distributes a message to the calls; raises ValueError if it breaks the protocol."""
+        calls = self._calls
+        for accepted in step.accepted:
+            if (call := calls.get(accepted.number)) is not None:
+                call.accept(accepted.fingerprint, accepted.span)
+        for begun in step.begun:
+            if (call := calls.get(begun.number)) is not None:
+                call.begin(begun)
+        for logprobs in step.logprobs:
+            if (call := calls.get(logprobs.number)) is not None:
+                call.add_logprobs(logprobs)
+        for number in step.alone:
+            if (call := calls.get(number)) is not None:
+                call.run_alone()
+        for number, token_id in zip(step.numbers, step.token_ids, strict=True):
+            # A number that is not known has been cancelled.
+            if (call := calls.get(number)) is not None:
+                call.token_ids.append(token_id)
+                if call.waiter is not None:
+                    call.wake_for_tokens()
+        for ended in step.ended:
+            if (call := calls.pop(ended.number, None)) is not None:
+                call.end(ended)
+        if step.HasField("loads"):
+            self._submitted = 0
+            self._load(step.loads)
+        if step.leaving:
+            if not self.is_leaving:
+                self.is_leaving = True
+                self._links.notify()
+            for call in tuple(calls.values()):
+                call.wake()
+
+    def _load(self, loads: pb.EngineLoads) -> None:
+        before, self.loads = self.loads, {load.model: load for load in loads.models}
+        if before.keys() != self.loads.keys() or any(
+            before[model].fingerprint != load.fingerprint for model, load in self.loads.items()
+        ):
+            self._links.notify()
+
+    def _down(self) -> None:
+        self.loads, self.is_leaving = {}, False
+
+    def _end_calls(self, error: HopBrokenError, is_silent: bool) -> None:
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            is_away = is_silent and not call.is_accepted
+            call.fail(NotReadyError("the predictor does not answer", hop="predictor") if is_away else error)
+
+
+class Links:
+    """The links to all predictors; `addresses` are host:port, a name standing for all its addresses."""
+
+    def __init__(self, addresses: Sequence[str], silence_limit_s: float) -> None:
+        self._addresses = addresses
+        self._silence_limit_s = silence_limit_s
+        self._links: dict[str, PredictorLink] = {}
+        self.changed = asyncio.Event()  # Set, and replaced, whenever `choose` may answer otherwise.
+
+    async def run(self) -> None:
+        """Keeps the links in accordance with the addresses, until cancelled."""
+        try:
+            while True:
+                await self._follow_addresses()
+                await asyncio.sleep(_RESOLVE_INTERVAL_S)
+        finally:
+            await asyncio.gather(*(link.close() for link in self._links.values()))
+
+    def notify(self) -> None:
+        """Wakes everything that waits for a change."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def choose(
+        self, generation: Generation, fingerprint: str, besides: Collection[PredictorLink | None] = ()
+    ) -> PredictorLink:
+        """A link for the next call of a generation that weights with `fingerprint` have begun, "" for none.
+
+        Not one of `besides`. Raises NotReadyError, or OtherWeightsError if the model is served with other weights only.
+        """
+        serving = [
+            link
+            for link in self._links.values()
+            if generation.model in link.loads and not link.is_leaving and link not in besides
+        ]
+        if not serving:
+            are_up = any(link.loads for link in self._links.values())
+            what = f"has model {generation.model!r} ready" if are_up else "is ready"
+            raise NotReadyError(f"no predictor {what}", hop="predictor")
+        if fingerprint:
+            serving = [link for link in serving if link.loads[generation.model].fingerprint == fingerprint]
+            if not serving:
+                raise OtherWeightsError("no predictor has the weights that began the answer", hop="predictor")
+        if len(serving) == 1:
+            return serving[0]
+        candidates = [Candidate(link.address, link.in_flight(generation.model)) for link in serving]
+        key = prefix_key(generation.model, generation.sampling.cache_salt, generation.prompt_ids)
+        return serving[choose(candidates, key)]
+
+    def can_resume(self, model: str, fingerprint: str) -> bool:
+        """Whether a predictor that stays would resume a stream of these weights, any weights for ""."""
+        return any(
+            model in link.loads and not link.is_leaving and fingerprint in ("", link.loads[model].fingerprint)
+            for link in self._links.values()
+        )
+
+    async def _follow_addresses(self) -> None:
+        addresses = await resolved_addresses(self._addresses)
+        for address in addresses:
+            if address not in self._links:
+                self._links[address] = PredictorLink(address, self._silence_limit_s, self)
+        for address in [address for address in self._links if address not in addresses]:
+            # A name may be away for a moment, and calls that run go on.
+            if self._links[address].is_idle and not self._links[address].loads:
+                await self._links.pop(address).close()

@@ -1,0 +1,86 @@
+"""What a generation has so far, over all its calls, and what the end of a call means for it."""
+
+from __future__ import annotations
+
+import logging
+
+from millrace.errors import (
+    DrainingError,
+    HopBrokenError,
+    MillraceError,
+    NotReadyError,
+    OtherWeightsError,
+    OverloadedError,
+)
+from millrace.rpc.client_interceptors import CallSpan
+from services.transformer.predictors.crashes import CrashCount, NextCall
+from services.transformer.predictors.tokens import Generation, TokenChunk
+
+logger = logging.getLogger(__name__)
+
+
+class Progress:
+    """See the module; of one generation."""
+
+    def __init__(self, generation: Generation, crashes: CrashCount) -> None:
+        self.generation = generation
+        self.crashes = crashes
+        self.output_ids: list[int] = []
+        # Of the weights that have given the ids so far; "" while there are none, or the predictor reports none.
+        self.fingerprint = ""
+        self._answering = ""  # Of those that answer the latest call.
+        self._cached_tokens: int | None = None
+        self.was_moved = False  # A predictor that had it gave it up.
+        self._span: CallSpan | None = None  # The latest call's.
+        self._follows = ""
+
+    def check_weights(self, fingerprint: str) -> None:
+        """Notes which weights answer a call; raises OtherWeightsError where these cannot resume the answer."""
+        if self.fingerprint and fingerprint != self.fingerprint:
+            raise OtherWeightsError("a predictor would have gone on with other weights", hop="predictor")
+        self._answering = fingerprint
+
+    def take(self, chunk: TokenChunk) -> None:
+        """Adds a chunk, which gets how much of the prompt the first call found in a cache."""
+        if not self.output_ids:
+            self.fingerprint = self._answering
+        self.output_ids += chunk.token_ids
+        self.crashes.token()
+        if self._cached_tokens is None:
+            self._cached_tokens = chunk.cached_tokens
+        chunk.cached_tokens = self._cached_tokens
+        if chunk.usage is not None and self._cached_tokens is not None:
+            chunk.usage.cached_tokens = self._cached_tokens
+
+    def next_span(self) -> CallSpan:
+        """The next call's, which links to that of the newest predictor that answered, or else to the first call's."""
+        if self._span is not None:
+            self._follows = self._span.answered_by or self._follows or self._span.traceparent
+        self._span = CallSpan(self._follows)
+        return self._span
+
+    def ended(self, error: MillraceError) -> None:
+        """Takes note of what ended a call; raises it where it ends the request too."""
+        if self.output_ids and not self.generation.resumes:
+            raise error
+        if isinstance(error, OverloadedError) and not (self.output_ids or self.was_moved):
+            raise error
+        self.crashes.call_ended(crashed=isinstance(error, HopBrokenError))
+        if not self.generation.resumes and self.crashes.next_call is not NextCall.SHARED:
+            raise error  # It cannot run in isolation, so the cause of the crashes cannot be found.
+        if isinstance(error, (HopBrokenError, DrainingError)):
+            self.was_moved = True
+            moved = (self.generation.request_id, len(self.output_ids), error.message)
+            logger.info("request %s is moved after %d tokens: %s", *moved)
+
+    def last_word(self, error: MillraceError) -> MillraceError:
+        """What the request ends with where no predictor takes it in time."""
+        if self.output_ids and isinstance(error, OtherWeightsError):
+            return HopBrokenError(
+                "the model's weights have changed, and no predictor has the old ones", hop="predictor"
+            )
+        if self.output_ids:
+            return HopBrokenError("the predictor is gone, and no other one went on", hop="predictor")
+        if isinstance(error, HopBrokenError):
+            return NotReadyError("no predictor answers", hop="predictor")
+        return error

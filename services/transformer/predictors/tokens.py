@@ -1,0 +1,47 @@
+"""A generation to make, and the tokens that come of it; the same for every kind of predictor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from millrace.oip.prompt_logprobs import PromptLogprobs
+from millrace.sampling import SamplingParameters
+from millrace_protos.millrace_pb2 import Usage
+from services.transformer.predictors.descriptions import OURS, Dialect
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A generation, however many calls it takes; `resumes`: a call can resume after the ids of an earlier one.
+
+    `prompt_logprobs` requests log probabilities of the prompt too, see millrace/oip/prompt_logprobs.py.
+    """
+
+    model: str
+    request_id: str
+    prompt_ids: Sequence[int]
+    sampling: SamplingParameters
+    dialect: Dialect = OURS
+    resumes: bool = True
+    prompt_logprobs: int | None = None
+
+
+@dataclass(slots=True)
+class TokenChunk:
+    """New token ids, with log probabilities (see TextChunk) where requested; the last one has `finish_reason`.
+
+    `cached_tokens` is the number of prompt tokens that needed no computation, if it is known. `prompt` is in the first
+    chunk with tokens, if requested. `fingerprint` is that of the weights. `resumed` marks the first chunk after another
+    call has resumed the answer.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    finish_reason: str | None = None
+    usage: Usage | None = None
+    cached_tokens: int | None = None
+    fingerprint: str = ""
+    prompt: PromptLogprobs | None = None
+    resumed: bool = False

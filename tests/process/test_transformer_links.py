@@ -1,0 +1,96 @@
+"""Links to predictors: they follow the addresses, know the models and weights behind each, and spread generations."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from millrace.errors import NotReadyError, OtherWeightsError
+from millrace.sampling import SamplingParameters
+from services.transformer.predictors import links as module
+from services.transformer.predictors import replicas
+from services.transformer.predictors.links import Links
+from services.transformer.predictors.tokens import Generation
+from tests.support.scripted_predictor import MODEL, ScriptedPredictor, serving
+from tests.waiting import until
+
+GENERATION = Generation(MODEL, "r", [1, 2, 3], SamplingParameters(max_tokens=5, seed=1))
+
+
+@asynccontextmanager
+async def links_at(monkeypatch, *addresses, silence_limit_s=10.0):
+    """Links to what a name stands for, and the list of it."""
+    known = list(addresses)
+
+    async def resolve(address):
+        return known
+
+    monkeypatch.setattr(replicas, "_resolve", resolve)
+    monkeypatch.setattr(module, "_RESOLVE_INTERVAL_S", 0.02)
+    links = Links(["predictor:9000"], silence_limit_s)
+    running = asyncio.create_task(links.run())
+    try:
+        yield links, known
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+def can_choose(links, fingerprint=""):
+    try:
+        links.choose(GENERATION, fingerprint)
+    except NotReadyError:
+        return False
+    return True
+
+
+async def test_a_stream_is_resumed_where_its_weights_are_and_nowhere_else(monkeypatch):
+    one, other = ScriptedPredictor(), ScriptedPredictor()
+    one.fingerprint, other.fingerprint = "a", "b"
+    async with (
+        serving(one) as first,
+        serving(other) as second,
+        links_at(monkeypatch, first, second) as (links, _),
+    ):
+        await until(lambda: links.can_resume(MODEL, "a") and links.can_resume(MODEL, "b"))
+        assert links.can_resume(MODEL, "")
+        assert not links.can_resume(MODEL, "c")
+        assert (links.choose(GENERATION, "a").address, links.choose(GENERATION, "b").address) == (first, second)
+        with pytest.raises(OtherWeightsError):
+            links.choose(GENERATION, "c")
+        one.has_model = False
+        await until(lambda: not links.can_resume(MODEL, "a"))
+        assert {links.choose(GENERATION, "").address for _ in range(20)} == {second}
+        other.has_model = False
+        await until(lambda: not can_choose(links))
+
+
+async def test_links_follow_the_addresses_and_a_change_wakes_who_waits(monkeypatch):
+    predictors = [ScriptedPredictor() for _ in range(3)]
+    async with links_at(monkeypatch) as (links, known):
+        changed = links.changed
+        assert not can_choose(links)
+        for predictor in predictors:
+            async with serving(predictor) as address:
+                known[:] = [address]
+                async with asyncio.timeout(10):
+                    await changed.wait()
+                await until(lambda: can_choose(links))
+                assert links.choose(GENERATION, "").address == address
+            await until(lambda: not can_choose(links))
+            known.clear()
+            await until(lambda: not links._links)
+            changed = links.changed
+
+
+async def test_a_predictor_that_says_nothing_more_is_away_until_it_speaks_again(monkeypatch):
+    predictor = ScriptedPredictor()
+    async with (
+        serving(predictor) as address,
+        links_at(monkeypatch, address, silence_limit_s=0.3) as (links, _),
+    ):
+        await until(lambda: can_choose(links))
+        predictor.is_mute = True
+        await until(lambda: not can_choose(links))
+        predictor.is_mute = False
+        await until(lambda: can_choose(links))

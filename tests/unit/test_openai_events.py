@@ -1,0 +1,24 @@
+"""The events of a stream that are written without encoding JSON again are those that encoding would give."""
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.transformer.frontends.http import event
+from services.transformer.frontends.openai.answers import ChatFormat, CompletionFormat
+from services.transformer.frontends.openai.bodies import _PlainEvents
+from services.transformer.generation.chunks import TextChunk
+
+HEAD = {"id": "cmpl-1", "created": 5, "model": 'a "model"', "object": "text_completion"}
+
+
+@pytest.mark.parametrize("shape", [CompletionFormat(), ChatFormat()], ids=["completion", "chat"])
+@given(text=st.text(st.characters(exclude_categories=["Cs"])), index=st.integers(0, 3))
+def test_an_event_with_nothing_but_text_is_the_one_that_is_encoded(shape, text, index):
+    plain = _PlainEvents(HEAD, shape)
+    expected = event(HEAD | {"choices": [shape.chunk(index, TextChunk(text, [1], [], []), False)]})
+    for _ in range(2):
+        written = plain.event(index, text)
+        assert written == expected
+    assert orjson.loads(written.removeprefix(b"data: "))["choices"][0]["index"] == index
