@@ -15,11 +15,12 @@ VLLM = "vllm"
 CT2_FP32 = "ctranslate2-fp32"
 CT2_INT8 = "ctranslate2-int8"
 
+PROMPT_IDS = range(10, 8000)  # In every model's vocabulary, without special tokens.
+
 _CAUSAL = (MILLRACE, BATCHING, GENERATE, VLLM, CT2_FP32, CT2_INT8)
 _ENCODER_DECODER = (MILLRACE, GENERATE, CT2_FP32, CT2_INT8)
 
 TOKENS_PER_S = "tokens_per_s"
-GAP_GROWTH = "gap_growth"
 OUTSIDE_FORWARD = "outside_forward"
 
 
@@ -57,12 +58,6 @@ CASES = (
     Case("llama-10M/8", "llama-10M", 8, _CAUSAL, batches=3),
     Case("llama-10M/32", "llama-10M", 32, _CAUSAL, batches=2),
     Case(
-        *("llama-10M/long-prompt", "llama-10M", 16, (MILLRACE,)),
-        new_tokens=1024,
-        command="long_prompt",
-        measure=GAP_GROWTH,
-    ),
-    Case(
         *("llama-10M/outside-forward", "llama-10M", 32, (MILLRACE,)),
         command="outside_forward",
         measure=OUTSIDE_FORWARD,
@@ -76,8 +71,6 @@ CASES = (
     Case("T5-small/32", "T5-small", 32, _ENCODER_DECODER),
 )
 
-LONG_PROMPT_TOKENS = 2000
-
 _CALLERS = (1, 8, 32)
 
 TARGETS = (
@@ -87,6 +80,5 @@ TARGETS = (
     Target("llama-10M/32", GENERATE, at_least=1.3),
     *(Target(f"T5-small/{n}", GENERATE, at_least=0.95) for n in _CALLERS),
     *(Target(f"{model}/{n}", VLLM, at_least=0.95) for model in ("llama-10M", "OPT-125M") for n in _CALLERS),
-    Target("llama-10M/long-prompt", at_most=2.0),
     Target("llama-10M/outside-forward", at_most=0.10),
 )

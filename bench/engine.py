@@ -22,14 +22,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.cases import CASES, GENERATE, LONG_PROMPT_TOKENS, Case
+from bench.cases import CASES, GENERATE, PROMPT_IDS, Case
 from bench.contenders import CONTENDERS, ROOT
 from bench.report import case_table, target_table, verdicts
 from bench.runs import machine
 from bench.worker_process import ENVIRONMENT, ContenderError, WorkerProcess
 
 _STATE = ROOT / ".run" / "bench"
-_PROMPT_IDS = range(10, 8000)  # In every model's vocabulary, without special tokens.
 
 
 def main() -> None:
@@ -172,11 +171,8 @@ def _warm_up(
 def _load(case: Case, draw: random.Random) -> dict[str, Any]:
     """A command's arguments: fresh prompts, so that no cache of an earlier round helps."""
     batches = [
-        [draw.choices(_PROMPT_IDS, k=case.prompt_tokens) for _ in range(case.callers)] for _ in range(case.batches)
+        [draw.choices(PROMPT_IDS, k=case.prompt_tokens) for _ in range(case.callers)] for _ in range(case.batches)
     ]
-    if case.command == "long_prompt":
-        long_prompt = draw.choices(_PROMPT_IDS, k=LONG_PROMPT_TOKENS)
-        return {"prompts": batches[0], "long_prompt": long_prompt, "new_tokens": case.new_tokens}
     return {"batches": batches, "new_tokens": case.new_tokens}
 
 

@@ -1,0 +1,163 @@
+"""The whole server beside vLLM's: OpenAI's server-sent events, on the whole machine together with the callers.
+
+llama-10M in bfloat16, prompts of 32 tokens, 64 tokens out, greedy, with 1, 8 and 32 callers, each of which sends its
+next request when an answer is complete. `millrace` is the stack as `make up` starts it, everything on by default;
+`vllm` its CPU server with compiled graphs, the default, and `vllm-eager` without. All servers run all the time; in a
+round each is measured once with each number of callers, in random order, so other load on the machine affects all.
+Figures are medians over the rounds, ratios those of pairs (bench/statistics.py).
+
+The first run installs vLLM into an environment of its own: 2 to 5 minutes, 3 GB. `python -m bench.serving` writes
+bench/results/serving.json; 8 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+from statistics import median
+from typing import Any, NamedTuple
+
+import uvloop
+
+from bench.cases import MILLRACE, VLLM
+from bench.completions import Callers
+from bench.contenders import CONTENDERS, ROOT
+from bench.processes import roles, usage
+from bench.runs import machine, parser, running_stack, write
+from bench.statistics import estimate, paired_ratios, quantile
+from bench.vllm_server import vllm_server
+
+_STATE = ROOT / ".run" / "bench"
+_MODEL = "llama-10M"
+_VLLM_EAGER = "vllm-eager"
+_PEERS: dict[str, tuple[str, ...]] = {VLLM: (), _VLLM_EAGER: ("--enforce-eager",)}
+_NEW_TOKENS = 64
+_WARM_UP_S = 1.0
+
+
+class Server(NamedTuple):
+    """A running server: its address and its processes."""
+
+    address: str
+    roots: Mapping[str, int]
+
+
+# The figures of each combination of server and number of callers, one value for each round.
+Rounds = dict[tuple[str, int], dict[str, list[float]]]
+
+
+def main() -> None:
+    options = parser(__doc__, "serving")
+    options.add_argument("--rounds", type=int, default=9)
+    options.add_argument(
+        "--seconds", type=float, default=5.0, help="of a measurement, after a second that is not counted"
+    )
+    options.add_argument("--callers", type=int, nargs="+", default=(1, 8, 32))
+    options.add_argument("--servers", nargs="+", choices=(MILLRACE, *_PEERS), default=(MILLRACE, *_PEERS))
+    arguments = options.parse_args()
+    (_STATE / "logs").mkdir(parents=True, exist_ok=True)
+    subprocess.run([sys.executable, "-m", "bench.models", str(_STATE / "models")], cwd=ROOT, check=True)
+    if set(arguments.servers) & _PEERS.keys() and (reason := CONTENDERS[VLLM].install()):
+        raise SystemExit(reason)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
+        measured = loop.run(_measure(arguments))
+    report = {
+        "machine": machine(),
+        "model": f"{_MODEL}, bf16",
+        "new_tokens": _NEW_TOKENS,
+        "rounds": arguments.rounds,
+        "seconds": arguments.seconds,
+        "callers": {str(callers): _report(measured, callers, arguments.servers) for callers in arguments.callers},
+    }
+    write(arguments.out, report)
+    print(_table(report["callers"]))
+
+
+async def _measure(arguments: argparse.Namespace) -> Rounds:
+    measured: Rounds = defaultdict(lambda: defaultdict(list))
+    async with AsyncExitStack() as opened:
+        servers = {name: await _start(opened, name) for name in arguments.servers}
+        cases = [(name, callers) for name in servers for callers in arguments.callers]
+        for number in range(-1, arguments.rounds):
+            for name, callers in random.sample(cases, len(cases)):
+                figures = await _figures(servers[name], callers, arguments.seconds)
+                if number >= 0:  # The first round warms up.
+                    for figure, value in figures.items():
+                        measured[name, callers][figure].append(value)
+    return measured
+
+
+async def _start(opened: AsyncExitStack, name: str) -> Server:
+    folder = _STATE / "models" / _MODEL
+    if name in _PEERS:
+        log = _STATE / "logs" / f"serving-{name}.log"
+        server = await opened.enter_async_context(vllm_server(folder, _MODEL, log, *_PEERS[name]))
+        return Server(server.address, {name: server.pid})
+    environment = {"predictor": {"PREDICTOR_DTYPE": "bf16"}}
+    stack = await opened.enter_async_context(running_stack(models=f"{_MODEL}={folder}", environment=environment))
+    return Server(stack.gateway, {process: stack.pid(process) for process in stack.names})
+
+
+async def _figures(server: Server, callers: int, seconds: float) -> Mapping[str, float]:
+    processes = roles(server.roots)
+    async with Callers(server.address, _MODEL, callers, _NEW_TOKENS, seed=random.randrange(1 << 30)) as calls:  # noqa: S311
+        await calls.measure(_WARM_UP_S)
+        before = usage(processes)
+        load = await calls.measure(seconds)
+        used = usage(processes).since(before)
+    if not load.first_token_s or not load.gaps_s:
+        raise RuntimeError("no answer began within a measurement: make it longer")
+    return {
+        "tokens_per_s": load.tokens_per_s,
+        "first_token_p50_ms": 1e3 * quantile(load.first_token_s, 0.5),
+        "first_token_p99_ms": 1e3 * quantile(load.first_token_s, 0.99),
+        "gap_p50_ms": 1e3 * quantile(load.gaps_s, 0.5),
+        "gap_p99_ms": 1e3 * quantile(load.gaps_s, 0.99),
+        "tokens_a_piece": load.tokens / (len(load.gaps_s) + len(load.first_token_s)),
+        "server_us_a_token": 1e6 * sum(used.processes.values()) / load.tokens,
+    }
+
+
+def _report(measured: Rounds, callers: int, servers: Sequence[str]) -> dict[str, Any]:
+    report: dict[str, Any] = {}
+    for name in servers:
+        figures = measured[name, callers]
+        report[name] = {figure: round(median(values), 2) for figure, values in figures.items()}
+        report[name]["each_round"] = {
+            figure: [round(value, 2) for value in values] for figure, values in figures.items()
+        }
+        if name != MILLRACE and MILLRACE in servers:
+            ours = measured[MILLRACE, callers]["tokens_per_s"]
+            ratio = estimate(paired_ratios(ours, figures["tokens_per_s"]))
+            report[name]["millrace_tokens_per_s_ratio"] = {key: round(value, 3) for key, value in asdict(ratio).items()}
+    return report
+
+
+def _table(levels: Mapping[str, Mapping[str, Any]]) -> str:
+    figures = {
+        "tokens_per_s": "tokens/s",
+        "first_token_p50_ms": "TTFT p50",
+        "first_token_p99_ms": "TTFT p99",
+        "gap_p50_ms": "gap p50",
+        "gap_p99_ms": "gap p99",
+        "tokens_a_piece": "tokens/read",
+        "server_us_a_token": "µs/token",
+    }
+    lines = [f"{'callers':<10}{'server':<14}" + "".join(f"{name:>14}" for name in figures.values()) + "   ratio"]
+    for callers, servers in levels.items():
+        for name, row in servers.items():
+            ratio = row.get("millrace_tokens_per_s_ratio")
+            text = f"   {ratio['median']} ({ratio['low']} to {ratio['high']})" if ratio else ""
+            lines.append(f"{callers:<10}{name:<14}" + "".join(f"{row[key]:>14.1f}" for key in figures) + text)
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

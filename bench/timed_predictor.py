@@ -1,0 +1,23 @@
+"""The predictor, whose runner counts its time in the file FORWARD_TIMES; with FREE=1 it computes nothing either."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from bench.forward_times import VARIABLE, timed
+from bench.instant_predictor import instant_runner
+from services.predictor import __main__
+
+
+def prepare() -> None:
+    """In each engine process."""
+    from services.predictor.engine import build
+    from services.predictor.engine.runners.paged import PagedRunner
+
+    runner = instant_runner() if os.environ.get("FREE") else PagedRunner
+    build.PagedRunner = timed(runner, Path(os.environ[VARIABLE]))  # type: ignore[misc]
+
+
+if __name__ == "__main__":
+    __main__.main("bench.timed_predictor:prepare")
