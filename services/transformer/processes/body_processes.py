@@ -158,9 +158,12 @@ class _Lane:
                 self._process = subprocess.Popen(
                     command, stdin=theirs.fileno(), env=environment, start_new_session=True
                 )
-            if self._closed:  # Meanwhile; `close` may not have seen the process.
-                self._process.kill()
+            self._kill_if_closed()  # `close` may have come meanwhile, and not have seen the process.
         return self._connection
+
+    def _kill_if_closed(self) -> None:
+        if self._closed and self._process is not None:
+            self._process.kill()
 
     def _end(self) -> int | None:
         """Ends the process, if there is one; its exit code."""
