@@ -5,8 +5,9 @@
         load = await callers.measure(5.0)
 
 Events are not parsed: their tokens are counted in the text, which for the benchmark's models has one word `tN` for each
-token (bench/models.py). An answer whose number of tokens is not that of the request is an error, as is any status
-except 200; both end the measurement. Times are those of time.perf_counter(), in seconds.
+token (bench/models.py), except for special ones, which have no text and are rare. An answer whose usage is not the
+number of tokens of the request is an error, as is any status except 200; both end the measurement. Times are those of
+time.perf_counter(), in seconds.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, Self
 
 from bench.cases import PROMPT_IDS
 
+_COMPLETION_TOKENS = re.compile(rb'"completion_tokens": ?([0-9]+)')
 _TEXT = re.compile(rb'"text": ?"([^"]*)"')
 _ANSWER_TIMEOUT_S = 120.0
 _CONNECT_TIMEOUT_S = 10.0
@@ -45,7 +47,8 @@ class Connection(asyncio.Protocol):
         self._chunk_left = 0  # Bytes of the current chunk, with the line end after it.
         self._event = b""  # The beginning of an event whose end has not arrived.
         self._on_tokens: OnTokens = lambda at, tokens: None
-        self._ended: asyncio.Future[None] | None = None
+        self._usage = 0
+        self._ended: asyncio.Future[int] | None = None
 
     @classmethod
     async def open(cls, address: str) -> Self:
@@ -58,12 +61,12 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    async def complete(self, body: bytes, on_tokens: OnTokens) -> None:
-        """Sends a request and returns when its answer has ended; raises CompletionError."""
+    async def complete(self, body: bytes, on_tokens: OnTokens) -> int:
+        """Sends a request; returns the completion tokens of its usage when it has ended; raises CompletionError."""
         if self._transport is None or self._transport.is_closing():
             raise CompletionError("the connection was closed")
         self._on_tokens = on_tokens
-        self._in_body, self._event = False, b""
+        self._in_body, self._event, self._usage = False, b"", 0
         self._ended = asyncio.get_running_loop().create_future()
         head = (
             "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -71,7 +74,7 @@ class Connection(asyncio.Protocol):
         )
         self._transport.write(head.encode() + body)
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-            await self._ended
+            return await self._ended
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
@@ -85,7 +88,10 @@ class Connection(asyncio.Protocol):
         try:
             if not self._in_body and not self._read_head():
                 return
-            self._read_events(self._read_chunks(), now)
+            contents, is_last = self._read_chunks()
+            self._read_events(contents, now)
+            if is_last:
+                self._end(None)
         except CompletionError as error:
             self._end(error)
             self.close()
@@ -101,9 +107,10 @@ class Connection(asyncio.Protocol):
         self._buffer, self._in_body, self._chunk_left = rest, True, 0
         return True
 
-    def _read_chunks(self) -> bytes:
-        """The contents of the chunks that have arrived; ends the answer at the last chunk."""
+    def _read_chunks(self) -> tuple[bytes, bool]:
+        """The contents of the chunks that have arrived, and whether the last one has."""
         contents = []
+        is_last = False
         while self._buffer:
             if self._chunk_left:
                 part = self._buffer[: self._chunk_left]
@@ -116,12 +123,11 @@ class Connection(asyncio.Protocol):
             if not end:
                 break
             if int(size, 16) == 0:
-                if rest[:2] == b"\r\n":
-                    self._buffer = rest[2:]
-                    self._end(None)
+                is_last = rest[:2] == b"\r\n"
+                self._buffer = rest[2:] if is_last else self._buffer
                 break
             self._buffer, self._chunk_left = rest, int(size, 16) + 2
-        return b"".join(contents)
+        return b"".join(contents), is_last
 
     def _read_events(self, data: bytes, now: float) -> None:
         events, end, self._event = (self._event + data).rpartition(b"\n\n")
@@ -129,6 +135,8 @@ class Connection(asyncio.Protocol):
             return
         if b'"error"' in events:
             raise CompletionError(events[:300].decode(errors="replace"))
+        if usage := _COMPLETION_TOKENS.findall(events):
+            self._usage = int(usage[-1])
         tokens = sum(text.count(b"t") for text in _TEXT.findall(events))
         if tokens:
             self._on_tokens(now, tokens)
@@ -137,7 +145,7 @@ class Connection(asyncio.Protocol):
         if self._ended is None or self._ended.done():
             return
         if error is None:
-            self._ended.set_result(None)
+            self._ended.set_result(self._usage)
         else:
             self._ended.set_exception(error)
 
@@ -163,7 +171,6 @@ class Stream:
     """One request: counts what arrives in the load that `current` returns."""
 
     def __init__(self, prompt: Sequence[int], new_tokens: int, model: str, current: Callable[[], Load]) -> None:
-        self.tokens = 0
         self._current = current
         self._new_tokens = new_tokens
         self._latest: float | None = None
@@ -176,20 +183,20 @@ class Stream:
                 "temperature": 0,
                 "ignore_eos": True,
                 "stream": True,
+                "stream_options": {"include_usage": True},
             }
         ).encode()
 
     async def run(self, connection: Connection) -> None:
         """Runs the request to its end; raises CompletionError."""
         self._started = time.perf_counter()
-        await connection.complete(self._body, self._take)
-        if self.tokens != self._new_tokens:
-            raise CompletionError(f"{self.tokens} tokens came instead of {self._new_tokens}")
+        tokens = await connection.complete(self._body, self._take)
+        if tokens != self._new_tokens:
+            raise CompletionError(f"{tokens} tokens came instead of {self._new_tokens}")
 
     def _take(self, at: float, tokens: int) -> None:
         load = self._current()
         load.tokens += tokens
-        self.tokens += tokens
         if self._latest is None:
             load.first_token_s.append(at - self._started)
         else:

@@ -5,7 +5,7 @@ llama-10M in bfloat16, 16 streams, prompts of 2,000 and 500 tokens, with several
 OpenAI's server-sent events, on the whole machine with the callers. In each round every value is measured once, in
 random order; figures are medians. `quiet` is the same round before the prompt, `alone` the prompt without streams.
 
-`python -m bench.long_prompt` writes bench/results/long_prompt.json; 5 minutes.
+`python -m bench.long_prompt` writes bench/results/long_prompt.json; 10 minutes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
     options = parser(__doc__, "long_prompt")
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--gaps", type=float, nargs="+", default=(20, 40, 60, 100, 200), metavar="MS")
-    options.add_argument("--stack-gaps", type=float, nargs="*", default=(20, 60, 200), metavar="MS")
+    options.add_argument("--stack-gaps", type=float, nargs="*", default=(20, 40, 60, 100, 200), metavar="MS")
     options.add_argument("--prompts", type=int, nargs="+", default=(2000, 500), metavar="TOKENS")
     options.add_argument("--core", type=int, default=1, help="of the engine without a stack")
     arguments = options.parse_args()

@@ -8,7 +8,7 @@ round each of them is measured once with each number of callers, in random order
 Processes are those of the stack and all their descendants, by role (bench/processes.py); the callers' own process is
 left out. `forward` is the processor time of the model's forward passes on the engine's thread, a part of the
 predictor's; `outside` everything else. A thread is listed if it takes at least `--least` µs a token. With `--flames
-FOLDER` a last round, which is not counted, records each process of the 32 callers with py-spy, if that is installed.
+FOLDER` a last round, which is not counted, records each Python process with py-spy.
 
 `python -m bench.token_cost` writes bench/results/token_cost.json; 5 minutes.
 """
