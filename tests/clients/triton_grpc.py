@@ -126,13 +126,17 @@ until_waiting(0)
 answer = client.infer("storyteller", [text_input("text_input", prompt)], parameters=greedy)
 assert answer.as_numpy("text_output")[0].decode() == story
 
-# Many requests on one stream, each matched by its id, and errors among them.
+# Many requests on one stream, each matched by its id, and errors among them. Tokens that wait travel together: a short
+# answer may be one message.
+longer = greedy | {"max_tokens": 48}
+answer = client.infer("storyteller", [text_input("text_input", prompt)], parameters=longer)
+long_story = answer.as_numpy("text_output")[0].decode()
 answers = queue.Queue()
 client.start_stream(callback=lambda result, error: answers.put((result, error)))
 for number in range(8):
     text = [text_input("text_input", prompt)]
     client.async_stream_infer(
-        "storyteller", text, request_id=f"text {number}", parameters=greedy, enable_empty_final_response=number % 2 == 1
+        "storyteller", text, request_id=f"text {number}", parameters=longer, enable_empty_final_response=number % 2 == 1
     )
     pieces = [text_input("INPUT", str(number) * number)]
     # Who yields nothing has no answer to mark as the last one: its end is told where that is asked for.
@@ -155,7 +159,7 @@ while len(finals) < 16 or len(errors) < 2:
         texts.setdefault(response.id, []).append(piece.decode())
 assert sorted(errors) == sorted(bad.values())
 for number in range(8):
-    assert "".join(texts[f"text {number}"]) == story
+    assert "".join(texts[f"text {number}"]) == long_story
     assert len(texts[f"text {number}"]) > 1
     assert finals[f"text {number}"] == (0 if number % 2 else 1)
     assert texts.get(f"chunks {number}", []) == [str(number)] * number

@@ -7,8 +7,10 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from runner.free_ports import start_stack
 from runner.stack import Stack
+from tests.support.stacks import StackPool, pytest_runtest_makereport, stacks
+
+__all__ = ["pytest_runtest_makereport", "stack", "stacks"]
 
 # Cuts INPUT into pieces of `size`, an answer each; with `waits` it stays after the last one until its
 # caller leaves. With `count` it says how many wait so.
@@ -52,7 +54,7 @@ async def execute(request):
 
 
 @pytest_asyncio.fixture(scope="session")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+async def stack(stacks: StackPool, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
     folder = tmp_path_factory.mktemp("models")
     (folder / "chunks").mkdir()
     (folder / "chunks" / "model.py").write_text(CHUNKS)
@@ -65,10 +67,8 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
         "identity": "models/identity",
         "chunks": folder / "chunks",
     }
-    started = await start_stack(
-        tmp_path_factory.mktemp("stack"),
-        {"models": ",".join(f"{name}={where}" for name, where in models.items())},
+    async with stacks.use(
+        models=",".join(f"{name}={where}" for name, where in models.items()),
         environment={"predictor": {"PREDICTOR_MODEL_REPOSITORY": str(repository)}},
-    )
-    yield started
-    await started.stop()
+    ) as started:
+        yield started

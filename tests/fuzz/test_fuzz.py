@@ -17,7 +17,6 @@ import pytest_asyncio
 
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from runner.free_ports import start_stack
 from tests.fuzz import grpc_cases, infer_cases, tensor_cases, text_cases
 from tests.fuzz.case import Case, GrpcCall, HttpCall, verdict
 from tests.fuzz.sending import Sender
@@ -66,7 +65,7 @@ def case_of(protocol: str, number: int) -> Case:
 
 
 @pytest_asyncio.fixture(scope="module")
-async def stack(tmp_path_factory):
+async def stack(stacks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     (folder / "declared").mkdir()
     (folder / "declared" / "model.py").write_text(DECLARED)
@@ -75,9 +74,8 @@ async def stack(tmp_path_factory):
     save_random_encoder("bert-classifier", folder / "classifier")
     own = ",".join(f"{name}={folder / name}" for name in ("declared", "embedder", "classifier"))
     bundled = ",".join(f"{name}=models/{name}" for name in ("storyteller", "normalizer", "identity"))
-    started = await start_stack(folder / "stack", {"models": f"{bundled},{own}"})
-    yield started
-    await started.stop()
+    async with stacks.use(models=f"{bundled},{own}") as started:
+        yield started
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

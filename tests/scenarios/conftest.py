@@ -1,5 +1,5 @@
-"""The system tests' stacks, for the scenarios."""
+"""Real stacks, for the scenarios."""
 
-from tests.system.conftest import new_stack, pytest_runtest_makereport, stack
+from tests.support.stacks import mended_stack, new_stack, pytest_runtest_makereport, stack, stacks
 
-__all__ = ["new_stack", "pytest_runtest_makereport", "stack"]
+__all__ = ["mended_stack", "new_stack", "pytest_runtest_makereport", "stack", "stacks"]

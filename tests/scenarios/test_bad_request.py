@@ -12,7 +12,6 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from runner.free_ports import start_stack
 from tests.chaos.asks import Story, greedy
 from tests.chaos.health import serves
 from tests.chaos.load import Client
@@ -37,15 +36,12 @@ def faults(tmp_path_factory):
 
 
 @pytest_asyncio.fixture(scope="module")
-async def stack(tmp_path_factory, faults):
-    started = await start_stack(
-        tmp_path_factory.mktemp("stack"),
-        {},
+async def stack(stacks, faults):
+    async with stacks.use(
         commands={"predictor": (sys.executable, "-m", "tests.chaos.predictor")},
         environment={"predictor": {"FAULTS": str(faults)}},
-    )
-    yield started
-    await started.stop()
+    ) as started:
+        yield started
 
 
 @pytest_asyncio.fixture(scope="module")

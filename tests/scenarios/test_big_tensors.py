@@ -19,7 +19,6 @@ import pytest_asyncio
 from millrace.oip.tensors import Tensor, add_input, decode_outputs
 from millrace_protos import inference_pb2 as pb
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from runner.free_ports import start_stack
 from tests.chaos.memory import peaks
 
 SECONDS = 60 if os.environ.get("FULL") == "1" else 4
@@ -42,14 +41,12 @@ async def execute(request):
 
 
 @pytest_asyncio.fixture(scope="module")
-async def stack(tmp_path_factory):
+async def stack(stacks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     (folder / "still").mkdir()
     (folder / "still" / "model.py").write_text(STANDS_STILL)
-    models = {"models": f"identity=models/identity,still={folder / 'still'}"}
-    started = await start_stack(tmp_path_factory.mktemp("stack"), models)
-    yield started
-    await started.stop()
+    async with stacks.use(models=f"identity=models/identity,still={folder / 'still'}") as started:
+        yield started
 
 
 def ids_request(model, ids=IDS):

@@ -151,8 +151,8 @@ async def test_every_record_is_kept_once_while_logger_and_sink_die(new_stack, si
     assert set(sink.events()) == events
 
 
-async def test_a_transformer_that_is_killed_loses_no_request_that_a_client_saw_start(new_stack):
-    stack = await new_stack(models="storyteller=models/storyteller")
+async def test_a_transformer_that_is_killed_loses_no_request_that_a_client_saw_start(mended_stack):
+    stack = mended_stack
     texts = {}
 
     async def client(name):

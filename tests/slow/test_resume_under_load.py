@@ -17,7 +17,6 @@ from itertools import pairwise
 import pytest
 import pytest_asyncio
 
-from runner.free_ports import start_stack
 from tests.chaos.health import serves
 from tests.chaos.load import Client
 from tests.chaos.oracle import Oracle
@@ -60,14 +59,10 @@ def arguments(folder):
 
 
 @pytest_asyncio.fixture(scope="module")
-async def stack(tmp_path_factory):
-    started = await start_stack(
-        tmp_path_factory.mktemp("stack"),
-        {"models": "storyteller=models/storyteller", "predictors": PREDICTORS},
-        **arguments(tmp_path_factory.mktemp("faults")),
-    )
-    yield started
-    await started.stop()
+async def stack(stacks, tmp_path_factory):
+    faults = arguments(tmp_path_factory.mktemp("faults"))
+    async with stacks.use(models="storyteller=models/storyteller", predictors=PREDICTORS, **faults) as started:
+        yield started
 
 
 @pytest_asyncio.fixture

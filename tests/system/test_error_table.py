@@ -16,7 +16,6 @@ import pytest_asyncio
 
 from millrace_protos import inference_pb2 as pb
 from millrace_protos import millrace_pb2
-from runner.free_ports import start_stack
 from tests.system.ask import ON_STREAM, Ask
 from tests.system.calls import channel, http_request
 from tests.system.faulty_predictor import FAILS, FAILS_LATER, HOLDS_LATER, PYTHON_MODEL
@@ -39,14 +38,13 @@ def faults(tmp_path_factory):
 
 
 @pytest_asyncio.fixture(scope="module")
-async def stack(tmp_path_factory, faults):
+async def stack(stacks, tmp_path_factory, faults):
     tensors = tmp_path_factory.mktemp("models") / "tensors"
     tensors.mkdir()
     (tensors / "model.py").write_text(PYTHON_MODEL)
     models = f"storyteller=models/storyteller,normalizer=models/normalizer,tensors={tensors}"
-    started = await start_stack(
-        tmp_path_factory.mktemp("stack"),
-        {"models": models},
+    async with stacks.use(
+        models=models,
         commands={"predictor": (sys.executable, "-m", "tests.system.faulty_predictor")},
         environment={
             "predictor": {
@@ -58,9 +56,8 @@ async def stack(tmp_path_factory, faults):
             # Else requests wait for a predictor that is away, see test_resume.py.
             "transformer": {"TRANSFORMER_PREDICTOR_WAIT": "0.2"},
         },
-    )
-    yield started
-    await started.stop()
+    ) as started:
+        yield started
 
 
 @pytest.fixture

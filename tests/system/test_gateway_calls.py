@@ -8,12 +8,10 @@ import uuid
 import grpc
 import numpy as np
 import pytest
-import pytest_asyncio
 
 from millrace.oip.tensors import Tensor
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from runner.free_ports import start_stack
 from tests.system.calls import channel, generate, ids_request, rest
 from tests.system.payload_log import query
 from tests.waiting import until
@@ -145,16 +143,8 @@ async def test_probes_and_readers_of_the_log_are_not_on_record(stack):
     assert await query(stack.gateway, request_id=request_id) == []
 
 
-@pytest_asyncio.fixture(scope="module")
-async def own_stack(tmp_path_factory):
-    """For tests that harm its services, and wait until they are back."""
-    own = await start_stack(tmp_path_factory.mktemp("stack"), {"models": "storyteller=models/storyteller"})
-    yield own
-    await own.stop()
-
-
-async def test_a_call_that_found_no_transformer_is_on_record(own_stack):
-    stack = own_stack
+async def test_a_call_that_found_no_transformer_is_on_record(mended_stack):
+    stack = mended_stack
     await stack.kill("transformer")
     refused = []
 
@@ -173,11 +163,10 @@ async def test_a_call_that_found_no_transformer_is_on_record(own_stack):
     # After a health check has failed, and before: nobody listens, which is a 503 as well.
     assert record.gateway.response_flags in ("UH", "URX,UF")
     assert record.gateway.upstream == ""
-    await stack.wait_ready(timeout_s=60)
 
 
-async def test_calls_go_on_while_the_logger_takes_nothing(own_stack):
-    stack = own_stack
+async def test_calls_go_on_while_the_logger_takes_nothing(mended_stack):
+    stack = mended_stack
     await stack.kill("logger", signal.SIGSTOP)
     try:
         body = {"model": "storyteller", "prompt": "Once", "max_tokens": 2}

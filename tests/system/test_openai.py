@@ -13,7 +13,6 @@ import pytest
 import pytest_asyncio
 import torch
 
-from runner.free_ports import start_stack
 from services.transformer.frontends.openai.choices import choice_seed
 from tests.random_encoders import save_random_encoder, save_words_tokenizer
 from tests.system.calls import rest, statistics
@@ -34,7 +33,7 @@ def embedder(tmp_path_factory):
 
 
 @pytest_asyncio.fixture(scope="module")
-async def stack(tmp_path_factory, embedder):
+async def stack(stacks, tmp_path_factory, embedder):
     without_tokenizer = tmp_path_factory.mktemp("models") / "bert"
     save_random_encoder("bert", without_tokenizer)
     models = {
@@ -44,10 +43,8 @@ async def stack(tmp_path_factory, embedder):
         "ids-embedder": without_tokenizer,
         "identity": "models/identity",
     }
-    settings = {"models": ",".join(f"{name}={where}" for name, where in models.items())}
-    started = await start_stack(tmp_path_factory.mktemp("stack"), settings)
-    yield started
-    await started.stop()
+    async with stacks.use(models=",".join(f"{name}={where}" for name, where in models.items())) as started:
+        yield started
 
 
 async def post(stack, path, body, **headers):

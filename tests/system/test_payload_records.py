@@ -16,7 +16,6 @@ from millrace.oip.tensors import Tensor, add_input
 from millrace_protos import inference_pb2 as pb
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from runner.free_ports import start_stack
 from tests.system.ask import Ask
 from tests.system.calls import channel, each, generate, infer, rest, text_of
 from tests.system.faulty_predictor import FAILS, FAILS_LATER, PYTHON_MODEL
@@ -63,32 +62,29 @@ def faults(tmp_path_factory):
 
 
 @pytest_asyncio.fixture(scope="module")
-async def stack(tmp_path_factory, faults):
+async def stack(stacks, tmp_path_factory, faults):
     """Whose transformer keeps small tensors and one header, and whose predictor fails on request."""
     folder = tmp_path_factory.mktemp("models")
     for name, code in (("tensors", PYTHON_MODEL), ("many", DECOUPLED_MODEL)):
         (folder / name).mkdir()
         (folder / name / "model.py").write_text(code)
-    started = await start_stack(
-        tmp_path_factory.mktemp("stack"),
-        {"models": f"storyteller=models/storyteller,tensors={folder / 'tensors'},many={folder / 'many'}"},
+    async with stacks.use(
+        models=f"storyteller=models/storyteller,tensors={folder / 'tensors'},many={folder / 'many'}",
         commands={"predictor": (sys.executable, "-m", "tests.system.faulty_predictor")},
         environment={
             "predictor": {"FAULTS": str(faults)},
             "transformer": {"TRANSFORMER_PAYLOAD_METADATA": "x-user", "TRANSFORMER_PAYLOAD_TENSOR_BYTES": "64"},
         },
-    )
-    yield started
-    await started.stop()
+    ) as started:
+        yield started
 
 
 @pytest_asyncio.fixture(scope="module")
-async def strict_stack(tmp_path_factory):
+async def strict_stack(stacks):
     """Whose transformer keeps of each model something else, and no number of a card."""
     modes = {"whole": "all", "asked": "request", "told": "response", "counted": "metadata", "quiet": "off"}
-    started = await start_stack(
-        tmp_path_factory.mktemp("strict"),
-        {"models": ",".join(f"{name}=models/storyteller" for name in modes)},
+    async with stacks.use(
+        models=",".join(f"{name}=models/storyteller" for name in modes),
         environment={
             "transformer": {
                 "TRANSFORMER_PAYLOAD_LOG": ",".join(f"{name}={mode}" for name, mode in modes.items()),
@@ -97,9 +93,8 @@ async def strict_stack(tmp_path_factory):
                 ),
             }
         },
-    )
-    yield started
-    await started.stop()
+    ) as started:
+        yield started
 
 
 def now():

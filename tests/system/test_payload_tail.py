@@ -90,8 +90,8 @@ async def test_tail_gives_each_record_that_passes_as_it_is_committed(stack):
     by_rest.close()
 
 
-async def test_a_tail_ends_with_a_reason_when_the_logger_goes(new_stack):
-    stack = await new_stack(models="storyteller=models/storyteller")
+async def test_a_tail_ends_with_a_reason_when_the_logger_goes(mended_stack):
+    stack = mended_stack
     by_rest = await asyncio.to_thread(RestTail, stack.gateway, "")
     async with channel(stack.gateway) as open_channel:
         by_grpc = millrace_pb2_grpc.PayloadLogStub(open_channel).Tail(millrace_pb2.TailPayloadsRequest())

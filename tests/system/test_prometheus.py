@@ -17,10 +17,10 @@ import pytest_asyncio
 import yaml
 
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
-from runner.free_ports import start_stack
 from runner.stack import Stack
 from tests.dashboards import filled, metrics_of, queries
 from tests.prometheus import CONFIG, Prometheus, running_prometheus
+from tests.support.stacks import StackPool
 from tests.system.calls import channel, generate, leave_http, rest
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ class Watched(NamedTuple):
 
 
 @pytest_asyncio.fixture(scope="module")
-async def watched(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Watched]:
+async def watched(stacks: StackPool, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Watched]:
     # Neither a collector nor a sink is there: what is lost or waits has to be seen too.
     exporting = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": NOBODY, "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
     short_queue = {
@@ -75,8 +75,7 @@ async def watched(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Wat
         "predictor": exporting | short_queue,
         "logger": exporting | {"LOGGER_SINKS": NOBODY},
     }
-    stack = await start_stack(tmp_path_factory.mktemp("stack"), {}, environment=environment)
-    try:
+    async with stacks.use(environment=environment) as stack:
         folder = tmp_path_factory.mktemp("prometheus")
         async with running_prometheus(stack.metrics_pages, folder, EVERY_S) as prometheus:
             begun = time.time()
@@ -86,8 +85,6 @@ async def watched(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Wat
             await mixed_load(stack.gateway)
             await prometheus.scraped()
             yield Watched(stack, prometheus, begun, time.time())
-    finally:
-        await stack.stop()
 
 
 async def mixed_load(gateway: str) -> None:

@@ -16,7 +16,6 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from millrace_protos import inference_pb2 as pb
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from runner.free_ports import start_stack
 from tests.system.calls import channel, each, generate, rest, statistics
 from tests.waiting import until
 
@@ -28,12 +27,10 @@ MEANT = ("x-millrace-development", "true")
 
 
 @pytest_asyncio.fixture(scope="module")
-async def replicas(tmp_path_factory):
+async def replicas(stacks):
     """Two predictors, in development mode."""
-    overrides = {"models": MODELS, "predictors": len(PREDICTORS), "development": True}
-    started = await start_stack(tmp_path_factory.mktemp("replicas"), overrides)
-    yield started
-    await started.stop()
+    async with stacks.use(models=MODELS, predictors=len(PREDICTORS), development=True) as started:
+        yield started
 
 
 async def tell(stack):

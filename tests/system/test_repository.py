@@ -12,7 +12,6 @@ import pytest_asyncio
 from millrace.oip.tensors import Tensor, decode_outputs
 from millrace_protos import inference_pb2 as pb
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from runner.free_ports import start_stack
 from tests.hub import serve_hub
 from tests.random_models import save_random_model
 from tests.system.calls import channel, each, generate, ids_request, text_of
@@ -53,7 +52,7 @@ def hub():
 
 
 @pytest_asyncio.fixture(scope="module")
-async def stack(tmp_path_factory, repository, hub, hub_folder):
+async def stack(stacks, repository, hub, hub_folder):
     # Loads go through the transformer, which fetches the tokenizer.
     from_hub = {"HF_ENDPOINT": hub, "HF_HOME": str(hub_folder)}
     settings = from_hub | {
@@ -62,14 +61,11 @@ async def stack(tmp_path_factory, repository, hub, hub_folder):
         "PREDICTOR_DRAIN_S": "1",
         "PREDICTOR_PAYLOAD_LOG": "on",
     }
-    folder = tmp_path_factory.mktemp("stack")
-    started = await start_stack(
-        folder,
-        {"models": "storyteller=models/storyteller,story=good/story@main"},
+    async with stacks.use(
+        models="storyteller=models/storyteller,story=good/story@main",
         environment={"predictor": settings, "transformer": from_hub},
-    )
-    yield started
-    await started.stop()
+    ) as started:
+        yield started
 
 
 @pytest_asyncio.fixture

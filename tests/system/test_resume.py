@@ -13,7 +13,6 @@ import pytest_asyncio
 from millrace.oip.tensors import decode_outputs
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from runner.free_ports import start_stack
 from tests.metrics_pages import read_page
 from tests.system.calls import channel, each, generate, http_request, text_request
 from tests.waiting import until
@@ -35,19 +34,17 @@ SLOW = {"predictor": (sys.executable, "-m", "tests.system.slow_predictor")}
     scope="module",
     params=[pytest.param(2, id="two predictors"), pytest.param(1, id="one predictor", marks=pytest.mark.full)],
 )
-async def slow_stack(request, tmp_path_factory):
+async def slow_stack(request, stacks, tmp_path_factory):
     """Predictors that take so long for a token that something can be done to them between two."""
-    settings = {"predictors": request.param, "models": MODELS}
-    folder = tmp_path_factory.mktemp("stack")
+    away = tmp_path_factory.mktemp("faults") / "away"
     environment = {
-        "predictor": {"SLOW_MS": "40", "PREDICTOR_DTYPE": "fp32", "AWAY": str(folder / "away")} | SHORT_DRAIN,
+        "predictor": {"SLOW_MS": "40", "PREDICTOR_DTYPE": "fp32", "AWAY": str(away)} | SHORT_DRAIN,
         # On a busy machine a predictor takes its time to come back.
         "transformer": {"TRANSFORMER_PREDICTOR_START_WAIT": "120", "TRANSFORMER_SILENCE_LIMIT": "2"} | KEEP_ALIVE,
     }
-    stack = await start_stack(folder, settings, commands=SLOW, environment=environment)
-    stack.away = folder / "away"
-    yield stack
-    await stack.stop()
+    async with stacks.use(models=MODELS, predictors=request.param, commands=SLOW, environment=environment) as stack:
+        stack.away = away
+        yield stack
 
 
 @pytest_asyncio.fixture(scope="module")

@@ -18,7 +18,6 @@ import torch
 from millrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
 from millrace_protos import inference_pb2 as pb
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from runner.free_ports import start_stack
 from tests.random_encoders import save_random_encoder
 from tests.system.calls import each, generate, rest, text_of, text_request
 from tests.system.own_clients import client_passes
@@ -51,7 +50,7 @@ async def execute(request):
 
 
 @pytest_asyncio.fixture(scope="module")
-async def stack(tmp_path_factory):
+async def stack(stacks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     (folder / "paced").mkdir()
     (folder / "paced" / "model.py").write_text(PACED)
@@ -64,10 +63,8 @@ async def stack(tmp_path_factory):
         "classifier": folder / "bert-classifier",
         "embedder": folder / "bert",
     }
-    settings = {"models": ",".join(f"{name}={where}" for name, where in models.items())}
-    started = await start_stack(tmp_path_factory.mktemp("stack"), settings)
-    yield started
-    await started.stop()
+    async with stacks.use(models=",".join(f"{name}={where}" for name, where in models.items())) as started:
+        yield started
 
 
 class Gate:

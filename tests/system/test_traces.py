@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from runner.free_ports import start_stack
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.system.faulty_predictor import FAILS, FAILS_LATER, HOLDS_LATER
 from tests.system.payload_log import records
@@ -132,7 +131,7 @@ def flush_soon(config):
 
 
 @pytest_asyncio.fixture(scope="module")
-async def traced(tmp_path_factory):
+async def traced(stacks, tmp_path_factory):
     folders = [tmp_path_factory.mktemp("faults") for _ in range(PREDICTORS)]
     with OtlpReceiver() as receiver:
         exporting = {
@@ -141,19 +140,15 @@ async def traced(tmp_path_factory):
             "OTEL_METRIC_EXPORT_INTERVAL": "300",
         }
         faults = {f"predictor-{i}": {"FAULTS": str(folder)} for i, folder in enumerate(folders)}
-        stack = await start_stack(
-            tmp_path_factory.mktemp("stack"),
-            {
-                "models": f"{MODEL}=models/{MODEL}",
-                "predictors": PREDICTORS,
-                "otel_exporter_otlp_endpoint": receiver.endpoint,
-            },
+        async with stacks.use(
+            models=f"{MODEL}=models/{MODEL}",
+            predictors=PREDICTORS,
+            otel_exporter_otlp_endpoint=receiver.endpoint,
             commands={"predictor": (sys.executable, "-m", "tests.system.faulty_predictor")},
             environment={"transformer": exporting, "predictor": exporting, "logger": exporting} | faults,
             change_gateway=flush_soon,
-        )
-        yield TracedStack(stack, receiver, folders)
-        await stack.stop()
+        ) as stack:
+            yield TracedStack(stack, receiver, folders)
 
 
 async def run(traced, way, outcome):

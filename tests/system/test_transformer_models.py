@@ -14,7 +14,6 @@ from PIL import Image
 from millrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
 from millrace_protos import inference_pb2 as pb
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from runner.free_ports import start_stack
 from runner.settings import ROOT
 from tests.system.calls import channel, each, generate, statistics, text_of, text_request
 from tests.waiting import until
@@ -24,18 +23,17 @@ NOT_FOUND, INVALID = grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT
 
 
 @pytest_asyncio.fixture(scope="module")
-async def stack(tmp_path_factory):
+async def stack(stacks, tmp_path_factory):
     repository = tmp_path_factory.mktemp("repository")
     shutil.copytree(ROOT / "models" / "storyteller", repository / "teller")
     shutil.copytree(ROOT / "models" / "identity", repository / "echo")
-    settings = {"models": f"storyteller=models/storyteller,pixels={EXAMPLE}", "predictors": 2}
     environment = {
         "predictor": {"PREDICTOR_MODEL_REPOSITORY": str(repository)},
         "transformer": {"TRANSFORMER_PROCESSORS": f"labels={EXAMPLE}/processor.py:ImageLabels"},
     }
-    started = await start_stack(tmp_path_factory.mktemp("stack"), settings, environment=environment)
-    yield started
-    await started.stop()
+    models = f"storyteller=models/storyteller,pixels={EXAMPLE}"
+    async with stacks.use(models=models, predictors=2, environment=environment) as started:
+        yield started
 
 
 @pytest_asyncio.fixture

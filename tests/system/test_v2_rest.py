@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from runner.free_ports import start_stack
 from tests.system.calls import rest
 from tests.system.own_clients import client_passes
 from tests.system.payload_log import records
@@ -79,17 +78,15 @@ async def execute(request):
 
 
 @pytest_asyncio.fixture(scope="module")
-async def stack(tmp_path_factory):
+async def stack(stacks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     models = {"storyteller": "models/storyteller", "identity": "models/identity"}
     for name, code in MODELS.items():
         (folder / name).mkdir()
         (folder / name / "model.py").write_text(code)
         models[name] = folder / name
-    settings = {"models": ",".join(f"{name}={where}" for name, where in models.items())}
-    started = await start_stack(tmp_path_factory.mktemp("stack"), settings)
-    yield started
-    await started.stop()
+    async with stacks.use(models=",".join(f"{name}={where}" for name, where in models.items())) as started:
+        yield started
 
 
 def tensor(name, datatype, shape, data):

@@ -13,7 +13,6 @@ import pytest_asyncio
 from millrace_protos import inference_pb2 as pb
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from runner.free_ports import start_stack
 from tests.system.calls import channel, rest
 from tests.waiting import until
 
@@ -23,7 +22,7 @@ OLD = "storyteller=models/storyteller"
 
 
 @pytest_asyncio.fixture(scope="module")
-async def stack(tmp_path_factory):
+async def stack(stacks, tmp_path_factory):
     """Three predictors, the second of which has been updated."""
     folder = tmp_path_factory.mktemp("weights")
     updated = shutil.copytree("models/storyteller", folder / "updated")
@@ -32,11 +31,9 @@ async def stack(tmp_path_factory):
         "predictor": {"SLOW_MS": "40", "PREDICTOR_DTYPE": "fp32", "PREDICTOR_DRAIN_S": "60"},
         "predictor-1": {"MODELS": f"storyteller={updated}"},
     }
-    started = await start_stack(
-        folder, {"predictors": 3, "models": OLD}, commands={"predictor": SLOW}, environment=environment
-    )
-    yield started
-    await started.stop()
+    commands = {"predictor": SLOW}
+    async with stacks.use(models=OLD, predictors=3, commands=commands, environment=environment) as started:
+        yield started
 
 
 def negate_weights(path):

@@ -1,0 +1,125 @@
+"""Real stacks for the tests: a pool of running ones by their settings, and as many of one's own as a test wants.
+
+The conftest.py of each folder whose tests use stacks imports the fixtures from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from runner.free_ports import start_stack
+from runner.stack import Stack
+
+_OF_STACK = ("environment", "commands", "change_gateway")
+_IDLE = 1  # As many stacks without a user stay up: each is four processes or more.
+_LOG_LINES = 40
+
+StackFactory = Callable[..., Awaitable[Stack]]
+
+
+@dataclass
+class _Pooled:
+    stack: Stack
+    users: int = 0
+
+
+class StackPool:
+    """The running stacks of one test process, by their settings.
+
+    `settings` are fields of StackSettings, but for `environment`, `commands` and `change_gateway`, which are Stack's.
+    """
+
+    def __init__(self, folders: pytest.TempPathFactory) -> None:
+        self.running: list[Stack] = []
+        self._folders = folders
+        self._pooled: dict[str, _Pooled] = {}
+
+    @asynccontextmanager
+    async def use(self, **settings: Any) -> AsyncIterator[Stack]:
+        """A stack with these settings, which others may have used and will use: leave it as it was."""
+        key = repr(sorted(settings.items()))
+        if key not in self._pooled:
+            self._pooled[key] = _Pooled(await self.start(settings))
+        pooled = self._pooled[key]
+        pooled.users += 1
+        try:
+            yield pooled.stack
+        finally:
+            pooled.users -= 1
+            self._pooled[key] = self._pooled.pop(key)  # The youngest of those without a user.
+            await self.stop_idle(_IDLE)
+
+    async def stop_idle(self, keep: int = 0) -> None:
+        """Stops the stacks without a user, but for the `keep` that were used last."""
+        idle = [key for key, pooled in self._pooled.items() if not pooled.users]
+        for key in idle[: max(0, len(idle) - keep)]:
+            await self.stop(self._pooled.pop(key).stack)
+
+    async def start(self, settings: dict[str, Any]) -> Stack:
+        """A new stack, of which the caller disposes with `stop`. Raises StartupError."""
+        arguments = {name: settings[name] for name in _OF_STACK if name in settings}
+        fields = {name: value for name, value in settings.items() if name not in _OF_STACK}
+        started = await start_stack(self._folders.mktemp("stack"), fields, **arguments)
+        self.running.append(started)
+        return started
+
+    async def stop(self, stack: Stack) -> None:
+        """Ends a stack that `start` has made."""
+        self.running.remove(stack)
+        await stack.stop()
+
+
+@pytest_asyncio.fixture(scope="session")
+async def stacks(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[StackPool]:
+    """The pool: `async with stacks.use(models=…, predictors=2) as stack`."""
+    pool = StackPool(tmp_path_factory)
+    yield pool
+    await pool.stop_idle()
+
+
+@pytest_asyncio.fixture(scope="module")
+async def stack(stacks: StackPool) -> AsyncIterator[Stack]:
+    """The bundled models behind one predictor."""
+    async with stacks.use() as shared:
+        yield shared
+
+
+@pytest_asyncio.fixture
+async def mended_stack(stacks: StackPool) -> AsyncIterator[Stack]:
+    """The storyteller behind one predictor, for tests that end its processes: all are back when a test begins."""
+    async with stacks.use(models="storyteller=models/storyteller") as shared:
+        await shared.wait_ready(timeout_s=60)
+        yield shared
+
+
+@pytest_asyncio.fixture
+async def new_stack(stacks: StackPool) -> AsyncIterator[StackFactory]:
+    """Makes stacks that end with the test, for tests that harm them for good: `await new_stack(predictors=2)`."""
+    own: list[Stack] = []
+
+    async def start(**settings: Any) -> Stack:
+        own.append(await stacks.start(settings))
+        return own[-1]
+
+    yield start
+    for started in own:
+        await stacks.stop(started)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Attaches the end of each process's log to a failed test."""
+    report = yield
+    pool = getattr(item, "funcargs", {}).get("stacks")
+    if report.failed and isinstance(pool, StackPool):
+        for running in pool.running:
+            for name in running.names:
+                lines = running.log(name).splitlines()[-_LOG_LINES:]
+                report.sections.append((f"{name} of {running.gateway}", "\n".join(lines)))
+    return report
