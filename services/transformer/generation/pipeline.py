@@ -69,9 +69,9 @@ class Pipeline:
                     with closing(self._generator.open(generation, request.call.deadline, first_token)) as tokens:
                         async with first_token.in_time():
                             token_chunk = await tokens.read()
+                        self._catalogue.answered_by(model.name, token_chunk.fingerprint)  # As is all of the answer.
                         assembler = _assembler(request, model, generation)
                         while True:
-                            self._catalogue.answered_by(model.name, token_chunk.fingerprint)
                             chunk = assembler.take(token_chunk, request.call.elapsed_s)
                             admitted.chunk(chunk)
                             if request.prompt_only:

@@ -51,24 +51,25 @@ async def answer(
             return
 
         head["object"] = shape.chunk_object
-        plain = _PlainEvents(head, shape)
         begun: set[int] = set()
         usages = [Usage()] * len(generations)
         completion_tokens = [0] * len(generations)
         # With include_usage every event has the field; the last one fills it.
         usage: dict[str, Any] = {"usage": None} if request.include_usage else {}
+        continuous_usage = request.continuous_usage
+        plain = _PlainEvents(head, usage, shape)
         async for index, chunk in chunks:
             usages[index] = chunk.usage or usages[index]
             completion_tokens[index] += len(chunk.token_ids)
             is_first = index not in begun
             # Text that is held back makes no event of its own, unless its tokens have log probabilities to report.
-            if not (is_first or usage or chunk.logprobs or chunk.finish_reason is not None):
+            if not (is_first or continuous_usage or chunk.logprobs or chunk.finish_reason is not None):
                 if chunk.text:
                     yield HttpBody(content_type=EVENTS, data=plain.event(index, chunk.text))
             elif is_first or chunk.text or chunk.finish_reason is not None or chunk.logprobs:
                 begun.add(index)
                 choice = await _written(chunk, shape.chunk, index, chunk, is_first)
-                if request.continuous_usage:
+                if continuous_usage:
                     usage["usage"] = usage_so_far(chunk.prompt_tokens, completion_tokens[index])
                 yield HttpBody(content_type=EVENTS, data=event(head | {"choices": [choice]} | usage))
         if request.include_usage:
@@ -82,8 +83,9 @@ class _PlainEvents:
     All but the text is the same for every such event of a choice, so it is encoded once.
     """
 
-    def __init__(self, head: dict[str, Any], shape: Format) -> None:
+    def __init__(self, head: dict[str, Any], usage: dict[str, Any], shape: Format) -> None:
         self._head = head
+        self._usage = usage
         self._shape = shape
         self._around: dict[int, tuple[bytes, bytes]] = {}  # Before and after the text, by choice.
 
@@ -96,5 +98,5 @@ class _PlainEvents:
     def _encoded(self, index: int) -> tuple[bytes, bytes]:
         mark = uuid.uuid4().hex
         choice = self._shape.chunk(index, TextChunk(mark, [], [], []), False)
-        before, _, after = event(self._head | {"choices": [choice]}).partition(b'"' + mark.encode() + b'"')
+        before, _, after = event(self._head | {"choices": [choice]} | self._usage).partition(b'"' + mark.encode() + b'"')
         return before, after
