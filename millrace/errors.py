@@ -16,7 +16,6 @@ FAILED_HOP = "x-failed-hop"
 HTTP_STATUS = "x-http-status"
 RETRY_AFTER_MS = "retry-after-ms"
 DRAINING = "x-millrace-draining"
-OTHER_WEIGHTS = "x-millrace-other-weights"
 
 # gRPC sends the text as a header, where a character beyond ASCII takes up to nine bytes and all
 # headers together 8 KiB: a longer text would break the connection, and every call on it.
@@ -140,8 +139,6 @@ class DrainingError(NotReadyError):
 class OtherWeightsError(NotReadyError):
     """A stream that another replica began cannot go on at this one, whose model has another fingerprint."""
 
-    mark = OTHER_WEIGHTS
-
 
 class DeadlineError(MillraceError):
     """The request's deadline passed."""
@@ -163,7 +160,6 @@ _CLASSES: tuple[type[MillraceError], ...] = (
     NotReadyError,
     DeadlineError,
 )
-_MARKED = (DrainingError, OtherWeightsError)
 _BY_BOTH = {(error.status, error.http_status): error for error in _CLASSES}
 # Where only the gRPC status is known, the commoner of two meanings.
 _BY_STATUS = {error.status: error for error in reversed(_CLASSES)} | {StatusCode.RESOURCE_EXHAUSTED: OverloadedError}
@@ -197,8 +193,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError, hop: str) -> MillraceError:
     http_status = metadata.get(HTTP_STATUS, "")
     cls = _BY_BOTH.get((code, int(http_status))) if http_status.isdigit() else None
     cls = cls or _BY_STATUS.get(code, RequestFailedError)
-    if cls is NotReadyError:
-        cls = next((marked for marked in _MARKED if metadata.get(marked.mark) == "true"), cls)
+    if cls is NotReadyError and metadata.get(DRAINING) == "true":
+        cls = DrainingError
     retry_after = metadata.get(RETRY_AFTER_MS, "")
     return cls(message, hop=failed_hop or hop, retry_after_ms=int(retry_after) if retry_after.isdigit() else None)
 

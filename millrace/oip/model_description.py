@@ -10,6 +10,7 @@ from millrace_protos import inference_pb2 as pb
 from millrace_protos import model_config_pb2
 
 INPUT_IDS, OUTPUT_IDS = "input_ids", "output_ids"  # The tensors of token ids.
+FINGERPRINT = "fingerprint"  # Of the weights: a parameter of ModelConfig and of a call's first response.
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from millrace.deadline import NO_DEADLINE, Deadline
+from millrace.errors import InvalidRequestError
 from millrace.rpc.handlers import Context
 from millrace.telemetry.identity import REQUEST_ID_METADATA, set_request_id
 
@@ -18,6 +19,8 @@ MAX_REQUEST_ID = 256
 CALL_ID = "x-millrace-call-id"
 CLIENT = "x-millrace-client"
 _TIMEOUT_MS = "x-timeout-ms"
+_FIRST_TOKEN_TIMEOUT_MS = "x-first-token-timeout-ms"  # noqa: S105
+_MAX_TIMEOUT_MS = 99_999_999  # gRPC's own limit of digits in a timeout.
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,18 @@ def deadline_of(context: Context) -> Deadline:
     """A call's gRPC deadline, or that of the REST header `x-timeout-ms`, which the gateway has checked; the sooner."""
     left = [left_s for left_s in (context.time_remaining(), _header_timeout_s(context)) if left_s is not None]
     return Deadline.after(min(left, default=None))
+
+
+def first_token_timeout_s(metadata: Iterable[tuple[str, str | bytes]] | None) -> float | None:
+    """The time that a caller allows until its first token: `x-first-token-timeout-ms`. Raises InvalidRequestError."""
+    text = dict(metadata or ()).get(_FIRST_TOKEN_TIMEOUT_MS)
+    if not isinstance(text, str):
+        return None
+    if not (text.isascii() and text.isdecimal() and 1 <= len(text) <= 9 and 1 <= int(text) <= _MAX_TIMEOUT_MS):
+        raise InvalidRequestError(
+            f"{_FIRST_TOKEN_TIMEOUT_MS} must be a whole number of milliseconds from 1 to {_MAX_TIMEOUT_MS}"
+        )
+    return int(text) / 1000
 
 
 def _header_timeout_s(context: Context) -> float | None:

@@ -8,14 +8,13 @@ from contextlib import AbstractContextManager, aclosing, nullcontext
 from millrace import __version__
 from millrace.errors import InvalidRequestError, NotFoundError, NotImplementedMethodError
 from millrace.oip.model_description import config_of, metadata_of
-from millrace.oip.resumable import HEARTBEAT, call_options_of
 from millrace.oip.settings_servicer import OpenInferenceBase
 from millrace.oip.stream_infer import errors_as_status, multiplex
 from millrace.payload.call import is_recorded, recorded
 from millrace.payload.recording import Recording
 from millrace.payload.tap import PayloadTap
 from millrace.payload.tensors import answer_tensors, request_tensors, streamed_tensors
-from millrace.rpc.call_context import call_context, deadline_of
+from millrace.rpc.call_context import call_context, deadline_of, first_token_timeout_s
 from millrace.rpc.handlers import Context
 from millrace_protos import inference_pb2 as pb
 from services.predictor.models.served_model import VERSION
@@ -107,8 +106,8 @@ class InferenceServicer(OpenInferenceBase):
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
         with self._recorded(request, context, "ModelInfer") as recording:
             serving = self._repository.get(request.model_name, request.model_version)
-            options = call_options_of(context.invocation_metadata())
-            response = await serving.infer(request, deadline_of(context), options)
+            timeout_s = first_token_timeout_s(context.invocation_metadata())
+            response = await serving.infer(request, deadline_of(context), timeout_s)
             if recording is not None:
                 recording.end("OK", outputs=answer_tensors(response))
                 await recording.flushed()
@@ -117,14 +116,14 @@ class InferenceServicer(OpenInferenceBase):
     async def ModelStreamInfer(
         self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context
     ) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
-        options = call_options_of(context.invocation_metadata())
+        timeout_s = first_token_timeout_s(context.invocation_metadata())
 
         async def answer(request: pb.ModelInferRequest) -> AsyncGenerator[pb.ModelInferResponse, None]:
             with self._recorded(request, context, "ModelStreamInfer") as recording:
                 serving = self._repository.get(request.model_name, request.model_version)
-                async with aclosing(serving.stream(request, deadline_of(context), options)) as responses:
+                async with aclosing(serving.stream(request, deadline_of(context), timeout_s)) as responses:
                     async for response in responses:
-                        if recording is not None and HEARTBEAT not in response.parameters:
+                        if recording is not None:
                             recording.chunk("", outputs=streamed_tensors(response))
                             await recording.flushed()
                         yield response

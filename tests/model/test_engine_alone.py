@@ -7,11 +7,22 @@ from types import SimpleNamespace
 import pytest
 
 from millrace.errors import DeadlineError, HopBrokenError, InvalidRequestError, NotReadyError, RequestFailedError
+from millrace_protos.engine_pb2 import EngineFrame
+from services.predictor.engine_process.framing import Frames
+from services.predictor.engine_process.step_frames import StepFrames
 from tests.model.crowd import CROWD, assert_crowd_is_unharmed, outcome, submit_crowd
 from tests.model.fakes import FakeRunner, Gate, expected, read_all, request
 from tests.waiting import until
 
 LONG = range(3, 43)
+
+
+def submit_with_frames(engine):
+    """Submits an isolated request whose caller has to be notified; returns what the process sends, and the output."""
+    sent = []
+    output = StepFrames(sent.append).add((1, 2))
+    engine.generate(request("alone", prompt=LONG, alone=True), output)
+    return sent, output
 
 
 def names_of(steps):
@@ -77,8 +88,8 @@ async def test_one_that_ends_before_its_caller_is_told_is_not_computed_and_holds
     monkeypatch.setattr("services.predictor.engine.engine._NOTIFY_S", 30)
     runner = FakeRunner()
     engine = engine_of(runner, max_running=16, max_waiting=32)
-    alone = engine.submit(request("alone", alone=True))
-    await until(lambda: alone.runs_alone)
+    sent, alone = submit_with_frames(engine)
+    await until(lambda: sent)
     if how == "cancel":
         alone.cancel()
     else:
@@ -89,13 +100,19 @@ async def test_one_that_ends_before_its_caller_is_told_is_not_computed_and_holds
     assert engine.load.blocks_in_use == 0
 
 
-async def test_who_asks_for_no_heartbeat_gets_whole_chunks(engine_of):
-    engine = engine_of(FakeRunner())
-    slot = engine.submit(request("alone", alone=True))
-    chunks = [await slot.read()]
-    while chunks[-1].finish_reason is None:
-        chunks.append(await slot.read())
-    assert all(chunk.output_ids for chunk in chunks)
+async def test_it_is_computed_once_its_caller_is_told(engine_of, monkeypatch):
+    monkeypatch.setattr("services.predictor.engine.engine._NOTIFY_S", 30)
+    runner = FakeRunner()
+    engine = engine_of(runner, step_tokens=16)
+    sent, alone = submit_with_frames(engine)
+    await until(lambda: sent)
+    assert not runner.steps
+    alone.reported()
+    await until(lambda: engine.statistics.succeeded)
+    # Once, though its prompt takes several steps.
+    assert len(runner.steps) > 12
+    (announcement,) = (EngineFrame.FromString(message) for frame in sent for message in Frames().feed(frame))
+    assert [(key.channel, key.number) for key in announcement.alone] == [(1, 2)]
 
 
 @pytest.mark.parametrize("how", ["cancel", "deadline", "failure"])

@@ -69,7 +69,6 @@ def in_process(folder):
         {"output_ids": [9, 8], "moved": True},
         {"prompt_logprobs": 2},
         {"prompt": (5,), "prompt_logprobs": 2},
-        {"alone": True},
         {"chunk_tokens": 5},
         {"output_ids": [9] * 12},
     ],
@@ -113,7 +112,6 @@ async def test_what_an_engine_refuses_is_the_slots_error_and_has_no_times(engine
         long = engine.submit(request(max_tokens=200))
         await until(lambda: engine.load.running)
         slot = engine.submit(request())
-        assert await slot.readable(10)
         with pytest.raises(OverloadedError, match="the queue is full") as raised:
             await slot.read()
         assert raised.value.retry_after_ms
@@ -129,19 +127,6 @@ async def test_a_cancel_frees_the_blocks_and_a_deadline_ends_a_request(engine_of
         late = engine.submit(request(max_tokens=200, deadline=time.monotonic() + 0.01))
         with pytest.raises(DeadlineError):
             await read_all(late)
-
-
-async def test_one_request_at_a_time_is_isolated(engine_of):
-    async with engine_of() as engine:
-        os.kill(engine.pid, signal.SIGSTOP)
-        first, second = engine.submit(request(alone=True)), engine.submit(request(name="s", alone=True))
-        os.kill(engine.pid, signal.SIGCONT)
-        with pytest.raises(NotReadyError, match="another request runs in isolation here"):
-            await read_all(second)
-        assert not await first.readable(10)
-        assert first.runs_alone
-        first.reported()
-        assert len((await read_all(first))[0]) == 12
 
 
 @pytest.mark.parametrize("started", [True, False])

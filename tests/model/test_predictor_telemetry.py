@@ -12,9 +12,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from millrace.deadline import NO_DEADLINE, Deadline
-from millrace.errors import DeadlineError, DrainingError, OverloadedError
+from millrace.errors import DeadlineError, OverloadedError
 from millrace.oip.parameters import set_parameters
-from millrace.oip.resumable import HEARTBEAT, SPAN, CallOptions
 from millrace.oip.tensors import Tensor, add_input
 from millrace.sampling import SamplingParameters
 from millrace.telemetry.identity import MODEL
@@ -23,15 +22,12 @@ from services.predictor.generation.loaded_model import LoadedModel
 from services.predictor.generation.metrics import observe_engines
 from services.predictor.generation.model import GenerationModel
 from services.predictor.generation.served_engines import ServedEngines
-from services.predictor.models.served_model import NO_OPTIONS
 from services.predictor.repository.repository import ModelRepository
 from services.predictor.settings import PredictorSettings
 from tests.model.fakes import FakeRunner, Gate, engines
 from tests.random_models import save_random_model
 from tests.support.measured import Measured
 from tests.waiting import until
-
-RESUMES = CallOptions(resumes=True)
 
 
 @pytest.fixture
@@ -89,9 +85,9 @@ def message(prompt=(5, 6), name="fake", **parameters):
     return request
 
 
-async def read(model, options=NO_OPTIONS, timeout_s=None, **parameters):
+async def read(model, timeout_s=None, **parameters):
     """Every response of a stream."""
-    async with aclosing(model.stream(message(**parameters), Deadline.after(timeout_s), options)) as responses:
+    async with aclosing(model.stream(message(**parameters), Deadline.after(timeout_s))) as responses:
         return [response async for response in responses]
 
 
@@ -166,21 +162,6 @@ async def test_a_deadline_at_work_is_told_with_what_it_came_to(model_of, spans):
     assert 2 <= spans.events[-1].attributes["gen_ai.usage.output_tokens"] <= 3
 
 
-async def test_a_stream_that_is_handed_back_is_told_with_what_it_came_to(model_of, spans):
-    gate = Gate()
-    model = model_of(FakeRunner(gate))
-    with spans.call():
-        reader = asyncio.create_task(read(model, RESUMES))
-        gate.open(2)
-        await until(lambda: model.engine.load.totals.tokens == 2)
-        model.hand_back()
-        with pytest.raises(DrainingError):
-            await reader
-    assert spans.names == ["queued", "prefill", "first_token", "generation_end"]
-    assert spans.events[-1].attributes["gen_ai.usage.output_tokens"] == 2
-    gate.open(100)
-
-
 async def test_each_preemption_is_an_event(model_of, spans):
     gate = Gate()
     model = model_of(FakeRunner(gate, blocks=1 + 20), max_running=4, max_waiting=32)
@@ -229,37 +210,6 @@ async def test_the_time_in_the_queue_is_known_with_the_first_token(model_of, met
     point = metrics.points_by(MODEL, "millrace.queue.duration")["fake"]
     assert point.count == 1
     assert 0 <= point.sum < 5
-
-
-async def test_the_first_response_names_the_calls_span_to_who_goes_on_elsewhere(model_of, spans):
-    with spans.call() as span:
-        first, *others = await read(model_of(FakeRunner()), RESUMES)
-    context = span.get_span_context()
-    told = f"00-{trace.format_trace_id(context.trace_id)}-{trace.format_span_id(context.span_id)}-"
-    assert first.parameters[SPAN].string_param == f"{told}{context.trace_flags:02x}"
-    assert all(SPAN not in response.parameters for response in others)
-
-
-async def test_a_heartbeat_names_it_where_that_is_first(model_of, spans):
-    gate = Gate()
-    model = model_of(FakeRunner(gate))
-    with spans.call():
-        async with aclosing(model.stream(message(), NO_DEADLINE, CallOptions(True, 5))) as responses:
-            first, second = await anext(responses), await anext(responses)
-            gate.open(100)
-            others = [response async for response in responses]
-    assert HEARTBEAT in first.parameters
-    assert HEARTBEAT in second.parameters
-    assert first.parameters[SPAN].string_param.startswith("00-")
-    assert all(SPAN not in response.parameters for response in (second, *others))
-
-
-async def test_who_does_not_go_on_elsewhere_or_is_not_traced_is_told_of_no_span(model_of, spans):
-    model = model_of(FakeRunner())
-    with spans.call():
-        responses = await read(model)
-    responses += await read(model, RESUMES)
-    assert all(SPAN not in response.parameters for response in responses)
 
 
 async def test_the_load_of_each_model_is_told_by_its_name(model_of, metrics):

@@ -24,7 +24,6 @@ from millrace.errors import (
     StartupError,
 )
 from millrace.oip.parameters import set_parameters
-from millrace.oip.resumable import LEAVING, CallOptions
 from millrace.oip.tensors import Tensor, add_input, decode_outputs
 from millrace_protos.inference_pb2 import ModelInferRequest
 from services.predictor.engine.interface import EngineDeadError
@@ -285,9 +284,9 @@ async def test_an_engine_that_dies_is_replaced_and_its_requests_end_as_by_a_deat
         await repository.load("llama")
         death = asyncio.create_task(repository.engine_death())
         llama = repository.get("llama")
-        undisturbed = await read_ids(llama, RESUMES, 20)
+        undisturbed = await read_ids(llama, 20)
         with held(llama) as engine:
-            in_flight = asyncio.create_task(read_ids(llama, RESUMES, 100))
+            in_flight = asyncio.create_task(read_ids(llama, 100))
             await until(lambda: llama._in_flight)
             os.kill(engine, signal.SIGKILL)
             with pytest.raises((HopBrokenError, NotReadyError)):
@@ -298,7 +297,7 @@ async def test_an_engine_that_dies_is_replaced_and_its_requests_end_as_by_a_deat
             repository.get("llama")
         assert await ask(repository, "first") == 1
         await until(lambda: repository.ready)
-        assert await read_ids(repository.get("llama"), RESUMES, 20) == undisturbed
+        assert await read_ids(repository.get("llama"), 20) == undisturbed
         assert repository.engines.restarts() == {"llama": 1}
         assert models.told == [True, False, True]
         assert not death.done()
@@ -319,7 +318,7 @@ async def test_a_replacement_that_fails_is_tried_again_and_the_index_says_why(mo
             repository.get("llama")
         held_back.rename(config)
         await until(lambda: repository.ready)
-        assert await read_ids(repository.get("llama"), RESUMES, 20)
+        assert await read_ids(repository.get("llama"), 20)
 
 
 async def test_a_model_whose_engine_is_replaced_can_be_unloaded(models):
@@ -343,7 +342,7 @@ async def test_the_death_of_the_host_replaces_it_and_every_engine(models):
         await until(lambda: not repository.ready)
         await until(lambda: repository.ready, 60)
         assert models.host.pid != host
-        assert await read_ids(repository.get("llama"), RESUMES, 20)
+        assert await read_ids(repository.get("llama"), 20)
 
 
 async def test_an_unload_is_no_death(models):
@@ -401,9 +400,6 @@ def tells_ready(repository, *names):
     return answers.pop()
 
 
-RESUMES = CallOptions(resumes=True)
-
-
 def generation(max_tokens):
     message = ModelInferRequest(model_name="llama", id="r")
     add_input(message, Tensor("input_ids", "INT64", np.array([5])))
@@ -411,12 +407,10 @@ def generation(max_tokens):
     return message
 
 
-async def read_ids(serving, options, max_tokens, offers=None):
+async def read_ids(serving, max_tokens):
     ids = []
-    async with aclosing(serving.stream(generation(max_tokens), NO_DEADLINE, options)) as responses:
+    async with aclosing(serving.stream(generation(max_tokens), NO_DEADLINE)) as responses:
         async for response in responses:
-            if offers is not None:
-                offers[options] += LEAVING in response.parameters
             ids += decode_outputs(response)["output_ids"].array.tolist()
     return ids
 
@@ -431,9 +425,7 @@ async def test_a_drain_refuses_what_is_new_and_lets_everybody_else_end_in_their_
         names = ("first", "waits", "llama")
         assert tells_ready(repository, *names)
         llama, own = repository.get("llama"), variables(repository, "waits")
-        offers = {RESUMES: 0, CallOptions(): 0}
-        goes_on = asyncio.create_task(read_ids(llama, RESUMES, 100, offers))
-        stays = asyncio.create_task(read_ids(llama, CallOptions(), 100, offers))
+        stays = asyncio.create_task(read_ids(llama, 100))
         waits = asyncio.create_task(_read_all(repository.get("waits")))
         await until(lambda: own["begun"] and llama.model.statistics.tokens > 4)
         draining = asyncio.create_task(repository.drain(60))
@@ -447,40 +439,26 @@ async def test_a_drain_refuses_what_is_new_and_lets_everybody_else_end_in_their_
             repository.get("unheard of")
         with pytest.raises(DrainingError):
             await repository.load("first")
-        assert len(await goes_on) == len(await stays) == 100
-        assert bool(offers[RESUMES]) == (drain == "hand-back")
-        assert not offers[CallOptions()]
+        assert repository.is_leaving == (drain == "hand-back")
+        assert len(await stays) == 100
         assert not draining.done()
         own["go"]._loop.call_soon_threadsafe(own["go"].set)
         assert len(await waits) == 2
         await draining
 
 
-async def test_what_does_not_end_within_a_drain_is_handed_back_then(models):
-    save_random_model("llama", models.folder / "llama")
-    async with models.serve("llama", drain="finish", kv_cache_memory="1MiB") as repository:
-        await repository.load_all()
-        llama = repository.get("llama")
-        with held(llama):
-            goes_on = asyncio.create_task(read_ids(llama, RESUMES, 100))
-            await until(lambda: llama._in_flight)
-            await repository.drain(0.01)
-            with pytest.raises(DrainingError):
-                await goes_on
-
-
-async def test_an_unload_hands_back_what_does_not_end_in_time(models):
+async def test_an_unload_ends_what_does_not_end_in_time(models):
     save_random_model("llama", models.folder / "llama")
     async with models.serve("llama", drain_s=0.01, kv_cache_memory="1MiB") as repository:
         await repository.load_all()
         llama = repository.get("llama")
         with held(llama):
-            ends = [asyncio.create_task(read_ids(llama, options, 100)) for options in (RESUMES, CallOptions(), RESUMES)]
-            await until(lambda: llama._in_flight == 3)
+            reading = asyncio.create_task(read_ids(llama, 100))
+            await until(lambda: llama._in_flight)
             unloading = asyncio.create_task(repository.unload("llama"))
-            errors = await asyncio.gather(*ends, return_exceptions=True)
+            with pytest.raises(NotReadyError):
+                await reading
         await unloading
-    assert [type(error) for error in errors] == [DrainingError, NotReadyError, DrainingError]
 
 
 @contextmanager

@@ -3,7 +3,6 @@ their own.
 """
 
 import asyncio
-import json
 import os
 import signal
 import time
@@ -22,16 +21,15 @@ from millrace.oip.tensors import Tensor, add_input, decode_outputs
 from millrace.rpc.admission import Admission
 from millrace.rpc.handlers import ErrorServerInterceptor
 from millrace.rpc.telemetry_interceptor import TelemetryServerInterceptor
-from millrace_protos import inference_pb2, inference_pb2_grpc, steps_pb2, steps_pb2_grpc
+from millrace_protos import inference_pb2, inference_pb2_grpc
 from services.predictor.repository.repository import ModelRepository
 from services.predictor.servicer import InferenceServicer
 from services.predictor.settings import PredictorSettings
 from services.predictor.steps import sequence as steps_sequence
 from services.predictor.steps import servicer as steps_servicer
 from tests.random_models import save_random_model
+from tests.support.steps_caller import SAMPLING, StepsCaller
 from tests.waiting import until
-
-SAMPLING = {"seed": 3, "max_tokens": 12, "ignore_eos": True, "temperature": 0.9}
 
 
 class Predictor:
@@ -46,87 +44,6 @@ class Predictor:
     @property
     def engine(self):
         return self.repository.get("llama").model.engine
-
-
-class Caller:
-    """One steps call; collects what comes of each sequence."""
-
-    def __init__(self, channel):
-        self._requests = asyncio.Queue()
-        self._call = steps_pb2_grpc.PredictorStepsStub(channel).Run(self._sent())
-        self.messages = []
-        self.tokens, self.ended, self.accepted, self.begun, self.logprobs = {}, {}, {}, {}, {}
-        self.alone = []
-        self.leaving = False
-        self._reader = None
-
-    async def _sent(self):
-        while (request := await self._requests.get()) is not None:
-            yield request
-
-    def start(self):
-        self._reader = asyncio.create_task(self.read())
-        return self
-
-    async def read(self):
-        async for step in self._call:
-            self.take(step)
-
-    def take(self, step):
-        self.messages.append(step)
-        for number, token in zip(step.numbers, step.token_ids, strict=True):
-            self.tokens.setdefault(number, []).append(token)
-        for name in ("accepted", "begun", "ended"):
-            for each in getattr(step, name):
-                getattr(self, name).setdefault(each.number, each)
-        for each in step.logprobs:
-            self.logprobs.setdefault(each.number, []).append(each)
-        self.alone += step.alone
-        self.leaving |= step.leaving
-
-    async def read_one(self):
-        step = await self._call.read()
-        self.take(step)
-        return step
-
-    def submit(self, number=1, prompt=(5, 6, 7), sampling=SAMPLING, **fields):
-        message = steps_pb2.Submission(
-            number=number,
-            model="llama",
-            request_id=f"r{number}",
-            prompt_ids=prompt,
-            sampling=json.dumps(sampling).encode(),
-        )
-        for name, value in fields.items():
-            if isinstance(value, list):
-                getattr(message, name).extend(value)
-            else:
-                setattr(message, name, value)
-        self._requests.put_nowait(steps_pb2.StepsRequest(submissions=[message]))
-
-    def cancel(self, number):
-        self._requests.put_nowait(steps_pb2.StepsRequest(cancelled=[number]))
-
-    async def end_of(self, number=1):
-        await until(lambda: number in self.ended)
-        return self.ended[number]
-
-    async def error_of(self, number=1):
-        return (await self.end_of(number)).error
-
-    async def status(self):
-        """How the call ends."""
-        try:
-            await self._reader
-        except grpc.aio.AioRpcError as error:
-            return error.code(), error.details()
-        return grpc.StatusCode.OK, ""
-
-    def half_close(self):
-        self._requests.put_nowait(None)
-
-    def leave(self):
-        self._call.cancel()
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +92,7 @@ async def predictor(predictor_of):
 @pytest.fixture
 async def caller(predictor):
     async with grpc.aio.insecure_channel(predictor.target) as channel:
-        yield Caller(channel).start()
+        yield StepsCaller(channel).start()
 
 
 async def by_inference(predictor, prompt, output_ids=(), **parameters):
@@ -212,6 +129,7 @@ async def test_the_tokens_are_those_of_a_call_of_their_own(predictor, caller):
         assert (end.usage.prompt_tokens, end.usage.completion_tokens) == (3, 12)
         assert caller.begun[number].number == number
         assert caller.accepted[number].fingerprint == predictor.repository.get("llama").fingerprint
+        assert not caller.accepted[number].span
     # Steps are shared.
     assert len(caller.messages) < 8 * 12
 
@@ -258,7 +176,7 @@ async def test_a_full_queue_refuses_with_a_time_to_come_back(predictor_of):
         predictor_of(max_running=1, max_waiting=1) as predictor,
         grpc.aio.insecure_channel(predictor.target) as channel,
     ):
-        caller = Caller(channel).start()
+        caller = StepsCaller(channel).start()
         caller.submit(1, sampling={**SAMPLING, "max_tokens": 200})
         await until(lambda: 1 in caller.begun)
         caller.submit(2)
@@ -283,7 +201,7 @@ async def test_a_cancel_frees_the_blocks_and_its_neighbour_continues(predictor, 
 @pytest.mark.parametrize("how", ["leave", "half_close"])
 async def test_a_call_that_breaks_cancels_its_sequences_and_one_that_is_half_closed_ends_them(predictor, how):
     async with grpc.aio.insecure_channel(predictor.target) as channel:
-        caller = Caller(channel).start()
+        caller = StepsCaller(channel).start()
         caller.submit(1, sampling={**SAMPLING, "max_tokens": 100})
         await until(lambda: 1 in caller.begun)
         getattr(caller, how)()
@@ -299,7 +217,7 @@ async def test_a_call_that_breaks_cancels_its_sequences_and_one_that_is_half_clo
 @pytest.mark.parametrize("started", [True, False])
 async def test_the_death_of_an_engine_ends_its_sequences_and_the_call_continues(predictor_of, started):
     async with predictor_of(max_running=1) as predictor, grpc.aio.insecure_channel(predictor.target) as channel:
-        caller = Caller(channel).start()
+        caller = StepsCaller(channel).start()
         caller.submit(1, sampling={**SAMPLING, "max_tokens": 200})
         await until(lambda: 1 in caller.begun)
         caller.submit(2)
@@ -317,7 +235,7 @@ async def test_the_death_of_an_engine_ends_its_sequences_and_the_call_continues(
 
 async def test_loads_come_at_once_and_with_every_second_of_silence(predictor):
     async with grpc.aio.insecure_channel(predictor.target) as channel:
-        caller = Caller(channel)
+        caller = StepsCaller(channel)
         first = await caller.read_one()
         (load,) = first.loads.models
         assert (load.model, load.running, load.waiting, load.cache_free) == ("llama", 0, 0, 1)
@@ -332,7 +250,7 @@ async def test_loads_come_at_once_and_with_every_second_of_silence(predictor):
 
 async def test_a_model_that_is_unloaded_ends_what_is_in_flight_and_leaves_the_loads(predictor_of):
     async with predictor_of(drain_s=0.05) as predictor, grpc.aio.insecure_channel(predictor.target) as channel:
-        caller = Caller(channel).start()
+        caller = StepsCaller(channel).start()
         caller.submit(1, sampling={**SAMPLING, "max_tokens": 200})
         await until(lambda: 1 in caller.begun)
         os.kill(pid := predictor.engine.pid, signal.SIGSTOP)
@@ -348,7 +266,7 @@ async def test_a_model_that_is_unloaded_ends_what_is_in_flight_and_leaves_the_lo
 @pytest.mark.parametrize("drain", ["hand-back", "finish"])
 async def test_a_drain_offers_then_hands_back_then_ends_the_call(predictor_of, drain):
     async with predictor_of(drain=drain) as predictor, grpc.aio.insecure_channel(predictor.target) as channel:
-        caller = Caller(channel).start()
+        caller = StepsCaller(channel).start()
         caller.submit(1, sampling={**SAMPLING, "max_tokens": 200})
         await until(lambda: 1 in caller.begun)
         os.kill(pid := predictor.engine.pid, signal.SIGSTOP)
@@ -377,7 +295,7 @@ async def test_a_process_that_passes_its_port_on_ends_the_call_after_its_last_se
 
 async def test_steps_merge_while_the_caller_does_not_read(predictor):
     async with grpc.aio.insecure_channel(predictor.target) as channel:
-        caller = Caller(channel)
+        caller = StepsCaller(channel)
         sampling = {**SAMPLING, "max_tokens": 240, "logprobs": True, "top_logprobs": 20}
         for number in range(1, 17):
             caller.submit(number, [3, 4 + number], sampling)
@@ -390,10 +308,51 @@ async def test_steps_merge_while_the_caller_does_not_read(predictor):
         assert max(len(message.numbers) for message in caller.messages) > 16
 
 
+async def test_the_first_token_tells_how_much_of_the_prompt_was_cached(caller):
+    for number in (1, 2):
+        caller.submit(number, range(3, 43))
+        assert (await caller.end_of(number)).finish_reason == "length"
+    assert not caller.begun[1].cached_tokens
+    assert caller.begun[2].cached_tokens == caller.ended[2].usage.cached_tokens > 0
+
+
+async def test_what_is_handed_back_keeps_its_tokens_and_a_call_of_its_own_continues(predictor_of):
+    async with predictor_of(max_running=2) as predictor, grpc.aio.insecure_channel(predictor.target) as channel:
+        caller = StepsCaller(channel).start()
+        own = asyncio.create_task(by_inference(predictor, [5, 6, 7], max_tokens=240))
+        await until(lambda: predictor.engine.load.running)
+        for number in (1, 2):
+            caller.submit(number, sampling={**SAMPLING, "max_tokens": 240})
+        await until(lambda: 1 in caller.begun and 2 in caller.accepted)
+        assert not own.done()
+        predictor.repository.get("llama").model.hand_back()
+        for number in (1, 2):  # The second one waits.
+            assert (await caller.error_of(number)).class_name == "DrainingError"
+        ids, _, reason = await own
+        assert (len(ids), reason) == (240, "length")
+        assert caller.tokens[1] == ids[: len(caller.tokens[1])]
+        caller.submit(3)
+        assert (await caller.end_of(3)).finish_reason == "length"
+
+
 async def test_an_isolated_sequence_is_announced_before_it_runs(predictor, caller):
     caller.submit(1, alone=True)
     assert (await caller.end_of(1)).finish_reason == "length"
     assert caller.alone == [1]
+    (announcement,) = (i for i, message in enumerate(caller.messages) if message.alone)
+    assert not any(1 in message.numbers for message in caller.messages[: announcement + 1])
+
+
+async def test_one_sequence_at_a_time_is_isolated(predictor, caller):
+    os.kill(predictor.engine.pid, signal.SIGSTOP)
+    for number in (1, 2):
+        caller.submit(number, alone=True)
+    await until(lambda: 2 in caller.accepted)
+    os.kill(predictor.engine.pid, signal.SIGCONT)
+    error = await caller.error_of(2)
+    assert (error.class_name, error.message) == ("NotReadyError", "another request runs in isolation here")
+    assert error.retry_after_ms == 100
+    assert (await caller.end_of(1)).finish_reason == "length"
 
 
 async def test_a_number_that_is_in_flight_ends_the_call(predictor, caller):
@@ -427,15 +386,19 @@ async def test_each_sequence_has_a_span_with_the_phases_of_its_engine(predictor,
     parent = f"00-{7:032x}-{8:016x}-01"
     caller.submit(1, traceparent=parent, follows=f"00-{7:032x}-{9:016x}-01")
     await caller.end_of(1)
-    caller.submit(2, traceparent=parent, sampling={**SAMPLING, "max_tokens": 200})
-    await until(lambda: 2 in caller.begun)
-    caller.cancel(2)
-    await until(lambda: len(exporter.get_finished_spans()) == 2)
-    span, cancelled = exporter.get_finished_spans()
+    for number, end in ((2, lambda: caller.cancel(2)), (3, predictor.repository.get("llama").model.hand_back)):
+        caller.submit(number, traceparent=parent, sampling={**SAMPLING, "max_tokens": 200})
+        await until(lambda number=number: number in caller.begun)
+        end()
+        await until(lambda number=number: len(exporter.get_finished_spans()) == number)
+    span, cancelled, handed_back = exporter.get_finished_spans()
     assert (span.name, span.parent.span_id, span.links[0].context.span_id) == ("millrace.v1.PredictorSteps/Run", 8, 9)
     assert [event.name for event in span.events] == ["queued", "prefill", "first_token", "generation_end", "end"]
     assert span.events[3].attributes["gen_ai.usage.output_tokens"] == 12
     assert caller.accepted[1].span.split("-")[2] == trace.format_span_id(span.context.span_id)
     assert cancelled.attributes["rpc.response.status_code"] == "CANCELLED"
-    assert "gen_ai.usage.output_tokens" not in cancelled.events[3].attributes, "only the engine knows how many"
+    assert handed_back.attributes["rpc.response.status_code"] == "UNAVAILABLE"
+    for ended in (cancelled, handed_back):
+        assert ended.events[3].name == "generation_end"
+        assert "gen_ai.usage.output_tokens" not in ended.events[3].attributes, "only the engine knows how many"
     provider.shutdown()

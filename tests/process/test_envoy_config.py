@@ -15,7 +15,6 @@ import yaml
 from pydantic import ValidationError
 
 import envoy
-from millrace.oip.resumable import ALONE, EXPECTED_FINGERPRINT, HEARTBEAT_MS, RESUMES
 from millrace.payload.call import RECORDED
 from millrace.telemetry.identity import REQUEST_ID
 from millrace.telemetry.rpc import LINK
@@ -180,7 +179,7 @@ def test_a_stream_of_an_hour_meets_no_limit(config: Config) -> None:
 
 
 def test_silence_that_can_occur_ends_no_call(config: Config) -> None:
-    """Outside while a predictor hangs and another is waited for; inside heartbeats come all the while."""
+    """Outside while a predictor hangs and another is waited for; inside for as long as a service lets a call idle."""
     transformer, predictor = TransformerSettings(), PredictorSettings()
     silence_s = transformer.silence_limit + transformer.predictor_wait + predictor.step_timeout
     idle_s = [
@@ -208,7 +207,7 @@ def keys(part: Any) -> Iterator[str]:
 def test_what_only_the_transformer_may_say_is_taken_from_strangers(config: Config) -> None:
     removed = connection_manager(config, "ingress")["route_config"]["request_headers_to_remove"]
     of_the_stack = {name for name in removed if name.startswith("x-millrace-")}
-    assert of_the_stack == {RECORDED[0], RESUMES, HEARTBEAT_MS, ALONE, EXPECTED_FINGERPRINT, LINK}
+    assert of_the_stack == {RECORDED[0], LINK}
     assert "request_headers_to_remove" not in connection_manager(config, "inner")["route_config"]
 
 

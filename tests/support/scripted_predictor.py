@@ -19,7 +19,7 @@ import numpy as np
 import orjson
 
 from millrace.errors import DrainingError, MillraceError, NotFoundError
-from millrace.oip.resumable import FINGERPRINT
+from millrace.oip.model_description import FINGERPRINT
 from millrace.oip.tensors import Tensor, add_output
 from millrace.rpc.handlers import ErrorServerInterceptor
 from millrace.step_errors import write_error

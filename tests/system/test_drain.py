@@ -12,11 +12,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace.errors import DRAINING
-from millrace.oip.resumable import HEARTBEAT, LEAVING, CallOptions
 from millrace.oip.tensors import Tensor, decode_outputs
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from millrace_protos.inference_pb2 import ModelReadyRequest, ServerReadyRequest
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from tests.support.steps_caller import StepsCaller
 from tests.system.calls import channel, each, generate, http_request, ids_request
 from tests.system.gated_stack import gated_stack
 from tests.system.predictor_process import predictor_process
@@ -25,29 +25,24 @@ from tests.waiting import until
 MODELS = "storyteller=models/storyteller"
 AS_STATUS = ("triton_grpc_error", "true")
 TOKENS = 8
+SAMPLING = {"max_tokens": TOKENS, "seed": 1, "ignore_eos": True}
+ENDS = (grpc.StatusCode.UNAVAILABLE, "the predictor is stopping")
 GATED = "tests.system.gated_predictor"
 
 
 class Stream:
-    """A generation at the predictor's own port, read as it comes."""
+    """A generation by the Open Inference Protocol at the predictor's own port, read as it comes."""
 
-    def __init__(self, stub, options):
+    def __init__(self, stub):
         request = ids_request("storyteller", Tensor("input_ids", "INT64", np.array([1])), max_tokens=TOKENS, seed=1)
         request.parameters["ignore_eos"].bool_param = True
         self.ids = []
-        self.heartbeats = 0
-        self.is_offered = False
-        self._call = stub.ModelStreamInfer(each(request), metadata=(AS_STATUS, *options.metadata()), timeout=60)
+        self._call = stub.ModelStreamInfer(each(request), metadata=(AS_STATUS,), timeout=60)
         self._task = asyncio.create_task(self._read())
 
     async def _read(self):
         async for message in self._call:
-            response = message.infer_response
-            self.is_offered |= LEAVING in response.parameters
-            if response.parameters[HEARTBEAT].bool_param:
-                self.heartbeats += 1
-            else:
-                self.ids += decode_outputs(response)["output_ids"].array.tolist()
+            self.ids += decode_outputs(message.infer_response)["output_ids"].array.tolist()
 
     async def error(self):
         with pytest.raises(grpc.aio.AioRpcError) as raised:
@@ -83,12 +78,12 @@ async def test_a_stream_may_leave_or_ends_and_health_says_it_first(tmp_path, gat
             return answers.pop()
 
         assert await serving()
-        goes_on = Stream(stub, CallOptions(resumes=True, heartbeat_ms=50))
-        await until(lambda: goes_on.heartbeats > 1)
+        transformer = StepsCaller(own, "storyteller").start()
+        transformer.submit(1, [1], SAMPLING)
         make_tokens(3)
-        await until(lambda: len(goes_on.ids) == 3)
-        stays = Stream(stub, CallOptions(heartbeat_ms=50))
-        await until(lambda: stays.heartbeats)
+        await until(lambda: len(transformer.tokens.get(1, ())) == 3)
+        stays = Stream(stub)
+        await until(lambda: transformer.load().running + transformer.load().waiting == 2)
         watch = health.Watch(health_pb2.HealthCheckRequest(service="ready"))
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
         predictor.process.send_signal(signal.SIGTERM)
@@ -96,17 +91,20 @@ async def test_a_stream_may_leave_or_ends_and_health_says_it_first(tmp_path, gat
         watch.cancel()
         # It listens as long as somebody is at work.
         assert not await serving()
-        refused = await Stream(stub, CallOptions(resumes=True)).error()
+        refused = await Stream(stub).error()
         assert refused.code() is grpc.StatusCode.UNAVAILABLE
         assert dict(refused.trailing_metadata())[DRAINING] == "true"
+        transformer.submit(2, [1], SAMPLING)
+        assert (await transformer.error_of(2)).class_name == "DrainingError"
         if drain == "hand-back":
-            await until(lambda: goes_on.is_offered)
+            await until(lambda: transformer.leaving)
         make_tokens(3 * TOKENS)
         # Who has nowhere to go stays.
-        assert await goes_on.end() == await stays.end()
-        assert len(goes_on.ids) == TOKENS
-        assert goes_on.is_offered == (drain == "hand-back")
-        assert not stays.is_offered
+        assert (await transformer.end_of(1)).finish_reason == "length"
+        assert transformer.tokens[1] == await stays.end()
+        assert len(transformer.tokens[1]) == TOKENS
+        assert transformer.leaving == (drain == "hand-back")
+        assert await transformer.status() == ENDS
         assert await predictor.end() == 0
 
 
@@ -114,15 +112,15 @@ async def test_what_has_not_ended_at_the_end_of_a_drain_is_handed_back(tmp_path,
     path, make_tokens = gate
     environment = {"GATE_SOCKET": path, "MODELS": MODELS, "PREDICTOR_DRAIN_S": "1"}
     async with predictor_process(tmp_path / "log", GATED, **environment) as predictor, channel(predictor.target) as own:
-        goes_on = Stream(GRPCInferenceServiceStub(own), CallOptions(resumes=True, heartbeat_ms=50))
+        transformer = StepsCaller(own, "storyteller").start()
+        transformer.submit(1, [1], SAMPLING)
         make_tokens(3)
-        await until(lambda: len(goes_on.ids) == 3)
+        await until(lambda: len(transformer.tokens.get(1, ())) == 3)
         predictor.process.send_signal(signal.SIGTERM)
-        error = await goes_on.error()
-        told = dict(error.trailing_metadata())
-        assert (error.code(), told["x-http-status"], told[DRAINING]) == (grpc.StatusCode.UNAVAILABLE, "503", "true")
-        assert len(goes_on.ids) == 3
-        make_tokens(TOKENS)  # The model waits in a step for the stream that has gone.
+        assert (await transformer.error_of(1)).class_name == "DrainingError"
+        assert len(transformer.tokens[1]) == 3
+        assert await transformer.status() == ENDS
+        # The engine waits in a step for the sequence that has gone.
         assert await predictor.end() == 0
 
 
@@ -182,7 +180,7 @@ async def test_an_engine_that_died_ends_its_streams_as_a_death_and_is_replaced_b
     path, make_tokens = gate
     environment = {"GATE_SOCKET": path, "MODELS": MODELS, "PREDICTOR_STEP_TIMEOUT": "1"}
     async with predictor_process(tmp_path / "log", GATED, **environment) as predictor, channel(predictor.target) as own:
-        stream = Stream(GRPCInferenceServiceStub(own), CallOptions(resumes=True, heartbeat_ms=50))
+        stream = Stream(GRPCInferenceServiceStub(own))
         make_tokens()
         error = await stream.error()
         assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, "the engine died")
@@ -195,7 +193,7 @@ async def test_an_engine_that_died_ends_its_streams_as_a_death_and_is_replaced_b
 
         assert await is_serving("")
         await until(lambda: is_serving("ready"))
-        again = Stream(GRPCInferenceServiceStub(own), CallOptions(resumes=True, heartbeat_ms=50))
+        again = Stream(GRPCInferenceServiceStub(own))
         make_tokens(TOKENS)
         assert len(await again.end()) == TOKENS
         predictor.process.send_signal(signal.SIGTERM)

@@ -9,7 +9,6 @@ import pytest
 from millrace.deadline import NO_DEADLINE, Deadline
 from millrace.errors import InvalidRequestError, NotReadyError
 from millrace.oip.model_description import ModelDescription
-from millrace.oip.resumable import HEARTBEAT, CallOptions
 from millrace.oip.stream_infer import EMPTY_FINAL, FINAL
 from millrace.oip.tensors import Tensor, add_input, add_output
 from millrace_protos.inference_pb2 import ModelInferRequest, ModelInferResponse
@@ -29,18 +28,14 @@ class FakeModel:
         self.statistics = RequestCounts(steps=3, succeeded=1, queue_ns=5, compute_ns=7)
         self.asked = []
 
-    async def infer(self, request, deadline, options):
-        async with aclosing(self.stream(request, deadline, options)) as responses:
+    async def infer(self, request, deadline, first_token_timeout_s=None):
+        async with aclosing(self.stream(request, deadline)) as responses:
             return [response async for response in responses][-1]
 
-    async def stream(self, request, deadline, options):
+    async def stream(self, request, deadline, first_token_timeout_s=None):
         self.asked.append(request.id)
         if request.id == "bad":
             raise InvalidRequestError("bad")
-        if request.id == "1" and options.heartbeat_ms:
-            heartbeat = ModelInferResponse()
-            heartbeat.parameters[HEARTBEAT].bool_param = True
-            yield heartbeat
         count = int(request.id) if request.id.isdigit() else 1
         for i in range(count):
             response = ModelInferResponse()
@@ -117,13 +112,6 @@ async def test_a_long_stream_makes_no_long_answer(serving):
     told = serving.statistics().response_stats
     assert len(told) == 17
     assert told["16+"].success.count == 5000 - 16
-
-
-async def test_a_heartbeat_is_no_response(serving):
-    options = CallOptions(heartbeat_ms=5)
-    async with aclosing(serving.stream(ModelInferRequest(id="1"), NO_DEADLINE, options)) as responses:
-        assert len([response async for response in responses]) == 2
-    assert counted(serving) == ((1, 0), {"0": (1, 0, 0, 0)})
 
 
 async def test_the_empty_final_response_is_counted(serving):

@@ -50,9 +50,8 @@ from services.predictor.engine.step import Result, StepRunner
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 5.0
-# An isolated request may crash its process, so its caller is notified before it begins: the longest wait for that, and
-# the time for the notice to pass the gateway.
-_NOTIFY_S, _DELIVERY_S = 0.5, 0.05
+# An isolated request may crash its process, so its caller is notified first: the longest wait for that.
+_NOTIFY_S = 0.5
 
 
 class ContinuousBatchingEngine:
@@ -236,17 +235,19 @@ class ContinuousBatchingEngine:
             rows = self._scheduler.schedule(prefill)
             self.statistics.preempted = self._scheduler.preempted
         self._meter.begin(rows, time.monotonic())
-        if rows and rows[0].sequence.alone and not rows[0].sequence.slot.runs_alone:
-            return rows if self._announce_isolation(rows[0].sequence) else []
+        if rows and rows[0].sequence.alone and not self._announce_isolation(rows[0].sequence):
+            return []
         return rows
 
     def _announce_isolation(self, sequence: Sequence) -> bool:
-        """Notifies the caller that a sequence runs isolated from now on; returns whether it should still run."""
-        if not sequence.slot.run_alone(_NOTIFY_S):
-            self._cancel(sequence)
-            return False
-        time.sleep(_DELIVERY_S)  # The gateway does not acknowledge the notice.
-        return True
+        """Notifies the caller, once, that a sequence runs isolated; returns whether it should still run."""
+        if sequence.alone_is_announced:
+            return True
+        sequence.alone_is_announced = True
+        if sequence.slot.run_alone(_NOTIFY_S):
+            return True
+        self._cancel(sequence)
+        return False
 
     def _make_room(self, rows: list[Row]) -> Sequence | None:
         with self._changed:

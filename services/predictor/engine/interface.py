@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from millrace.errors import MillraceError
 from millrace.oip.prompt_logprobs import PromptLogprobs
 from millrace.sampling import ContextLimits, SamplingParameters
 from services.predictor.counts import RequestCounts
@@ -102,31 +101,11 @@ class OutputSlot(Protocol):
     def timeline(self) -> Timeline:
         """The times of its events so far."""
 
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens that came from the cache; known with the first chunk."""
-
-    @property
-    def runs_alone(self) -> bool:
-        """Whether the engine computes nothing else until the next token; it waits briefly until this is `reported`."""
-
-    def reported(self) -> None:
-        """Confirms that the caller has been notified of `runs_alone`."""
-
-    async def readable(self, timeout_s: float) -> bool:
-        """Waits until `read` would return or raise at once; returns False after `timeout_s`.
-
-        Returns False at once if `runs_alone` has to be reported.
-        """
-
     async def read(self) -> Chunk:
         """Returns the next chunk, merged as `chunk_tokens` and `chunk_ms` ask; raises the request's MillraceError."""
 
     def cancel(self) -> None:
         """Ends the request; may be called at any time and more than once."""
-
-    def fail(self, error: MillraceError) -> None:
-        """Ends the output with an error, after the tokens that it already has; the request must still be cancelled."""
 
 
 @dataclass(frozen=True)

@@ -19,23 +19,18 @@ from services.predictor.engine.state.slot import MergingSlot, Reader, wake
 class RemoteSlot(MergingSlot):
     """The output of a request that an engine process computes."""
 
-    def __init__(self, request: GenerationRequest, cancel: Callable[[], None], report: Callable[[], None]) -> None:
+    def __init__(self, request: GenerationRequest, cancel: Callable[[], None]) -> None:
         super().__init__(request.sampling)
         self.top_prompt_logprobs = request.prompt_logprobs
         self._cancel_remote = cancel
-        self._report_remote = report
 
     def cancel(self) -> None:
         super().cancel()
         self._cancel_remote()
 
-    def reported(self) -> None:
-        super().reported()
-        self._report_remote()
-
 
 class OwnChannel:
-    """A StepSink that feeds slots."""
+    """A StepSink that feeds slots; none of its requests runs isolated."""
 
     def __init__(self) -> None:
         self._slots: dict[int, RemoteSlot] = {}
@@ -61,15 +56,10 @@ class OwnChannel:
             if slot is None:
                 continue  # Its caller has left.
             beginning, prompt = begun.get(number), None
-            if beginning is not None:
-                slot.cached_tokens = beginning.cached_tokens
-                if beginning.HasField("prompt"):
-                    prompt = _prompt(beginning.prompt, slot.top_prompt_logprobs or 0)
+            if beginning is not None and beginning.HasField("prompt"):
+                prompt = _prompt(beginning.prompt, slot.top_prompt_logprobs or 0)
             readers.append(slot.publish(token_id, position, None, prompt))
         wake(reader for reader in readers if reader is not None)
-        for number in alone:
-            if number in self._slots:
-                self._slots[number].set_alone()
         for end in message.ended:
             slot = self._slots.pop(end.number, None)
             if slot is None:

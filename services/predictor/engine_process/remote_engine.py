@@ -112,7 +112,7 @@ class RemoteEngine:
             self._own.remove(number)
             self.cancel(*key)
 
-        slot = RemoteSlot(request, cancel, lambda: self.report_alone(*key))
+        slot = RemoteSlot(request, cancel)
         self.generate(*key, request, slot.timeline)
         self._own.add(number, slot)
         return slot

@@ -106,7 +106,6 @@ class SequenceFrames:
     def __init__(self, frames: StepFrames, key: Key) -> None:
         self.timeline = Timeline()
         self.cancelled = False
-        self.runs_alone = False
         self._frames = frames
         self._key = key
         self._cached_tokens = 0
@@ -129,7 +128,6 @@ class SequenceFrames:
             self._frames.frame.started.add(sequence=self._message(), at=now)
 
     def run_alone(self, timeout_s: float) -> bool:
-        self.runs_alone = True
         channel, number = self._key
         with self._frames.lock:
             self._frames.step_of(channel).rest.alone.append(number)
@@ -149,7 +147,6 @@ class SequenceFrames:
         with self._frames.lock:
             if self._ended:
                 return None
-            self.runs_alone = False
             step = self._frames.step_of(channel)
             step.numbers.append(number)
             step.token_ids.append(token_id)

@@ -7,15 +7,12 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from opentelemetry.metrics import Meter
-from opentelemetry.trace import get_current_span
 
 from millrace.deadline import Deadline
 from millrace.errors import DrainingError, MillraceError, StartupError
-from millrace.oip.model_description import INPUT_IDS, OUTPUT_IDS, ModelDescription, TensorSpec
+from millrace.oip.model_description import FINGERPRINT, INPUT_IDS, OUTPUT_IDS, ModelDescription, TensorSpec
 from millrace.oip.prompt_logprobs import PROMPT_LOGPROBS, PROMPT_TOP_LOGPROB_IDS, PROMPT_TOP_LOGPROBS
-from millrace.oip.resumable import FINGERPRINT, LEAVING, SPAN, CallOptions
 from millrace.oip.stream_infer import FINAL
-from millrace.telemetry.identity import traceparent_of
 from millrace_protos import inference_pb2 as pb
 from services.predictor.engine.interface import Engine, EngineStatistics, GenerationRequest, OutputSlot
 from services.predictor.generation.loaded_model import LoadedModel
@@ -23,15 +20,12 @@ from services.predictor.generation.requests import (
     LOGPROBS,
     TOP_LOGPROB_IDS,
     TOP_LOGPROBS,
-    heartbeat,
     merged,
     read_request,
     write_response,
 )
-from services.predictor.models.served_model import NO_OPTIONS
 from services.predictor.telemetry import GenerationTelemetry, ObservedGeneration
 
-_CACHED_TOKENS = "cached_tokens"
 _PROMPT_OUTPUTS = (
     TensorSpec(PROMPT_LOGPROBS, "FP32", [-1]),
     TensorSpec(PROMPT_TOP_LOGPROB_IDS, "INT32", [-1, -1]),
@@ -40,7 +34,7 @@ _PROMPT_OUTPUTS = (
 
 
 class Resumable(Protocol):
-    """The output of a request that can resume elsewhere."""
+    """A sequence that can resume elsewhere."""
 
     def fail(self, error: MillraceError) -> None:
         """Ends it with an error, after the tokens that it already has."""
@@ -53,9 +47,8 @@ class GenerationModel:
         self.name = loaded.name
         self.description = _describe(loaded)
         self.telemetry = GenerationTelemetry(loaded.name, meter)
-        self.resumable: set[Resumable] = set()  # Outputs whose callers can resume elsewhere.
+        self.resumable: set[Resumable] = set()
         self._loaded = loaded
-        self._is_leaving = False
 
     @property
     def engine(self) -> Engine:
@@ -70,51 +63,29 @@ class GenerationModel:
         return self.engine.statistics
 
     async def infer(
-        self, request: pb.ModelInferRequest, deadline: Deadline, options: CallOptions = NO_OPTIONS
+        self, request: pb.ModelInferRequest, deadline: Deadline, first_token_timeout_s: float | None = None
     ) -> pb.ModelInferResponse:
-        with self._generation(request, deadline, options) as (slot, observed):
+        with self._generation(request, deadline, first_token_timeout_s) as (slot, observed):
             chunks = [observed.take(await slot.read())]
             while chunks[-1].finish_reason is None:
                 chunks.append(observed.take(await slot.read()))
-        return write_response(request, merged(chunks), options)
+        return write_response(request, merged(chunks))
 
     async def stream(
-        self, request: pb.ModelInferRequest, deadline: Deadline, options: CallOptions = NO_OPTIONS
+        self, request: pb.ModelInferRequest, deadline: Deadline, first_token_timeout_s: float | None = None
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
-        heartbeat_s = None if options.heartbeat_ms is None else options.heartbeat_ms / 1000
-        with self._generation(request, deadline, options) as (slot, observed):
-            span = traceparent_of(get_current_span()) if options.resumes else ""
-            reports_cached = options.resumes
-            if reports_cached:
-                self.resumable.add(slot)
+        with self._generation(request, deadline, first_token_timeout_s) as (slot, observed):
             ended = False
             while not ended:
-                while heartbeat_s is not None and not await slot.readable(heartbeat_s):
-                    runs_alone = slot.runs_alone
-                    beat = heartbeat(request, runs_alone)
-                    span = _add_span(beat, span)
-                    self._add_leaving(beat, options)
-                    yield beat
-                    if runs_alone:
-                        slot.reported()
                 chunk = observed.take(await slot.read())
                 ended = chunk.finish_reason is not None
-                response = write_response(request, chunk, options)
+                response = write_response(request, chunk)
                 response.parameters[FINAL].bool_param = ended
-                if reports_cached:
-                    # The last chunk, which reports the usage, may come from another replica.
-                    response.parameters[_CACHED_TOKENS].int64_param = slot.cached_tokens
-                    reports_cached = False
-                span = _add_span(response, span)
-                self._add_leaving(response, options)
                 yield response
 
-    def offer(self) -> None:
-        self._is_leaving = True
-
     def hand_back(self) -> None:
-        for output in tuple(self.resumable):
-            output.fail(DrainingError(f"model {self.name!r} is handed back"))
+        for sequence in tuple(self.resumable):
+            sequence.fail(DrainingError(f"model {self.name!r} is handed back"))
 
     async def warm_up(self) -> None:
         """Generates two tokens with the engine: a model that is ready has generated before."""
@@ -134,29 +105,17 @@ class GenerationModel:
     def close(self) -> None:
         self.engine.close()
 
-    def _add_leaving(self, response: pb.ModelInferResponse, options: CallOptions) -> None:
-        if self._is_leaving and options.resumes:
-            response.parameters[LEAVING].bool_param = True
-
     @contextmanager
     def _generation(
-        self, request: pb.ModelInferRequest, deadline: Deadline, options: CallOptions
+        self, request: pb.ModelInferRequest, deadline: Deadline, first_token_timeout_s: float | None
     ) -> Iterator[tuple[OutputSlot, ObservedGeneration]]:
         """Submits a request; yields its output slot and its telemetry. Leaving the block cancels the request."""
-        slot = self.engine.submit(read_request(self._loaded, request, deadline, options))
+        slot = self.engine.submit(read_request(self._loaded, request, deadline, first_token_timeout_s))
         with self.telemetry.observed(slot.timeline) as observed:
             try:
                 yield slot, observed
             finally:
-                self.resumable.discard(slot)
                 slot.cancel()
-
-
-def _add_span(response: pb.ModelInferResponse, span: str) -> str:
-    """Adds the call's span to its first response; returns the span that the next response still has to carry."""
-    if span:
-        response.parameters[SPAN].string_param = span
-    return ""
 
 
 def _describe(loaded: LoadedModel) -> ModelDescription:

@@ -24,7 +24,6 @@ from millrace.oip.model_description import INPUT_IDS, OUTPUT_IDS
 from millrace.oip.parameters import read_sampling, set_parameters
 from millrace.oip.prompt_logprobs import OUTPUTS as PROMPT_OUTPUTS
 from millrace.oip.prompt_logprobs import PROMPT_LOGPROBS, check_size
-from millrace.oip.resumable import HEARTBEAT, RUNS_ALONE, CallOptions
 from millrace.oip.tensors import Tensor, add_output, checked_shape, decode_inputs
 from millrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
 from millrace_protos import inference_pb2, steps_pb2
@@ -41,7 +40,10 @@ _SCORED = frozenset(PROMPT_OUTPUTS)
 
 
 def read_request(
-    model: LoadedModel, request: inference_pb2.ModelInferRequest, deadline: Deadline, options: CallOptions
+    model: LoadedModel,
+    request: inference_pb2.ModelInferRequest,
+    deadline: Deadline,
+    first_token_timeout_s: float | None,
 ) -> GenerationRequest:
     """Validates a request completely, so that the engine never sees an invalid one."""
     _check_lengths(request, model.engine.limits)
@@ -71,23 +73,22 @@ def read_request(
     sampling = _sampling(model, parameters, len(input_ids), len(output_ids))
     if names & {TOP_LOGPROB_IDS, TOP_LOGPROBS} and not sampling.top_logprobs:
         raise InvalidRequestError("outputs 'top_logprob_ids' and 'top_logprobs' need the parameter top_logprobs")
-    timeout_ms = options.first_token_timeout_ms
     return GenerationRequest(
         request.id or str(uuid.uuid4()),
         input_ids,
         sampling,
         output_ids,
         deadline.at,
-        None if timeout_ms is None else timeout_ms / 1000,
-        options.alone,
-        # Any client may send output_ids; only the transformer can state that its caller already has part of the answer.
-        moved=options.resumes and bool(output_ids),
+        first_token_timeout_s,
         prompt_logprobs=prompt_logprobs,
     )
 
 
 def read_submission(model: LoadedModel, message: steps_pb2.Submission, deadline: Deadline) -> GenerationRequest:
-    """As `read_request`; what concerns the size of chunks is ignored."""
+    """As `read_request`; what concerns the size of chunks is ignored.
+
+    Any client may send output_ids; a transformer states with them that its caller already has part of the answer.
+    """
     limits = model.engine.limits
     input_ids, output_ids = list(message.prompt_ids), list(message.output_ids)
     _check_prompt(input_ids, limits)
@@ -118,22 +119,11 @@ def outputs_of(limits: EngineLimits) -> tuple[str, ...]:
     return OUTPUTS + PROMPT_OUTPUTS if limits.scores_prompts else OUTPUTS
 
 
-def heartbeat(request: inference_pb2.ModelInferRequest, runs_alone: bool) -> inference_pb2.ModelInferResponse:
-    """A response without tensors: the request is in flight, and `runs_alone` is its state."""
-    response = inference_pb2.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
-    response.parameters[HEARTBEAT].bool_param = True
-    if runs_alone:
-        response.parameters[RUNS_ALONE].bool_param = True
-    return response
-
-
-def write_response(
-    request: inference_pb2.ModelInferRequest, chunk: Chunk, options: CallOptions
-) -> inference_pb2.ModelInferResponse:
+def write_response(request: inference_pb2.ModelInferRequest, chunk: Chunk) -> inference_pb2.ModelInferResponse:
     """Converts a chunk to a response to `request`.
 
-    The number of cached prompt tokens goes only to the transformer and to requests that share their cache with no
-    other: otherwise a caller could find out which prompts others have sent.
+    The number of cached prompt tokens goes only to requests that share their cache with no other: otherwise a caller
+    could find out which prompts others have sent.
     """
     response = inference_pb2.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
     names = {output.name for output in request.outputs} or {*OUTPUTS, *PROMPT_OUTPUTS}
@@ -158,7 +148,7 @@ def write_response(
     if chunk.usage is not None:
         usage = dict(vars(chunk.usage))
         is_salted = _CACHE_SALT in request.parameters and request.parameters[_CACHE_SALT].string_param
-        if not (options.resumes or is_salted):
+        if not is_salted:
             usage["cached_tokens"] = 0
         set_parameters(response.parameters, usage)
     return response

@@ -12,12 +12,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager
 
 from millrace.deadline import Deadline
-from millrace.errors import DrainingError, NotReadyError, OtherWeightsError
+from millrace.errors import NotReadyError, OtherWeightsError
 from millrace.oip.declared_tensors import check_requested_outputs
-from millrace.oip.resumable import FINGERPRINT, HEARTBEAT, CallOptions
+from millrace.oip.model_description import FINGERPRINT
 from millrace_protos import inference_pb2 as pb
 from services.predictor.models.request_statistics import CountedRequest, RequestStatistics
-from services.predictor.models.served_model import NO_OPTIONS, VERSION, ServedModel
+from services.predictor.models.served_model import VERSION, ServedModel
 
 
 class Serving:
@@ -34,51 +34,45 @@ class Serving:
         self._idle.set()
         self._stopped = False
         self._waits: set[asyncio.Timeout] = set()
-        self._fingerprint = model.description.parameters.get(FINGERPRINT, "")
+        # Of the weights that answer; "" if they have none.
+        self.fingerprint = model.description.parameters.get(FINGERPRINT, "")
 
     async def infer(
-        self, request: pb.ModelInferRequest, deadline: Deadline, options: CallOptions = NO_OPTIONS
+        self, request: pb.ModelInferRequest, deadline: Deadline, first_token_timeout_s: float | None = None
     ) -> pb.ModelInferResponse:
-        self._check_weights(options)
         with self._counted(request, deadline) as counted:
             check_requested_outputs(request)
-            async with self._until_stopped(NotReadyError):
-                response = await self.model.infer(request, deadline, options)
+            async with self._until_stopped():
+                response = await self.model.infer(request, deadline, first_token_timeout_s)
             self._sign(response)
             counted.response(response)
             return response
 
     async def stream(
-        self, request: pb.ModelInferRequest, deadline: Deadline, options: CallOptions = NO_OPTIONS
+        self, request: pb.ModelInferRequest, deadline: Deadline, first_token_timeout_s: float | None = None
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
-        self._check_weights(options)
-        stopped = DrainingError if options.resumes else NotReadyError
         is_first = True
         with self._counted(request, deadline) as counted:
             check_requested_outputs(request)
-            async with aclosing(self.model.stream(request, deadline, options)) as responses:
+            async with aclosing(self.model.stream(request, deadline, first_token_timeout_s)) as responses:
                 while True:
-                    async with self._until_stopped(stopped):
+                    async with self._until_stopped():
                         response = await anext(responses, None)
                     if response is None:
                         return
                     if is_first:
                         is_first = False
                         self._sign(response)
-                    if HEARTBEAT not in response.parameters:
-                        counted.response(response)
+                    counted.response(response)
                     yield response
 
-    @property
-    def fingerprint(self) -> str:
-        """Of the weights that answer; "" if they have none."""
-        return self._fingerprint
+    def sequence(self, request_id: str, deadline: Deadline, fingerprint: str) -> AbstractContextManager[CountedRequest]:
+        """Counts a sequence that the block generates by itself.
 
-    def sequence(
-        self, request_id: str, deadline: Deadline, options: CallOptions
-    ) -> AbstractContextManager[CountedRequest]:
-        """Counts a sequence that the block generates by itself; raises OtherWeightsError."""
-        self._check_weights(options)
+        `fingerprint` is that of the weights that it needs ("": any); raises OtherWeightsError.
+        """
+        if fingerprint and fingerprint != self.fingerprint:
+            raise OtherWeightsError(f"model {self.model.name!r} has other weights here")
         return self._counted(pb.ModelInferRequest(id=request_id), deadline)
 
     async def drain(self, timeout_s: float) -> int:
@@ -122,14 +116,10 @@ class Serving:
             response_stats={index: tally.as_message() for index, tally in self.requests.responses.items()},
         )
 
-    def _check_weights(self, options: CallOptions) -> None:
-        if options.fingerprint and options.fingerprint != self._fingerprint:
-            raise OtherWeightsError(f"model {self.model.name!r} has other weights here")
-
     def _sign(self, response: pb.ModelInferResponse) -> None:
         """Adds the fingerprint of the weights that answer the call."""
-        if self._fingerprint:
-            response.parameters[FINGERPRINT].string_param = self._fingerprint
+        if self.fingerprint:
+            response.parameters[FINGERPRINT].string_param = self.fingerprint
 
     @contextmanager
     def _counted(self, request: pb.ModelInferRequest, deadline: Deadline) -> Iterator[CountedRequest]:
@@ -146,9 +136,9 @@ class Serving:
                 self._idle.set()
 
     @asynccontextmanager
-    async def _until_stopped(self, error: type[NotReadyError]) -> AsyncIterator[None]:
-        """Raises `error` from the block when the model is stopped."""
-        unloaded = error(f"model {self.model.name!r} was unloaded")
+    async def _until_stopped(self) -> AsyncIterator[None]:
+        """Raises NotReadyError from the block when the model is stopped."""
+        unloaded = NotReadyError(f"model {self.model.name!r} was unloaded")
         if self._stopped:
             raise unloaded
         wait = asyncio.timeout(None)

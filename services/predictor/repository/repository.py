@@ -167,8 +167,6 @@ class ModelRepository:
         served = [entry.serving for entry in self._entries.values() if entry.serving is not None]
         if self._settings.drain == "hand-back":
             self.is_leaving = True
-            for serving in served:
-                serving.model.offer()
             self._notify()
         left = sum(await asyncio.gather(*(serving.drain(timeout_s) for serving in served)))
         if left:

@@ -18,7 +18,6 @@ from opentelemetry.trace import Span, SpanKind
 
 from millrace.deadline import DEADLINE_MARGIN_S, Deadline
 from millrace.errors import MillraceError
-from millrace.oip.resumable import CallOptions
 from millrace.oip.stream_infer import FINAL
 from millrace.telemetry.identity import PROTOCOL, REQUEST_ID, links_to, span_id_of, trace_id_of, traceparent_of
 from millrace.telemetry.logs import CALLS
@@ -93,9 +92,8 @@ class StepsSequence:
         self._hand_back = hand_back
         self._observed: ObservedGeneration | None = None
         self._lease = ExitStack()
-        options = CallOptions(resumes=True, fingerprint=message.fingerprint)
         self._counted: CountedRequest = self._lease.enter_context(
-            serving.sequence(message.request_id, deadline, options)
+            serving.sequence(message.request_id, deadline, message.fingerprint)
         )
 
     def begin(self) -> None:

@@ -17,8 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPI
 
 from millrace.errors import StartupError
 from millrace.models.kinds import ModelKind
-from millrace.oip.model_description import INPUT_IDS, ModelDescription, TensorSpec
-from millrace.oip.resumable import FINGERPRINT
+from millrace.oip.model_description import FINGERPRINT, INPUT_IDS, ModelDescription, TensorSpec
 from services.predictor.models.fingerprint import fingerprint_of
 from services.predictor.models.weights import dtype_name, load_weights
 from services.predictor.settings import PredictorSettings

@@ -15,12 +15,11 @@ import torch
 from millrace.deadline import NO_DEADLINE, Deadline
 from millrace.errors import MillraceError, StartupError
 from millrace.oip.model_description import INPUT_IDS, ModelDescription
-from millrace.oip.resumable import CallOptions
 from millrace.oip.stream_infer import FINAL
 from millrace.oip.tensors import Tensor, add_output
 from millrace_protos import inference_pb2 as pb
 from services.predictor.counts import RequestCounts
-from services.predictor.models.served_model import NO_OPTIONS, VERSION
+from services.predictor.models.served_model import VERSION
 from services.predictor.tensor_models.batch_worker import BatchWorker
 from services.predictor.tensor_models.row_network import RowNetwork, Vectors
 from services.predictor.tensor_models.rows import ATTENTION_MASK, RowLimits, Rows, read_rows
@@ -61,7 +60,7 @@ class EncoderModel:
         return self._worker.counts
 
     async def infer(
-        self, request: pb.ModelInferRequest, deadline: Deadline, options: CallOptions = NO_OPTIONS
+        self, request: pb.ModelInferRequest, deadline: Deadline, first_token_timeout_s: float | None = None
     ) -> pb.ModelInferResponse:
         vectors = await self._run(read_rows(request, self._output, self._limits), deadline)
         response = pb.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
@@ -69,14 +68,11 @@ class EncoderModel:
         return response
 
     async def stream(
-        self, request: pb.ModelInferRequest, deadline: Deadline, options: CallOptions = NO_OPTIONS
+        self, request: pb.ModelInferRequest, deadline: Deadline, first_token_timeout_s: float | None = None
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
         response = await self.infer(request, deadline)
         response.parameters[FINAL].bool_param = True
         yield response
-
-    def offer(self) -> None:
-        """Does nothing: the model's answers cannot resume elsewhere."""
 
     def hand_back(self) -> None:
         """Does nothing: the model's answers cannot resume elsewhere."""

@@ -51,13 +51,12 @@ from millrace.errors import (
 )
 from millrace.oip.declared_tensors import check_inputs
 from millrace.oip.model_description import ModelDescription
-from millrace.oip.resumable import CallOptions
 from millrace.oip.stream_infer import FINAL
 from millrace.python_tensors import BadResultError
 from millrace_protos import inference_pb2 as pb
 from services.predictor.counts import Outcome, RequestCounts
 from services.predictor.engine.interface import EngineDeadError
-from services.predictor.models.served_model import NO_OPTIONS, VERSION
+from services.predictor.models.served_model import VERSION
 from services.predictor.tensor_models.channel import Channel, ReaderLeftError
 from services.predictor.tensor_models.loop_thread import LoopThread
 from services.predictor.tensor_models.python_code import PythonCode
@@ -114,7 +113,7 @@ class PythonModel:
         logger.info("model %s: %s of %s", name, "a generator" if self._code.streams else "a function", folder)
 
     async def infer(
-        self, request: pb.ModelInferRequest, deadline: Deadline, options: CallOptions = NO_OPTIONS
+        self, request: pb.ModelInferRequest, deadline: Deadline, first_token_timeout_s: float | None = None
     ) -> pb.ModelInferResponse:
         answer = None
         async with aclosing(self._answers(request)) as answers:
@@ -129,16 +128,13 @@ class PythonModel:
         return answer
 
     async def stream(
-        self, request: pb.ModelInferRequest, deadline: Deadline, options: CallOptions = NO_OPTIONS
+        self, request: pb.ModelInferRequest, deadline: Deadline, first_token_timeout_s: float | None = None
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
         async with aclosing(self._answers(request)) as answers:
             async for response, last in answers:
                 # A function returns one response; whether it has returned by now depends on thread timing.
                 response.parameters[FINAL].bool_param = last or not self._code.streams
                 yield response
-
-    def offer(self) -> None:
-        """Does nothing: the model's answers cannot resume elsewhere."""
 
     def hand_back(self) -> None:
         """Does nothing: the model's answers cannot resume elsewhere."""

@@ -27,9 +27,8 @@ import orjson
 
 from millrace.errors import InvalidRequestError
 from millrace.oip.declared_tensors import check_requested_outputs
-from millrace.oip.model_description import ModelDescription, TensorSpec
+from millrace.oip.model_description import FINGERPRINT, ModelDescription, TensorSpec
 from millrace.oip.parameters import read_sampling, set_parameters
-from millrace.oip.resumable import FINGERPRINT
 from millrace.oip.tensors import BYTES, Tensor, add_output, bytes_tensor, decode_inputs
 from millrace.rpc.call_context import CallContext
 from millrace_protos import inference_pb2 as pb

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from millrace.oip.model_description import INPUT_IDS, OUTPUT_IDS
+from millrace.oip.model_description import FINGERPRINT, INPUT_IDS, OUTPUT_IDS
 from millrace.oip.prompt_logprobs import OUTPUTS as PROMPT_OUTPUTS
-from millrace.oip.resumable import FINGERPRINT
 from millrace_protos import inference_pb2 as pb
 from millrace_protos import model_config_pb2
 
@@ -33,7 +32,7 @@ OURS = Dialect()
 @dataclass(frozen=True)
 class PredictorModel:
     """One model at a predictor; `source` is a folder or hub id as `MODELS` names it, `fingerprint` that
-    of its weights, see millrace/oip/resumable.py."""
+    of its weights."""
 
     name: str
     versions: Sequence[str]
@@ -52,7 +51,7 @@ class PredictorModel:
 
     @property
     def resumes(self) -> bool:
-        """It goes on after ids that it, or another replica, gave before, see millrace/oip/resumable.py."""
+        """It continues after ids that it, or another replica, generated before; see resuming.py."""
         return self.generates and OUTPUT_IDS in self.inputs and self.dialect == OURS
 
     @property

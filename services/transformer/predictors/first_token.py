@@ -11,8 +11,7 @@ from contextlib import asynccontextmanager
 
 from millrace.deadline import Deadline
 from millrace.errors import DeadlineError
-from millrace.oip.resumable import call_options_of
-from millrace.rpc.call_context import CallContext
+from millrace.rpc.call_context import CallContext, first_token_timeout_s
 
 _MARGIN_S = 0.01
 
@@ -21,15 +20,14 @@ class FirstToken:
     """One request's first-token deadline, if it has one; raises InvalidRequestError where it is malformed."""
 
     def __init__(self, call: CallContext) -> None:
-        timeout_ms = call_options_of(call.metadata).first_token_timeout_ms
-        self._deadline = Deadline(math.inf if timeout_ms is None else call.arrived + timeout_ms / 1000)
-        self._message = f"no token within {timeout_ms} ms"
+        timeout_s = first_token_timeout_s(call.metadata)
+        self._deadline = Deadline(math.inf if timeout_s is None else call.arrived + timeout_s)
+        self._message = f"no token within {1000 * (timeout_s or 0):.0f} ms"
 
     @property
-    def left_ms(self) -> int | None:
+    def left_s(self) -> float | None:
         """What is left of it, None where there is none; raises DeadlineError once it has passed."""
-        left_s = self._deadline.left(self._message)
-        return None if left_s is None else max(1, int(1000 * left_s))
+        return self._deadline.left(self._message)
 
     @asynccontextmanager
     async def in_time(self) -> AsyncIterator[None]:

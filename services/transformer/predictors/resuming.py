@@ -176,8 +176,8 @@ class TokenStream:
             traceparent=span.traceparent,
             follows=span.follows,
         )
-        if not output_ids and (left_ms := self._first_token.left_ms) is not None:
-            submission.first_token_timeout_s = left_ms / 1000
+        if not output_ids and (left_s := self._first_token.left_s) is not None:
+            submission.first_token_timeout_s = left_s
         link.submit(call, submission)
         return call
 

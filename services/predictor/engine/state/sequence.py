@@ -56,6 +56,7 @@ class Sequence:
         self.number = 0  # Its position in the order of arrival.
         self.state: Any = None  # A model runner's own state of it; discarded with its blocks.
         self.alone = request.alone  # Until its next token.
+        self.alone_is_announced = False
         self.timeline = slot.timeline
         self.timeline.submitted = time.monotonic()
         self.to_score = 0 if request.prompt_logprobs is None else len(request.input_ids) - 1

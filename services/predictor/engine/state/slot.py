@@ -30,15 +30,11 @@ class SequenceOutput(Protocol):
     def cancelled(self) -> bool:
         """Whether the caller has left; the engine reads it before each step."""
 
-    @property
-    def runs_alone(self) -> bool:
-        """Whether `run_alone` has been called since the last token."""
-
     def start(self, now: float, cached_tokens: int) -> None:
         """Records the start of the first step that computes a part of the sequence."""
 
     def run_alone(self, timeout_s: float) -> bool:
-        """Reports that the request runs isolated; returns whether its caller still waits for it.
+        """Reports that the sequence runs isolated; returns whether its caller still waits for it.
 
         Returns once the caller has been notified, or has left, or after the timeout.
         """
@@ -76,37 +72,19 @@ class MergingSlot:
         self._prompt: PromptLogprobs | None = None
         self._finish: tuple[str, Usage] | None = None
         self._error: MillraceError | None = None
-        self._hold_until: float | None = None  # End of `chunk_ms` for held-back tokens, on the reader loop's clock.
         self.timeline = Timeline()  # The sequence's; the engine writes it.
-        self.cached_tokens = 0  # Of the prompt; known with the first token.
         self.cancelled = False  # The engine reads it before each step.
-        self.runs_alone = False
-        self._reported = threading.Event()
 
     def cancel(self) -> None:
         """Asks the engine to stop; thread-safe."""
         self.cancelled = True
-        self._reported.set()
 
     def start(self, now: float, cached_tokens: int) -> None:
         self.timeline.started = now
-        self.cached_tokens = cached_tokens
 
     def run_alone(self, timeout_s: float) -> bool:
-        self.set_alone()
-        self._reported.wait(timeout_s)
+        """Its reader is in the engine's process, and so is not notified."""
         return not (self.cancelled or self._ended())
-
-    def set_alone(self) -> None:
-        """Wakes the reader to report that the request runs isolated."""
-        with self._lock:
-            self.runs_alone = True
-            reader, self._wake = self._wake, None
-        if reader is not None:
-            wake([reader])
-
-    def reported(self) -> None:
-        self._reported.set()
 
     def publish(
         self,
@@ -118,7 +96,6 @@ class MergingSlot:
         with self._lock:
             if self._ended():
                 return None
-            self.runs_alone = False
             self._ids.append(token_id)
             if logprobs is not None:
                 self._logprobs.append(logprobs)
@@ -133,15 +110,11 @@ class MergingSlot:
     def fail(self, error: MillraceError) -> None:
         self._end(error=error)
 
-    async def readable(self, timeout_s: float) -> bool:
-        """Waits until `read` would return at once; returns False after `timeout_s`."""
-        return await self._until_chunk(asyncio.get_running_loop().time() + timeout_s)
-
     async def read(self) -> Chunk:
-        """Returns all new tokens, once there are as many as the request asks for."""
-        while not await self._until_chunk(None):
-            pass  # It was woken to report that it runs isolated.
-        self._hold_until = None
+        """Returns all new tokens, once there are as many as the request asks for, or after `chunk_ms`."""
+        await self._until(1)
+        if self._chunk_tokens > 1:
+            await self._until(self._chunk_tokens, self._chunk_s or None)
         with self._lock:
             ids, self._ids = self._ids, []
             logprobs, self._logprobs = self._logprobs, []
@@ -151,46 +124,26 @@ class MergingSlot:
             reason, usage = self._finish or (None, None)
             return Chunk(ids, logprobs, reason, usage, prompt)
 
-    async def _until_chunk(self, limit: float | None) -> bool:
-        """Waits for as many tokens as the request asks for, or until the limit; returns whether they are there.
-
-        Several waits in sequence do not hold tokens back for longer.
-        """
-        if not await self._until(1, limit):
-            return False
-        if self._chunk_tokens == 1:
-            return True
-        if self._hold_until is None and self._chunk_s:
-            self._hold_until = asyncio.get_running_loop().time() + self._chunk_s
-        if self._hold_until is None or (limit is not None and limit < self._hold_until):
-            return await self._until(self._chunk_tokens, limit)
-        await self._until(self._chunk_tokens, self._hold_until)
-        return True
-
-    async def _until(self, tokens: int, limit: float | None) -> bool:
-        """Waits for `tokens` tokens or the end, or until the limit; returns whether they are there."""
+    async def _until(self, tokens: int, timeout_s: float | None = None) -> None:
+        """Waits for `tokens` tokens or the end, or for the timeout."""
         with self._lock:
-            if self._has(tokens) or (limit is not None and self.runs_alone and not self._reported.is_set()):
-                return self._has(tokens)
+            if self._has(tokens):
+                return
             self._wake_at = tokens
             reader = self._wake = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.timeout_at(limit):
-                await reader
-        except TimeoutError:
-            pass
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await reader
         finally:
             with self._lock:
                 self._wake = None
-        with self._lock:
-            return self._has(tokens)
 
     def _end(self, *, finish: tuple[str, Usage] | None = None, error: MillraceError | None = None) -> None:
         with self._lock:
             if self._ended():
                 return
             self._finish, self._error = finish, error
-            self._reported.set()
             reader = self._satisfied()
         if reader is not None:
             wake([reader])

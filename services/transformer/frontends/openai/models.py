@@ -6,7 +6,7 @@ import time
 from typing import Any, Literal
 
 from millrace.errors import InvalidRequestError, NotFoundError, NotReadyError
-from millrace.oip.resumable import FINGERPRINT
+from millrace.oip.model_description import FINGERPRINT
 from services.transformer.models.catalogue import Catalogue
 from services.transformer.models.models import RelayedModel, TextModel
 
