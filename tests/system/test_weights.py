@@ -63,8 +63,8 @@ async def disturbed(stack, prefix, disturb):
     names = [f"{prefix} {number}" for number in range(STREAMS)]
     asking = [asyncio.create_task(generated(stack, name, came)) for name in names]
     await until(lambda: len(came) == STREAMS and min(came.values()) >= 5, 60)
+    assert not any(task.done() for task in asking)
     await disturb()
-    assert not all(task.done() for task in asking)
     return dict(zip(names, await asyncio.gather(*asking), strict=True))
 
 
@@ -110,8 +110,7 @@ async def test_a_stream_goes_on_with_the_weights_that_began_it_alone(stack):
     await stack.wait_ready(timeout_s=60)
 
     async def drain():
-        for name in ("predictor-0", "predictor-2"):
-            await stack.kill(name, signal.SIGTERM)
+        await asyncio.gather(*(stack.kill(name, signal.SIGTERM) for name in ("predictor-0", "predictor-2")))
 
     drained = await disturbed(stack, "drained", drain)
     assert set(drained.values()) <= undisturbed
