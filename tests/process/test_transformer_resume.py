@@ -31,6 +31,7 @@ from tests.support.scripted_predictor import (
     alone,
     breaks,
     breaks_before_its_end,
+    dies,
     falls_silent,
     hands_back,
     holds_until,
@@ -122,7 +123,7 @@ async def test_an_undisturbed_generation_is_one_call():
         assert (r.were_alone, r.continued_after, r.resumes) == ([False], [0], 0)
 
 
-@pytest.mark.parametrize("end", [breaks, hands_back, falls_silent, lambda n: raises(HopBrokenError("died"), n)])
+@pytest.mark.parametrize("end", [breaks, hands_back, falls_silent, dies])
 @pytest.mark.parametrize("after", [0, 1, 7, 19])
 async def test_it_goes_on_after_the_tokens_that_it_has(end, after):
     async with resuming(end(after), silence_limit_s=0.3) as r:
@@ -194,13 +195,23 @@ async def test_a_silent_connection_is_ended_before_the_next_begins():
 
 
 async def test_after_two_deaths_in_a_row_it_runs_alone_and_then_beside_others_again():
-    async with resuming(breaks(), breaks(), breaks(3)) as r:
+    async with resuming(dies(), dies(), dies(3)) as r:
         check_whole(await r.generate())
         assert r.were_alone == [False, False, True, False]
 
 
+async def test_the_loss_of_a_predictor_is_half_a_death():
+    async with resuming(*(breaks() for _ in range(4)), alone(breaks()), breaks(3)) as r:
+        check_whole(await r.generate())
+        assert r.were_alone == [False] * 4 + [True] * 2 + [False]
+    async with resuming(*(breaks() for _ in range(4)), alone(breaks()), alone(breaks())) as r:
+        with pytest.raises(RequestFailedError):
+            await r.generate()
+        assert r.were_alone == [False] * 4 + [True] * 2
+
+
 async def test_its_third_death_in_a_row_ends_it_and_the_same_request_is_refused():
-    async with resuming(breaks(5), breaks(), alone(breaks())) as r:
+    async with resuming(dies(5), dies(), alone(dies())) as r:
         chunks = r.chunks()
         assert ids_of([await anext(chunks) for _ in range(5)]) == ANSWER[:5]
         with pytest.raises(RequestFailedError):
@@ -213,13 +224,13 @@ async def test_its_third_death_in_a_row_ends_it_and_the_same_request_is_refused(
 
 
 async def test_who_dies_before_its_turn_to_run_alone_is_not_guilty():
-    async with resuming(breaks(5), *(breaks() for _ in range(4)), alone(hands_back()), breaks()) as r:
+    async with resuming(dies(5), *(dies() for _ in range(4)), alone(hands_back()), dies()) as r:
         check_whole(await r.generate())
         assert r.were_alone == [False] * 2 + [True] * 6
 
 
 async def test_who_always_dies_before_its_turn_is_taken_for_guilty():
-    async with resuming(*(breaks() for _ in range(100))) as r:
+    async with resuming(*(dies() for _ in range(100))) as r:
         with pytest.raises(RequestFailedError, match="refused"):
             await r.generate()
         assert r.were_alone == [False] * 2 + [True] * 5
@@ -242,8 +253,7 @@ async def test_drains_are_no_deaths():
 
 async def test_one_request_runs_alone_at_a_time():
     released = asyncio.Event()
-    died = raises(HopBrokenError("the engine died"))  # The connection stays.
-    async with resuming(*(died for _ in range(4)), holds_until(released), holds_until(released)) as r:
+    async with resuming(*(dies() for _ in range(4)), holds_until(released), holds_until(released)) as r:
         both = [asyncio.create_task(r.generate(prompt=(number,))) for number in range(2)]
         await r.predictor.wait_for_calls(5)
         await asyncio.sleep(0.2)  # Time enough for a fifth and a sixth call, if there were nothing to wait for.
@@ -256,7 +266,7 @@ async def test_one_request_runs_alone_at_a_time():
 
 async def test_a_replica_where_another_runs_alone_is_asked_again():
     taken = NotReadyError("another request runs in isolation here", retry_after_ms=100)
-    async with resuming(breaks(), breaks(), raises(taken)) as r:
+    async with resuming(dies(), dies(), raises(taken)) as r:
         check_whole(await r.generate())
         assert r.were_alone == [False, False, True, True]
 
@@ -411,10 +421,10 @@ async def test_a_predictor_that_never_answers_is_away_and_says_nothing_of_the_re
 
 async def test_a_predictor_that_falls_silent_after_a_heartbeat_has_died():
     one_beat = is_accepted(falls_silent())
-    async with resuming(one_beat, one_beat, alone(one_beat), silence_limit_s=0.2) as r:
+    async with resuming(*[one_beat] * 4, alone(one_beat), alone(one_beat), silence_limit_s=0.2) as r:
         with pytest.raises(RequestFailedError):
             await r.generate()
-        assert r.were_alone == [False, False, True]
+        assert r.were_alone == [False] * 4 + [True] * 2
 
 
 async def test_a_death_without_a_successor_is_nobody_being_ready():
@@ -481,7 +491,7 @@ async def test_a_first_token_deadline_that_is_none_is_refused(value):
 CANCELLED_IN = {
     "a call": [falls_silent(1)],
     "a back-off": [raises(NotReadyError("away", retry_after_ms=60_000))],
-    "the line for its turn alone": [breaks() for _ in range(2)],
+    "the line for its turn alone": [dies() for _ in range(2)],
 }
 
 
@@ -502,7 +512,7 @@ async def test_a_caller_who_leaves_ends_everything_at_once(script):
 
 
 async def test_who_leaves_while_it_runs_alone_gives_the_turn_back():
-    async with resuming(breaks(), breaks(), falls_silent()) as r:
+    async with resuming(dies(), dies(), falls_silent()) as r:
         asking = asyncio.create_task(r.generate())
         await r.predictor.wait_for_calls(3)
         asking.cancel()

@@ -5,9 +5,15 @@ import asyncio
 import pytest
 
 from millrace.deadline import Deadline
-from millrace.errors import DeadlineError, DrainingError, NotReadyError
+from millrace.errors import DeadlineError, DrainingError, HopBrokenError, NotReadyError
 from millrace.sampling import SamplingParameters
-from services.transformer.predictors.crashes import CrashCount, NextCall, Quarantine, request_fingerprint
+from services.transformer.predictors.crashes import (
+    CrashCount,
+    NextCall,
+    PredictorLostError,
+    Quarantine,
+    request_fingerprint,
+)
 from services.transformer.predictors.retries import Backoff
 
 SHARED, ALONE, NONE = NextCall.SHARED, NextCall.ISOLATED, NextCall.NONE
@@ -39,13 +45,24 @@ AWAY = NotReadyError("no predictor is ready")
         (3, "dddad", NONE),
         (2, "ddat", SHARED),
         (2, "ddatddd", ALONE),
+        # The loss of a predictor is half a crash, in isolation too.
+        (2, "lll", SHARED),
+        (2, "llll", ALONE),
+        (2, "dll", ALONE),
+        (2, "ddal", ALONE),
+        (2, "ddalal", NONE),
+        (2, "ddatddal", ALONE),
+        (2, "lllltl", SHARED),
+        (2, "llllllllllll", ALONE),
+        (2, "lllllllllllll", NONE),
     ],
 )
 def test_only_crashes_in_a_row_count(limit, events, next_call):
     crashes = CrashCount(limit)
     happen = {
-        "d": lambda: crashes.call_ended(crashed=True),
-        "e": lambda: crashes.call_ended(crashed=False),
+        "d": lambda: crashes.call_ended(HopBrokenError("the engine died")),
+        "l": lambda: crashes.call_ended(PredictorLostError("the connection broke")),
+        "e": lambda: crashes.call_ended(NotReadyError("it stops")),
         "a": crashes.isolated,
         "t": crashes.token,
     }

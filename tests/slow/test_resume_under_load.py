@@ -172,20 +172,20 @@ async def test_a_poisonous_request_is_refused_after_its_third_death_and_the_inno
     async with Client(stack.gateway) as client:
         async with Crowd(client, stories_of(TOKENS), INNOCENTS) as crowd:
             await until(crowd.all_have_moved, BACK_S)
-            before = lives(stack)
+            before = deaths(stack)
             for _ in range(3):
                 answer = await rest(stack.gateway, "POST", "/v1/completions", poison)
                 assert answer.status == 500, answer.body
-                await until(lambda: lives(stack) == before + 3, BACK_S)
+                await until(lambda: deaths(stack) == before + 3, BACK_S)
         crowd.all_right(oracle)
-    assert lives(stack) == before + 3
+    assert deaths(stack) == before + 3
     tell_pauses("poison", crowd)
 
 
-def lives(stack):
-    """How many lives the predictors have begun, together."""
+def deaths(stack):
+    """How many engines of the predictors have died, together, while they had requests."""
     names = [name for name in stack.names if name.startswith("predictor")]
-    return sum(stack.log(name).count("listening on") for name in names)
+    return sum(stack.log(name).count("the engine died with") for name in names)
 
 
 @pytest.mark.full  # In little: tests/system/test_resume.py.

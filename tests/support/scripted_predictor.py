@@ -18,7 +18,7 @@ import grpc
 import numpy as np
 import orjson
 
-from millrace.errors import DrainingError, MillraceError, NotFoundError
+from millrace.errors import DrainingError, HopBrokenError, MillraceError, NotFoundError
 from millrace.oip.model_description import FINGERPRINT
 from millrace.oip.tensors import Tensor, add_output
 from millrace.rpc.handlers import ErrorServerInterceptor
@@ -217,6 +217,11 @@ async def whole(predictor, call):
 def breaks(after=0):
     """The connection breaks after so many tokens."""
     return raises(Broken(), after)
+
+
+def dies(after=0):
+    """The engine dies after so many tokens; the connection stays."""
+    return raises(HopBrokenError("the engine died"), after)
 
 
 def breaks_before_its_end(after):

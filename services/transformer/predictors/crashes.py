@@ -4,7 +4,10 @@ A crash alone does not prove that the request caused it: a machine may have fail
 crashes in a row count, without a new token between them. After `limit` of them the next call runs in isolation: its
 replica computes nothing else. A crash in isolation is caused by the request, which then is quarantined: refused for a
 while, whoever sends it. A crash before isolation has begun does not prove anything, but a request to which that happens
-again and again is quarantined too: it may crash its predictor before its first step. Pure.
+again and again is quarantined too: it may crash its predictor before its first step.
+
+A request can end the engine that computes it, and then its predictor says so. A predictor that is lost as a whole was
+most likely killed, replaced or cut off, so that counts as half a crash. Pure.
 """
 
 from __future__ import annotations
@@ -17,9 +20,11 @@ from enum import Enum
 
 import numpy as np
 
+from millrace.errors import HopBrokenError, MillraceError
 from millrace.sampling import SamplingParameters
 
 _MOST_BEFORE_ISOLATION = 4
+_HALVES = 2  # Of a crash; the loss of a predictor is one.
 _QUARANTINE_S = 600.0
 _CAPACITY = 1024
 
@@ -32,35 +37,42 @@ class NextCall(Enum):
     NONE = "not at all"
 
 
+class PredictorLostError(HopBrokenError):
+    """The connection to a predictor broke, or the predictor fell silent."""
+
+
 class CrashCount:
     """The crashes of one request; `limit` of them in a row, and it runs in isolation."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._in_a_row = 0
+        self._limit = _HALVES * limit
+        self._in_a_row = 0  # In halves, as all counts here.
+        self._in_isolation = 0
         self._is_isolated = False
-        self._is_cause = False
 
     def isolated(self) -> None:
         """From now on the call's predictor computes nothing else."""
         self._is_isolated = True
 
-    def call_ended(self, crashed: bool) -> None:
-        """The call ended without a new token, by a crash of its predictor or otherwise."""
-        self._in_a_row += crashed
-        self._is_cause |= crashed and self._is_isolated
+    def call_ended(self, error: MillraceError) -> None:
+        """The call ended without a new token: HopBrokenError is a crash."""
+        halves = 1 if isinstance(error, PredictorLostError) else _HALVES if isinstance(error, HopBrokenError) else 0
+        self._in_a_row += halves
+        if self._is_isolated:
+            self._in_isolation += halves
         self._is_isolated = False
 
     def token(self) -> None:
         """A new token came: the request did not cause the crashes before it."""
-        self._in_a_row = 0
+        self._in_a_row = self._in_isolation = 0
         self._is_isolated = False
 
     @property
     def next_call(self) -> NextCall:
         if self._in_a_row < self._limit:
             return NextCall.SHARED
-        if self._is_cause or self._in_a_row > self._limit + _MOST_BEFORE_ISOLATION:
+        is_cause = self._in_isolation >= _HALVES
+        if is_cause or self._in_a_row > self._limit + _HALVES * _MOST_BEFORE_ISOLATION:
             return NextCall.NONE
         return NextCall.ISOLATED
 

@@ -1,7 +1,7 @@
 """One long call to each predictor of ours, over which all generations of this process go: see protos/steps.proto.
 
-A link is up from its first message on. When it breaks or falls silent, every call on it ends with HopBrokenError, but
-with NotReadyError if a silent predictor has not accepted it, since a hung process is not its fault. The link then
+A link is up from its first message on. When it breaks or falls silent, every call on it ends with PredictorLostError,
+but with NotReadyError if a silent predictor has not accepted it, since a hung process is not its fault. The link then
 connects again, for ever. `Links` keeps one link for each address of a predictor and chooses among them.
 
 The gateway does not carry these calls: it would have nothing to balance or retry on a call that stays with one
@@ -19,11 +19,12 @@ from itertools import count
 
 import grpc
 
-from millrace.errors import HopBrokenError, NotReadyError, OtherWeightsError
+from millrace.errors import NotReadyError, OtherWeightsError
 from millrace.rpc.channel import channel_options
 from millrace_protos import steps_pb2 as pb
 from millrace_protos import steps_pb2_grpc
 from services.transformer.predictors.choosing import Candidate, choose, prefix_key
+from services.transformer.predictors.crashes import PredictorLostError
 from services.transformer.predictors.link_call import LinkCall
 from services.transformer.predictors.replicas import resolved_addresses
 from services.transformer.predictors.tokens import Generation
@@ -88,20 +89,20 @@ class PredictorLink:
                 was_up, is_silent = False, False
                 try:
                     was_up = await self._session(steps_pb2_grpc.PredictorStepsStub(channel))
-                    error = HopBrokenError("the predictor ended the connection", hop="predictor")
+                    error = PredictorLostError("the predictor ended the connection", hop="predictor")
                 except grpc.aio.AioRpcError as broken:
                     if broken.code() is grpc.StatusCode.UNIMPLEMENTED:
                         pause_s = _FOREIGN_PAUSE_S
                     was_up = bool(self.loads)
                     logger.debug("the link to %s broke: %s", self.address, broken.details())
-                    error = HopBrokenError("the connection to the predictor broke", hop="predictor")
+                    error = PredictorLostError("the connection to the predictor broke", hop="predictor")
                 except TimeoutError:
                     was_up, is_silent = True, True
                     logger.warning("the predictor at %s has sent nothing for %g s", self.address, self._silence_limit_s)
-                    error = HopBrokenError("the predictor fell silent", hop="predictor")
+                    error = PredictorLostError("the predictor fell silent", hop="predictor")
                 except Exception:
                     logger.exception("the predictor at %s breaks the protocol", self.address)
-                    error = HopBrokenError("the predictor breaks the protocol", hop="predictor")
+                    error = PredictorLostError("the predictor breaks the protocol", hop="predictor")
                 finally:
                     self._down()
                 self._end_calls(error, is_silent)
@@ -179,7 +180,7 @@ class PredictorLink:
     def _down(self) -> None:
         self.loads, self.is_leaving = {}, False
 
-    def _end_calls(self, error: HopBrokenError, is_silent: bool) -> None:
+    def _end_calls(self, error: PredictorLostError, is_silent: bool) -> None:
         calls, self._calls = self._calls, {}
         for call in calls.values():
             is_away = is_silent and not call.is_accepted

@@ -65,7 +65,7 @@ class Progress:
             raise error
         if isinstance(error, OverloadedError) and not (self.output_ids or self.was_moved):
             raise error
-        self.crashes.call_ended(crashed=isinstance(error, HopBrokenError))
+        self.crashes.call_ended(error)
         if not self.generation.resumes and self.crashes.next_call is not NextCall.SHARED:
             raise error  # It cannot run in isolation, so the cause of the crashes cannot be found.
         if isinstance(error, (HopBrokenError, DrainingError)):

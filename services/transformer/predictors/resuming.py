@@ -5,8 +5,8 @@ predictor, or at the same one after its restart, with the same prompt, parameter
 sampler depends only on the seed and the position, so the answer continues unchanged. The end of a call decides what
 follows:
 
-- a crash (the link broke or fell silent, or the engine died): the next call resumes after the ids so far; crashes.py
-  decides how often, and when in isolation;
+- a crash (the engine died) or the loss of the predictor (the link broke or fell silent): the next call resumes after
+  the ids so far; crashes.py decides how often, and when in isolation;
 - a predictor that is about to stop: the stream stays there until another one can resume it, and is handed back at the
   end of the drain;
 - a predictor that hands the stream back, or has hung since before the call: the next call resumes in the same way,

@@ -98,5 +98,7 @@ class _PlainEvents:
     def _encoded(self, index: int) -> tuple[bytes, bytes]:
         mark = uuid.uuid4().hex
         choice = self._shape.chunk(index, TextChunk(mark, [], [], []), False)
-        before, _, after = event(self._head | {"choices": [choice]} | self._usage).partition(b'"' + mark.encode() + b'"')
+        before, _, after = event(self._head | {"choices": [choice]} | self._usage).partition(
+            b'"' + mark.encode() + b'"'
+        )
         return before, after
