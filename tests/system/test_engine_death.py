@@ -6,6 +6,7 @@ The predictor stays, with its port: only the engine's process is another one.
 import asyncio
 import socket
 import sys
+import time
 from contextlib import suppress
 
 import grpc
@@ -58,7 +59,7 @@ async def test_a_stream_outlives_the_kill_of_its_engine_and_the_predictor_stays(
     fields = {"model": "storyteller", "prompt": "Once", "max_tokens": 60, "ignore_eos": True, "seed": 3}
     predictor = stack.pid("predictor-0")
     (host,) = psutil.Process(predictor).children()
-    ids = []
+    ids, pause_s, latest = [], 0.0, time.monotonic()
     async with channel(stack.gateway) as open_channel:
         request = millrace_pb2.GenerateRequest(**fields)
         call = millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=120)
@@ -66,7 +67,11 @@ async def test_a_stream_outlives_the_kill_of_its_engine_and_the_predictor_stays(
             if not ids:
                 (engine,) = host.children()
                 engine.kill()
+            else:
+                pause_s = max(pause_s, time.monotonic() - latest)
+            latest = time.monotonic()
             ids += response.token_ids
+    print(f"the engine's death: a pause of {pause_s:.2f} s")
     undisturbed = await generate(stack.gateway, **fields)
     assert ids == [token for response in undisturbed for token in response.token_ids]
     assert stack.pid("predictor-0") == predictor
