@@ -1,18 +1,25 @@
 """The compiled attention: right, and the same to the last bit whatever stands beside a token."""
 
+from dataclasses import dataclass
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numba import njit
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from services.predictor.engine.cpu import kernel
+from services.predictor.engine.cpu.vectors import exponentiate
 from services.predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
 
 SIZE = 16
 BLOCKS = 12
 
 
-def filled_cache(heads, dtype):
-    cache = KeyValueCache(CacheShape(1, heads, SIZE, dtype), BLOCKS + 1, torch.device("cpu"))
+def filled_cache(heads, dtype, size=SIZE):
+    cache = KeyValueCache(CacheShape(1, heads, size, dtype), BLOCKS + 1, torch.device("cpu"))
     generator = torch.Generator().manual_seed(3)
     for pool in (*cache.keys, *cache.values):
         pool.copy_(torch.randn(pool.shape, generator=generator))
@@ -28,8 +35,8 @@ def reference(cache, table, owner, first, end, query, scale):
     return torch.einsum("ht,htd->hd", scores.softmax(-1), values[:, first:end])
 
 
-def tokens(count, heads, dtype, seed=5):
-    return torch.randn(count, heads, SIZE, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def tokens(count, heads, dtype, seed=5, size=SIZE):
+    return torch.randn(count, heads, size, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def ints(values):
@@ -50,23 +57,106 @@ def test_it_is_attention(dtype, heads, query_heads):
         torch.testing.assert_close(output[i].float(), expected, **tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "query_heads"), [(3, 3), (2, 6)])
-def test_a_token_alone_gets_the_bits_that_it_gets_among_others(dtype, heads, query_heads):
-    table = ints([[1, 2, 3, 4], [5, 6, 7, 8]])
-    count = 75
-    packed = tokens(count, query_heads + 2 * heads, dtype)
-    ends = list(range(20, 20 + count))
-    whole_cache, single_cache = filled_cache(heads, dtype), filled_cache(heads, dtype)
-    firsts = ints([0] * count)
-    whole = kernel.attend(whole_cache, 0, table, ints([1] * count), firsts, ints(ends), packed, query_heads, 0.25)
-    for i in range(count):
-        one = slice(i, i + 1)
-        single = kernel.attend(
-            single_cache, 0, table, ints([1]), firsts[one], ints(ends[one]), packed[one], query_heads, 0.25
+@dataclass(frozen=True)
+class Prompt:
+    """The end of a sequence, `count` tokens from `start` on, and the model's attention."""
+
+    dtype: torch.dtype
+    size: int
+    heads: int
+    group: int
+    window: int
+    distances: int
+    rotates: bool
+    start: int
+    count: int
+
+    def attend(self, cache, first, end, beside=0):
+        """Output for tokens [first, end), in a step that begins with a token of each of `beside` other sequences."""
+        query_heads = self.heads * self.group
+        packed = tokens(self.count, query_heads + 2 * self.heads, self.dtype, size=self.size)[first:end]
+        angles = 6 * torch.rand(self.count, self.size, generator=torch.Generator().manual_seed(1))[first:end]
+        ends = torch.arange(first, end) + self.start + 1
+        others = tokens(beside, packed.shape[1], self.dtype, seed=6, size=self.size)
+        other_ends = torch.arange(beside) + 20
+        table = ints([*([[9 + i] * 8 for i in range(beside)]), [1, 2, 3, 4, 5, 6, 7, 8]])
+        ends = torch.cat((other_ends, ends)).int()
+        bias = torch.randn(query_heads, self.distances, generator=torch.Generator().manual_seed(2))
+        rotary = [
+            torch.cat((torch.zeros(beside, self.size), part)).to(self.dtype) for part in (angles.cos(), angles.sin())
+        ]
+        output = kernel.attend(
+            *(cache, 0, table, ints([*range(beside), *[beside] * (end - first)])),
+            *((ends - self.window).clamp(min=0) if self.window else torch.zeros_like(ends), ends),
+            *(torch.cat((others, packed)), query_heads, self.size**-0.5),
+            bias=bias if self.distances else None,
+            rotary=rotary if self.rotates else None,
         )
-        assert torch.equal(single[0], whole[i])
-    assert torch.equal(single_cache.keys[0], whole_cache.keys[0])
+        return output[beside:]
+
+
+PROMPTS = st.builds(
+    Prompt,
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    size=st.sampled_from([8, 16, 24, 40, 64, 128]),
+    heads=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 3, 4, 7, 8, 70]),
+    window=st.sampled_from([0, 1, 31, 32, 33, 100]),
+    distances=st.sampled_from([0, 0, 1, 40]),
+    rotates=st.booleans(),
+    start=st.integers(0, 100),
+    count=st.integers(1, 150),
+)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@given(prompt=PROMPTS, cut=st.integers(0, 150), beside=st.integers(0, 3))
+def test_a_token_gets_the_same_bits_alone_in_chunks_and_among_others(threads, prompt, cut, beside):
+    caches = [filled_cache(prompt.heads, prompt.dtype, prompt.size) for _ in range(3)]
+    alone = torch.cat([prompt.attend(caches[0], i, i + 1) for i in range(prompt.count)])
+    with_threads = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        whole = prompt.attend(caches[1], 0, prompt.count, beside)
+        cut = min(cut, prompt.count)
+        chunks = torch.cat((prompt.attend(caches[2], 0, cut, beside), prompt.attend(caches[2], cut, prompt.count)))
+    finally:
+        torch.set_num_threads(with_threads)
+    assert torch.equal(whole, alone)
+    assert torch.equal(chunks, alone)
+    for cache in caches[1:]:
+        assert torch.equal(cache.keys[0][1:9], caches[0].keys[0][1:9])
+        assert torch.equal(cache.values[0][1:9], caches[0].values[0][1:9])
+
+
+@njit
+def exponentials(scores):
+    return exponentiate(scores)
+
+
+@given(
+    scores=st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=4).map(
+        lambda numbers: np.resize(np.array(numbers, np.float32), 48)
+    )
+)
+def test_weights_are_exponentials(scores):
+    exact = np.exp(scores.astype(np.float64) - scores.max())
+    total = exponentials(scores)
+    np.testing.assert_allclose(scores, exact, rtol=1e-5, atol=1.2e-38)
+    assert total == pytest.approx(exact.sum(), rel=1e-5)
+
+
+@pytest.mark.parametrize("place", [0, 5, 31, 40])
+def test_what_is_not_a_number_is_not_hidden(place):
+    for count in (1, 20):
+        cache = filled_cache(2, torch.float32)
+        cache.keys[0][1 + place // BLOCK_TOKENS, 0, 3, place % BLOCK_TOKENS] = torch.nan
+        query = tokens(count, 2, torch.float32)
+        output = kernel.attend(
+            cache, 0, ints([[1, 2]]), ints([0] * count), ints([0] * count), ints([41] * count), query, 2, 0.25
+        )
+        assert output[:, 0].isnan().all()
+        assert output[:, 1].isfinite().all()
 
 
 def test_what_is_not_a_number_behind_a_token_is_not_read():

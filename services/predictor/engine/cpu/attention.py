@@ -3,8 +3,9 @@
 torch has no such operation: it needs a sequence's blocks in one tensor. That copy and a batch of tiny matrix products
 cost several times as much as reading the cache once (two thirds of the time of an OPT-125M step of 32 rows).
 
-Every token is computed separately and always in the same order, so its result is the same to the last bit, whatever
-else is in the step and however its sequence is divided into chunks.
+Neighbouring tokens of a prompt, and query heads that share a key head, read each block once for all of them. Yet every
+query has sums of its own, always in the same order, so its result is the same to the last bit, whatever else is in the
+step and however its sequence is divided into chunks.
 
 Shapes, with T tokens in the step: packed [T, query heads, then key heads, then value heads, head size], of which keys
 and values are written to the cache first; or queries only, if nothing is written. Cosines and sines [T, head size] of
@@ -27,10 +28,12 @@ import numba
 import numpy as np
 from numba import njit, prange
 
-from services.predictor.engine.cpu.vectors import add_weighted_rows, exp, narrow, widen
+from services.predictor.engine.cpu.vectors import add_weighted_rows, exponentiate, narrow, widen
 from services.predictor.engine.state.cache import BLOCK_TOKENS
 
-_TILE_TOKENS = 8  # Tokens that read the cache together: neighbours in a prompt attend to nearly the same positions.
+# Queries that read the cache together: neighbours in a prompt attend to nearly the same positions.
+_TILE_ROWS = 64
+_FEW_ROWS = 8  # For so few, a block is not worth a copy in float32.
 
 _THREADS = threading.Lock()
 numba.config.THREADING_LAYER = "workqueue"  # The only layer without a system library.
@@ -43,8 +46,6 @@ _LOWEST = np.float32(-3e38)
 _OPTIONS = {"nogil": True, "error_model": "numpy", "cache": True}
 # Sums in the order written here, for every caller: so results are the same everywhere.
 _EXACT = {"fastmath": {"contract", "nsz"}, **_OPTIONS}
-# Lanes may reorder a row's maximum and sum: the order then depends only on the row's range.
-_BY_LANES = {"fastmath": {"reassoc", "contract", "arcp", "nsz"}, **_OPTIONS}
 
 
 @njit(**_EXACT)  # type: ignore[untyped-decorator]
@@ -82,16 +83,41 @@ def _write(
 
 
 @njit(**_EXACT)  # type: ignore[untyped-decorator]
-def _score(query: Any, key: Any, scores: Any) -> None:
-    """Scores [BLOCK_TOKENS] of one query [head size] with a block's keys [head size, BLOCK_TOKENS]."""
-    for t in range(BLOCK_TOKENS):
-        scores[t] = _ZERO
-    add_weighted_rows(query, key, scores)
+def _widen_rows(stored: Any, rows: Any) -> None:
+    for i in range(rows.shape[0]):
+        for j in range(rows.shape[1]):
+            rows[i, j] = widen(stored[i, j])
 
 
-@njit(**_BY_LANES)  # type: ignore[untyped-decorator]
-def _normalise(scores: Any, first: Any, end: Any, bias: Any) -> None:
-    """Turns scores into weights that sum to one over [first, end) and are zero elsewhere."""
+@njit(**_EXACT)  # type: ignore[untyped-decorator]
+def _reaching(firsts: Any, ends: Any, start: Any) -> Any:
+    """The range of those tokens that attend to any position of the block from `start` on."""
+    near, far = 0, len(ends)
+    while near < far and ends[near] <= start:
+        near += 1
+    while near < far and firsts[far - 1] >= start + BLOCK_TOKENS:
+        far -= 1
+    return near, far
+
+
+@njit(**_EXACT)  # type: ignore[untyped-decorator]
+def _score(queries: Any, keys: Any, blocks: Any, firsts: Any, ends: Any, h: Any, key: Any, scores: Any) -> None:
+    """Adds the products of queries [rows, head size] and a head's keys to scores [rows, positions]."""
+    group = len(queries) // len(ends)
+    for start in range(firsts[0] // BLOCK_TOKENS * BLOCK_TOKENS, scores.shape[1], BLOCK_TOKENS):
+        near, far = _reaching(firsts, ends, start)
+        rows, positions = slice(near * group, far * group), slice(start, start + BLOCK_TOKENS)
+        stored = keys[blocks[start // BLOCK_TOKENS], h]
+        if len(queries) <= _FEW_ROWS:
+            add_weighted_rows(queries[rows], stored, scores[rows, positions])
+        else:
+            _widen_rows(stored, key)
+            add_weighted_rows(queries[rows], key, scores[rows, positions])
+
+
+@njit(**_EXACT)  # type: ignore[untyped-decorator]
+def _weigh(scores: Any, first: Any, end: Any, bias: Any) -> Any:
+    """Turns scores into weights over [first, end), zeros elsewhere in its blocks; returns the inverse of their sum."""
     furthest = len(bias) - 1
     if furthest >= 0:
         near = max(first, end - 1 - furthest)
@@ -99,21 +125,26 @@ def _normalise(scores: Any, first: Any, end: Any, bias: Any) -> None:
             scores[t] += bias[0]
         for t in range(near, end):
             scores[t] += bias[t - end + 1 + furthest]
-    highest = _LOWEST
-    for t in range(first, end):
-        highest = max(highest, scores[t])
-    total = _ZERO
-    for t in range(first, end):
-        weight = exp(scores[t] - highest)
-        scores[t] = weight
-        total += weight
-    inverse = _ONE / total
-    for t in range(first, end):
-        scores[t] *= inverse
-    for t in range(first // BLOCK_TOKENS * BLOCK_TOKENS, first):
-        scores[t] = _ZERO
-    for t in range(end, (end + BLOCK_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS):
-        scores[t] = _ZERO
+    start, stop = first // BLOCK_TOKENS * BLOCK_TOKENS, (end + BLOCK_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    scores[start:first] = _LOWEST
+    scores[end:stop] = _LOWEST
+    return _ONE / exponentiate(scores[start:stop])
+
+
+@njit(**_EXACT)  # type: ignore[untyped-decorator]
+def _sum(weights: Any, values: Any, blocks: Any, firsts: Any, ends: Any, h: Any, value: Any, sums: Any) -> None:
+    """Adds a head's values, times weights [rows, positions], to sums [rows, head size]."""
+    group = len(sums) // len(ends)
+    for start in range(firsts[0] // BLOCK_TOKENS * BLOCK_TOKENS, weights.shape[1], BLOCK_TOKENS):
+        near, far = _reaching(firsts, ends, start)
+        used = min(BLOCK_TOKENS, ends[-1] - start)
+        rows, positions = slice(near * group, far * group), slice(start, start + used)
+        stored = values[blocks[start // BLOCK_TOKENS], h, :used]
+        if len(sums) <= _FEW_ROWS:
+            add_weighted_rows(weights[rows, positions], stored, sums[rows])
+        else:
+            _widen_rows(stored, value[:used])
+            add_weighted_rows(weights[rows, positions], value[:used], sums[rows])
 
 
 @njit(**_EXACT)  # type: ignore[untyped-decorator]
@@ -129,74 +160,58 @@ def _attend_tile(
     bias: Any,
     scale: Any,
     out: Any,
+    heads: Any,
 ) -> None:
-    """Attends for neighbouring tokens of one sequence, whose blocks are `blocks`."""
+    """Attends for neighbouring tokens of one sequence, whose blocks are `blocks`, with a range of key heads."""
     tokens, query_heads, size = out.shape
-    heads = keys.shape[1]
-    group = query_heads // heads
-    alone = tokens * group == 1
+    group = query_heads // keys.shape[1]
+    rows = tokens * group  # For each token one row for each of the query heads that share a key head.
     # Both ends of the range ascend along the tokens.
-    first_block, end_block = firsts[0] // BLOCK_TOKENS, (ends[tokens - 1] + BLOCK_TOKENS - 1) // BLOCK_TOKENS
-    wide = np.empty((tokens, query_heads, size), np.float32)
-    scores = np.empty((tokens, query_heads, end_block * BLOCK_TOKENS), np.float32)
-    sums = np.zeros((tokens, query_heads, size), np.float32)
-    # Blocks are copied once for several queries.
-    key = np.empty((size, BLOCK_TOKENS), np.float32)
-    value = np.empty((BLOCK_TOKENS, size), np.float32)
-
-    for i in range(tokens):
-        for a in range(query_heads):
-            row = i if len(cosines) else 0
-            _turn(packed[i, a], cosines[row], sines[row], scale, wide[i, a])
-    for b in range(first_block, end_block):
-        start = b * BLOCK_TOKENS
-        for h in range(heads):
-            stored = keys[blocks[b], h]
-            if alone:
-                _score(wide[0, h], stored, scores[0, h, start : start + BLOCK_TOKENS])
-                continue
-            for d in range(size):
-                for t in range(BLOCK_TOKENS):
-                    key[d, t] = widen(stored[d, t])
-            for i in range(tokens):
-                if start < ends[i] and start + BLOCK_TOKENS > firsts[i]:
-                    for a in range(h * group, (h + 1) * group):
-                        _score(wide[i, a], key, scores[i, a, start : start + BLOCK_TOKENS])
-    for i in range(tokens):
-        for a in range(query_heads):
-            _normalise(scores[i, a], firsts[i], ends[i], bias[a])
-    for b in range(first_block, end_block):
-        start = b * BLOCK_TOKENS
-        used = min(BLOCK_TOKENS, ends[tokens - 1] - start)
-        for h in range(heads):
-            stored = values[blocks[b], h]
-            if alone:
-                add_weighted_rows(scores[0, h, start : start + used], stored[:used], sums[0, h])
-                continue
-            for t in range(used):
+    first_block, end_block = firsts[0] // BLOCK_TOKENS, (ends[-1] + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+    queries = np.empty((rows, size), np.float32)
+    scores = np.empty((rows, end_block * BLOCK_TOKENS), np.float32)
+    inverses = np.empty(rows, np.float32)
+    sums = np.empty((rows, size), np.float32)
+    block = np.empty(size * BLOCK_TOKENS, np.float32)
+    for h in range(heads[0], heads[1]):
+        for i in range(tokens):
+            turning = i if len(cosines) else 0
+            for g in range(group):
+                _turn(packed[i, h * group + g], cosines[turning], sines[turning], scale, queries[i * group + g])
+        scores[:, first_block * BLOCK_TOKENS :] = _ZERO
+        _score(queries, keys, blocks, firsts, ends, h, block.reshape(size, BLOCK_TOKENS), scores)
+        for i in range(tokens):
+            for g in range(group):
+                inverses[i * group + g] = _weigh(scores[i * group + g], firsts[i], ends[i], bias[h * group + g])
+        sums[:] = _ZERO
+        _sum(scores, values, blocks, firsts, ends, h, block.reshape(BLOCK_TOKENS, size), sums)
+        for i in range(tokens):
+            for g in range(group):
+                row, a = i * group + g, h * group + g
                 for d in range(size):
-                    value[t, d] = widen(stored[t, d])
-            for i in range(tokens):
-                if start < ends[i] and start + BLOCK_TOKENS > firsts[i]:
-                    for a in range(h * group, (h + 1) * group):
-                        add_weighted_rows(scores[i, a, start : start + used], value[:used], sums[i, a])
-    for i in range(tokens):
-        for a in range(query_heads):
-            for d in range(size):
-                out[i, a, d] = narrow(sums[i, a, d], out[i, a, d])
+                    out[i, a, d] = narrow(sums[row, d] * inverses[row], out[i, a, d])
 
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]
-def _tiles(owners: Any) -> Any:
-    """The indices at which runs of at most _TILE_TOKENS neighbours with one owner begin, and the end of the last."""
-    begins = np.empty(len(owners) + 1, np.int64)
+def _parts(owners: Any, query_heads: Any, heads: Any) -> Any:
+    """The parts [n, 4] of the work: first and end of neighbouring tokens with one owner, first and end of key heads.
+
+    A token without neighbours is one part, a tile of several tokens one for each key head. Tiles with the same head
+    follow each other, because they read the same keys and values.
+    """
+    tile = max(1, _TILE_ROWS * heads // query_heads)
+    parts = np.empty((len(owners) * heads, 4), np.int64)
     count = 0
-    for i in range(len(owners)):
-        if i == 0 or owners[i] != owners[i - 1] or i - begins[count - 1] == _TILE_TOKENS:
-            begins[count] = i
-            count += 1
-    begins[count] = len(owners)
-    return begins[: count + 1]
+    for h in range(heads):
+        first = 0
+        for i in range(1, len(owners) + 1):
+            if i < len(owners) and owners[i] == owners[first] and i - first < tile:
+                continue
+            if i - first > 1 or h == 0:
+                parts[count] = first, i, h, h + 1 if i - first > 1 else heads
+                count += 1
+            first = i
+    return parts[:count]
 
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]
@@ -215,13 +230,13 @@ def _attend_in_turn(
     out: Any,
 ) -> None:
     _write(packed, cosines, sines, keys, values, table, owners, ends, out.shape[1])
-    tiles = _tiles(owners)
-    for n in range(len(tiles) - 1):
-        i, j = tiles[n], tiles[n + 1]
+    parts = _parts(owners, out.shape[1], keys.shape[1])
+    for n in range(len(parts)):
+        i, j = parts[n, 0], parts[n, 1]
         turning = slice(i, j) if len(cosines) else slice(0, 1)
         _attend_tile(
             *(packed[i:j], cosines[turning], sines[turning], keys, values, table[owners[i]]),
-            *(firsts[i:j], ends[i:j], bias, scale, out[i:j]),
+            *(firsts[i:j], ends[i:j], bias, scale, out[i:j], parts[n, 2:]),
         )
 
 
@@ -241,13 +256,13 @@ def _attend_in_parallel(
     out: Any,
 ) -> None:
     _write(packed, cosines, sines, keys, values, table, owners, ends, out.shape[1])
-    tiles = _tiles(owners)
-    for n in prange(len(tiles) - 1):
-        i, j = tiles[n], tiles[n + 1]
+    parts = _parts(owners, out.shape[1], keys.shape[1])
+    for n in prange(len(parts)):
+        i, j = parts[n, 0], parts[n, 1]
         turning = slice(i, j) if len(cosines) else slice(0, 1)
         _attend_tile(
             *(packed[i:j], cosines[turning], sines[turning], keys, values, table[owners[i]]),
-            *(firsts[i:j], ends[i:j], bias, scale, out[i:j]),
+            *(firsts[i:j], ends[i:j], bias, scale, out[i:j], parts[n, 2:]),
         )
 
 
