@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bench.runs import machine, parser, write
 from services.predictor.engine.cpu import kernel
+from services.predictor.engine.state.arrays import array_of
 from services.predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
 
 _SIZE = 64
@@ -62,15 +63,14 @@ def _cases(query_heads: int, key_heads: int) -> Iterator[tuple[str, int, Callabl
     table = torch.randperm(sequences * blocks, generator=generator).view(sequences, blocks).int() + 1
     packed = torch.randn(_PROMPT, query_heads + 2 * key_heads, _SIZE, generator=generator).bfloat16()
     angles = torch.rand(_PROMPT, _SIZE, generator=generator)
-    rotary = angles.cos().bfloat16(), angles.sin().bfloat16()
+    cosines, sines = array_of(angles.cos().bfloat16()), array_of(angles.sin().bfloat16())
+    attention = kernel.Attention(query_heads, key_heads, _SIZE**-0.5)
 
     def attend(owners: Tensor, ends: Tensor) -> None:
-        some = slice(0, len(ends))
-        kernel.attend(
-            *(cache, 0, table, owners.int(), torch.zeros_like(ends).int(), ends.int(), packed[some]),
-            *(query_heads, _SIZE**-0.5),
-            rotary=(rotary[0][some], rotary[1][some]),
-        )
+        count = len(ends)
+        ranges = kernel.Ranges.of(table, owners.int(), torch.zeros_like(ends).int(), ends.int())
+        output = kernel.Buffer((count, query_heads, _SIZE), packed.dtype)
+        attention(cache.arrays[0], ranges, packed[:count], output, (cosines[:count], sines[:count]))
 
     def prefill(chunk: int) -> None:
         for start in range(0, _PROMPT, chunk):

@@ -11,7 +11,9 @@ from numba import njit
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from services.predictor.engine.cpu import kernel
+from services.predictor.engine.cpu.kernel import Buffer
 from services.predictor.engine.cpu.vectors import exponentiate
+from services.predictor.engine.state.arrays import array_of
 from services.predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
 
 SIZE = 16
@@ -24,6 +26,17 @@ def filled_cache(heads, dtype, size=SIZE):
     for pool in (*cache.keys, *cache.values):
         pool.copy_(torch.randn(pool.shape, generator=generator))
     return cache
+
+
+def attend(cache, ranges, packed, query_heads, scale, rotary=None, bias=None):
+    output = Buffer((len(packed), query_heads, packed.shape[2]), packed.dtype)
+    layer = kernel.Attention(query_heads, (packed.shape[1] - query_heads) // 2, scale, bias)
+    arrays = rotary and (array_of(rotary[0]), array_of(rotary[1]))
+    return layer(cache.arrays[0], kernel.Ranges.of(*ranges), packed, output, arrays).view(output.array.shape)
+
+
+def rms_norm(norm, x):
+    return kernel.RmsNorm(norm)(x, Buffer(x.shape, x.dtype))
 
 
 def reference(cache, table, owner, first, end, query, scale):
@@ -50,7 +63,7 @@ def test_it_is_attention(dtype, heads, query_heads):
     table = ints([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
     owners, firsts, ends = [0, 1, 1, 1, 2], [0, 3, 40, 40, 0], [1, 33, 64, 65, 96]
     query = tokens(5, query_heads, dtype)
-    output = kernel.attend(cache, 0, table, ints(owners), ints(firsts), ints(ends), query, query_heads, 0.3)
+    output = attend(cache, (table, ints(owners), ints(firsts), ints(ends)), query, query_heads, 0.3)
     for i, (owner, first, end) in enumerate(zip(owners, firsts, ends, strict=True)):
         expected = reference(cache, table, owner, first, end, query[i], 0.3)
         tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 1e-2}
@@ -85,12 +98,12 @@ class Prompt:
         rotary = [
             torch.cat((torch.zeros(beside, self.size), part)).to(self.dtype) for part in (angles.cos(), angles.sin())
         ]
-        output = kernel.attend(
-            *(cache, 0, table, ints([*range(beside), *[beside] * (end - first)])),
-            *((ends - self.window).clamp(min=0) if self.window else torch.zeros_like(ends), ends),
+        firsts = (ends - self.window).clamp(min=0) if self.window else torch.zeros_like(ends)
+        output = attend(
+            *(cache, (table, ints([*range(beside), *[beside] * (end - first)]), firsts, ends)),
             *(torch.cat((others, packed)), query_heads, self.size**-0.5),
-            bias=bias if self.distances else None,
             rotary=rotary if self.rotates else None,
+            bias=bias if self.distances else None,
         )
         return output[beside:]
 
@@ -152,9 +165,8 @@ def test_what_is_not_a_number_is_not_hidden(place):
         cache = filled_cache(2, torch.float32)
         cache.keys[0][1 + place // BLOCK_TOKENS, 0, 3, place % BLOCK_TOKENS] = torch.nan
         query = tokens(count, 2, torch.float32)
-        output = kernel.attend(
-            cache, 0, ints([[1, 2]]), ints([0] * count), ints([0] * count), ints([41] * count), query, 2, 0.25
-        )
+        ranges = ints([[1, 2]]), ints([0] * count), ints([0] * count), ints([41] * count)
+        output = attend(cache, ranges, query, 2, 0.25)
         assert output[:, 0].isnan().all()
         assert output[:, 1].isfinite().all()
 
@@ -163,7 +175,7 @@ def test_what_is_not_a_number_behind_a_token_is_not_read():
     cache = filled_cache(2, torch.float32)
     cache.values[0][1, :, 5:] = torch.nan
     cache.keys[0][1, :, :, 5:] = torch.nan
-    output = kernel.attend(cache, 0, ints([[1]]), ints([0]), ints([0]), ints([5]), tokens(1, 2, torch.float32), 2, 0.25)
+    output = attend(cache, (ints([[1]]), ints([0]), ints([0]), ints([5])), tokens(1, 2, torch.float32), 2, 0.25)
     assert output.isfinite().all()
     assert BLOCK_TOKENS > 5
 
@@ -175,12 +187,11 @@ def test_queries_and_keys_are_rotated_as_transformers_rotates_them(dtype):
     rotary = angles.cos().to(dtype), angles.sin().to(dtype)
     query, key, value = (tokens(count, heads, dtype, seed) for seed in (5, 6, 7))
     turned = apply_rotary_pos_emb(query[None], key[None], *rotary, unsqueeze_dim=2)
-    plan = ints([[1]]), ints([0] * count), ints([0] * count), ints(range(1, count + 1))
+    ranges = ints([[1]]), ints([0] * count), ints([0] * count), ints(range(1, count + 1))
     expected_cache, cache = filled_cache(heads, dtype), filled_cache(heads, dtype)
-    expected = kernel.attend(expected_cache, 0, *plan, torch.cat((turned[0][0], turned[1][0], value), 1), heads, 0.25)
-    got = kernel.attend(
-        cache, 0, *plan, torch.cat((query, key, value), 1), heads, 0.25, rotary=(rotary[0][0], rotary[1][0])
-    )
+    expected = attend(expected_cache, ranges, torch.cat((turned[0][0], turned[1][0], value), 1), heads, 0.25)
+    packed = torch.cat((query, key, value), 1)
+    got = attend(cache, ranges, packed, heads, 0.25, rotary=(rotary[0][0], rotary[1][0]))
     tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
     torch.testing.assert_close(got, expected, **tolerance)
     torch.testing.assert_close(cache.keys[0], expected_cache.keys[0], **tolerance)
@@ -191,8 +202,8 @@ def test_queries_and_keys_are_rotated_as_transformers_rotates_them(dtype):
 def test_the_norm_is_transformers_and_a_rows_own(dtype):
     norm = LlamaRMSNorm(72, eps=1e-5).to(dtype)
     norm.weight.data.normal_(generator=torch.Generator().manual_seed(1))
-    x = torch.randn(1, 9, 72, generator=torch.Generator().manual_seed(2)).to(dtype)
+    x = torch.randn(9, 72, generator=torch.Generator().manual_seed(2)).to(dtype)
     with torch.inference_mode():
-        got = kernel.rms_norm(x, norm.weight, norm.variance_epsilon)
+        got = rms_norm(norm, x)
         torch.testing.assert_close(got, norm(x), atol=1e-5, rtol=1e-5 if dtype == torch.float32 else 2e-2)
-        assert torch.equal(kernel.rms_norm(x[:, 3:4], norm.weight, norm.variance_epsilon), got[:, 3:4])
+        assert torch.equal(rms_norm(norm, x[3:4]), got[3:4])

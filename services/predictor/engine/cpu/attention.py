@@ -28,7 +28,7 @@ import numba
 import numpy as np
 from numba import njit, prange
 
-from services.predictor.engine.cpu.vectors import add_weighted_rows, exponentiate, narrow, widen
+from services.predictor.engine.cpu.vectors import add_weighted_rows, array_at, exponentiate, narrow, widen
 from services.predictor.engine.state.cache import BLOCK_TOKENS
 
 # Queries that read the cache together: neighbours in a prompt attend to nearly the same positions.
@@ -216,7 +216,8 @@ def _parts(owners: Any, query_heads: Any, heads: Any) -> Any:
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]
 def _attend_in_turn(
-    packed: Any,
+    address: Any,
+    all_heads: Any,
     cosines: Any,
     sines: Any,
     keys: Any,
@@ -229,6 +230,7 @@ def _attend_in_turn(
     scale: Any,
     out: Any,
 ) -> None:
+    packed = array_at(address, (len(out), all_heads, out.shape[2]), out)
     _write(packed, cosines, sines, keys, values, table, owners, ends, out.shape[1])
     parts = _parts(owners, out.shape[1], keys.shape[1])
     for n in range(len(parts)):
@@ -242,7 +244,8 @@ def _attend_in_turn(
 
 @njit(parallel=True, **_OPTIONS)  # type: ignore[untyped-decorator]
 def _attend_in_parallel(
-    packed: Any,
+    address: Any,
+    all_heads: Any,
     cosines: Any,
     sines: Any,
     keys: Any,
@@ -255,6 +258,7 @@ def _attend_in_parallel(
     scale: Any,
     out: Any,
 ) -> None:
+    packed = array_at(address, (len(out), all_heads, out.shape[2]), out)
     _write(packed, cosines, sines, keys, values, table, owners, ends, out.shape[1])
     parts = _parts(owners, out.shape[1], keys.shape[1])
     for n in prange(len(parts)):
@@ -267,7 +271,11 @@ def _attend_in_parallel(
 
 
 def attend(threads: int, *arguments: Any) -> None:
-    """Computes all tokens with `threads` threads; see the module for the arguments, the last of which is the output."""
+    """Computes all tokens with `threads` threads.
+
+    The arguments are the address of the contiguous `packed`, its number of heads, and those that the module describes;
+    the last is the output.
+    """
     if threads == 1:
         _attend_in_turn(*arguments)
     else:

@@ -1,15 +1,18 @@
-"""The compiled kernels for tensors: whether they apply, and the calls."""
+"""The compiled kernels for tensors: whether they apply, and the calls.
+
+A call takes arrays that are prepared once for a model or once a step: with a few rows, preparing them takes longer than
+the computation.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from services.predictor.engine.state.cache import KeyValueCache
+from services.predictor.engine.state.arrays import Array, array_of
 
 try:
     from services.predictor.engine.cpu import attention as cpu_attention
@@ -31,46 +34,76 @@ def takes_heads(device: torch.device, dtype: torch.dtype, head_size: int) -> boo
     return cpu_attention is not None and device.type == "cpu" and dtype in _DTYPES and head_size % _UNROLL == 0
 
 
-def attend(
-    cache: KeyValueCache,
-    layer: int,
-    table: Tensor,
-    owners: Tensor,
-    firsts: Tensor,
-    ends: Tensor,
-    packed: Tensor,
-    query_heads: int,
-    scale: float = 1.0,
-    bias: Tensor | None = None,
-    rotary: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """Returns the output [T, query heads, head size] for packed queries, keys, values [T, all heads, head size].
+class Buffer:
+    """Memory that a kernel writes and a product reads: an array of any shape, and a tensor [first dimension, rest]."""
 
-    `rotary` is cosines and sines [T, head size]. For the other arguments see attention.py.
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        memory = torch.empty(shape, dtype=dtype)
+        self.array = array_of(memory)
+        self.tensor = memory.flatten(1)
+
+
+class Ranges(NamedTuple):
+    """What each token attends to, int32: see attention.py."""
+
+    table: Array
+    owners: Array
+    firsts: Array
+    ends: Array
+
+    @classmethod
+    def of(cls, table: Tensor, owners: Tensor, firsts: Tensor, ends: Tensor) -> Ranges:
+        return cls(table.numpy(), owners.numpy(), firsts.numpy(), ends.numpy())
+
+
+class Attention:
+    """Attention of layers with these heads; no key heads if nothing is written to the cache.
+
+    `bias` is float32 [query heads, n], see attention.py.
     """
-    output = torch.empty(packed.shape[0], query_heads, packed.shape[2], dtype=packed.dtype)
-    stored = _array(packed)
-    cosines, sines = (_array(tensor) for tensor in rotary) if rotary else (stored[:0, 0, :0], stored[:0, 0, :0])
-    cpu_attention.attend(
-        torch.get_num_threads(),
-        *(stored, cosines, sines, _array(cache.keys[layer]), _array(cache.values[layer])),
-        *(table.numpy(), owners.numpy(), firsts.numpy(), ends.numpy()),
-        np.empty((query_heads, 0), dtype=np.float32) if bias is None else bias.numpy(),
-        np.float32(scale),
-        _array(output),
-    )
-    return output
+
+    def __init__(self, query_heads: int, key_heads: int, scale: float = 1.0, bias: Tensor | None = None) -> None:
+        self._all_heads = query_heads + 2 * key_heads
+        self._scale = np.float32(scale)
+        self._bias = np.empty((query_heads, 0), dtype=np.float32) if bias is None else bias.numpy()
+
+    def __call__(
+        self,
+        cache: tuple[Array, Array],
+        ranges: Ranges,
+        packed: Tensor,
+        output: Buffer,
+        rotary: tuple[Array, Array] | None = None,
+    ) -> Tensor:
+        """Writes the output [T, query heads, head size] for packed queries, keys, values [T, all heads x head size].
+
+        `cache` is a layer's keys and values, `rotary` cosines and sines [T, head size], all of one dtype.
+        """
+        packed = packed.contiguous()
+        cosines, sines = rotary or (cache[0][0, 0, :0, :0], cache[0][0, 0, :0, :0])
+        cpu_attention.attend(
+            *(torch.get_num_threads(), packed.data_ptr(), self._all_heads, cosines, sines),
+            *(*cache, *ranges, self._bias, self._scale, output.array),
+        )
+        return output.tensor
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Divides each row of x [..., n], float32 or bfloat16, by its root mean square, and multiplies by weight [n]."""
-    output = torch.empty(x.shape, dtype=x.dtype)
-    size = x.shape[-1]
-    cpu_norm.rms_norm(_array(x.view(-1, size)), _array(weight), np.float32(epsilon), _array(output.view(-1, size)))
-    return output
+class RmsNorm:
+    """Divides rows, float32 or bfloat16, by their root mean square, and multiplies by a weight, as `LlamaRMSNorm`."""
 
+    def __init__(self, norm: Any) -> None:
+        """Takes the weight [n] and the epsilon of a norm of transformers."""
+        self._weight = array_of(norm.weight.detach())
+        self._epsilon = np.float32(norm.variance_epsilon)
 
-def _array(tensor: Tensor) -> NDArray[Any]:
-    """The tensor's memory in the kernels' types."""
-    tensor = tensor.contiguous()
-    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    def __call__(self, x: Tensor, output: Buffer) -> Tensor:
+        """Writes the norm of x [rows, n] to an output of its shape and dtype."""
+        x = x.contiguous()
+        cpu_norm.rms_norm(x.data_ptr(), self._weight, self._epsilon, output.array)
+        return output.tensor
+
+    def normalise_heads(self, packed: Tensor, first: int, end: int) -> None:
+        """Norms the heads `first` to `end` of contiguous packed [T, all heads x n] in place."""
+        tokens, width = packed.shape
+        heads = width // len(self._weight)
+        cpu_norm.rms_norm_heads(packed.data_ptr(), tokens, heads, first, end, self._weight, self._epsilon)

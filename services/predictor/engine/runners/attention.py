@@ -53,24 +53,9 @@ def _attend_compiled(
 ) -> Tensor:
     """Output [T, heads, head size]."""
     packed = torch.cat((queries, keys, values), dim=1)
-    return attend_packed(plan, layer, packed, queries.shape[1], scale, window)
-
-
-def attend_packed(
-    plan: StepPlan,
-    layer: int,
-    packed: Tensor,
-    query_heads: int,
-    scale: float,
-    window: int,
-    rotary: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """Output [T, query heads, head size] for packed [T, all heads, head size], the kernel's layout."""
-    return kernel.attend(
-        *(plan.cache, layer, plan.table, plan.owners, plan.firsts(window), plan.ends),
-        *(packed, query_heads, scale),
-        rotary=rotary,
-    )
+    attend = kernel.Attention(queries.shape[1], keys.shape[1], scale)
+    output = kernel.Buffer(queries.shape, queries.dtype)
+    return attend(plan.cache.arrays[layer], plan.ranges(window), packed, output).view(queries.shape)
 
 
 def _attend_in_copies(

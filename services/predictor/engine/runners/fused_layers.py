@@ -5,15 +5,14 @@ queries, keys and values are one product; rotation, writing to the cache and att
 residual sums are fused into the products. The result is the same except for rounding: transformers rounds intermediate
 results to bfloat16, this code does not.
 
-The rest of the model (embeddings, rotary angles, last norm, head) is transformers' own. Layers are recognised by their
-class; other classes, and unsupported configurations, stay unchanged.
+The rest of the model is transformers' own, or that of `flat_decoder.py`. Layers are recognised by their class; other
+classes, and unsupported configurations, stay unchanged.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -23,12 +22,21 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from services.predictor.engine.cpu import kernel
+from services.predictor.engine.cpu.kernel import Buffer
 from services.predictor.engine.cpu.packed_linear import PackedLinear, packs
-from services.predictor.engine.runners.attention import attend_packed
 from services.predictor.engine.runners.step_plan import StepPlan
+from services.predictor.engine.state.arrays import Array, array_of
 
 _GATED = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 _SWISH = (nn.SiLU, SiLUActivation)
+
+
+class Workspace(NamedTuple):
+    """What the layers of a model share in a step. A buffer is read by the next product, before it is written again."""
+
+    rotary: tuple[Array, Array]  # Cosines and sines [T, head size].
+    normed: Buffer  # [T, model size]
+    attended: Buffer  # [T, query heads, head size]
 
 
 class _Attention:
@@ -40,27 +48,26 @@ class _Attention:
         self._size: int = attention.head_dim
         self._query_heads: int = attention.q_proj.out_features // self._size
         self._key_heads: int = attention.k_proj.out_features // self._size
-        self._scale, self._window = scale, window
-        self._norms = [
-            (norm.weight.detach(), norm.variance_epsilon)
-            for norm in (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
-            if norm is not None
-        ]
+        self._window = window
+        self._attend = kernel.Attention(self._query_heads, self._key_heads, scale)
+        # Qwen3 norms each query head and each key head.
+        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        self._head_norms = [kernel.RmsNorm(norm) for norm in norms if norm is not None]
 
-    def __call__(self, normed: Tensor, plan: StepPlan, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Hidden states [1, T, model size] to [1, T, query heads x head size]; `rotary` [1, T, head size] each."""
-        packed = self._project(normed).view(normed.shape[1], -1, self._size)
-        if self._norms:
-            packed = self._normed(packed)
-        turned = None if rotary is None else (rotary[0][0], rotary[1][0])
-        attended = attend_packed(plan, self._layer, packed, self._query_heads, self._scale, self._window, rotary=turned)
-        return attended.view(1, normed.shape[1], -1)
+    def output(self, hidden: Tensor) -> Buffer:
+        """A buffer for the output for hidden states [T, model size]."""
+        return Buffer((len(hidden), self._query_heads, self._size), hidden.dtype)
 
-    def _normed(self, packed: Tensor) -> Tensor:
-        """Applies Qwen3's norms to each query head and each key head."""
-        parts = torch.split(packed, [self._query_heads, self._key_heads, self._key_heads], dim=1)
-        norms = zip(parts, self._norms, strict=False)
-        return torch.cat([*(kernel.rms_norm(part.contiguous(), *norm) for part, norm in norms), parts[2]], dim=1)
+    def __call__(
+        self, normed: Tensor, plan: StepPlan, output: Buffer, rotary: tuple[Array, Array] | None = None
+    ) -> Tensor:
+        """Hidden states [T, model size] to [T, query heads x head size]; `rotary` as in `Workspace`."""
+        packed = self._project.forward(normed)
+        if self._head_norms:
+            norm_queries, norm_keys = self._head_norms
+            norm_queries.normalise_heads(packed, 0, self._query_heads)
+            norm_keys.normalise_heads(packed, self._query_heads, self._query_heads + self._key_heads)
+        return self._attend(plan.cache.arrays[self._layer], plan.ranges(self._window), packed, output, rotary)
 
 
 class GatedLayer(nn.Module):
@@ -73,14 +80,11 @@ class GatedLayer(nn.Module):
         windowed = attention if hasattr(attention, "sliding_window") else attention.config
         window = getattr(windowed, "sliding_window", None) or 0
         self._attention = _Attention(attention, attention.scaling, window)
-        self._output = PackedLinear.of(attention.o_proj)
-        self._gate, self._up, self._down = (
-            PackedLinear.of(linear) for linear in (feed_forward.gate_proj, feed_forward.up_proj, feed_forward.down_proj)
-        )
-        self._norms = [
-            (norm.weight.detach(), norm.variance_epsilon)
-            for norm in (layer.input_layernorm, layer.post_attention_layernorm)
-        ]
+        # A tuple, because an attribute that is a module takes a microsecond to read.
+        linears = attention.o_proj, feed_forward.gate_proj, feed_forward.up_proj, feed_forward.down_proj
+        self._linears = tuple(map(PackedLinear.of, linears))
+        self._first_norm = kernel.RmsNorm(layer.input_layernorm)
+        self._second_norm = kernel.RmsNorm(layer.post_attention_layernorm)
 
     @staticmethod
     def takes(layer: Any) -> bool:
@@ -89,11 +93,24 @@ class GatedLayer(nn.Module):
     def forward(
         self, hidden: Tensor, *, step_plan: StepPlan, position_embeddings: tuple[Tensor, Tensor], **_: Any
     ) -> Tensor:
-        """Hidden states [1, T, model size]."""
-        attended = self._attention(kernel.rms_norm(hidden, *self._norms[0]), step_plan, position_embeddings)
-        hidden = self._output.plus(attended, hidden)
-        normed = kernel.rms_norm(hidden, *self._norms[1])
-        return self._down.plus(self._up.times(normed, self._gate(normed, "swish")), hidden)
+        """Hidden states [1, T, model size], as transformers' models call it."""
+        hidden = hidden[0]
+        return self.compute(hidden, step_plan, self.workspace(hidden, position_embeddings))[None]
+
+    def workspace(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Workspace:
+        """For hidden states [T, model size] and what a model's rotary module returns, [1, T, head size] each."""
+        cosines, sines = position_embeddings
+        rotary = array_of(cosines[0]), array_of(sines[0])
+        return Workspace(rotary, Buffer(hidden.shape, hidden.dtype), self._attention.output(hidden))
+
+    def compute(self, hidden: Tensor, plan: StepPlan, workspace: Workspace) -> Tensor:
+        """Hidden states [T, model size]."""
+        output, gate, up, down = self._linears
+        rotary, buffer, attended = workspace
+        normed = self._first_norm(hidden, buffer)
+        hidden = output.plus(self._attention(normed, plan, attended, rotary), hidden)
+        normed = self._second_norm(hidden, buffer)
+        return down.plus(up.times(normed, gate.forward(normed, "swish")), hidden)
 
 
 class OPTLayer(nn.Module):
@@ -114,8 +131,10 @@ class OPTLayer(nn.Module):
 
     def forward(self, hidden: Tensor, *, step_plan: StepPlan, **_: Any) -> Tensor:
         """Hidden states [1, T, model size]."""
-        hidden = self._output.plus(self._attention(self._norms[0](hidden), step_plan, None), hidden)
-        return self._second.plus(self._first(self._norms[1](hidden), "relu"), hidden)
+        hidden = hidden[0]
+        attended = self._attention(self._norms[0](hidden), step_plan, self._attention.output(hidden))
+        hidden = self._output.plus(attended, hidden)
+        return self._second.plus(self._first.forward(self._norms[1](hidden), "relu"), hidden)[None]
 
 
 def fuse_layers(model: Any) -> None:

@@ -10,13 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from services.predictor.engine.cpu.kernel import Ranges
 from services.predictor.engine.state.cache import BLOCK_TOKENS, KeyValueCache
 from services.predictor.engine.state.sequence import Row
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Passed to the attention of every layer; tensors that layers derive from it are derived once."""
+    """Passed to the attention of every layer; what layers derive from it is derived once."""
 
     cache: KeyValueCache
     decodes: int
@@ -39,13 +44,19 @@ class StepPlan:
     table: Tensor  # int32 [sequences, blocks of the longest], padded with block 0.
     owners: Tensor  # int32 [T], each token's row of the table.
     ends: Tensor  # int32 [T], each token's position + 1: it attends to positions before that.
-    _derived: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
+    _derived: dict[tuple[object, ...], Any] = field(default_factory=dict)
 
     def firsts(self, window: int) -> Tensor:
         """The first position [T] that each token attends to; `window` is the maximum number of positions, 0 for all."""
         if not window:
             return self._once(("firsts",), lambda: torch.zeros_like(self.ends))
         return self._once(("firsts", window), lambda: (self.ends - window).clamp(min=0))
+
+    def ranges(self, window: int) -> Ranges:
+        """What each token attends to, for the compiled kernel; for `window` see `firsts`."""
+        return self._once(
+            ("ranges", window), lambda: Ranges.of(self.table, self.owners, self.firsts(window), self.ends)
+        )
 
     def places(self) -> tuple[Tensor, Tensor]:
         """The block [T] of each token's own keys and values, and the offset [T] in it."""
@@ -68,10 +79,11 @@ class StepPlan:
         mask = (positions < self.ends[tokens, None]) & (positions >= self.firsts(window)[tokens, None])
         return mask[:, None, None]
 
-    def _once(self, key: tuple[object, ...], derive: Callable[[], Tensor]) -> Tensor:
+    def _once(self, key: tuple[object, ...], derive: Callable[[], _T]) -> _T:
         if key not in self._derived:
             self._derived[key] = derive()
-        return self._derived[key]
+        derived: _T = self._derived[key]
+        return derived
 
 
 class StepPlanner:
@@ -92,17 +104,14 @@ class StepPlanner:
             chunks.append(Chunk(owner, len(ends), row.count, row.start))
             owners += [owner] * row.count
             ends += range(row.start + 1, row.start + row.count + 1)
-        device = self._cache.device
-        return StepPlan(
-            self._cache,
-            decodes,
-            chunks,
-            self._blocks(rows, -(-max(ends) // BLOCK_TOKENS)).to(device),
-            torch.tensor(owners, dtype=torch.int32, device=device),
-            torch.tensor(ends, dtype=torch.int32, device=device),
-        )
+        table = self._tensor(self._blocks(rows, -(-max(ends) // BLOCK_TOKENS)))
+        return StepPlan(self._cache, decodes, chunks, table, self._tensor(owners), self._tensor(ends))
 
-    def _blocks(self, rows: Rows[Row], width: int) -> Tensor:
+    def _tensor(self, values: list[int] | NDArray[np.int32]) -> Tensor:
+        # numpy reads a list in half of torch's time.
+        return torch.from_numpy(np.asarray(values, dtype=np.int32)).to(self._cache.device)
+
+    def _blocks(self, rows: Rows[Row], width: int) -> NDArray[np.int32]:
         if self._table.shape[0] < len(rows) or self._table.shape[1] < width:
             # Twice the needed size, so that it rarely grows.
             self._table = np.zeros((2 * len(rows), 2 * width), dtype=np.int32)
@@ -114,4 +123,4 @@ class StepPlanner:
                 self._table[i] = 0
                 self._table[i, : len(blocks)] = blocks
                 self._filled[i] = blocks
-        return torch.from_numpy(np.ascontiguousarray(self._table[: len(rows), :width]))
+        return np.ascontiguousarray(self._table[: len(rows), :width])

@@ -61,6 +61,8 @@ def uniform(seed: int, position: int) -> float:
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
     """Chooses a token for each row of `logits` [rows, vocabulary]."""
     raw = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+    if not raw.is_cuda and all(map(_takes_the_largest, rows)):
+        return _largest(raw.numpy())
     scores = _mask_early_end(_penalise(raw, rows), rows)
     token_ids = argmax(scores)
     highest = scores.gather(1, token_ids[:, None])
@@ -75,6 +77,20 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
     if any(row.sampling.logprobs for row in rows):
         return _with_logprobs(raw, token_ids, rows)
     return Sampled(token_ids.tolist(), [None] * len(rows))
+
+
+def _takes_the_largest(row: SamplingRow) -> bool:
+    """Whether a row's token is that of the largest logit, and nothing else of it is wanted."""
+    sampling = row.sampling
+    penalised = sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
+    return sampling.is_greedy and not penalised and not sampling.logprobs and sampling.may_end(len(row.output_ids))
+
+
+def _largest(logits: NDArray[Any]) -> Sampled:
+    """The tokens of the largest logits: the usual case, in few operations."""
+    token_ids = logits.argmax(-1)
+    highest = logits[np.arange(len(logits)), token_ids]
+    return Sampled(np.where(np.isfinite(highest), token_ids, NO_TOKEN).tolist(), [None] * len(logits))
 
 
 def _mix(value: int) -> int:

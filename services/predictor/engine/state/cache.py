@@ -7,9 +7,12 @@ import mmap
 from collections.abc import Sequence as Rows
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from services.predictor.engine.state.arrays import Array, array_of
 
 BLOCK_TOKENS = 32
 
@@ -46,6 +49,11 @@ class KeyValueCache:
 
         self.keys = zeros(shape.head_size, BLOCK_TOKENS)
         self.values = zeros(BLOCK_TOKENS, shape.head_size)
+
+    @cached_property
+    def arrays(self) -> list[tuple[Array, Array]]:
+        """Keys and values by layer as arrays on the same memory, for the compiled kernels."""
+        return [(array_of(keys), array_of(values)) for keys, values in zip(self.keys, self.values, strict=True)]
 
     def write(self, layer: int, places: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> None:
         """Stores keys and values [tokens, heads, head size] at blocks and offsets [tokens]."""
