@@ -14,8 +14,6 @@ from numba import njit
 from services.predictor.engine.cpu.vectors import array_at, narrow, widen
 
 _ONE = np.float32(1)
-
-
 # Lanes may reorder the sum: the order then depends only on the row's length.
 _OPTIONS = {"nogil": True, "error_model": "numpy", "cache": True, "fastmath": {"reassoc", "contract", "nsz"}}
 
