@@ -61,9 +61,10 @@ def uniform(seed: int, position: int) -> float:
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
     """Chooses a token for each row of `logits` [rows, vocabulary]."""
     raw = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
-    if not raw.is_cuda and all(map(_takes_the_largest, rows)):
-        return _largest(raw.numpy())
     scores = _mask_early_end(_penalise(raw, rows), rows)
+    is_plain = scores is raw and all(row.sampling.is_greedy and not row.sampling.logprobs for row in rows)
+    if is_plain and not raw.is_cuda:
+        return _largest(raw.numpy())
     token_ids = argmax(scores)
     highest = scores.gather(1, token_ids[:, None])
     usable = highest.isfinite()[:, 0]
@@ -77,13 +78,6 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
     if any(row.sampling.logprobs for row in rows):
         return _with_logprobs(raw, token_ids, rows)
     return Sampled(token_ids.tolist(), [None] * len(rows))
-
-
-def _takes_the_largest(row: SamplingRow) -> bool:
-    """Whether a row's token is that of the largest logit, and nothing else of it is wanted."""
-    sampling = row.sampling
-    penalised = sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
-    return sampling.is_greedy and not penalised and not sampling.logprobs and sampling.may_end(len(row.output_ids))
 
 
 def _largest(logits: NDArray[Any]) -> Sampled:
