@@ -108,12 +108,14 @@ async def test_get_s_that_are_not_read_are_within_the_budget_too(served):
 
 async def test_one_caller_s_many_calls_keep_no_other_from_reading(served):
     await served.store.append([append_request(n, prompt="x" * FREE_BYTES) for n in range(1, 50)])
-    idle = [served.query("idle") for _ in range(20)]
+    idle = [served.query("idle", served.unread) for _ in range(20)]
     await until(lambda: len(served.readers._readers) == 1 and served.readers._readers["idle"] == 20)
     with pytest.raises(grpc.RpcError) as caught:
         await served.read(served.query("idle"))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert await served.read(served.query("other", page_size=1)) == [49]
+    for call in idle[1:]:
+        call.cancel()
     assert await served.read(idle[0]) == list(range(49, 0, -1))
 
 
