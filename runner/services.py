@@ -27,6 +27,8 @@ _ALLOCATOR = {
 _LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 _GPU_MEMORY_SHARE = 0.85
 
+_PAYLOAD_RULES = ("LOG", "SAMPLE", "REDACT", "METADATA", "TENSOR_BYTES")
+
 # Seconds between SIGTERM and SIGKILL. The stages of `StackPlan` take ten together at most.
 _GRACE_S = {"envoy": 1.5, "transformer": 5.5, "predictor": 5.5, "logger": 2.5}
 
@@ -65,16 +67,18 @@ def plan(
     "envoy"; `extra` also by name, such as "predictor-1".
     """
     inherited = environment()
+    rules = _rules({**inherited, **extra.get("transformer", {})})
 
     def spec(kind: str, name: str, port: int, own: Environment, tuning: Environment | None = None) -> ProcessSpec:
         added = {**extra.get(kind, {}), **extra.get(name, {})}
         command = commands.get(kind, (sys.executable, "-m", f"services.{kind}"))
         return ProcessSpec(name, command, (tuning or {}) | inherited | own | added, port, _GRACE_S[kind])
 
+    tuning = predictor_tuning(settings) | rules
     return StackPlan(
         logger=spec("logger", "logger", settings.logger_port, _logger(settings)),
         predictors=tuple(
-            spec("predictor", f"predictor-{replica}", port, _predictor(settings, replica), predictor_tuning(settings))
+            spec("predictor", f"predictor-{replica}", port, _predictor(settings, replica), tuning)
             for replica, port in enumerate(settings.predictor_ports)
         ),
         transformer=spec("transformer", "transformer", settings.transformer_port, _transformer(settings), _ALLOCATOR),
@@ -113,6 +117,17 @@ def _predictor(settings: StackSettings, replica: int) -> Environment:
     }
 
 
+def direct_models(settings: StackSettings) -> Path:
+    """The file by which the transformer tells the gateway which models' calls go straight to a predictor."""
+    return settings.run_folder / "direct-models"
+
+
+def _rules(environment: Mapping[str, str]) -> Environment:
+    """The predictors' rules of what is recorded, which are the transformer's."""
+    rules = {f"TRANSFORMER_PAYLOAD_{rule}": f"PREDICTOR_PAYLOAD_{rule}" for rule in _PAYLOAD_RULES}
+    return {rules[name]: value for name, value in environment.items() if name in rules}
+
+
 def predictor_tuning(settings: StackSettings) -> Environment:
     """Variables that the user's environment overrides."""
     return (
@@ -137,6 +152,7 @@ def _transformer(settings: StackSettings) -> Environment:
         "TRANSFORMER_PREDICTOR_REPLICAS": ",".join(f"{LOOPBACK}:{port}" for port in settings.predictor_ports),
         "TRANSFORMER_LOGGER": f"{LOOPBACK}:{settings.logger_port}",
         "TRANSFORMER_PAYLOAD_SPOOL": str(settings.run_folder / "spool"),
+        "TRANSFORMER_DIRECT_MODELS": str(direct_models(settings)),
         "TRANSFORMER_DEVELOPMENT": _lower(settings.development),
         "MODELS": settings.models,
     }
@@ -146,6 +162,7 @@ def _envoy(settings: StackSettings) -> Environment:
     return {
         "TRACE_PAGE": settings.gateway_trace_page,
         "DEVELOPMENT": _lower(settings.development),
+        "DIRECT_MODELS": str(direct_models(settings)),
         # Each worker limits the bodies of REST requests separately, and accepts one of 60 MiB at least
         # (rest_errors.lua).
         "REST_BODIES_MIB": str(max(80, 512 // _envoy_workers())),

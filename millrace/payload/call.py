@@ -21,11 +21,17 @@ from millrace.rpc.handlers import Context
 from millrace.telemetry.identity import current_span_id, current_trace_id
 
 RECORDED = ("x-millrace-recorded", "true")
+DIRECT = ("x-millrace-direct", "true")  # The gateway's mark, which it removes from requests that come from outside.
 
 
 def is_recorded(context: Context) -> bool:
     """Whether the caller records the request."""
     return RECORDED in tuple(context.invocation_metadata() or ())
+
+
+def is_direct(context: Context) -> bool:
+    """Whether the gateway has sent the request straight here."""
+    return DIRECT in tuple(context.invocation_metadata() or ())
 
 
 def begin(

@@ -30,6 +30,7 @@ from millrace.payload.outbox.writer import PayloadWriter
 from millrace.payload.parts import BeginPart, Fields, PartQueue, RequestPart, Tensors
 from millrace.payload.recording import Recording
 from millrace.payload.rules import PayloadRules
+from millrace.payload.settings import RecordingSettings
 from millrace.payload.shipping import PayloadShipping
 
 _LOOK_S = 0.01  # How often a drain looks whether it is done.
@@ -65,6 +66,19 @@ class PayloadTap:
         self._writer: PayloadWriter | None = None
         self._shipper: PayloadShipping | None = None
         self._begins_answered = False  # Whether it is worth waiting for a begin.
+
+    @classmethod
+    def of(cls, settings: RecordingSettings, spool: Path, hop: str) -> PayloadTap:
+        """As a service's settings say."""
+        return cls(
+            settings.logger,
+            settings.payload_rules,
+            spool=spool,
+            spool_max=settings.payload_spool_max,
+            memory=settings.payload_queue_memory,
+            fsync=settings.payload_spool_fsync,
+            hop=hop,
+        )
 
     @property
     def dropped(self) -> Counter[str]:

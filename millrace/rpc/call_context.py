@@ -62,6 +62,12 @@ def call_context(context: Context, protocol: str, request_id: str = "") -> CallC
     return call.with_id(request_id or call.header(REQUEST_ID_METADATA) or str(uuid.uuid4()))
 
 
+def check_request_id(given: str) -> None:
+    """Refuses a caller's own id that is too long to be kept: raises InvalidRequestError."""
+    if len(given) > MAX_REQUEST_ID:
+        raise InvalidRequestError(f"the request id has {len(given)} characters, at most {MAX_REQUEST_ID} are allowed")
+
+
 def deadline_of(context: Context) -> Deadline:
     """A call's gRPC deadline, or that of the REST header `x-timeout-ms`, which the gateway has checked; the sooner."""
     left = [left_s for left_s in (context.time_remaining(), _header_timeout_s(context)) if left_s is not None]

@@ -38,14 +38,11 @@ async def serve(settings: PredictorSettings, host: EngineHost) -> None:
 
     repository = ModelRepository(settings, partial(server.set_serving, READY), host)
     observe_engines(repository.engines)
-    tap = None
-    if settings.payload_log == "on":
-        tap = PayloadTap(
-            settings.logger, spool=settings.payload_spool, spool_max=settings.payload_spool_max, hop="predictor"
-        )
-        tap.start()
-        observe_tap(tap)
-    add_GRPCInferenceServiceServicer_to_server(InferenceServicer(repository, tap), server.grpc)
+    tap = PayloadTap.of(settings, settings.payload_spool, "predictor")
+    tap.start()
+    observe_tap(tap)
+    servicer = InferenceServicer(repository, tap, settings.payload_addressed)
+    add_GRPCInferenceServiceServicer_to_server(servicer, server.grpc)
 
     steps.add_to_server(repository, server.stopping, server.grpc)
 
@@ -69,8 +66,7 @@ async def serve(settings: PredictorSettings, host: EngineHost) -> None:
     else:
         # It listens while it loads, so that a long download can be distinguished from a hang.
         server.own("load-and-watch", load_and_watch())
-    if tap is not None:
-        server.at_stop(partial(tap.stop, _TAP_DRAIN_S))
+    server.at_stop(partial(tap.stop, _TAP_DRAIN_S))
     server.at_drain(repository.drain)
     server.at_stop(repository.close)
     await server.run()

@@ -10,11 +10,11 @@ from millrace.errors import InvalidRequestError, NotFoundError, NotImplementedMe
 from millrace.oip.model_description import config_of, metadata_of
 from millrace.oip.settings_servicer import OpenInferenceBase
 from millrace.oip.stream_infer import errors_as_status, multiplex
-from millrace.payload.call import is_recorded, recorded
+from millrace.payload.call import is_direct, is_recorded, recorded
 from millrace.payload.recording import Recording
 from millrace.payload.tap import PayloadTap
 from millrace.payload.tensors import answer_tensors, request_tensors, streamed_tensors
-from millrace.rpc.call_context import call_context, deadline_of, first_token_timeout_s
+from millrace.rpc.call_context import call_context, check_request_id, deadline_of, first_token_timeout_s
 from millrace.rpc.handlers import Context
 from millrace_protos import inference_pb2 as pb
 from services.predictor.models.served_model import VERSION
@@ -36,11 +36,18 @@ _SOURCE = "source"
 
 
 class InferenceServicer(OpenInferenceBase):
-    """A thin layer over the repository and its models. With a tap, inference requests are recorded."""
+    """A thin layer over the repository and its models.
 
-    def __init__(self, repository: ModelRepository, tap: PayloadTap | None = None) -> None:
+    With a tap, the requests that the gateway sends straight here are recorded, and with `records_addressed` those that
+    address the predictor as well.
+    """
+
+    def __init__(
+        self, repository: ModelRepository, tap: PayloadTap | None = None, records_addressed: bool = False
+    ) -> None:
         self._repository = repository
         self._tap = tap
+        self._records_addressed = records_addressed
 
     def check_model(self, name: str) -> None:
         self._repository.get(name)
@@ -105,6 +112,7 @@ class InferenceServicer(OpenInferenceBase):
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
         with self._recorded(request, context, "ModelInfer") as recording:
+            check_request_id(request.id)
             serving = self._repository.get(request.model_name, request.model_version)
             timeout_s = first_token_timeout_s(context.invocation_metadata())
             response = await serving.infer(request, deadline_of(context), timeout_s)
@@ -135,8 +143,8 @@ class InferenceServicer(OpenInferenceBase):
     def _recorded(
         self, request: pb.ModelInferRequest, context: Context, method: str
     ) -> AbstractContextManager[Recording | None]:
-        """Records the request that the block handles, unless its caller records it."""
-        if self._tap is None or is_recorded(context):
+        """Records the request that the block handles, unless its caller records it or nobody is to."""
+        if self._tap is None or is_recorded(context) or not (self._records_addressed or is_direct(context)):
             return nullcontext()
         call = call_context(context, f"{_SERVICE}/{method}", request.id)
         inputs = request_tensors(request)

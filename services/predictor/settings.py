@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, ByteSize, DirectoryPath, Field
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from millrace.settings import Models, Port, ServiceSettings, models_field, read_by
+from millrace.payload.settings import RecordingSettings
+from millrace.settings import Models, Port, models_field, read_by
 
 _PATTERN = re.compile(r"[\w.*?-]+(/[\w.*?-]+)?")
 
@@ -22,7 +23,7 @@ def _parse_patterns(text: str) -> tuple[str, ...]:
     return patterns
 
 
-class PredictorSettings(ServiceSettings):
+class PredictorSettings(RecordingSettings):
     model_config = SettingsConfigDict(env_prefix="PREDICTOR_", frozen=True, env_ignore_empty=True)
 
     port: Port = Field(9000, description="gRPC port.")
@@ -93,14 +94,10 @@ class PredictorSettings(ServiceSettings):
         (), description="Comma list of hub ids that RepositoryModelLoad may load; * and ? are wildcards, as in org/*."
     )
     development: bool = Field(False, description="Allow the transformer to kill this process; for demonstrations only.")
-    payload_log: Literal["off", "on"] = Field(
-        "off", description="on records the requests that reach the predictor without the transformer."
-    )
     payload_spool: Path = Field(
         Path(".run/spool-predictor"),
-        description="Folder in which such records wait for the logger; several predictors may share it.",
+        description="Folder in which records wait for the logger; several predictors may share it.",
     )
-    payload_spool_max: ByteSize = Field(
-        ByteSize(1 << 30), gt=0, description="Maximum size of that folder; further records are dropped and counted."
+    payload_addressed: bool = Field(
+        False, description="Record also the requests that address the predictor, with :authority predictor."
     )
-    logger: str = Field("127.0.0.1:9002", description="Address of the payload logger, for payload_log.")

@@ -60,6 +60,7 @@ async def _serve(settings: TransformerSettings) -> None:
     from services.transformer.generation.pipeline import Pipeline
     from services.transformer.inference.infer import Inference
     from services.transformer.models.catalogue import Catalogue
+    from services.transformer.models.direct_models import list_direct_models
     from services.transformer.models.processors import RunningProcessor
     from services.transformer.models.work_pool import WorkPool
     from services.transformer.predictors.client import PredictorClient
@@ -72,15 +73,7 @@ async def _serve(settings: TransformerSettings) -> None:
     predictor = PredictorClient(settings.predictor, settings.predictor_wait, settings.predictor_start_wait)
     links = Links(settings.predictor_replicas or (settings.predictor,), settings.silence_limit)
     log = open_channel(settings.logger, "logger")
-    tap = PayloadTap(
-        settings.logger,
-        settings.payload_rules,
-        spool=settings.payload_spool,
-        spool_max=settings.payload_spool_max,
-        memory=settings.payload_queue_memory,
-        fsync=settings.payload_spool_fsync,
-        hop="transformer",
-    )
+    tap = PayloadTap.of(settings, settings.payload_spool, "transformer")
     tap.start()
     observe_tap(tap)
     for name in settings.unknown_logged_models:
@@ -124,6 +117,8 @@ async def _serve(settings: TransformerSettings) -> None:
     for name in ("", READY, *_OWN, _PAYLOAD_LOG):
         await server.set_serving(name, False)
     server.own("links", links.run())
+    if settings.direct_models is not None:
+        server.own("direct-models", list_direct_models(settings.direct_models, catalogue))
     server.own("payload-log-health", watch_serving(log, _PAYLOAD_LOG, partial(server.set_serving, _PAYLOAD_LOG)))
     server.at_drain(catalogue.drain)
     server.at_stop(log.close)

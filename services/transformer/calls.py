@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from millrace.errors import InvalidRequestError
-from millrace.rpc.call_context import MAX_REQUEST_ID
 
 TTFT_MS = "x-ttft-ms"
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_MESSAGES = 4096  # Of one conversation: rendering more would stop the event loop.
-
-
-def check_request_id(given: str) -> None:
-    """Refuses a caller's own id that is too long to be kept."""
-    if len(given) > MAX_REQUEST_ID:
-        raise InvalidRequestError(f"the request id has {len(given)} characters, at most {MAX_REQUEST_ID} are allowed")
 
 
 def check_message_count(count: int) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import ByteSize, Field, InstanceOf
+from pydantic import Field
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from millrace.payload.redaction import Redaction, parse_redactions
-from millrace.payload.rules import Modes, PayloadRules, parse_metadata, parse_modes
-from millrace.settings import Models, Port, ServiceSettings, models_field, read_by
+from millrace.payload.settings import RecordingSettings
+from millrace.settings import Models, Port, models_field, read_by
 from services.transformer.models.processor_sources import ProcessorSource, parse_processors
 
 
@@ -26,12 +25,9 @@ def _addresses(text: str) -> tuple[str, ...]:
 
 Addresses = Annotated[tuple[str, ...], NoDecode, read_by(_addresses)]
 Processors = Annotated[tuple[ProcessorSource, ...], NoDecode, read_by(parse_processors)]
-LogModes = Annotated[Modes, NoDecode, read_by(parse_modes)]
-Redactions = Annotated[tuple[InstanceOf[Redaction], ...], NoDecode, read_by(parse_redactions)]
-LoggedMetadata = Annotated[frozenset[str], NoDecode, read_by(parse_metadata)]
 
 
-class TransformerSettings(ServiceSettings):
+class TransformerSettings(RecordingSettings):
     model_config = SettingsConfigDict(env_prefix="TRANSFORMER_", frozen=True, env_ignore_empty=True)
 
     port: Port = Field(9001, description="gRPC port.")
@@ -99,50 +95,8 @@ class TransformerSettings(ServiceSettings):
             "minutes."
         ),
     )
-    logger: str = Field("127.0.0.1:9002", description="Address of the payload logger.")
     payload_spool: Path = Field(
         Path(".run/spool"), description="Folder in which records wait for the logger; created if missing."
-    )
-    payload_spool_max: ByteSize = Field(
-        ByteSize(1 << 30),
-        ge=1 << 20,
-        description="Maximum size of that folder for each worker; further records are dropped and counted.",
-    )
-    payload_spool_fsync: bool = Field(
-        False, description="Write records through to the disk, so that they survive a power failure."
-    )
-    payload_queue_memory: ByteSize = Field(
-        ByteSize(64 << 20),
-        gt=0,
-        description=(
-            "Maximum memory of records that wait to be written to that folder; further ones are dropped and counted."
-        ),
-    )
-    payload_log: LogModes = Field(
-        Modes(),
-        description=(
-            "What records contain: all, request, response, metadata (neither) or off (no record); model=mode "
-            "after it for single models, as in all,storyteller=metadata."
-        ),
-    )
-    payload_sample: float = Field(
-        1.0, ge=0, le=1, description="Fraction of requests that are recorded, selected by request id."
-    )
-    payload_redact: Redactions = Field(
-        (),
-        description=(
-            'Redaction: a JSON list of rules, or a file with one: {"path": "$.parameters.user"}, {"pattern": '
-            '"[0-9]{16}", "replace": "[card]"}, or both in one rule; see millrace/payload/redaction.py.'
-        ),
-    )
-    payload_metadata: LoggedMetadata = Field(
-        frozenset(), description="Comma list of request headers that records contain; headers with secrets are refused."
-    )
-    payload_tensor_bytes: ByteSize = Field(
-        ByteSize(0),
-        ge=0,
-        le=16 << 20,
-        description="Maximum size of a tensor whose contents are recorded; larger ones have a digest only.",
     )
     tokenizer_threads: int = Field(2, ge=1, le=64, description="Threads that tokenise prompts above 8 KiB.")
     processors: Processors = Field(
@@ -161,24 +115,19 @@ class TransformerSettings(ServiceSettings):
             "Maximum of calls in flight for each worker; further ones are refused at once. Health checks do not count."
         ),
     )
+    direct_models: Path | None = Field(
+        None,
+        description=(
+            "File in which the transformer lists the models whose ModelInfer calls the gateway may send straight to a"
+            " predictor. Empty: all go through the transformer."
+        ),
+    )
     development: bool = Field(
         False, description="Allow callers to kill the predictor of their request; for demonstrations only."
     )
     workers: int = Field(
         1, ge=1, le=64, description="Processes that share the port, for text work that needs more than one core."
     )
-
-    @property
-    def payload_rules(self) -> PayloadRules:
-        """What is recorded of requests."""
-        return PayloadRules(
-            default=self.payload_log.default,
-            models=self.payload_log.models,
-            sample=self.payload_sample,
-            redactions=self.payload_redact,
-            metadata=self.payload_metadata,
-            tensor_bytes=self.payload_tensor_bytes,
-        )
 
     @property
     def unknown_logged_models(self) -> list[str]:

@@ -16,9 +16,8 @@ from millrace.payload.call import recorded
 from millrace.payload.recording import Recording
 from millrace.payload.tap import PayloadTap
 from millrace.payload.tensors import answer_tensors, request_tensors, streamed_tensors
-from millrace.rpc.call_context import CallContext
+from millrace.rpc.call_context import CallContext, check_request_id
 from millrace_protos import inference_pb2 as pb
-from services.transformer.calls import check_request_id
 from services.transformer.generation.chunks import joined
 from services.transformer.generation.pipeline import Pipeline
 from services.transformer.generation.text_tensors import TextAnswer, TextCall, read_request

@@ -68,7 +68,7 @@ class Catalogue:
         self._tasks: asyncio.TaskGroup | None = None  # There while `watch` runs, and so is `_tell`.
         self._tell: Callable[[bool], Awaitable[None]]
         self._first_ready = asyncio.Event()
-        self._changed = asyncio.Event()  # Set, and replaced, whenever `find` may answer otherwise.
+        self.changed = asyncio.Event()  # Set, and replaced, whenever `find` may answer otherwise.
         self._draining = False
         self.ready = False
 
@@ -82,6 +82,12 @@ class Catalogue:
     def names(self) -> list[str]:
         """The models that are loaded or will soon be."""
         return [name for name, state_of_model in self.states.items() if state_of_model.state != UNAVAILABLE]
+
+    @property
+    def direct_names(self) -> list[str]:
+        """The models whose tensors the gateway may send straight to a predictor."""
+        relayed = {name: model for name, model in self._models.items() if isinstance(model, RelayedModel)}
+        return [name for name, model in relayed.items() if model.is_direct and name not in self._processors]
 
     def load_all(self) -> None:
         """Reads the text side of every model that is configured, one by one; blocks; raises StartupError."""
@@ -130,7 +136,7 @@ class Catalogue:
                 try:
                     return self.find(name, version)
                 except NotReadyError as error:
-                    await backoff.wait_for(self._changed, error)
+                    await backoff.wait_for(self.changed, error)
 
     def _called(self, name: str) -> TextModel | RelayedModel:
         state_of_model = self._state(name)
@@ -203,8 +209,8 @@ class Catalogue:
                 self._first_ready.set()
 
     def _tell_of_change(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self.changed.set()
+        self.changed = asyncio.Event()
 
     async def _follow(self) -> bool:
         """Takes over what the predictor serves; whether its models can be called."""

@@ -34,13 +34,17 @@ class TextModel:
 
 @dataclass(frozen=True)
 class RelayedModel:
-    """A model that needs no text processing; one that embeds has a tokenizer where its folder has one."""
+    """A model that needs no text processing; one that embeds has a tokenizer where its folder has one.
+
+    A direct one is served by a predictor of ours, which can do for a call of its tensors all that the transformer does.
+    """
 
     name: str
     tokenizer: TextTokenizer | None = None
     versions: Sequence[str] = ()  # None known: the predictor will say.
     context_length: int | None = None  # Of a model that embeds: tokens a row at most.
     fingerprint: str = ""
+    is_direct: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,11 +63,10 @@ def model_of(name: str, described: PredictorModel, text: ModelText) -> TextModel
     """The model that a predictor describes, with the text side that its files give."""
     if not described.generates:
         tokenizer = text.tokenizer if described.embeds else None
-        context_length, fingerprint = described.context_length, described.fingerprint
-        return RelayedModel(name, tokenizer, described.versions, context_length, fingerprint)
+        return _relayed(name, described, tokenizer, described.context_length)
     limits = _limits_of(described, text)
     if text.tokenizer is None or limits is None:
-        return RelayedModel(name, None, described.versions, fingerprint=described.fingerprint)
+        return _relayed(name, described)
     return TextModel(
         name=name,
         tokenizer=text.tokenizer,
@@ -75,6 +78,13 @@ def model_of(name: str, described: PredictorModel, text: ModelText) -> TextModel
         fingerprint=described.fingerprint,
         scores_prompts=described.scores_prompts,
     )
+
+
+def _relayed(
+    name: str, described: PredictorModel, tokenizer: TextTokenizer | None = None, context_length: int | None = None
+) -> RelayedModel:
+    is_ours = described.source is not None  # No other server says from where it has loaded a model.
+    return RelayedModel(name, tokenizer, described.versions, context_length, described.fingerprint, is_ours)
 
 
 def _limits_of(described: PredictorModel, text: ModelText) -> ContextLimits | None:

@@ -8,14 +8,14 @@ from typing import Any
 
 from google.api.httpbody_pb2 import HttpBody
 
-from millrace.rpc.call_context import CallContext, call_context
+from millrace.rpc.call_context import CallContext, call_context, check_request_id
 from millrace.rpc.handlers import Context
 from millrace.rpc.rest_streams import errors_in_band
 from millrace.sampling import MAX_STOP_TOKEN_IDS
 from millrace.telemetry.identity import REQUEST_ID_METADATA, as_metadata
 from millrace_protos import millrace_pb2 as pb
 from millrace_protos import millrace_pb2_grpc, rest_pb2_grpc
-from services.transformer.calls import TTFT_MS, check_message_count, check_request_id, check_stop_count
+from services.transformer.calls import TTFT_MS, check_message_count, check_stop_count
 from services.transformer.frontends.grpc.generate_json import MAX_BODY_BYTES, read_generate_request, read_large
 from services.transformer.generation.chunks import TextChunk
 from services.transformer.generation.pipeline import Pipeline

@@ -1,0 +1,56 @@
+-- Marks the ModelInfer calls of models that need neither text nor a processor: their route leads to a predictor.
+--
+-- The transformer keeps the list of these models in a file, a name a line (services/transformer/models/direct_models.py),
+-- which is read again once a second. The model's name is read out of the first bytes of the message, so that no message
+-- is held until it is whole: clients write `model_name`, the message's first field, first. A message that begins in
+-- another way is not marked, nor is a compressed one: the transformer takes it.
+
+local METADATA = "millrace.direct"
+local FILE = os.getenv("DIRECT_MODELS")
+local MAX_NAME_BYTES = 127 -- Longer ones have a length of two bytes.
+local MODEL_NAME = 0x0A -- Field 1, a string (protos/inference.proto).
+local FRAME_BYTES = 5 -- gRPC's own before a message: whether it is compressed, and its length.
+
+local direct = {}
+local read_at = 0 -- In whole seconds.
+
+local function read_again()
+  local now = os.time()
+  if now == read_at then
+    return
+  end
+  read_at = now
+  direct = {}
+  local file = FILE and io.open(FILE)
+  if file then
+    for name in file:lines() do
+      direct[name] = true
+    end
+    file:close()
+  end
+end
+
+-- The name that a message begins with; nil where it does not, or not all of it has come.
+local function model_name(bytes)
+  local head = bytes:getBytes(0, math.min(bytes:length(), FRAME_BYTES + 2 + MAX_NAME_BYTES))
+  local compressed, field, size = head:byte(1), head:byte(FRAME_BYTES + 1, FRAME_BYTES + 2)
+  if compressed ~= 0 or field ~= MODEL_NAME or size > MAX_NAME_BYTES or #head < FRAME_BYTES + 2 + size then
+    return nil
+  end
+  return head:sub(FRAME_BYTES + 3, FRAME_BYTES + 2 + size)
+end
+
+function envoy_on_request(handle)
+  read_again()
+  if next(direct) == nil then
+    return
+  end
+  for bytes in handle:bodyChunks() do
+    local name = model_name(bytes)
+    if name and direct[name] then
+      handle:streamInfo():dynamicMetadata():set(METADATA, "direct", true)
+      handle:clearRouteCache()
+    end
+    return
+  end
+end

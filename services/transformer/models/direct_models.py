@@ -1,0 +1,44 @@
+"""The file that tells the gateway which models' calls need nothing of the transformer.
+
+The gateway sends their ModelInfer calls straight to a predictor (envoy/direct_models.lua), which answers and records
+them as the transformer would. The file has a name a line, and is replaced as a whole. Several transformers may share
+it: all of them follow the same predictors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from services.transformer.models.catalogue import Catalogue
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 10.0
+
+
+async def list_direct_models(path: Path, catalogue: Catalogue) -> None:
+    """Keeps the file equal to what the catalogue knows, until cancelled."""
+    written: list[str] | None = None
+    while True:
+        changed = catalogue.changed
+        names = sorted(catalogue.direct_names)
+        if names != written:
+            try:
+                await asyncio.to_thread(_replace, path, names)
+                written = names
+            except OSError as error:
+                logger.warning("%s cannot be written, all calls go through the transformer: %s", path, error.strerror)
+                await asyncio.sleep(_RETRY_S)
+                continue
+        await changed.wait()
+
+
+def _replace(path: Path, names: Iterable[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text("".join(f"{name}\n" for name in names))
+    unfinished.replace(path)
