@@ -15,7 +15,7 @@ from millrace.deadline import DEADLINE_MARGIN_S, PASSED
 from millrace.payload.parts import Tensors
 from millrace.payload.recording import Recording
 from millrace.payload.tap import PayloadTap
-from millrace.rpc.admission import error_of_call
+from millrace.rpc.admission import call_metadata, error_of_call
 from millrace.rpc.call_context import CALL_ID, CLIENT, CallContext
 from millrace.rpc.handlers import Context
 from millrace.telemetry.identity import current_span_id, current_trace_id
@@ -26,12 +26,12 @@ DIRECT = ("x-millrace-direct", "true")  # The gateway's mark, which it removes f
 
 def is_recorded(context: Context) -> bool:
     """Whether the caller records the request."""
-    return RECORDED in tuple(context.invocation_metadata() or ())
+    return RECORDED in call_metadata(context)
 
 
 def is_direct(context: Context) -> bool:
     """Whether the gateway has sent the request straight here."""
-    return DIRECT in tuple(context.invocation_metadata() or ())
+    return DIRECT in call_metadata(context)
 
 
 def begin(

@@ -22,11 +22,15 @@ from collections.abc import Awaitable
 from contextvars import ContextVar
 from operator import itemgetter
 from types import TracebackType
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from millrace.errors import DeadlineError, MillraceError, NotReadyError, OverloadedError
 from millrace.rpc.byte_budget import COPIES, SMALL_BYTES, ByteBudget
 from millrace.rpc.unfinished_messages import UnfinishedMessages
+from millrace.telemetry.identity import Metadata
+
+if TYPE_CHECKING:
+    from millrace.rpc.handlers import Context
 
 RETRY_AFTER_MS = 1000
 FIRST_MESSAGE_S = 120.0
@@ -51,6 +55,12 @@ def error_of_call() -> MillraceError | None:
     """What the service has ended the call with that the task belongs to: it is cancelled, and its caller reads this."""
     call = _current.get()
     return None if call is None else call.error
+
+
+def call_metadata(context: Context) -> Metadata:
+    """The metadata of a call: those of the call that the task serves are at hand, grpc makes them anew each time."""
+    call = _current.get()
+    return tuple(context.invocation_metadata() or ()) if call is None else call.metadata
 
 
 class Admission:
@@ -93,10 +103,10 @@ class Admission:
         """Calls that ask nothing now."""
         return len(self._idle) + len(self._unsent)
 
-    def call(self, method: str, request_streaming: bool) -> Call:
+    def call(self, method: str, request_streaming: bool, metadata: Metadata = ()) -> Call:
         """A call's state, to be entered as a context manager; its methods raise MillraceError."""
         limit_s = self._idle_timeout_s if request_streaming else FIRST_MESSAGE_S
-        return Call(self, method, request_streaming, limit_s)
+        return Call(self, method, request_streaming, limit_s, metadata)
 
     def cut_off(self) -> None:
         """Ends every open call, and those that still come, because the service stops."""
@@ -171,7 +181,10 @@ class Admission:
 class Call:
     """One call, from its first moment to its end, in the task that serves it."""
 
-    def __init__(self, admission: Admission, method: str, request_streaming: bool, idle_limit_s: float) -> None:
+    def __init__(
+        self, admission: Admission, method: str, request_streaming: bool, idle_limit_s: float, metadata: Metadata
+    ) -> None:
+        self.metadata = metadata
         self._admission = admission
         self._is_counted = not method.startswith(_UNCOUNTED)
         self.is_inner = method.startswith(_INNER)
@@ -180,18 +193,21 @@ class Call:
         self.may_be_idle = request_streaming or self._watches  # As it is meant to be.
         self.may_arrive = not self._watches and not self.is_inner
         self.idle_limit_s = math.inf if self._watches or self.is_inner else idle_limit_s
-        self._limit = asyncio.timeout(None)
+        self._task: asyncio.Task[Any] | None = None  # That serves it, until it ends.
+        self._cancelled_before = 0  # How often that task was to be cancelled by others.
         self.error: MillraceError | None = None  # What the service ends it with.
         self._bytes = 0
         self._requests = 0
         self._receives = False
+        self._is_cut = False
 
     async def __aenter__(self) -> Call:
         if self._admission._is_over:
             raise _stopping()
         if self._is_counted and not self.may_be_idle:
             self._admission.check_room()  # Before its message is received.
-        await self._limit.__aenter__()
+        self._task = asyncio.current_task()
+        self._cancelled_before = self._task.cancelling() if self._task is not None else 0
         self._admission._open.add(self)
         _current.set(self)  # In the context of the task that serves it, and of those that it starts.
         return self
@@ -208,11 +224,10 @@ class Call:
         if self._bytes:
             admission.budget.release(self._bytes)
             self._bytes = 0
-        try:
-            await self._limit.__aexit__(kind, error, traceback)
-        except TimeoutError:
-            if self.error is None:
-                raise
+        task, self._task = self._task, None
+        # As asyncio.timeout does: a cancel that is not only ours stays one.
+        is_ours = self._is_cut and task is not None and task.uncancel() <= self._cancelled_before
+        if is_ours and self.error is not None and kind is not None and issubclass(kind, asyncio.CancelledError):
             raise self.error from None
 
     def end(self, error: MillraceError) -> None:
@@ -220,7 +235,11 @@ class Call:
         self._admission._end_idle(self)
         if self.error is None and self in self._admission._open:
             self.error = error
-            self._limit.reschedule(asyncio.get_running_loop().time())
+            asyncio.get_running_loop().call_soon(self._cut)
+
+    def _cut(self) -> None:
+        if self._task is not None and not self._is_cut:
+            self._is_cut = self._task.cancel()
 
     async def receive(self, message: Awaitable[T]) -> T:
         """The call's next message; idle meanwhile, unless a request is in flight."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from millrace.deadline import NO_DEADLINE, Deadline
 from millrace.errors import InvalidRequestError
+from millrace.rpc.admission import call_metadata
 from millrace.rpc.handlers import Context
 from millrace.telemetry.identity import REQUEST_ID_METADATA, set_request_id
 
@@ -58,7 +59,7 @@ def call_context(context: Context, protocol: str, request_id: str = "") -> CallC
 
     The id is `request_id`, the caller's own, else the gateway's, else a new one.
     """
-    call = CallContext(protocol, "", tuple(context.invocation_metadata() or ()), deadline_of(context))
+    call = CallContext(protocol, "", call_metadata(context), deadline_of(context))
     return call.with_id(request_id or call.header(REQUEST_ID_METADATA) or str(uuid.uuid4()))
 
 
@@ -87,7 +88,7 @@ def first_token_timeout_s(metadata: Iterable[tuple[str, str | bytes]] | None) ->
 
 
 def _header_timeout_s(context: Context) -> float | None:
-    for key, value in context.invocation_metadata() or ():
+    for key, value in call_metadata(context):
         if key == _TIMEOUT_MS and isinstance(value, str) and value.isdecimal():
             return int(value) / 1000
     return None

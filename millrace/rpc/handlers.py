@@ -1,4 +1,4 @@
-"""The server's side of a call: its handler inside guards, the first of which admits it and maps its errors.
+"""The server's side of a call: observed, admitted, read, handled, and its errors mapped, in one function.
 
 A `MillraceError` becomes its gRPC status; anything else that escapes a handler is logged with its traceback and becomes
 INTERNAL with a text that says nothing of the inside.
@@ -9,16 +9,20 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
-from contextvars import ContextVar
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from typing import Any, TypeAlias
 
 import grpc
+from grpc import StatusCode
 
+from millrace.deadline import DEADLINE_MARGIN_S
 from millrace.errors import InvalidRequestError, MillraceError, NotImplementedMethodError, RequestFailedError
 from millrace.rpc.admission import Admission, Call
+from millrace.rpc.call_telemetry import CallTelemetry, ObservedCall
 from millrace.rpc.request_reading import RequestReading, RequestStream
+from millrace.telemetry.identity import Metadata
+from millrace.telemetry.rpc import status_of
 
 logger = logging.getLogger(__name__)
 
@@ -26,87 +30,6 @@ logger = logging.getLogger(__name__)
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
-Guard: TypeAlias = "Callable[[Context], AbstractAsyncContextManager[Any]]"
-Reader: TypeAlias = "Callable[[Any, Context, Any], Awaitable[Any]]"
-
-_first_message: ContextVar[Callable[[], None] | None] = ContextVar("first_message", default=None)
-
-
-def on_first_message(tell: Callable[[], None]) -> None:
-    """From inside a guard: has `tell` called when the first message of an answer that streams has been written."""
-    _first_message.set(tell)
-
-
-def _tell_first_message() -> None:
-    tell = _first_message.get()
-    if tell is not None:
-        _first_message.set(None)
-        tell()
-
-
-def guard_handler(handler: Handler, guard: Guard, read: Reader | None = None) -> Handler:
-    """The same handler with each of its calls run inside `guard(context)`.
-
-    With `read`, which makes of a stream of raw requests what the handler takes, receiving and parsing
-    happen inside as well; it gets what the guard gives.
-    """
-    behaviour: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-    deserializer = handler.request_deserializer if read is None else None
-    request_streaming = handler.request_streaming or read is not None
-
-    async def received(request: Any, context: Context, guarded: Any) -> Any:
-        return request if read is None else await read(request, context, guarded)
-
-    if inspect.isasyncgenfunction(behaviour):
-        # It writes by itself: were it a generator, a call cancelled during a write would leave it open
-        # until the garbage collector came by, and the engine at work without a reader.
-        async def write_all(request: Any, context: Any) -> None:
-            async with (
-                guard(context) as given,
-                aclosing(behaviour(await received(request, context, given), context)) as responses,
-            ):
-                async for response in responses:
-                    await context.write(response)
-                    _tell_first_message()
-
-        guarded: Any = write_all
-    else:
-
-        async def call(request: Any, context: Any) -> Any:
-            async with guard(context) as given:
-                result = behaviour(await received(request, context, given), context)
-                return await result if inspect.isawaitable(result) else result
-
-        guarded = call
-
-    factory = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[request_streaming, handler.response_streaming]
-    return factory(guarded, deserializer, handler.response_serializer)
-
-
-def _reader(method: str, handler: Handler) -> Reader:
-    """Takes and parses a handler's raw requests, within what admission lets in.
-
-    Left to grpc, what cannot be parsed is answered with grpc's insides, and a call that ends without the
-    one message of its method is not answered at all: grpc.aio's handlers of such methods just return.
-    """
-    reading = RequestReading(method, handler.request_deserializer or bytes)
-
-    async def read_one(_: Any, context: Context, call: Call) -> Any:
-        raw: Any = await call.receive(context.read())
-        if raw is grpc.aio.EOF:
-            raise InvalidRequestError("the call carries no message")
-        call.begin()
-        return await reading.only(raw, call)
-
-    async def read_all(_: Any, context: Context, call: Call) -> AsyncIterator[Any]:
-        return RequestStream(context, reading, call)
-
-    return read_all if handler.request_streaming else read_one
 
 
 async def _refuse(_: Any, __: Any) -> None:
@@ -116,44 +39,119 @@ async def _refuse(_: Any, __: Any) -> None:
 _UNKNOWN_METHOD: Handler = grpc.stream_stream_rpc_method_handler(_refuse)
 
 
-class ErrorServerInterceptor(grpc.aio.ServerInterceptor):
-    """Admits calls and their requests, and reports what a handler raises as a gRPC status, signed with this hop."""
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """The one interceptor of a server; `hop` signs the errors, and without `telemetry` calls are not observed."""
 
-    def __init__(self, hop: str, admission: Admission | None = None) -> None:
-        self._hop = hop
-        self._admission = admission or Admission()
+    def __init__(self, hop: str, admission: Admission | None = None, telemetry: CallTelemetry | None = None) -> None:
+        self.hop = hop
+        self.admission = admission or Admission()
+        self.telemetry = telemetry
+        self._handlers: dict[str, Handler] = {}  # By method, of those that are known.
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler | None:
         method = handler_call_details.method
-        handler = await continuation(handler_call_details) or _UNKNOWN_METHOD
+        served = self._handlers.get(method)
+        if served is None:
+            handler = await continuation(handler_call_details)
+            served = _Method(self, method, handler or _UNKNOWN_METHOD).handler
+            if handler is not None:
+                self._handlers[method] = served
+        return served
 
-        streams = handler.request_streaming
 
-        @asynccontextmanager
-        async def guard(context: Context) -> AsyncIterator[Call]:
-            try:
-                async with self._admission.call(method, streams) as call:
-                    yield call
-            except MillraceError as error:
-                await self._abort(context, error)
-            except grpc.aio.AbortError as aborted:
-                _forget_at_end(aborted)
-                raise
-            except NotImplementedError:
-                # What the generated base class raises for a method that a servicer does not override.
-                await self._abort(context, NotImplementedMethodError(f"{method} is not implemented"))
-            except Exception:
-                logger.exception("%s failed", method)
-                await self._abort(context, RequestFailedError("internal error"))
+class _Method:
+    """A method as it is served; `handler` is what grpc calls.
 
-        return guard_handler(handler, guard, _reader(method, handler))
+    Requests are received and parsed here, within what admission lets in. Left to grpc, what cannot be parsed is
+    answered with grpc's insides, and a call that ends without the one message of its method is not answered at all:
+    grpc.aio's handlers of such methods just return.
+    """
+
+    def __init__(self, server: CallInterceptor, method: str, handler: Handler) -> None:
+        self._server = server
+        self._method = method
+        self._behaviour: Any = (
+            handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        )
+        self._yields = inspect.isasyncgenfunction(self._behaviour)
+        self._reading = RequestReading(method, handler.request_deserializer or bytes)
+        self._takes_stream = handler.request_streaming
+        telemetry = server.telemetry
+        self._telemetry = None if telemetry is None else telemetry.of(method, handler.response_streaming)
+        factory: Any = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+        self.handler: Handler = factory(self._serve, None, handler.response_serializer)
+
+    async def _serve(self, _: Any, context: Context) -> Any:
+        metadata = tuple(context.invocation_metadata() or ())
+        if self._telemetry is None:
+            return await self._answer(context, metadata, None)
+        observed, code = self._telemetry.begin(metadata), StatusCode.OK
+        try:
+            response = await self._answer(context, metadata, observed)
+            code = status_of(context.code())
+            return response
+        except (asyncio.CancelledError, GeneratorExit):
+            remaining = context.time_remaining()
+            passed = remaining is not None and remaining <= DEADLINE_MARGIN_S
+            code = StatusCode.DEADLINE_EXCEEDED if passed else StatusCode.CANCELLED
+            raise
+        except BaseException:
+            code = status_of(context.code(), StatusCode.UNKNOWN)
+            raise
+        finally:
+            observed.end(code)
+
+    async def _answer(self, context: Context, metadata: Metadata, observed: ObservedCall | None) -> Any:
+        try:
+            async with self._server.admission.call(self._method, self._takes_stream, metadata) as call:
+                if self._takes_stream:
+                    request: Any = RequestStream(context, self._reading, call)
+                else:
+                    request = await self._only_request(context, call)
+                if self._yields:
+                    await self._write_all(request, context, observed)
+                    return None
+                result = self._behaviour(request, context)
+                return await result if inspect.isawaitable(result) else result
+        except MillraceError as error:
+            await self._abort(context, error)
+        except grpc.aio.AbortError as aborted:
+            _forget_at_end(aborted)
+            raise
+        except NotImplementedError:
+            # What the generated base class raises for a method that a servicer does not override.
+            await self._abort(context, NotImplementedMethodError(f"{self._method} is not implemented"))
+        except Exception:
+            logger.exception("%s failed", self._method)
+            await self._abort(context, RequestFailedError("internal error"))
+
+    async def _only_request(self, context: Context, call: Call) -> Any:
+        raw: Any = await call.receive(context.read())
+        if raw is grpc.aio.EOF:
+            raise InvalidRequestError("the call carries no message")
+        call.begin()
+        return await self._reading.only(raw, call)
+
+    async def _write_all(self, request: Any, context: Context, observed: ObservedCall | None) -> None:
+        """Writes the responses. Left to grpc, a call cancelled during a write would leave the generator open until the
+        garbage collector came by, and the engine at work without a reader."""
+        async with aclosing(self._behaviour(request, context)) as responses:
+            async for response in responses:
+                await context.write(response)
+                if observed is not None:
+                    observed.first_message()
+                    observed = None
 
     async def _abort(self, context: Context, error: MillraceError) -> None:
         earlier = tuple(context.trailing_metadata() or ())
         try:
-            await context.abort(error.status, error.message, earlier + error.trailing_metadata(self._hop))
+            await context.abort(error.status, error.message, earlier + error.trailing_metadata(self._server.hop))
         except grpc.aio.AbortError as aborted:
             _forget_at_end(aborted)
             raise

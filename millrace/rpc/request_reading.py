@@ -33,6 +33,8 @@ class RequestReading:
 
     async def only(self, raw: bytes, call: Call) -> Any:
         """The one request of a call, whose bytes are reserved until the call ends."""
+        if len(raw) <= SMALL_BYTES:
+            return self._parsed(raw)
         request, _ = await self.next(raw, call)
         return request
 

@@ -25,11 +25,11 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc as reflection_v1alpha_gr
 
 from millrace.rpc.admission import MAX_MESSAGE_BYTES, Admission
 from millrace.rpc.byte_budget import ByteBudget
+from millrace.rpc.call_telemetry import CallTelemetry
 from millrace.rpc.hand_over import RETIRE, report_listening
-from millrace.rpc.handlers import ErrorServerInterceptor
+from millrace.rpc.handlers import CallInterceptor
 from millrace.rpc.health import HealthServicer
 from millrace.rpc.listeners import Listeners
-from millrace.rpc.telemetry_interceptor import TelemetryServerInterceptor
 from millrace.rpc.watchdog import LoopWatchdog
 from millrace.settings import ServiceSettings
 from millrace.telemetry.loop_lag import watch_loop_lag
@@ -106,8 +106,8 @@ class Server:
         self._at_drain: list[Callable[[float], Awaitable[None]]] = []
         self._at_stop: list[Callable[[], Awaitable[None]]] = []
         self._admission = admission or Admission()
-        interceptors = (TelemetryServerInterceptor(), ErrorServerInterceptor(hop, self._admission))
-        self.grpc = Listeners(_LISTENERS, interceptors, SERVER_OPTIONS, shares_port)
+        interceptor = CallInterceptor(hop, self._admission, CallTelemetry())
+        self.grpc = Listeners(_LISTENERS, (interceptor,), SERVER_OPTIONS, shares_port)
         self.health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
         _add_reflection(self.grpc, public_services)

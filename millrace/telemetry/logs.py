@@ -1,18 +1,19 @@
 """Log lines: JSON, one object a line, or text for a terminal; each has the id of its request.
 
-The line of every call goes through a bounded queue to a separate thread: if the reader of standard error stalls, calls
-continue, and lost lines are counted. All other lines are rare and written at once.
+The line of every call goes through a bounded queue to a thread, which writes it a twentieth of a second later: if the
+reader of standard error stalls, calls continue, and lost lines are counted. All other lines are rare, and written at
+once.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import sys
-from collections.abc import Callable
-from contextlib import suppress
-from logging.handlers import QueueHandler, QueueListener
-from typing import Literal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
 
 from opentelemetry import metrics
 from opentelemetry.metrics import Meter
@@ -25,6 +26,7 @@ LogFormat = Literal["auto", "json", "console"]
 
 _MAX_LINES = 8192
 _CLOSE_S = 1.0
+_GATHER_S = 0.05  # For which lines wait for others.
 _JSON_NAMES = {"levelname": "level", "name": "logger"}
 
 
@@ -35,19 +37,8 @@ def set_up_logging(service: str, level: str, log_format: LogFormat, meter: Meter
     handler.addFilter(_name_request)
     logging.basicConfig(level=level, handlers=[handler], force=True)
 
-    lines = _CallLines(meter)
-    writer = _Writer(lines.queue, handler)
-    calls = logging.getLogger(CALLS)
-    calls.handlers = [lines]
-    calls.propagate = False
-    writer.start()
-
-    def close() -> None:
-        calls.handlers = []
-        with suppress(queue.Full):  # Nobody takes what is written: it is lost with the process.
-            writer.stop()
-
-    return close
+    call_log.start(handler, meter)
+    return call_log.close
 
 
 def formatter(service: str, log_format: LogFormat) -> logging.Formatter:
@@ -67,31 +58,91 @@ class _ConsoleFormatter(logging.Formatter):
         return f"{text} request={request_id}" if request_id else text
 
 
-class _CallLines(QueueHandler):
-    """Puts lines in the queue as they are; counts those for which there is no room."""
+class _Line(NamedTuple):
+    """A line of a call that is to be written; `created` is its time, seconds since 1970."""
 
-    def __init__(self, meter: Meter | None) -> None:
-        self.queue: queue.Queue[logging.LogRecord] = queue.Queue(_MAX_LINES)
-        super().__init__(self.queue)
+    created: float
+    level: int
+    text: str
+    arguments: tuple[object, ...]
+    fields: Mapping[str, object]
+
+
+class CallLog:
+    """The lines of calls. A call pays for a tuple: a thread formats and writes what has come, all at once.
+
+    Without that thread a line is written at once.
+    """
+
+    def __init__(self) -> None:
+        self._logger = logging.getLogger(CALLS)
+        self._writer: _CallLogWriter | None = None
+
+    def writes(self, level: int) -> bool:
+        """Whether lines of a level are written."""
+        return self._logger.isEnabledFor(level)
+
+    def write(self, level: int, text: str, arguments: tuple[object, ...], fields: Mapping[str, object]) -> None:
+        """Writes `text % arguments`, with `fields` beside it; to be called only where `writes` says so."""
+        if self._writer is None:
+            self._logger.log(level, text, *arguments, extra=dict(fields))
+        else:
+            self._writer.add(_Line(time.time(), level, text, arguments, fields))
+
+    def start(self, handler: logging.Handler, meter: Meter | None) -> None:
+        """Starts the thread, which gives lines to a handler."""
+        self._writer = _CallLogWriter(handler, meter)
+        self._writer.start()
+
+    def close(self) -> None:
+        """Writes what waits, within a second, and ends the thread."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+
+class _CallLogWriter(threading.Thread):
+    def __init__(self, handler: logging.Handler, meter: Meter | None) -> None:
+        super().__init__(name="call-log", daemon=True)
+        self._handler = handler
+        self._lines: deque[_Line] = deque()
+        self._come = threading.Event()
+        self._is_closing = threading.Event()
         self._dropped = (meter or metrics.get_meter("millrace")).create_counter(
             "millrace.log.dropped", "{line}", "Log lines of calls that were not written."
         )
 
-    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        return record  # Formatted by the thread that writes it.
-
-    def enqueue(self, record: logging.LogRecord) -> None:
-        try:
-            self.queue.put_nowait(record)
-        except queue.Full:
+    def add(self, line: _Line) -> None:
+        if len(self._lines) >= _MAX_LINES:
             self._dropped.add(1)
+            return
+        self._lines.append(line)
+        if len(self._lines) == 1:
+            self._come.set()
+
+    def run(self) -> None:
+        while not self._is_closing.is_set():
+            self._come.wait()
+            self._is_closing.wait(_GATHER_S)
+            self._come.clear()
+            while self._lines:
+                self._handler.handle(_record(self._lines.popleft()))
+
+    def close(self) -> None:
+        self._is_closing.set()
+        self._come.set()
+        self.join(_CLOSE_S)  # Nobody may take what is written: it is lost with the process.
 
 
-class _Writer(QueueListener):
-    """Writes what is in the queue; at its end there may be no room, for a while, for the word to stop."""
+def _record(line: _Line) -> logging.LogRecord:
+    record = logging.LogRecord(CALLS, line.level, "", 0, line.text, line.arguments, None)
+    record.created = line.created
+    record.msecs = line.created % 1 * 1000
+    record.__dict__.update(line.fields)
+    return record
 
-    def enqueue_sentinel(self) -> None:
-        self.queue.put(self._sentinel, timeout=_CLOSE_S)  # type: ignore[attr-defined]
+
+call_log = CallLog()
 
 
 def _name_request(record: logging.LogRecord) -> bool:

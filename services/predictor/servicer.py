@@ -14,6 +14,7 @@ from millrace.payload.call import is_direct, is_recorded, recorded
 from millrace.payload.recording import Recording
 from millrace.payload.tap import PayloadTap
 from millrace.payload.tensors import answer_tensors, request_tensors, streamed_tensors
+from millrace.rpc.admission import call_metadata
 from millrace.rpc.call_context import call_context, check_request_id, deadline_of, first_token_timeout_s
 from millrace.rpc.handlers import Context
 from millrace_protos import inference_pb2 as pb
@@ -114,7 +115,7 @@ class InferenceServicer(OpenInferenceBase):
         with self._recorded(request, context, "ModelInfer") as recording:
             check_request_id(request.id)
             serving = self._repository.get(request.model_name, request.model_version)
-            timeout_s = first_token_timeout_s(context.invocation_metadata())
+            timeout_s = first_token_timeout_s(call_metadata(context))
             response = await serving.infer(request, deadline_of(context), timeout_s)
             if recording is not None:
                 recording.end("OK", outputs=answer_tensors(response))
@@ -124,7 +125,7 @@ class InferenceServicer(OpenInferenceBase):
     async def ModelStreamInfer(
         self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context
     ) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
-        timeout_s = first_token_timeout_s(context.invocation_metadata())
+        timeout_s = first_token_timeout_s(call_metadata(context))
 
         async def answer(request: pb.ModelInferRequest) -> AsyncGenerator[pb.ModelInferResponse, None]:
             with self._recorded(request, context, "ModelStreamInfer") as recording:

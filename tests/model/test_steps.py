@@ -19,8 +19,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from millrace.oip.parameters import set_parameters
 from millrace.oip.tensors import Tensor, add_input, decode_outputs
 from millrace.rpc.admission import Admission
-from millrace.rpc.handlers import ErrorServerInterceptor
-from millrace.rpc.telemetry_interceptor import TelemetryServerInterceptor
+from millrace.rpc.call_telemetry import CallTelemetry
+from millrace.rpc.handlers import CallInterceptor
 from millrace_protos import inference_pb2, inference_pb2_grpc
 from services.predictor.repository.repository import ModelRepository
 from services.predictor.servicer import InferenceServicer
@@ -67,7 +67,7 @@ def predictor_of(engine_host, folder):
             asyncio.Event(),
             Admission(),
         )
-        interceptors = (TelemetryServerInterceptor(), ErrorServerInterceptor("predictor", admission))
+        interceptors = (CallInterceptor("predictor", admission, CallTelemetry()),)
         server = grpc.aio.server(interceptors=interceptors)
         inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(repository), server)
         steps_servicer.add_to_server(repository, stopping, server)

@@ -22,7 +22,7 @@ from millrace.errors import (
     from_rpc_error,
 )
 from millrace.rpc.channel import open_channel
-from millrace.rpc.handlers import ErrorServerInterceptor
+from millrace.rpc.handlers import CallInterceptor
 
 CLASSES = sorted(MillraceError.__subclasses__(), key=lambda cls: cls.__name__)
 KINDS = ("unary", "stream", "bidi")
@@ -58,7 +58,7 @@ class Echo(grpc.GenericRpcHandler):
 @asynccontextmanager
 async def serving(hop, then, options=()):
     """A channel to a server whose calls end in `then(context)`."""
-    server = grpc.aio.server(interceptors=(ErrorServerInterceptor(hop),), options=options)
+    server = grpc.aio.server(interceptors=(CallInterceptor(hop),), options=options)
     server.add_generic_rpc_handlers((Echo(then),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -148,7 +148,7 @@ async def test_the_wire_carries_status_hop_http_status_and_retry_time(kind):
         context.set_trailing_metadata((("x-request-id", "r1"),))
         raise OverloadedError("queue full", retry_after_ms=20)
 
-    server = grpc.aio.server(interceptors=(ErrorServerInterceptor("predictor"),))
+    server = grpc.aio.server(interceptors=(CallInterceptor("predictor"),))
     server.add_generic_rpc_handlers((Echo(then),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

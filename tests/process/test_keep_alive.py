@@ -8,7 +8,7 @@ import pytest
 from google.api.httpbody_pb2 import HttpBody
 
 from millrace.errors import FAILED_HOP, OverloadedError
-from millrace.rpc.handlers import ErrorServerInterceptor
+from millrace.rpc.handlers import CallInterceptor
 from millrace_protos import rest_pb2_grpc
 from services.transformer.frontends.http import EVENTS, KeepAlive, event, rest_errors
 from services.transformer.frontends.openai.errors import openai_error
@@ -41,7 +41,7 @@ class Events(rest_pb2_grpc.OpenAIServicer):
 async def call(after_s=AFTER_S):
     """A servicer, and a call of it."""
     servicer = Events(after_s)
-    server = grpc.aio.server(interceptors=(ErrorServerInterceptor("transformer"),))
+    server = grpc.aio.server(interceptors=(CallInterceptor("transformer"),))
     rest_pb2_grpc.add_OpenAIServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

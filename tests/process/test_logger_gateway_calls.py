@@ -9,7 +9,7 @@ import pytest
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2_grpc import LogsServiceStub
 
-from millrace.rpc.handlers import ErrorServerInterceptor
+from millrace.rpc.handlers import CallInterceptor
 from millrace_protos.millrace_pb2 import QueryPayloadsRequest, TailPayloadsRequest
 from services.logger import gateway_calls
 from services.logger.gateway_calls import GatewayCalls
@@ -63,7 +63,7 @@ def export_request(*calls):
 async def logger(store):
     """The service over the wire, the tails that it shows to, and its channel."""
     tails = Tails()
-    server = grpc.aio.server(interceptors=(ErrorServerInterceptor("logger"),))
+    server = grpc.aio.server(interceptors=(CallInterceptor("logger"),))
     GatewayCalls(store, tails).add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

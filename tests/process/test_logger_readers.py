@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from millrace.errors import OverloadedError
-from millrace.rpc.handlers import ErrorServerInterceptor
+from millrace.rpc.handlers import CallInterceptor
 from millrace_protos import millrace_pb2_grpc
 from millrace_protos.millrace_pb2 import GetPayloadRequest, QueryPayloadsRequest
 from services.logger.servicer import PayloadLogServicer
@@ -56,9 +56,7 @@ class Served:
 @pytest.fixture
 async def served(store):
     readers = Readers(max_bytes=16 * MIB, max_readers=40, max_of_one=20, wait_s=0.5)
-    server = grpc.aio.server(
-        interceptors=(ErrorServerInterceptor("logger"),), options=(("grpc.max_send_message_length", -1),)
-    )
+    server = grpc.aio.server(interceptors=(CallInterceptor("logger"),), options=(("grpc.max_send_message_length", -1),))
     PayloadLogServicer(store, Tails(), readers).add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

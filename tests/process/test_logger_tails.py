@@ -10,7 +10,7 @@ import pytest
 
 from millrace.errors import NotReadyError, OverloadedError
 from millrace.rpc.channel import open_channel
-from millrace.rpc.handlers import ErrorServerInterceptor
+from millrace.rpc.handlers import CallInterceptor
 from millrace_protos import millrace_pb2_grpc
 from millrace_protos.millrace_pb2 import AppendRequest, PayloadRecord, QueryPayloadsRequest, TailPayloadsRequest
 from services.logger.servicer import PayloadIngestServicer, PayloadLogServicer
@@ -37,7 +37,7 @@ def record(number, **fields):
 async def served(tmp_path):
     """A logger in this process: its store, its tails, and a channel to it."""
     store, tails = SqliteStore(tmp_path / "payloads.sqlite3"), Tails()
-    server = grpc.aio.server(interceptors=(ErrorServerInterceptor("logger"),))
+    server = grpc.aio.server(interceptors=(CallInterceptor("logger"),))
     PayloadLogServicer(store, tails).add_to(server)
     ingest = PayloadIngestServicer(store, tails, asyncio.Event())
     millrace_pb2_grpc.add_PayloadIngestServicer_to_server(ingest, server)

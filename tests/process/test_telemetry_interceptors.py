@@ -14,10 +14,10 @@ from opentelemetry.trace import SpanKind, get_current_span
 from opentelemetry.trace import StatusCode as SpanStatus
 
 from millrace.errors import DeadlineError, InvalidRequestError, RequestFailedError
+from millrace.rpc.call_telemetry import CallTelemetry
 from millrace.rpc.channel import open_channel
 from millrace.rpc.client_interceptors import CallSpan, telemetry_client_interceptors
-from millrace.rpc.handlers import ErrorServerInterceptor
-from millrace.rpc.telemetry_interceptor import TelemetryServerInterceptor
+from millrace.rpc.handlers import CallInterceptor
 from millrace.telemetry.identity import current_request_id, current_trace_id, set_request_id
 from millrace.telemetry.suppression import suppress_tracing
 from millrace_protos import inference_pb2, millrace_pb2
@@ -109,7 +109,7 @@ class Bench:
 
 @asynccontextmanager
 async def served(methods, tracer, meter):
-    interceptors = (TelemetryServerInterceptor(tracer, meter), ErrorServerInterceptor("predictor"))
+    interceptors = (CallInterceptor("predictor", telemetry=CallTelemetry(tracer, meter)),)
     server = grpc.aio.server(interceptors=interceptors)
     server.add_generic_rpc_handlers((methods,))
     port = server.add_insecure_port("127.0.0.1:0")

@@ -4,7 +4,7 @@ import grpc
 import pytest
 
 from millrace.rpc.channel import open_channel
-from millrace.rpc.handlers import ErrorServerInterceptor
+from millrace.rpc.handlers import CallInterceptor
 from millrace_protos import millrace_pb2_grpc
 from services.logger.servicer import PayloadLogServicer
 from services.logger.store.store import SqliteStore
@@ -22,7 +22,7 @@ async def store(tmp_path):
 @pytest.fixture
 async def payload_log(store):
     """A stub of the logger's public service, which reads `store`."""
-    server = grpc.aio.server(interceptors=(ErrorServerInterceptor("logger"),))
+    server = grpc.aio.server(interceptors=(CallInterceptor("logger"),))
     PayloadLogServicer(store, Tails()).add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

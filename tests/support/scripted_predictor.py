@@ -21,7 +21,7 @@ import orjson
 from millrace.errors import DrainingError, HopBrokenError, MillraceError, NotFoundError
 from millrace.oip.model_description import FINGERPRINT
 from millrace.oip.tensors import Tensor, add_output
-from millrace.rpc.handlers import ErrorServerInterceptor
+from millrace.rpc.handlers import CallInterceptor
 from millrace.step_errors import write_error
 from millrace_protos import inference_pb2 as pb
 from millrace_protos import inference_pb2_grpc, model_config_pb2, steps_pb2, steps_pb2_grpc
@@ -304,7 +304,7 @@ def holds_until(released, after=0):
 async def serving(predictor, port=0):
     """Its address while it runs; cut off at the end."""
     options = [("grpc.so_reuseport", 0)]
-    server = grpc.aio.server(interceptors=(ErrorServerInterceptor("predictor"),), options=options)
+    server = grpc.aio.server(interceptors=(CallInterceptor("predictor"),), options=options)
     inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(predictor, server)
     steps_pb2_grpc.add_PredictorStepsServicer_to_server(predictor, server)
     port = server.add_insecure_port(f"127.0.0.1:{port}")

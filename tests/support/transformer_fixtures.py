@@ -12,7 +12,7 @@ import grpc
 
 from millrace.models.sources import parse_models
 from millrace.payload.tap import PayloadTap
-from millrace.rpc.handlers import ErrorServerInterceptor
+from millrace.rpc.handlers import CallInterceptor
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from millrace_protos.rest_pb2_grpc import add_OpenAIServicer_to_server, add_OpenInferenceServicer_to_server
 from services.transformer.frontends.grpc.inference_servicer import InferenceServicer
@@ -65,7 +65,7 @@ async def transformer(
     pipeline = Pipeline(catalogue, ResumingGenerator(links, client, resume_limit), tap, bodies, tells_cached)
     inference = Inference(pipeline, catalogue, Relay(client), tap)
     options = [("grpc.max_receive_message_length", 64 * 1024 * 1024), ("grpc.max_send_message_length", -1)]
-    server = grpc.aio.server(interceptors=(ErrorServerInterceptor("transformer"),), options=options)
+    server = grpc.aio.server(interceptors=(CallInterceptor("transformer"),), options=options)
     servicer = InferenceServicer(inference, catalogue, client, asked)
     servicer.add_to_server(server)
     add_OpenAIServicer_to_server(OpenAIServicer(pipeline, catalogue, Embedder(catalogue, client, tap), bodies), server)

@@ -18,9 +18,10 @@ from millrace_protos import inference_pb2 as pb
 from millrace_protos import millrace_pb2
 from tests.system.ask import ON_STREAM, Ask
 from tests.system.calls import channel, http_request
+from tests.system.direct import until_direct
 from tests.system.faulty_predictor import FAILS, FAILS_LATER, HOLDS_LATER, PYTHON_MODEL
 from tests.system.rest_ways_in import openai_shape, rest_outcome, v2_shape
-from tests.system.ways_in import PREDICTOR, RELAYED, REST_STREAMS, STREAMS, TEXT, WAYS_IN
+from tests.system.ways_in import DIRECT, PREDICTOR, RELAYED, REST_STREAMS, STREAMS, TEXT, WAYS_IN
 from tests.waiting import until
 
 Code = grpc.StatusCode
@@ -57,6 +58,7 @@ async def stack(stacks, tmp_path_factory, faults):
             "transformer": {"TRANSFORMER_PREDICTOR_WAIT": "0.2"},
         },
     ) as started:
+        await until_direct(started.gateway, "tensors")
         yield started
 
 
@@ -123,6 +125,7 @@ class Row:
     ways_in: Mapping[str, Any] = field(default_factory=lambda: WAYS_IN)
     retry_after: bool = False
     predictor_speaks: bool = True  # False: what ends its own streams is the gateway.
+    direct_hop: str | None = None  # By way of tensors that go straight to the predictor, where that is another.
 
 
 def ask(**changes):
@@ -147,7 +150,7 @@ ROWS = {
         ask(model="normalizer"), Code.INVALID_ARGUMENT, 400, TTP, "no chat template", CHAT
     ),
     "no such model": Row(ask(model="nobody"), Code.NOT_FOUND, 404, TTP, "no model 'nobody'"),
-    "no such version": Row(ask(version="7"), Code.NOT_FOUND, 404, TTP, "version '7'", OIP),
+    "no such version": Row(ask(version="7"), Code.NOT_FOUND, 404, TTP, "version '7'", OIP, direct_hop="predictor"),
     "failed inside": Row(ask(parameters={"seed": FAILS}), Code.INTERNAL, 500, PPP, "the model failed on this request"),
 }
 
@@ -158,6 +161,8 @@ def check(row, told):
         on_stream &= row.predictor_speaks or name not in PREDICTOR
         status = ON_STREAM if on_stream else row.http if isinstance(outcome.status, int) else row.grpc
         hop = None if on_stream else row.hops[0 if name in TEXT else 1 if name in RELAYED else 2]
+        if name in DIRECT and row.direct_hop:
+            hop = row.direct_hop
         return status, hop, row.retry_after and not on_stream
 
     assert {name: (o.status, o.hop, o.retry_after is not None) for name, o in told.items()} == {

@@ -59,7 +59,7 @@ async def stack(stacks, repository, hub, hub_folder):
         "PREDICTOR_MODEL_REPOSITORY": str(repository),
         "PREDICTOR_HUB_ALLOW": "good/*",
         "PREDICTOR_DRAIN_S": "1",
-        "PREDICTOR_PAYLOAD_LOG": "on",
+        "PREDICTOR_PAYLOAD_ADDRESSED": "true",
     }
     async with stacks.use(
         models="storyteller=models/storyteller,story=good/story@main",

@@ -55,6 +55,7 @@ RELAYED: dict[str, WayIn] = {
         "/v2/models/{model}/generate_stream", fields_body("x"), v2_shape, takes_tensors=True
     ),
 }
+DIRECT = ("ModelInfer, relayed",)  # Past the transformer, once it has listed the model.
 # Past the transformer.
 PREDICTOR: dict[str, WayIn] = {
     "ModelInfer, predictor": model_infer(ids_request, "predictor"),

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from millrace.telemetry import logs
 from millrace.telemetry.identity import set_request_id
-from millrace.telemetry.logs import CALLS, formatter, set_up_logging
+from millrace.telemetry.logs import CALLS, call_log, formatter, set_up_logging
 from tests.support.measured import Measured
 
 
@@ -87,7 +87,7 @@ def test_an_exception_stays_in_its_line(written):
 
 def test_the_line_of_a_call_has_its_own_fields_and_is_written_by_another_thread(written):
     def write():
-        logging.getLogger(CALLS).info("done", extra={"request_id": "mine", "duration_ms": 1.5})
+        call_log.write(logging.INFO, "done", (), {"request_id": "mine", "duration_ms": 1.5})
 
     [line] = written(write)
     said = json.loads(line)
@@ -96,14 +96,16 @@ def test_the_line_of_a_call_has_its_own_fields_and_is_written_by_another_thread(
 
 def test_text_for_a_terminal(written):
     def write():
-        logging.getLogger(CALLS).info("done", extra={"request_id": "mine"})
+        call_log.write(logging.INFO, "done", (), {"request_id": "mine"})
 
     [line] = written(write, "console")
     assert line.endswith("INFO    predictor millrace.calls: done request=mine")
 
 
 def test_lines_below_the_level_are_left_out(written):
-    assert written(lambda: logging.getLogger(CALLS).info("done"), level="WARNING") == []
+    asked = []
+    assert written(lambda: asked.append(call_log.writes(logging.INFO)), level="WARNING") == []
+    assert asked == [False]
 
 
 @pytest.mark.parametrize(("is_terminal", "begins"), [(True, "2"), (False, "{")])
@@ -131,7 +133,7 @@ def test_a_stuck_reader_costs_lines_and_no_call(root, monkeypatch):
     monkeypatch.setattr("sys.stderr", Stuck())
     close = set_up_logging("predictor", "INFO", "json", measured.meter)
     for _ in range(100):
-        logging.getLogger(CALLS).info("done", extra={"request_id": ""})
+        call_log.write(logging.INFO, "done", (), {"request_id": ""})
     dropped = measured.value("millrace.log.dropped")
     # One may be in the hands of the thread that is stuck.
     assert dropped in (89, 90)

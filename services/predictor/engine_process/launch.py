@@ -16,7 +16,10 @@ from services.predictor.engine_process.remote_engine import RemoteEngine
 from services.predictor.generation.loaded_model import LoadedModel
 from services.predictor.settings import PredictorSettings
 
-_NOT_OF_ENGINES = {"models", "model_repository", "hub_allow"}  # Of the settings.
+# Of the settings.
+_NOT_OF_ENGINES = {"models", "model_repository", "hub_allow"} | {
+    name for name in PredictorSettings.model_fields if name.startswith("payload_")
+}
 _LOAD_S = 3600.0  # The longest that loading weights takes.
 _SILENCE_S = 10.0  # A process that is alive sends a frame every half second.
 _SEND_BUFFER_BYTES = 4 * 1024 * 1024  # Or what the system allows.

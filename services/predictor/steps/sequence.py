@@ -20,7 +20,7 @@ from millrace.deadline import DEADLINE_MARGIN_S, Deadline
 from millrace.errors import MillraceError
 from millrace.oip.stream_infer import FINAL
 from millrace.telemetry.identity import PROTOCOL, REQUEST_ID, links_to, span_id_of, trace_id_of, traceparent_of
-from millrace.telemetry.logs import CALLS
+from millrace.telemetry.logs import call_log
 from millrace.telemetry.rpc import attributes_of, duration_histogram, end_span
 from millrace_protos import inference_pb2, steps_pb2
 from services.predictor.engine.interface import Timeline
@@ -28,8 +28,6 @@ from services.predictor.generation.model import GenerationModel
 from services.predictor.models.request_statistics import CountedRequest
 from services.predictor.repository.lease import Serving
 from services.predictor.telemetry import ObservedGeneration
-
-logger = logging.getLogger(CALLS)
 
 _ATTRIBUTES = attributes_of("millrace.v1.PredictorSteps/Run") | {PROTOCOL: "grpc"}
 _LAST = inference_pb2.ModelInferResponse(outputs=[inference_pb2.ModelInferResponse.InferOutputTensor()])
@@ -60,8 +58,8 @@ class SequenceCall:
         duration_s = time.monotonic() - self._began
         end_span(self.span, code, is_server=True, streams=True)
         self._duration.record(duration_s, _ATTRIBUTES | {"rpc.response.status_code": code.name})
-        if logger.isEnabledFor(logging.INFO):
-            attributes: dict[str, str | float] = {
+        if call_log.writes(logging.INFO):
+            fields: dict[str, str | float] = {
                 **_ATTRIBUTES,
                 "rpc.response.status_code": code.name,
                 "duration_ms": round(1000 * duration_s, 3),
@@ -69,7 +67,8 @@ class SequenceCall:
                 "trace_id": trace_id_of(self.span),
                 "span_id": span_id_of(self.span),
             }
-            logger.info("%s %s in %.1f ms", _ATTRIBUTES["rpc.method"], code.name, 1000 * duration_s, extra=attributes)
+            named = (_ATTRIBUTES["rpc.method"], code.name, 1000 * duration_s)
+            call_log.write(logging.INFO, "%s %s in %.1f ms", named, fields)
 
 
 class StepsSequence:

@@ -1,0 +1,29 @@
+"""Models whose ModelInfer calls the gateway sends straight to a predictor, which it learns within seconds."""
+
+from __future__ import annotations
+
+import grpc
+
+from millrace_protos.inference_pb2 import ModelInferRequest
+from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from tests.system.calls import channel
+from tests.waiting import until
+
+
+async def hop_of(gateway: str, model: str) -> str:
+    """Who answers for the model: the service that says that it has no version 7."""
+    async with channel(gateway) as open_channel:
+        try:
+            await GRPCInferenceServiceStub(open_channel).ModelInfer(
+                ModelInferRequest(model_name=model, model_version="7"), timeout=20
+            )
+        except grpc.aio.AioRpcError as error:
+            return str(dict(error.trailing_metadata() or ()).get("x-failed-hop", ""))
+    raise AssertionError(f"{model} has a version 7")
+
+
+async def until_direct(gateway: str, model: str) -> None:
+    async def is_direct() -> bool:
+        return await hop_of(gateway, model) == "predictor"
+
+    await until(is_direct)

@@ -1,0 +1,118 @@
+"""A call of a model that needs nothing of the transformer goes straight to a predictor, and nobody can tell but by the
+time that it takes."""
+
+import grpc
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from millrace.oip.tensors import Tensor, add_input, decode_outputs
+from millrace_protos import inference_pb2 as pb
+from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from tests.system.calls import channel, text_request
+from tests.system.direct import hop_of, until_direct
+from tests.system.payload_log import query, records
+
+MODELS = "storyteller=models/storyteller,identity=models/identity,quiet=models/identity,summary=models/identity"
+RULES = {"TRANSFORMER_PAYLOAD_LOG": "all,quiet=off,summary=metadata"}
+METHOD = "/inference.GRPCInferenceService/ModelInfer"
+
+
+@pytest_asyncio.fixture(scope="module")
+async def stack(stacks):
+    async with stacks.use(models=MODELS, environment={"transformer": RULES}) as started:
+        for model in ("identity", "quiet", "summary"):
+            await until_direct(started.gateway, model)
+        yield started
+
+
+def request(model="identity", request_id="", numbers=(1, 2, 3)):
+    made = pb.ModelInferRequest(model_name=model, id=request_id)
+    add_input(made, Tensor("x", "INT64", np.array([numbers], np.int64)))
+    return made
+
+
+async def infer(gateway, made, **options):
+    async with channel(gateway) as open_channel:
+        return await GRPCInferenceServiceStub(open_channel).ModelInfer(made, timeout=60, **options)
+
+
+def numbers_of(response):
+    return decode_outputs(response)["x"].array.tolist()
+
+
+async def test_its_record_is_the_predictors_and_there_is_one(stack):
+    response = await infer(stack.gateway, request(request_id="straight"))
+    assert numbers_of(response) == [[1, 2, 3]]
+    (record,) = await records(stack.gateway, request_id="straight")
+    assert (record.model, record.status) == ("identity", "OK")
+    assert record.protocol == "inference.GRPCInferenceService/ModelInfer"
+    heads = [(tensor.name, tensor.datatype, list(tensor.shape)) for tensor in (*record.inputs, *record.outputs)]
+    assert heads == [("x", "INT64", [1, 3])] * 2
+    assert record.trace_id
+
+
+async def test_what_is_recorded_follows_the_transformers_rules(stack):
+    await infer(stack.gateway, request("quiet", "unrecorded"))
+    await infer(stack.gateway, request("summary", "summarised"))
+    (record,) = await records(stack.gateway, request_id="summarised")
+    assert (record.status, len(record.inputs), len(record.outputs)) == ("OK", 0, 0)
+    assert [record for record in await query(stack.gateway, request_id="unrecorded") if record.model] == []
+
+
+async def test_a_model_that_takes_text_goes_through_the_transformer(stack):
+    assert await hop_of(stack.gateway, "storyteller") == "transformer"
+    response = await infer(stack.gateway, text_request("storyteller", "Tell me a story.", max_tokens=4))
+    assert response.outputs[0].name == "text_output"
+
+
+async def test_a_message_that_does_not_begin_with_the_models_name_is_answered_as_well(stack):
+    name = pb.ModelInferRequest(model_name="identity").SerializeToString()
+    rest = request("").SerializeToString()
+    async with channel(stack.gateway) as open_channel:
+        raw = open_channel.unary_unary(METHOD, response_deserializer=pb.ModelInferResponse.FromString)
+        assert numbers_of(await raw(rest + name, timeout=60)) == [[1, 2, 3]]
+        # A field that comes twice is what it was the last time: the predictor does not know this model.
+        with pytest.raises(grpc.aio.AioRpcError, match="no model"):
+            await raw(request().SerializeToString() + pb.ModelInferRequest(model_name="x").SerializeToString())
+
+
+@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+async def test_a_compressed_message_is_answered_as_well(stack, compression):
+    numbers = tuple(range(1000))
+    response = await infer(stack.gateway, request(numbers=numbers), compression=compression)
+    assert numbers_of(response) == [list(numbers)]
+
+
+async def test_a_message_that_comes_in_pieces_is_answered_as_well(stack):
+    numbers = tuple(range(200_000))
+    assert numbers_of(await infer(stack.gateway, request(numbers=numbers))) == [list(numbers)]
+
+
+async def test_the_gateways_mark_is_not_taken_from_a_caller(stack):
+    mark = (("x-millrace-direct", "true"),)
+    async with channel(stack.gateway, "predictor") as open_channel:
+        predictor = GRPCInferenceServiceStub(open_channel)
+        await predictor.ModelInfer(request(request_id="marked"), timeout=60, metadata=mark)
+    await infer(stack.gateway, request(request_id="after-the-mark"))
+    await records(stack.gateway, request_id="after-the-mark")
+    assert [record for record in await query(stack.gateway, request_id="marked") if record.inputs] == []
+
+
+async def test_without_a_predictor_the_call_waits_for_one(new_stack):
+    stack = await new_stack(models="storyteller=models/storyteller,identity=models/identity")
+    await until_direct(stack.gateway, "identity")
+    await stack.kill("predictor-0")
+    assert numbers_of(await infer(stack.gateway, request(request_id="waited"))) == [[1, 2, 3]]
+    assert "OK" in {record.status for record in await records(stack.gateway, request_id="waited")}
+
+
+async def test_a_model_that_is_unloaded_is_not_found_and_found_again_once_it_is_loaded(stack):
+    async with channel(stack.gateway) as open_channel:
+        stub = GRPCInferenceServiceStub(open_channel)
+        await stub.RepositoryModelUnload(pb.RepositoryModelUnloadRequest(model_name="quiet"), timeout=60)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.ModelInfer(request("quiet"), timeout=60)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        await stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="quiet"), timeout=60)
+        assert numbers_of(await stub.ModelInfer(request("quiet"), timeout=60)) == [[1, 2, 3]]
