@@ -13,11 +13,12 @@ default; each of the others leaves out one thing more than the one before it:
     inner pass      the transformer calls the predictor itself, not through the gateway's inner listener
     floor           the rest of Millrace: what remains is Envoy and two bare servers (bench/floor_server.py)
 
-In a round each is measured once, in random order, with 16 callers (bench/tensor_client.py). What a thing costs is the
-median difference between a stack and the one before it, of the same round, with its 95 % interval. `parts` are single
-pieces of a service's code, measured alone in one thread (bench/call_parts.py).
+In a round each is measured once, in random order, with 16 callers (bench/tensor_client.py). What a stack's processes
+use without calls, measured before the rounds, is subtracted. What a thing costs is the median difference between a
+stack and the one before it, of the same round, with its 95 % interval. `parts` are single pieces of a service's code,
+measured alone in one thread (bench/call_parts.py).
 
-`python -m bench.call_cost` writes bench/results/call_cost.json; 6 minutes, 8 GB of memory.
+`python -m bench.call_cost` writes bench/results/call_cost.json; 7 minutes, 8 GB of memory.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from bench.server_process import LOOPBACK, free_port
 from bench.statistics import estimate
 from bench.tensor_cases import CASES
 from bench.tensor_client import GRPC, Clients, Target, clients
-from bench.transport_servers import SERVERS, Server
+from bench.transport_servers import SERVERS, Server, idle_shares
 from runner.envoy_config import Config
 
 _CASE = "tiny"
@@ -51,6 +52,7 @@ _FLOOR = "floor"
 _KINDS = ("transformer", "predictor", "logger")
 _CLIENT_PROCESSES = 2
 _WARM_UP_S = 0.5
+_SETTLE_S, _IDLE_S = 2.0, 5.0
 _ACCESS_LOG = "envoy.access_loggers.open_telemetry"
 
 # What each stack leaves out in addition: settings of the services, and arguments of `running_stack` ("direct": none of
@@ -68,7 +70,7 @@ _STEPS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 class Sample(NamedTuple):
-    """One measurement: calls a second, and microseconds of processor time of a call by process."""
+    """One measurement: calls a second, and microseconds of processor time of a call by role."""
 
     per_s: float
     cpu_us: dict[str, float]
@@ -83,9 +85,9 @@ Samples = dict[str, list[Sample]]
 
 def main() -> None:
     options = parser(__doc__, "call_cost")
-    options.add_argument("--rounds", type=int, default=9)
+    options.add_argument("--rounds", type=int, default=15)
     options.add_argument(
-        "--seconds", type=float, default=3.0, help="of a measurement, after half a second that is not counted"
+        "--seconds", type=float, default=2.0, help="of a measurement, after half a second that is not counted"
     )
     arguments = options.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
@@ -112,9 +114,11 @@ async def _measure(arguments: argparse.Namespace) -> Samples:
             servers[name] = await opened.enter_async_context(_stack(steps))
         servers[_FLOOR] = await opened.enter_async_context(SERVERS[_FLOOR]())
         load_clients = await opened.enter_async_context(clients(_CLIENT_PROCESSES))
+        await asyncio.sleep(_SETTLE_S)
+        idle = await idle_shares(servers, _IDLE_S)
         for number in range(-1, arguments.rounds):
             for name in random.sample(tuple(servers), len(servers)):
-                sample = await _sample(load_clients, servers[name], arguments.seconds)
+                sample = await _sample(load_clients, servers[name], idle[name], arguments.seconds)
                 if number >= 0:  # The first round warms up.
                     samples[name].append(sample)
     return samples
@@ -144,7 +148,7 @@ def _drop_access_log(config: Config) -> None:
                 each["typed_config"]["access_log"] = [log for log in logs if log["name"] != _ACCESS_LOG]
 
 
-async def _sample(load_clients: Clients, server: Server, seconds: float) -> Sample:
+async def _sample(load_clients: Clients, server: Server, idle: Mapping[str, float], seconds: float) -> Sample:
     processes, target = roles(server.roots), Target(GRPC, server.address, _MODEL)
     begin = time.monotonic() + _WARM_UP_S
     load_task = asyncio.create_task(load_clients.measure(target, _CASE, begin, begin + seconds))
@@ -156,7 +160,8 @@ async def _sample(load_clients: Clients, server: Server, seconds: float) -> Samp
     if load.failures or not load.took_s:
         raise RuntimeError(f"{len(load.took_s)} calls answered; failures: {load.failures}")
     answers = len(load.took_s)
-    return Sample(answers / seconds, {role: 1e6 * spent / answers for role, spent in used.items()})
+    for_calls = {role: max(0.0, spent - idle.get(role, 0.0) * seconds) for role, spent in used.items()}
+    return Sample(answers / seconds, {role: 1e6 * spent / answers for role, spent in for_calls.items()})
 
 
 def _report(samples: Samples) -> dict[str, Any]:

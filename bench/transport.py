@@ -15,8 +15,9 @@ The model returns its input (`stream`: 64 small answers to each request). Cases:
 All servers run all the time; in a round each contender is measured once with each case, in random order, so other load
 on the machine affects all. The callers are processes of their own on the same machine, the same for all
 (bench/tensor_client.py); every answer is compared with its request. Processor time is that of all processes of a
-contender; `client_share` is the part of a core that the callers' processes use each, which must stay below 1. Figures
-are medians over the rounds, ratios those of pairs (bench/statistics.py).
+contender, what it uses without calls included (`idle_core_share`: the part of a core, measured before the rounds);
+`client_share` is the part of a core that each of the callers' processes uses, which must stay below 1. Figures are
+medians over the rounds, ratios those of pairs (bench/statistics.py).
 
 The first run installs KServe and Triton into environments of their own: 1 minute, 0.6 GB. `python -m bench.transport`
 writes bench/results/transport.json; 20 minutes.
@@ -42,10 +43,11 @@ from bench.runs import machine, parser, write
 from bench.statistics import estimate, paired_ratios, quantile
 from bench.tensor_cases import CASES
 from bench.tensor_client import Clients, Load, clients
-from bench.transport_servers import CONTENDERS, MILLRACE, SERVERS, Server
+from bench.transport_servers import CONTENDERS, MILLRACE, SERVERS, Server, idle_shares
 
 _CLIENT_PROCESSES = 2
 _WARM_UP_S = 0.5
+_SETTLE_S, _IDLE_S = 2.0, 5.0
 _ATTEMPTS = 4  # Each is twice as long as the one before.
 
 
@@ -59,6 +61,8 @@ class Sample(NamedTuple):
 
 # Of each case and contender, one for each round.
 Samples = dict[tuple[str, str], list[Sample]]
+# Of each server, the part of a core that it uses without calls.
+Idle = dict[str, float]
 
 
 def main() -> None:
@@ -73,24 +77,27 @@ def main() -> None:
     absent = {name: reason for name in arguments.only if (reason := CONTENDERS[name].install())}
     names = [name for name in arguments.only if name not in absent]
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
-        samples = loop.run(_measure(arguments, names))
+        samples, idle = loop.run(_measure(arguments, names))
     report = {
         "machine": machine(),
         "rounds": arguments.rounds,
         "seconds": arguments.seconds,
         "absent": absent,
+        "idle_core_share": {server: round(share, 4) for server, share in idle.items()},
         "cases": {case: _report(samples, case, names) for case in arguments.cases},
     }
     write(arguments.out, report)
     print(_table(report["cases"]))
 
 
-async def _measure(arguments: argparse.Namespace, names: Sequence[str]) -> Samples:
+async def _measure(arguments: argparse.Namespace, names: Sequence[str]) -> tuple[Samples, Idle]:
     samples: Samples = defaultdict(list)
     async with AsyncExitStack() as opened:
         needed = dict.fromkeys(CONTENDERS[name].server for name in names)
         servers = {key: await opened.enter_async_context(SERVERS[key]()) for key in needed}
         load_clients = await opened.enter_async_context(clients(_CLIENT_PROCESSES))
+        await asyncio.sleep(_SETTLE_S)
+        idle = {name: sum(shares.values()) for name, shares in (await idle_shares(servers, _IDLE_S)).items()}
         pairs = [(case, name) for case in arguments.cases for name in names if case not in CONTENDERS[name].absent]
         for number in range(-1, arguments.rounds):
             for case, name in random.sample(pairs, len(pairs)):
@@ -100,7 +107,7 @@ async def _measure(arguments: argparse.Namespace, names: Sequence[str]) -> Sampl
                 sample = await _sample(load_clients, server, name, case, seconds)
                 if number >= 0:
                     samples[case, name].append(sample)
-    return samples
+    return samples, idle
 
 
 async def _sample(load_clients: Clients, server: Server, name: str, case: str, seconds: float) -> Sample:

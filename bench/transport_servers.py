@@ -7,6 +7,7 @@ installs.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import sys
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 import envoy
 from bench.contenders import ROOT, install
+from bench.processes import roles, usage
 from bench.runs import running_stack
 from bench.server_process import LOOPBACK, accepts, answers, free_port, server_process, until
 from bench.tensor_cases import CASES
@@ -85,6 +87,17 @@ CONTENDERS = {
     ),
     "triton": Contender("triton", "echo-{datatype}", environment=TRITON_ENVIRONMENT),
 }
+
+
+async def idle_shares(servers: Mapping[str, Server], seconds: float) -> dict[str, dict[str, float]]:
+    """The part of a core that each server's processes use without calls, by role."""
+    processes = {name: roles(server.roots) for name, server in servers.items()}
+    before = {name: usage(of_server) for name, of_server in processes.items()}
+    await asyncio.sleep(seconds)
+    return {
+        name: {role: spent / seconds for role, spent in usage(of_server).since(before[name]).processes.items()}
+        for name, of_server in processes.items()
+    }
 
 
 @asynccontextmanager
