@@ -88,6 +88,7 @@ def main() -> None:
     }
     write(arguments.out, report)
     print(_table(report["cases"]))
+    print("\nwithout calls, % of a core: ", ", ".join(f"{server} {100 * share:.1f}" for server, share in idle.items()))
 
 
 async def _measure(arguments: argparse.Namespace, names: Sequence[str]) -> tuple[Samples, Idle]:
