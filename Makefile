@@ -149,7 +149,7 @@ $(CLIENTS): tests/clients/requirements.txt
 	@.venv-clients/bin/python -P $(INSTALL) clients -r $<
 	@touch $@
 
-# Other servers, which tests put before or behind ours where these are installed.
+# Other servers, which tests put before or behind ours where these are installed, and bench/transport.py beside it.
 $(TRITON): tests/triton/requirements.txt
 	@$(call new_venv,.venv-triton)
 	@.venv-triton/bin/python -P $(INSTALL) triton --no-deps -r $<

@@ -30,10 +30,15 @@ class Contender:
 
     def install(self) -> str | None:
         """Installs its environment if it is missing; returns the reason of a failure."""
-        make = ("make", f"{self.environment}/.installed")
-        if self.environment and subprocess.run(make, cwd=ROOT, stdout=sys.stderr, check=False).returncode:
-            return f"not installed: `{' '.join(make)}` fails"
-        return None
+        return install(self.environment) if self.environment else None
+
+
+def install(environment: str) -> str | None:
+    """Installs a folder `.venv-…` with `make` if it is missing; returns the reason of a failure."""
+    make = ("make", f"{environment}/.installed")
+    if subprocess.run(make, cwd=ROOT, stdout=sys.stderr, check=False).returncode:
+        return f"not installed: `{' '.join(make)}` fails"
+    return None
 
 
 CONTENDERS = {

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from runner.envoy_config import Change
 from runner.free_ports import start_stack
 from runner.stack import Stack
 
@@ -52,14 +53,22 @@ async def running_stack(
     *models: str,
     predictor: str = "",
     environment: Mapping[str, Mapping[str, str]] | None = None,
+    change_gateway: Change | None = None,
     **overrides: Any,
 ) -> AsyncIterator[Stack]:
-    """A whole stack with bundled models; `predictor` is a module of this folder that replaces the service's own."""
+    """A whole stack with bundled models; `predictor` is a module of this folder that replaces the service's own.
+
+    `environment` and `change_gateway` are those of runner.stack.Stack, `overrides` fields of its settings.
+    """
     commands = {"predictor": (sys.executable, "-m", f"bench.{predictor}")} if predictor else {}
     overrides = {"models": ",".join(f"{model}=models/{model}" for model in models), **overrides}
     with tempfile.TemporaryDirectory() as folder:
         stack = await start_stack(
-            Path(folder), overrides, commands=commands, environment=environment or {}, say=lambda line: None
+            *(Path(folder), overrides),
+            commands=commands,
+            environment=environment or {},
+            change_gateway=change_gateway,
+            say=lambda line: None,
         )
         try:
             yield stack

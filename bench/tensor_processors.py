@@ -1,0 +1,13 @@
+"""Processors that pass everything on, for measuring the full path through the transformer."""
+
+from __future__ import annotations
+
+from millrace.processor import Processor
+
+
+class Echo(Processor):
+    model = "echo"
+
+
+class Stream(Processor):
+    model = "stream"
