@@ -10,7 +10,6 @@ default; each of the others leaves out one thing more than the one before it:
     gateway spans   GATEWAY_TRACE_PERCENT=0
     metrics         OTEL_SDK_DISABLED=true in the services: neither metrics nor ids of traces
     log lines       *_LOG_LEVEL=WARNING: no line for each call
-    inner pass      the transformer calls the predictor itself, not through the gateway's inner listener
     floor           the rest of Millrace: what remains is Envoy and two bare servers (bench/floor_server.py)
 
 In a round each is measured once, in random order, with 16 callers (bench/tensor_client.py). What a stack's processes
@@ -39,7 +38,6 @@ import uvloop
 from bench.call_parts import parts
 from bench.processes import roles, usage
 from bench.runs import machine, parser, running_stack, write
-from bench.server_process import LOOPBACK, free_port
 from bench.statistics import estimate
 from bench.tensor_cases import CASES
 from bench.tensor_client import GRPC, Clients, Target, clients
@@ -55,8 +53,7 @@ _WARM_UP_S = 0.5
 _SETTLE_S, _IDLE_S = 2.0, 5.0
 _ACCESS_LOG = "envoy.access_loggers.open_telemetry"
 
-# What each stack leaves out in addition: settings of the services, and arguments of `running_stack` ("direct": none of
-# those, see `_stack`).
+# What each stack leaves out in addition: settings of the services, and arguments of `running_stack`.
 _STEPS: dict[str, dict[str, dict[str, Any]]] = {
     "default": {},
     "payload log": {"transformer": {"TRANSFORMER_PAYLOAD_LOG": "off"}},
@@ -65,7 +62,6 @@ _STEPS: dict[str, dict[str, dict[str, Any]]] = {
     "gateway spans": {"stack": {"gateway_trace_percent": 0}},
     "metrics": {kind: {"OTEL_SDK_DISABLED": "true"} for kind in _KINDS},
     "log lines": {kind: {f"{kind.upper()}_LOG_LEVEL": "WARNING"} for kind in _KINDS},
-    "inner pass": {"stack": {"direct": True}},
 }
 
 
@@ -132,9 +128,6 @@ async def _stack(steps: Sequence[Mapping[str, Mapping[str, Any]]]) -> AsyncItera
         for kind, values in step.items():
             environment[kind] |= values
     overrides = environment.pop("stack", {})
-    if overrides.pop("direct", False):
-        overrides["predictor_port"] = free_port()
-        environment["transformer"]["TRANSFORMER_PREDICTOR"] = f"{LOOPBACK}:{overrides['predictor_port']}"
     async with running_stack(models=f"{_MODEL}=models/identity", environment=environment, **overrides) as stack:
         yield Server(stack.gateway, {name: stack.pid(name) for name in stack.names})
 

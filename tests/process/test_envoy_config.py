@@ -122,6 +122,7 @@ def test_derived_addresses_follow_the_settings_and_nothing_else_changes(tmp_path
     assert {name: addresses(cluster) for name, cluster in clusters(derived).items()} == {
         "transformer": [("127.0.0.1", 19001)],
         "predictor": [("127.0.0.1", 19000), ("127.0.0.1", 19010), ("127.0.0.1", 19020)],
+        "direct": [],  # Made of the two above.
         "logger": [("127.0.0.1", 19002)],
         "otel": [("collector", 14317)],
         "admin": [("127.0.0.1", 19901)],
