@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import grpc
 import uvloop
+from millrace.rpc.telemetry_interceptor import TelemetryServerInterceptor
 
 from bench.contenders import ROOT
 from bench.tensor_cases import CASES, INFER
@@ -33,7 +34,6 @@ from millrace.payload.tensors import answer_tensors, request_tensors
 from millrace.rpc.call_context import call_context
 from millrace.rpc.client_interceptors import ClientSpans
 from millrace.rpc.handlers import ErrorServerInterceptor
-from millrace.rpc.telemetry_interceptor import TelemetryServerInterceptor
 from millrace.telemetry.logs import CALLS, set_up_logging
 from millrace.telemetry.setup import set_up_telemetry
 from services.transformer.inference.request import InferRequest

@@ -63,6 +63,8 @@ _TOO_LATE = {"UT", "SI", "DT"}
 _BROKE = {"UC", "UR", "UF", "UPE"}
 # With these flags Envoy's upstream address is that of the last host tried, which it could not connect to.
 _NOT_REACHED = {"UF", "UH"}
+# The clusters whose services record requests, and the hops that they are.
+_RECORDERS = {"transformer": "transformer", "direct": "predictor"}
 _UNIT_MS = {"H": 3_600_000, "M": 60_000, "S": 1_000, "m": 1, "u": 1e-3, "n": 1e-6}
 # The gateway notices an expired deadline of the caller up to this much early.
 _DEADLINE_MARGIN_MS = 10
@@ -145,7 +147,7 @@ def observe(log: Any) -> Observed:
     record.time.FromNanoseconds(log.time_unix_nano)
     if status != "OK":
         record.message = f"{gateway.details} ({gateway.response_flags})"
-    recorded_by_service = attributes.get("cluster") == "transformer" and bool(gateway.upstream)
+    recorded_by_service = attributes.get("cluster") in _RECORDERS and bool(gateway.upstream)
     return Observed(record, recorded_by_service and record.failed_hop != "gateway")
 
 
@@ -169,7 +171,8 @@ def _failed_hop(attributes: _Attributes, status: str, gateway: GatewayCall) -> s
     if status in ("OK", "CANCELLED"):
         return ""
     hop = (attributes.get("failed_hop") or attributes.get("failed_hop_trailer") or "")[:_MAX_ID]
-    return hop or (attributes.get("cluster", "") if gateway.upstream else "gateway")
+    cluster = attributes.get("cluster", "")
+    return hop or (_RECORDERS.get(cluster, cluster) if gateway.upstream else "gateway")
 
 
 def _protocol(attributes: _Attributes, path: str) -> str:
