@@ -7,9 +7,7 @@ first write to a page of 2 MiB: with a pool for each layer, all pools would come
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Sequence as Rows
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor
 
 from services.predictor.engine.state.arrays import Array, array_of
+from services.predictor.engine.state.pages import GrowingMemory
 
 BLOCK_TOKENS = 32
 
@@ -59,9 +58,13 @@ class KeyValueCache:
     def __init__(self, shape: CacheShape, blocks: int, device: torch.device) -> None:
         self.shape = shape
         self.device = device
-        self._memory = _zeros(
-            (blocks, shape.layers, 2, shape.heads, shape.head_size * BLOCK_TOKENS), shape.dtype, device
-        )
+        size = (blocks, shape.layers, 2, shape.heads, shape.head_size * BLOCK_TOKENS)
+        self._growing: GrowingMemory | None = None
+        if device.type == "cpu":
+            self._growing = GrowingMemory(math.prod(size) * shape.dtype.itemsize)
+            self._memory = self._growing.tensor(size, shape.dtype)
+        else:
+            self._memory = torch.zeros(size, dtype=shape.dtype, device=device)
         self._keys = self._memory.unflatten(-1, (shape.head_size, BLOCK_TOKENS))
         self._values = self._memory.unflatten(-1, (BLOCK_TOKENS, shape.head_size))
         self.keys = [self._keys[:, layer, 0] for layer in range(shape.layers)]
@@ -72,6 +75,11 @@ class KeyValueCache:
         """The layers for the compiled kernels, on the same memory."""
         keys, values = array_of(self._keys), array_of(self._values)
         return [LayerArrays(keys, values, layer) for layer in range(self.shape.layers)]
+
+    def expect(self, last: int) -> None:
+        """Prepares memory for the blocks up to `last`, before they are written; need not be called."""
+        if self._growing is not None:
+            self._growing.expect((last + 1) * BLOCK_TOKENS * self.shape.bytes_per_token)
 
     def write(self, layer: int, places: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> None:
         """Stores keys and values [tokens, heads, head size] at blocks and offsets [tokens]."""
@@ -95,14 +103,3 @@ class KeyValueCache:
         """Zeroes blocks in all layers."""
         if blocks:
             self._memory.index_fill_(0, torch.tensor(blocks, device=self.device), 0)
-
-
-def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on the CPU they take no memory until they are written, unlike those of torch's allocator."""
-    if device.type != "cpu":
-        return torch.zeros(size, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, math.prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # A kernel without them.
-            pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype).view(size)
