@@ -65,8 +65,8 @@ class KeyValueCache:
             self._memory = self._growing.tensor(size, shape.dtype)
         else:
             self._memory = torch.zeros(size, dtype=shape.dtype, device=device)
-        self._keys = self._memory.unflatten(-1, (shape.head_size, BLOCK_TOKENS))
-        self._values = self._memory.unflatten(-1, (BLOCK_TOKENS, shape.head_size))
+        self._keys = self._memory.view(*self._memory.shape[:-1], shape.head_size, BLOCK_TOKENS)
+        self._values = self._memory.view(*self._memory.shape[:-1], BLOCK_TOKENS, shape.head_size)
         self.keys = [self._keys[:, layer, 0] for layer in range(shape.layers)]
         self.values = [self._values[:, layer, 1] for layer in range(shape.layers)]
 
