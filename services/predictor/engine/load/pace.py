@@ -35,7 +35,6 @@ _LEAST_ALONE = 256  # Tokens.
 _READ = 12  # Tokens whose attention takes as long as reading all keys and values once.
 # The weight of a step relative to the next one. Costs of prompt tokens change within a prompt, and differ at its start.
 _STREAMS_MEMORY, _COSTS_MEMORY = 0.97, 0.7
-_MOST_GROWTH = 2.0  # Relative to the estimate: a step that is held up once hardly makes the next ones smaller.
 _LEAST_COST = 0.1  # Relative to the mean: a line through late positions may be wrong about early ones.
 
 
@@ -74,10 +73,8 @@ class PrefillPace:
         if not tokens:
             self._streams.observe(streams, seconds)
         else:
-            alone_s, by = self._streams.estimate(streams), attended / tokens
-            if self._costs.mean:
-                seconds = min(seconds, _MOST_GROWTH * (alone_s + tokens * self._costs.estimate(by)))
-            self._costs.observe(by, max(0.0, seconds - alone_s) / tokens)
+            added_s = max(0.0, seconds - self._streams.estimate(streams))
+            self._costs.observe(attended / tokens, added_s / tokens)
 
     def _tokens_in(self, seconds: float, position: int) -> int:
         """The number of tokens from `position` on that take so many seconds."""
