@@ -60,7 +60,7 @@ class PredictorSettings(ServiceSettings):
         2048, ge=16, description="Maximum of tokens that one forward pass computes, of prompts and outputs together."
     )
     max_gap_ms: float = Field(
-        20.0,
+        24.0,
         ge=0,
         description=(
             "Target for the gap between two tokens of a stream while prompts of others are computed: steps with parts"
