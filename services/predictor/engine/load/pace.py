@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from services.predictor.engine.step_sizes import size_above, size_below
+from services.predictor.engine.cpu.step_sizes import size_above, size_below
 
 _LEAST_STRETCH = 1.8
 _LEAST = 4  # Tokens; fewer would hardly be cheaper.

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from services.predictor.engine.cpu.step_sizes import size_above
 from services.predictor.engine.faults import check_numbers
 from services.predictor.engine.runners.attention import NAME
 from services.predictor.engine.runners.decode_graphs import DecodeGraphs, Record
@@ -23,7 +24,6 @@ from services.predictor.engine.runners.step_plan import StepPlan, StepPlanner
 from services.predictor.engine.state.blocks import RESERVED
 from services.predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
 from services.predictor.engine.state.sequence import Row, detached_sequence
-from services.predictor.engine.step_sizes import size_above
 
 logger = logging.getLogger(__name__)
 
