@@ -45,8 +45,8 @@ Rounds = dict[tuple[float, int], dict[str, list[float]]]
 def main() -> None:
     options = parser(__doc__, "long_prompt")
     options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--gaps", type=float, nargs="+", default=(20, 40, 60, 100, 200), metavar="MS")
-    options.add_argument("--stack-gaps", type=float, nargs="*", default=(20, 40, 60, 100, 200), metavar="MS")
+    options.add_argument("--gaps", type=float, nargs="+", default=(16, 20, 24, 30, 60), metavar="MS")
+    options.add_argument("--stack-gaps", type=float, nargs="*", default=(16, 20, 24, 30, 60), metavar="MS")
     options.add_argument("--prompts", type=int, nargs="+", default=(2000, 500), metavar="TOKENS")
     options.add_argument("--core", type=int, default=1, help="of the engine without a stack")
     arguments = options.parse_args()

@@ -61,12 +61,13 @@ class PredictorSettings(RecordingSettings):
         2048, ge=16, description="Maximum of tokens that one forward pass computes, of prompts and outputs together."
     )
     max_gap_ms: float = Field(
-        60.0,
+        24.0,
         ge=0,
         description=(
             "Target for the gap between two tokens of a stream while prompts of others are computed: steps with parts"
-            " of prompts take as long, or longer if prompts would starve. Lower: steadier streams; higher: earlier"
-            " first tokens."
+            " of prompts take as long; or 1.8 times as long as steps without, if that is more; or longer if prompts"
+            " would starve. So it matters for small models, whose steps are shorter. Lower: steadier streams; higher:"
+            " earlier first tokens."
         ),
     )
     step_timeout: float = Field(

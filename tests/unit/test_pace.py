@@ -13,20 +13,22 @@ TARGET_S = 0.06
 
 @dataclass
 class Machine:
-    """Steps as they are: a prompt token costs more the further back its prompt began."""
+    """Steps as they are: a prompt token costs more the further back its prompt began, and so does its chunk."""
 
     fixed: float = 0.005
     per_stream: float = 0.0001
     per_token: float = 0.0001
     per_position: float = 3e-7
+    read: float = 12
 
     def seconds(self, streams, tokens=0, start=0):
-        prompt = tokens * self.per_token + tokens * (start + tokens / 2) * self.per_position
+        attended = (tokens + self.read) * (start + tokens / 2) if tokens else 0
+        prompt = tokens * self.per_token + attended * self.per_position
         return self.fixed + streams * self.per_stream + prompt
 
     def observe(self, pace, streams, tokens=0, start=0):
         seconds = self.seconds(streams, tokens, start)
-        pace.observe(streams, tokens, seconds, start + tokens / 2)
+        pace.observe(streams, [(start, tokens)] if tokens else [], seconds)
         return seconds
 
     def run_prompt(self, pace, length, streams, prompts=1):
@@ -64,7 +66,7 @@ def test_steps_beside_streams_take_no_longer_than_the_target(machine, target_s, 
     assume(machine.seconds(streams) < target_s / 2)
     pace = used(machine, target_s, (1, streams, streams))
     # So long that fewer tokens than the least would do.
-    least = machine.seconds(streams, tokens=4, start=3000) * 1.1
+    least = machine.seconds(streams, tokens=11, start=3000) * 1.1
     for step in machine.run_prompt(pace, 3000, streams):
         assert step <= max(1.1 * target_s, least)
 
@@ -88,7 +90,7 @@ def test_prompts_progress_even_if_streams_alone_take_longer_than_the_target(stre
     steps = machine.run_prompt(used(machine), 2000, streams)
     alone = machine.seconds(streams)
     for step in steps[:-1]:
-        assert 1.3 * alone < step < 1.6 * alone
+        assert 1.6 * alone < step < 1.9 * alone
 
 
 def test_many_prompts_are_not_held_up_by_one_stream():
@@ -109,7 +111,7 @@ def test_a_slower_machine_makes_steps_smaller_within_a_few():
     pace = used(machine)
     machine.per_token *= 5
     machine.per_position *= 5
-    steps = machine.run_prompt(pace, 4000, streams=16)
+    steps = machine.run_prompt(pace, 1200, streams=16)
     assert max(steps[6:]) < 1.25 * TARGET_S
 
 
@@ -126,9 +128,11 @@ def test_it_measures_what_it_needs_while_the_same_streams_run():
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 64), st.integers(0, 2048), st.floats(0, 1e9), st.floats(0, 1e5)).filter(
-            lambda seen: seen[0] + seen[1] > 0
-        )
+        st.tuples(
+            st.integers(0, 64),
+            st.lists(st.tuples(st.integers(0, 10**5), st.integers(1, 2048)), max_size=3),
+            st.floats(0, 1e9),
+        ).filter(lambda seen: seen[0] or seen[1])
     ),
     st.integers(0, 64),
     st.integers(1, 64),

@@ -211,10 +211,8 @@ class ContinuousBatchingEngine:
         self._look_for_stuck(served)
 
     def _observe_pace(self, rows: list[Row], elapsed_s: float) -> None:
-        prompts = [row for row in rows if row.count > 1]
-        tokens = sum(row.count for row in prompts)
-        position = sum(row.count * (row.start + row.count / 2) for row in prompts) / max(1, tokens)
-        self._pace.observe(len(rows) - len(prompts), tokens, elapsed_s, position)
+        chunks = [(row.start, row.count) for row in rows if row.count > 1]
+        self._pace.observe(len(rows) - len(chunks), chunks, elapsed_s)
 
     def _schedule(self) -> list[Row]:
         """The rows of this step; sequences that are cancelled or past their deadline end first."""

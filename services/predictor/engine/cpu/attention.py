@@ -9,12 +9,13 @@ step and however its sequence is divided into chunks.
 
 Shapes, with T tokens in the step: packed [T, query heads, then key heads, then value heads, head size], of which keys
 and values are written to the cache first; or queries only, if nothing is written. Cosines and sines [T, head size] of
-the rotary position embedding of queries and keys, [0, 0] for none. The cache's keys [blocks, heads, head size,
-BLOCK_TOKENS] and values [blocks, heads, BLOCK_TOKENS, head size]. The output [T, query heads, head size]. table int32
-[sequences, blocks of the longest]; owners int32 [T], each token's row of the table; firsts and ends int32 [T], the
-range of positions that a token attends to, its own being ends - 1 if keys are written; both ascend along the tokens of
-a sequence. bias float32 [query heads, n] is added to scores by distance, the furthest first; it is constant from
-distance n - 1 on; [query heads, 0] for none. Values at or beyond a tile's end are never read.
+the rotary position embedding of queries and keys, [0, 0] for none. The cache's keys [blocks, layers, 2, heads, head
+size, BLOCK_TOKENS] and values [blocks, layers, 2, heads, BLOCK_TOKENS, head size], the same memory: keys are at 0 of
+the third dimension, values at 1. The output [T, query heads, head size]. table int32 [sequences, blocks of the
+longest]; owners int32 [T], each token's row of the table; firsts and ends int32 [T], the range of positions that a
+token attends to, its own being ends - 1 if keys are written; both ascend along the tokens of a sequence. bias float32
+[query heads, n] is added to scores by distance, the furthest first; it is constant from distance n - 1 on; [query
+heads, 0] for none. Values at or beyond a tile's end are never read.
 
 Rotation is that of transformers' `apply_rotary_pos_emb`: it pairs each number with the one half a head further on.
 """
@@ -64,7 +65,16 @@ def _turn(source: Any, cosines: Any, sines: Any, factor: Any, target: Any) -> No
 
 @njit(**_EXACT)  # type: ignore[untyped-decorator]
 def _write(
-    packed: Any, cosines: Any, sines: Any, keys: Any, values: Any, table: Any, owners: Any, ends: Any, query_heads: Any
+    packed: Any,
+    cosines: Any,
+    sines: Any,
+    keys: Any,
+    values: Any,
+    layer: Any,
+    table: Any,
+    owners: Any,
+    ends: Any,
+    query_heads: Any,
 ) -> None:
     """Writes all keys and values before any is read: a token attends to earlier tokens, also to those of this step."""
     tokens, all_heads, size = packed.shape
@@ -74,12 +84,13 @@ def _write(
         position = ends[i] - 1
         block, offset = table[owners[i], position // BLOCK_TOKENS], position % BLOCK_TOKENS
         row = i if len(cosines) else 0
+        block_keys, block_values = keys[block, layer, 0], values[block, layer, 1]
         for h in range(heads):
             _turn(packed[i, query_heads + h], cosines[row], sines[row], _ONE, key)
             value = packed[i, query_heads + heads + h]
             for d in range(size):
-                keys[block, h, d, offset] = narrow(key[d], value[d])
-                values[block, h, offset, d] = value[d]
+                block_keys[h, d, offset] = narrow(key[d], value[d])
+                block_values[h, offset, d] = value[d]
 
 
 @njit(**_EXACT)  # type: ignore[untyped-decorator]
@@ -101,13 +112,15 @@ def _reaching(firsts: Any, ends: Any, start: Any) -> Any:
 
 
 @njit(**_EXACT)  # type: ignore[untyped-decorator]
-def _score(queries: Any, keys: Any, blocks: Any, firsts: Any, ends: Any, h: Any, key: Any, scores: Any) -> None:
+def _score(
+    queries: Any, keys: Any, layer: Any, blocks: Any, firsts: Any, ends: Any, h: Any, key: Any, scores: Any
+) -> None:
     """Adds the products of queries [rows, head size] and a head's keys to scores [rows, positions]."""
     group = len(queries) // len(ends)
     for start in range(firsts[0] // BLOCK_TOKENS * BLOCK_TOKENS, scores.shape[1], BLOCK_TOKENS):
         near, far = _reaching(firsts, ends, start)
         rows, positions = slice(near * group, far * group), slice(start, start + BLOCK_TOKENS)
-        stored = keys[blocks[start // BLOCK_TOKENS], h]
+        stored = keys[blocks[start // BLOCK_TOKENS], layer, 0, h]
         if len(queries) <= _FEW_ROWS:
             add_weighted_rows(queries[rows], stored, scores[rows, positions])
         else:
@@ -132,14 +145,16 @@ def _weigh(scores: Any, first: Any, end: Any, bias: Any) -> Any:
 
 
 @njit(**_EXACT)  # type: ignore[untyped-decorator]
-def _sum(weights: Any, values: Any, blocks: Any, firsts: Any, ends: Any, h: Any, value: Any, sums: Any) -> None:
+def _sum(
+    weights: Any, values: Any, layer: Any, blocks: Any, firsts: Any, ends: Any, h: Any, value: Any, sums: Any
+) -> None:
     """Adds a head's values, times weights [rows, positions], to sums [rows, head size]."""
     group = len(sums) // len(ends)
     for start in range(firsts[0] // BLOCK_TOKENS * BLOCK_TOKENS, weights.shape[1], BLOCK_TOKENS):
         near, far = _reaching(firsts, ends, start)
         used = min(BLOCK_TOKENS, ends[-1] - start)
         rows, positions = slice(near * group, far * group), slice(start, start + used)
-        stored = values[blocks[start // BLOCK_TOKENS], h, :used]
+        stored = values[blocks[start // BLOCK_TOKENS], layer, 1, h, :used]
         if len(sums) <= _FEW_ROWS:
             add_weighted_rows(weights[rows, positions], stored, sums[rows])
         else:
@@ -154,6 +169,7 @@ def _attend_tile(
     sines: Any,
     keys: Any,
     values: Any,
+    layer: Any,
     blocks: Any,
     firsts: Any,
     ends: Any,
@@ -164,7 +180,7 @@ def _attend_tile(
 ) -> None:
     """Attends for neighbouring tokens of one sequence, whose blocks are `blocks`, with a range of key heads."""
     tokens, query_heads, size = out.shape
-    group = query_heads // keys.shape[1]
+    group = query_heads // keys.shape[3]
     rows = tokens * group  # For each token one row for each of the query heads that share a key head.
     # Both ends of the range ascend along the tokens.
     first_block, end_block = firsts[0] // BLOCK_TOKENS, (ends[-1] + BLOCK_TOKENS - 1) // BLOCK_TOKENS
@@ -179,12 +195,12 @@ def _attend_tile(
             for g in range(group):
                 _turn(packed[i, h * group + g], cosines[turning], sines[turning], scale, queries[i * group + g])
         scores[:, first_block * BLOCK_TOKENS :] = _ZERO
-        _score(queries, keys, blocks, firsts, ends, h, block.reshape(size, BLOCK_TOKENS), scores)
+        _score(queries, keys, layer, blocks, firsts, ends, h, block.reshape(size, BLOCK_TOKENS), scores)
         for i in range(tokens):
             for g in range(group):
                 inverses[i * group + g] = _weigh(scores[i * group + g], firsts[i], ends[i], bias[h * group + g])
         sums[:] = _ZERO
-        _sum(scores, values, blocks, firsts, ends, h, block.reshape(BLOCK_TOKENS, size), sums)
+        _sum(scores, values, layer, blocks, firsts, ends, h, block.reshape(BLOCK_TOKENS, size), sums)
         for i in range(tokens):
             for g in range(group):
                 row, a = i * group + g, h * group + g
@@ -222,6 +238,7 @@ def _attend_in_turn(
     sines: Any,
     keys: Any,
     values: Any,
+    layer: Any,
     table: Any,
     owners: Any,
     firsts: Any,
@@ -231,13 +248,13 @@ def _attend_in_turn(
     out: Any,
 ) -> None:
     packed = array_at(address, (len(out), all_heads, out.shape[2]), out)
-    _write(packed, cosines, sines, keys, values, table, owners, ends, out.shape[1])
-    parts = _parts(owners, out.shape[1], keys.shape[1])
+    _write(packed, cosines, sines, keys, values, layer, table, owners, ends, out.shape[1])
+    parts = _parts(owners, out.shape[1], keys.shape[3])
     for n in range(len(parts)):
         i, j = parts[n, 0], parts[n, 1]
         turning = slice(i, j) if len(cosines) else slice(0, 1)
         _attend_tile(
-            *(packed[i:j], cosines[turning], sines[turning], keys, values, table[owners[i]]),
+            *(packed[i:j], cosines[turning], sines[turning], keys, values, layer, table[owners[i]]),
             *(firsts[i:j], ends[i:j], bias, scale, out[i:j], parts[n, 2:]),
         )
 
@@ -250,6 +267,7 @@ def _attend_in_parallel(
     sines: Any,
     keys: Any,
     values: Any,
+    layer: Any,
     table: Any,
     owners: Any,
     firsts: Any,
@@ -259,13 +277,13 @@ def _attend_in_parallel(
     out: Any,
 ) -> None:
     packed = array_at(address, (len(out), all_heads, out.shape[2]), out)
-    _write(packed, cosines, sines, keys, values, table, owners, ends, out.shape[1])
-    parts = _parts(owners, out.shape[1], keys.shape[1])
+    _write(packed, cosines, sines, keys, values, layer, table, owners, ends, out.shape[1])
+    parts = _parts(owners, out.shape[1], keys.shape[3])
     for n in prange(len(parts)):
         i, j = parts[n, 0], parts[n, 1]
         turning = slice(i, j) if len(cosines) else slice(0, 1)
         _attend_tile(
-            *(packed[i:j], cosines[turning], sines[turning], keys, values, table[owners[i]]),
+            *(packed[i:j], cosines[turning], sines[turning], keys, values, layer, table[owners[i]]),
             *(firsts[i:j], ends[i:j], bias, scale, out[i:j], parts[n, 2:]),
         )
 

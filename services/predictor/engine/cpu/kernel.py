@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from services.predictor.engine.state.arrays import Array, array_of
+from services.predictor.engine.state.cache import LayerArrays
 
 try:
     from services.predictor.engine.cpu import attention as cpu_attention
@@ -69,7 +70,7 @@ class Attention:
 
     def __call__(
         self,
-        cache: tuple[Array, Array],
+        cache: LayerArrays,
         ranges: Ranges,
         packed: Tensor,
         output: Buffer,
@@ -77,10 +78,11 @@ class Attention:
     ) -> Tensor:
         """Writes the output [T, query heads, head size] for packed queries, keys, values [T, all heads x head size].
 
-        `cache` is a layer's keys and values, `rotary` cosines and sines [T, head size], all of one dtype.
+        The cache and `rotary`, cosines and sines [T, head size], have the dtype of `packed`.
         """
         packed = packed.contiguous()
-        cosines, sines = rotary or (cache[0][0, 0, :0, :0], cache[0][0, 0, :0, :0])
+        nothing = cache.keys[0, 0, 0, 0, :0, :0]
+        cosines, sines = rotary or (nothing, nothing)
         cpu_attention.attend(
             *(torch.get_num_threads(), packed.data_ptr(), self._all_heads, cosines, sines),
             *(*cache, *ranges, self._bias, self._scale, output.array),

@@ -5,7 +5,7 @@ largest of these:
 
 - the target, so that the gap between two tokens of a stream stays within it. A long prompt needs large steps: each
   chunk reads the keys and values of all tokens before it, whether many or few tokens share that cost;
-- `_LEAST_STRETCH` times a step without prompts. That step alone may exceed the target, and prompts progress also then;
+- `_LEAST_STRETCH` times a step without prompts, so that prompts progress also where that step alone exceeds the target;
 - 1 + prompts / streams times a step without prompts: each prompt gets as much time as each stream, so that one stream
   does not delay sixteen prompts;
 - as many times a step without prompts as there are prompts, up to `_PATIENCE_S`: small steps are inefficient, and more
@@ -15,20 +15,24 @@ If no stream runs, a step may take `_PATIENCE_S`: new requests wait for its end,
 undivided.
 
 The durations of steps are measured, because no constant suits every model and machine. A step without prompts takes
-a + b · streams; a prompt token adds c + d · position, because it attends to all tokens before it. Both lines follow the
-latest steps, so whatever makes a step longer than estimated makes the next one smaller. Pure; times come from the
-caller.
+a + b · streams; a chunk of n prompt tokens adds n · c + (n + `_READ`) · d · position: each token attends to all tokens
+before it, whose keys and values the chunk reads once. Both lines follow the latest steps, so whatever makes a step
+longer than estimated makes the next one smaller. Pure; times come from the caller.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
-_LEAST_STRETCH = 1.4
+from services.predictor.engine.cpu.step_sizes import size_above, size_below
+
+_LEAST_STRETCH = 1.8
 _LEAST = 4  # Tokens; fewer would hardly be cheaper.
 _UNKNOWN = 32  # Tokens, until there are measurements.
 _PATIENCE_S = 0.25
 _LEAST_ALONE = 256  # Tokens.
+_READ = 12  # Tokens whose attention takes as long as reading all keys and values once.
 # The weight of a step relative to the next one. Costs of prompt tokens change within a prompt, and differ at its start.
 _STREAMS_MEMORY, _COSTS_MEMORY = 0.97, 0.7
 _LEAST_COST = 0.1  # Relative to the mean: a line through late positions may be wrong about early ones.
@@ -40,13 +44,13 @@ class PrefillPace:
     def __init__(self, max_gap_s: float) -> None:
         self._max_gap_s = max_gap_s
         self._streams = _Line(_STREAMS_MEMORY)  # Seconds of a step without prompts, by its number of streams.
-        self._costs = _Line(_COSTS_MEMORY)  # Seconds that a prompt token adds, by its position.
+        self._costs = _Line(_COSTS_MEMORY)  # Seconds that a prompt token adds, by the tokens that its chunk attends to.
 
     def limit(self, streams: int, prompts: int, position: int = 0) -> int:
         """The number of tokens that `prompts` sequences, the first from `position` on, may compute beside streams."""
         alone_s = self._streams.estimate(streams)
         if not streams:
-            return max(_LEAST_ALONE, self._tokens_in(_PATIENCE_S - alone_s, position))
+            return size_below(max(_LEAST_ALONE, self._tokens_in(_PATIENCE_S - alone_s, position)))
         if not alone_s:
             return _UNKNOWN
         longest_s = max(
@@ -54,27 +58,32 @@ class PrefillPace:
             alone_s * max(_LEAST_STRETCH, 1 + prompts / streams),
             min(alone_s * prompts, _PATIENCE_S),
         )
-        return max(_LEAST, self._tokens_in(longest_s - alone_s, position))
+        tokens = self._tokens_in(longest_s - alone_s, position)
+        return max(size_below(streams + tokens), size_above(streams + _LEAST)) - streams
 
-    def observe(self, streams: int, prompt_tokens: int, seconds: float, position: float = 0.0) -> None:
-        """Adds the measurement of a step with one token for each of `streams` and `prompt_tokens` of prompts.
+    def observe(self, streams: int, chunks: Iterable[tuple[int, int]], seconds: float) -> None:
+        """Adds the measurement of a step with one token for each of `streams` and chunks of prompts.
 
-        `position` is the mean of the prompt tokens' positions.
+        `chunks`: the position of the first token, and the number of tokens.
         """
-        if not prompt_tokens:
+        tokens = attended = 0.0
+        for start, count in chunks:
+            tokens += count
+            attended += (count + _READ) * (start + count / 2)
+        if not tokens:
             self._streams.observe(streams, seconds)
         else:
             added_s = max(0.0, seconds - self._streams.estimate(streams))
-            self._costs.observe(position, added_s / prompt_tokens)
+            self._costs.observe(attended / tokens, added_s / tokens)
 
     def _tokens_in(self, seconds: float, position: int) -> int:
         """The number of tokens from `position` on that take so many seconds."""
         if not self._costs.mean:
             return _UNKNOWN
-        first_s = max(self._costs.estimate(position), _LEAST_COST * self._costs.mean)
         growth_s = self._costs.slope
-        # n tokens take n * first_s + n * n / 2 * growth_s.
-        seconds = max(0.0, seconds)
+        first_s = max(self._costs.estimate(position), _LEAST_COST * self._costs.mean) + growth_s * _READ / 2
+        # n tokens take n * first_s + (n * n / 2 + _READ * position) * growth_s.
+        seconds = max(0.0, seconds - _READ * position * growth_s)
         return int(2 * seconds / (first_s + math.sqrt(first_s**2 + 2 * growth_s * seconds)))
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from services.predictor.engine.cpu.step_sizes import size_above
 from services.predictor.engine.faults import check_numbers
 from services.predictor.engine.runners.attention import NAME
 from services.predictor.engine.runners.decode_graphs import DecodeGraphs, Record
@@ -27,6 +28,7 @@ from services.predictor.engine.state.sequence import Row, detached_sequence
 logger = logging.getLogger(__name__)
 
 _TEST_LENGTH = 40
+_PADDING = 8  # Maximum of tokens in a row of padding: a model may have few positions.
 # Differences by rounding only, relative to the largest logit; wrong attention differs by tens of percent.
 _TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
 
@@ -46,11 +48,14 @@ class PagedRunner:
         self._planner = StepPlanner(self._cache)
         self._flat = FlatDecoder(model) if FlatDecoder.takes(model) else None
         self._graphs = DecodeGraphs(self._forward, self._cache, record) if record else None
+        self._filler = detached_sequence([0] * (_PADDING + 1))  # Longer than its rows, so that none samples.
+        self._filler.blocks = [0]
         model.set_attn_implementation(NAME)
 
     def run(self, rows: Rows[Row]) -> Tensor:
         if all(row.count == 1 and row.samples for row in rows):
             return self._decode(rows)
+        rows = [*rows, *self._padding(sum(row.count for row in rows))]
         # The planner takes rows with one id first; the returned logits are in the caller's order.
         order = sorted(range(len(rows)), key=lambda i: rows[i].count > 1)
         packed = [rows[i] for i in order]
@@ -73,6 +78,13 @@ class PagedRunner:
         tensors = self._tensor([ids]), self._tensor([positions])
         places = [*last, *(place for i in sorted(scored) for place in scored[i])]
         return self._forward(*tensors, plan, self._tensor(places))
+
+    def _padding(self, tokens: int) -> list[Row]:
+        """Rows of block 0 that fill a step of so many tokens up to one of the sizes of steps."""
+        if self._cache.device.type != "cpu":
+            return []
+        missing = size_above(tokens) - tokens
+        return [Row(self._filler, 0, min(_PADDING, missing - at)) for at in range(0, missing, _PADDING)]
 
     def _decode(self, rows: Rows[Row]) -> Tensor:
         """Runs rows with one id, their last: the logits of all ids are wanted, and no row scores."""

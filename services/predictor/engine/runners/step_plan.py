@@ -104,8 +104,9 @@ class StepPlanner:
             chunks.append(Chunk(owner, len(ends), row.count, row.start))
             owners += [owner] * row.count
             ends += range(row.start + 1, row.start + row.count + 1)
-        table = self._tensor(self._blocks(rows, -(-max(ends) // BLOCK_TOKENS)))
-        return StepPlan(self._cache, decodes, chunks, table, self._tensor(owners), self._tensor(ends))
+        table = self._blocks(rows, -(-max(ends) // BLOCK_TOKENS))
+        self._cache.expect(int(table.max()))
+        return StepPlan(self._cache, decodes, chunks, self._tensor(table), self._tensor(owners), self._tensor(ends))
 
     def _tensor(self, values: list[int] | NDArray[np.int32]) -> Tensor:
         # numpy reads a list in half of torch's time.

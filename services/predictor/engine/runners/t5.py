@@ -138,6 +138,7 @@ class T5Runner:
             table[i, : len(sequence.blocks)] = sequence.blocks
             if row.samples:
                 sampled.append(len(ids) - 1)
+        self._cache.expect(int(table.max()))
         if len(ids) > len(rows):
             table = table.repeat(counts, axis=0)
         prompt_end = self._tensor(np.array(prompt_ends, dtype=np.int32))

@@ -1,18 +1,22 @@
-"""The memory of the KV cache: for every layer a pool of keys and one of values, in blocks."""
+"""The memory of the KV cache, in blocks: each has the keys and values of its tokens in all layers.
+
+A block is contiguous, so that the memory in use grows with the tokens. A virtual machine may need milliseconds for the
+first write to a page of 2 MiB: with a pool for each layer, all pools would come to a new page in the same step.
+"""
 
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Sequence as Rows
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from services.predictor.engine.state.arrays import Array, array_of
+from services.predictor.engine.state.pages import GrowingMemory
 
 BLOCK_TOKENS = 32
 
@@ -32,6 +36,18 @@ class CacheShape:
         return 2 * self.layers * self.heads * self.head_size * self.dtype.itemsize
 
 
+class LayerArrays(NamedTuple):
+    """A layer of the cache for the compiled kernels: its index, and the memory of all layers in two shapes.
+
+    Keys [blocks, layers, 2, heads, head size, BLOCK_TOKENS], values [blocks, layers, 2, heads, BLOCK_TOKENS, head
+    size]: of the third dimension keys are 0, values 1.
+    """
+
+    keys: Array
+    values: Array
+    layer: int
+
+
 class KeyValueCache:
     """Keys [blocks, heads, head size, BLOCK_TOKENS] and values [blocks, heads, BLOCK_TOKENS, head size] by layer.
 
@@ -42,18 +58,28 @@ class KeyValueCache:
     def __init__(self, shape: CacheShape, blocks: int, device: torch.device) -> None:
         self.shape = shape
         self.device = device
-
-        def zeros(*block: int) -> list[Tensor]:
-            size = (blocks, shape.heads, *block)
-            return [_zeros(size, shape.dtype, device) for _ in range(shape.layers)]
-
-        self.keys = zeros(shape.head_size, BLOCK_TOKENS)
-        self.values = zeros(BLOCK_TOKENS, shape.head_size)
+        size = (blocks, shape.layers, 2, shape.heads, shape.head_size * BLOCK_TOKENS)
+        self._growing: GrowingMemory | None = None
+        if device.type == "cpu":
+            self._growing = GrowingMemory(math.prod(size) * shape.dtype.itemsize)
+            self._memory = self._growing.tensor(size, shape.dtype)
+        else:
+            self._memory = torch.zeros(size, dtype=shape.dtype, device=device)
+        self._keys = self._memory.view(*self._memory.shape[:-1], shape.head_size, BLOCK_TOKENS)
+        self._values = self._memory.view(*self._memory.shape[:-1], BLOCK_TOKENS, shape.head_size)
+        self.keys = [self._keys[:, layer, 0] for layer in range(shape.layers)]
+        self.values = [self._values[:, layer, 1] for layer in range(shape.layers)]
 
     @cached_property
-    def arrays(self) -> list[tuple[Array, Array]]:
-        """Keys and values by layer as arrays on the same memory, for the compiled kernels."""
-        return [(array_of(keys), array_of(values)) for keys, values in zip(self.keys, self.values, strict=True)]
+    def arrays(self) -> list[LayerArrays]:
+        """The layers for the compiled kernels, on the same memory."""
+        keys, values = array_of(self._keys), array_of(self._values)
+        return [LayerArrays(keys, values, layer) for layer in range(self.shape.layers)]
+
+    def expect(self, last: int) -> None:
+        """Prepares memory for the blocks up to `last`, before they are written; need not be called."""
+        if self._growing is not None:
+            self._growing.expect((last + 1) * BLOCK_TOKENS * self.shape.bytes_per_token)
 
     def write(self, layer: int, places: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> None:
         """Stores keys and values [tokens, heads, head size] at blocks and offsets [tokens]."""
@@ -76,17 +102,4 @@ class KeyValueCache:
     def clear(self, blocks: Rows[int]) -> None:
         """Zeroes blocks in all layers."""
         if blocks:
-            index = torch.tensor(blocks, device=self.device)
-            for pool in (*self.keys, *self.values):
-                pool.index_fill_(0, index, 0)
-
-
-def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on the CPU they take no memory until they are written, unlike those of torch's allocator."""
-    if device.type != "cpu":
-        return torch.zeros(size, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, math.prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # A kernel without them.
-            pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype).view(size)
+            self._memory.index_fill_(0, torch.tensor(blocks, device=self.device), 0)
