@@ -58,6 +58,7 @@ async def answer(
         usage: dict[str, Any] = {"usage": None} if request.include_usage else {}
         continuous_usage = request.continuous_usage
         plain = _PlainEvents(head, usage, shape)
+        running, last = len(generations), b""
         async for index, chunk in chunks:
             usages[index] = chunk.usage or usages[index]
             completion_tokens[index] += len(chunk.token_ids)
@@ -71,10 +72,15 @@ async def answer(
                 choice = await _written(chunk, shape.chunk, index, chunk, is_first)
                 if continuous_usage:
                     usage["usage"] = usage_so_far(chunk.prompt_tokens, completion_tokens[index])
-                yield HttpBody(content_type=EVENTS, data=event(head | {"choices": [choice]} | usage))
+                written = event(head | {"choices": [choice]} | usage)
+                running -= chunk.finish_reason is not None
+                if running:
+                    yield HttpBody(content_type=EVENTS, data=written)
+                else:
+                    last = written  # It goes out together with what follows it at once.
         if request.include_usage:
-            yield HttpBody(data=event(head | {"choices": [], "usage": usage_of(usages, request.n)}))
-        yield HttpBody(data=_DONE)
+            last += event(head | {"choices": [], "usage": usage_of(usages, request.n)})
+        yield HttpBody(content_type=EVENTS, data=last + _DONE)
 
 
 class _PlainEvents:
