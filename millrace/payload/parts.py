@@ -21,29 +21,49 @@ from millrace_protos.millrace_pb2 import Usage
 PART_BYTES = 400
 TOKEN_BYTES = 40
 _TENSOR_BYTES = 300
+_SMALL_BYTES = 4096  # A message that is so small costs less to keep than to take apart.
 # A begin has no more of the prompt and of the parameters than this; the rest follows once the request is answered, so
 # that what is refused never fills the disk.
 BEGIN_CHARACTERS = 16 << 10
 
 
 class RecordedTensor(NamedTuple):
-    """A tensor of a request or an answer; `data` are its raw contents, None where they are unknown."""
+    """A tensor of a request or an answer.
+
+    `data` are its raw contents, None where they are unknown or not kept; `size` is then their size, if that is known.
+    """
 
     name: str
     datatype: str
     shape: Sequence[int]
     data: bytes | memoryview | None
+    size: int | None = None
 
 
 @dataclass(frozen=True)
 class DeferredTensors:
-    """Tensors that the writer thread reads, by `read`; `size` is how many bytes the reference keeps in memory."""
+    """Tensors that the writer thread reads, by `read`; `size` is how many bytes the reference keeps in memory.
+
+    `heads(most_bytes)` returns them without contents of more bytes and without the reference; for the event loop.
+    """
 
     read: Callable[[], Sequence[RecordedTensor]]
     size: int
+    heads: Callable[[int], Tensors] | None = None
 
 
 Tensors = Sequence[RecordedTensor] | DeferredTensors
+
+
+def without_large(tensors: Tensors, most_bytes: int) -> Tensors:
+    """The tensors without contents of more bytes, which are not kept in memory either."""
+    if isinstance(tensors, DeferredTensors):
+        is_small = tensors.size <= most_bytes + _SMALL_BYTES
+        return tensors if is_small or tensors.heads is None else tensors.heads(most_bytes)
+    return [
+        tensor if len(tensor.data or b"") <= most_bytes else tensor._replace(data=None, size=len(tensor.data or b""))
+        for tensor in tensors
+    ]
 
 
 def size_of(tensors: Tensors) -> int:

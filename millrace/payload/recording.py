@@ -27,8 +27,9 @@ from millrace.payload.parts import (
     Tensors,
     is_long,
     size_of,
+    without_large,
 )
-from millrace.payload.rules import Mode
+from millrace.payload.rules import Digest, Mode
 from millrace_protos.millrace_pb2 import Usage
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class Recording:
                 return
             cost = PART_BYTES + len(text) + TOKEN_BYTES * (count + len(logprobs))
             if outputs:
+                outputs = self._without_large(outputs)
                 cost += size_of(outputs)
             part = _new_tuple(ChunkPart, (self._id, cost, offset_ms, text, token_ids, logprobs, outputs))
             if not self._queue.offer(part):
@@ -177,11 +179,17 @@ class Recording:
             self._miss(FAILED, exc_info=True)
 
     def _within_memory(self, tensors: Tensors) -> Tensors:
-        """The tensors, or none where there is no room for them: the record matters more than their digests."""
+        """What is kept of tensors; none where there is no room for them: the record matters more."""
+        tensors = self._without_large(tensors)
         if not tensors or self._queue.has_room(size_of(tensors)):
             return tensors
         self._miss(MEMORY)
         return ()
+
+    def _without_large(self, tensors: Tensors) -> Tensors:
+        """The tensors without what the writer would not look at."""
+        rules = self._tap.rules
+        return tensors if rules.tensor_digest is not Digest.OFF else without_large(tensors, rules.tensor_bytes)
 
     def _miss(self, reason: str, *, exc_info: bool = False) -> None:
         self._incomplete = True

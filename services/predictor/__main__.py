@@ -6,6 +6,7 @@ import sys
 from functools import partial
 
 from millrace.payload.metrics import observe_tap
+from millrace.payload.rules import PayloadRules
 from millrace.payload.tap import PayloadTap
 from millrace.rpc.server import READY, Server
 from millrace.rpc.service import run_service
@@ -41,7 +42,11 @@ async def serve(settings: PredictorSettings, host: EngineHost) -> None:
     tap = None
     if settings.payload_log == "on":
         tap = PayloadTap(
-            settings.logger, spool=settings.payload_spool, spool_max=settings.payload_spool_max, hop="predictor"
+            settings.logger,
+            PayloadRules(tensor_digest=settings.payload_tensor_digest),
+            spool=settings.payload_spool,
+            spool_max=settings.payload_spool_max,
+            hop="predictor",
         )
         tap.start()
         observe_tap(tap)

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, ByteSize, DirectoryPath, Field
 from pydantic_settings import NoDecode, SettingsConfigDict
 
+from millrace.payload.rules import Digest
 from millrace.settings import Models, Port, ServiceSettings, models_field, read_by
 
 _PATTERN = re.compile(r"[\w.*?-]+(/[\w.*?-]+)?")
@@ -102,5 +103,8 @@ class PredictorSettings(ServiceSettings):
     )
     payload_spool_max: ByteSize = Field(
         ByteSize(1 << 30), gt=0, description="Maximum size of that folder; further records are dropped and counted."
+    )
+    payload_tensor_digest: Digest = Field(
+        Digest.OFF, description="Digest of the contents that each tensor of such a record has: off, blake2b or sha256."
     )
     logger: str = Field("127.0.0.1:9002", description="Address of the payload logger, for payload_log.")

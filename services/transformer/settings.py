@@ -9,7 +9,7 @@ from pydantic import ByteSize, Field, InstanceOf
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from millrace.payload.redaction import Redaction, parse_redactions
-from millrace.payload.rules import Modes, PayloadRules, parse_metadata, parse_modes
+from millrace.payload.rules import Digest, Modes, PayloadRules, parse_metadata, parse_modes
 from millrace.settings import Models, Port, ServiceSettings, models_field, read_by
 from services.transformer.models.processor_sources import ProcessorSource, parse_processors
 
@@ -142,7 +142,14 @@ class TransformerSettings(ServiceSettings):
         ByteSize(0),
         ge=0,
         le=16 << 20,
-        description="Maximum size of a tensor whose contents are recorded; larger ones have a digest only.",
+        description="Maximum size of a tensor whose contents are recorded.",
+    )
+    payload_tensor_digest: Digest = Field(
+        Digest.OFF,
+        description=(
+            "Digest of the contents that each recorded tensor has: off, blake2b or sha256. A digest costs processor "
+            "time, and keeps large tensors in memory until it is computed."
+        ),
     )
     tokenizer_threads: int = Field(2, ge=1, le=64, description="Threads that tokenise prompts above 8 KiB.")
     processors: Processors = Field(
@@ -178,6 +185,7 @@ class TransformerSettings(ServiceSettings):
             redactions=self.payload_redact,
             metadata=self.payload_metadata,
             tensor_bytes=self.payload_tensor_bytes,
+            tensor_digest=self.payload_tensor_digest,
         )
 
     @property

@@ -10,7 +10,6 @@ begins, or with the END; never where the request is refused.
 
 from __future__ import annotations
 
-import hashlib
 import uuid
 from collections.abc import MutableSequence
 
@@ -169,9 +168,12 @@ class FrameEncoder:
         for tensor in tensors.read() if isinstance(tensors, DeferredTensors) else tensors:
             added = PayloadTensor(name=storable(tensor.name), datatype=storable(tensor.datatype), shape=tensor.shape)
             if tensor.data is not None:
-                added.digest = f"sha256:{hashlib.sha256(tensor.data).hexdigest()}"
+                added.size = len(tensor.data)
+                added.digest = self._rules.tensor_digest.of(tensor.data)
                 if len(tensor.data) <= self._rules.tensor_bytes:
                     added.data = bytes(tensor.data)
+            elif tensor.size is not None:
+                added.size = tensor.size
             to.append(added)
 
 
