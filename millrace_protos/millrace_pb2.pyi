@@ -947,22 +947,28 @@ class AppendRequest(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     RECORD_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     """UUID of the record's spool."""
     sequence: _builtins.int
     """Ascends within a source."""
     @_builtins.property
     def record(self) -> Global___PayloadRecord: ...
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___AppendRequest]:
+        """Further records, each with its source and sequence, and no more of its own."""
+
     def __init__(
         self,
         *,
         source: _builtins.str = ...,
         sequence: _builtins.int = ...,
         record: Global___PayloadRecord | None = ...,
+        more: _abc.Iterable[Global___AppendRequest] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["record", b"record", "sequence", b"sequence", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["more", b"more", "record", b"record", "sequence", b"sequence", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,12 +3,13 @@
 A part holds references to what a request or an answer is made of; nothing is copied or encoded before
 the writer thread does so. What is handed in must not change afterwards.
 
-`PartQueue` hands parts over without a lock: `begin`, `put`, `offer` and `has_room` belong to the event loop's thread,
-the rest to the writer's. Each counter has one thread that changes it.
+`PartQueue` hands parts over without a lock: `begin`, `hurry`, `put`, `offer` and `has_room` belong to the event loop's
+thread, the rest to the writer's. Each counter has one thread that changes it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -73,6 +74,9 @@ def size_of(tensors: Tensors) -> int:
     return sum(_TENSOR_BYTES + len(tensor.data or b"") for tensor in tensors)
 
 
+Settled = Callable[[], asyncio.Event | None]
+
+
 class Fields(NamedTuple):
     """What is known of a request when it arrives; each is a field of PayloadRecord."""
 
@@ -93,14 +97,17 @@ def is_long(fields: Fields) -> bool:
 
 
 class BeginPart(NamedTuple):
-    """A request arrived; `settled` is called on the event loop once the part lies on disk or was dropped."""
+    """A request arrived; `settled` is called on the writer thread once the part lies on disk or was dropped.
+
+    It returns what is to be set on the event loop, where an answer waits.
+    """
 
     record_id: bytes
     cost: int
     time_us: int
     protocol: str
     fields: Fields
-    settled: Callable[[], None]
+    settled: Settled
 
 
 class RequestPart(NamedTuple):
@@ -108,7 +115,7 @@ class RequestPart(NamedTuple):
 
     record_id: bytes
     cost: int
-    settled: Callable[[], None]
+    settled: Settled
 
 
 class InputsPart(NamedTuple):
@@ -154,13 +161,18 @@ LaterPart = RequestPart | InputsPart | ChunkPart | EndPart
 class PartQueue:
     """Parts in their order; begins apart, so that none waits behind another request's tensors."""
 
-    __slots__ = ("_capacity_bytes", "_put_bytes", "_taken_bytes", "begins", "parts", "polled", "wake")
+    __slots__ = (
+        *("_capacity_bytes", "_put_bytes", "_taken_bytes"),
+        *("begins", "hurried", "looks_soon", "parts", "polled", "wake"),
+    )
 
     def __init__(self, capacity_bytes: int) -> None:
         self.begins: deque[BeginPart] = deque()
         self.parts: deque[LaterPart] = deque()
         self.wake = threading.Event()
-        self.polled = False  # Whether the writer looks by itself soon.
+        self.polled = False  # Whether the writer looks by itself, so that a begin need not wake it,
+        self.looks_soon = False  # and so soon that an answer that waits need not either.
+        self.hurried = False  # Whether an answer waits for what has been put since the writer looked last.
         self._capacity_bytes = capacity_bytes
         self._put_bytes = 0
         self._taken_bytes = 0
@@ -184,6 +196,12 @@ class PartQueue:
         self._put_bytes += part.cost
         self.begins.append(part)
         if not self.polled:
+            self.wake.set()
+
+    def hurry(self) -> None:
+        """Has what was put written, for an answer that waits for it."""
+        self.hurried = True
+        if not self.looks_soon:
             self.wake.set()
 
     def put(self, part: LaterPart) -> None:

@@ -59,7 +59,10 @@ class Recording:
         self._open = False
         self._incomplete = False
         self._keeps_answer = False
-        self._unsettled = 0  # Parts that are not known to lie on disk: the begin, and the rest of a long request.
+        # Parts that an answer waits for, the begin and the rest of a long request, and those of them that are on disk
+        # or dropped: the event loop counts the first, the writer the second.
+        self._awaited = 0
+        self._settled = 0
         self._is_short = False
         self._waiting: asyncio.Event | None = None
         self._has_waited = False
@@ -72,16 +75,18 @@ class Recording:
         has_waited, self._has_waited = self._has_waited, True
         if self._is_short:
             self._write_rest()
-        if not self._unsettled or has_waited or not self._tap._begins_answered:
-            return not self._unsettled
-        self._waiting = self._waiting or asyncio.Event()
-        self._queue.wake.set()
+        if self._is_settled or has_waited or not self._tap._begins_answered:
+            return self._is_settled
+        self._waiting = asyncio.Event()
+        if self._is_settled:  # The writer has not seen that somebody waits.
+            return True
+        self._queue.hurry()
         try:
             async with asyncio.timeout(_BEGIN_WAIT_S):
                 await self._waiting.wait()
         except TimeoutError:
             self._tap._give_up_waiting()
-        return not self._unsettled
+        return self._is_settled
 
     def chunk(
         self, text: str, token_ids: Sequence[int] = (), logprobs: Sequence[float] = (), outputs: Tensors = ()
@@ -170,7 +175,7 @@ class Recording:
                 self._tap._drops.count(MEMORY)
                 return
             self._queue.begin(BeginPart(self._id, cost, time_us, protocol, fields, self._settle))
-            self._open, self._unsettled = True, 1
+            self._open, self._awaited = True, 1
             self._is_short = is_long(fields)
             if inputs:
                 inputs = self._within_memory(inputs)
@@ -199,10 +204,14 @@ class Recording:
         """Has the rest of a long request written, which is answered now; its end has it, where that has come."""
         self._is_short = False
         if self._open:
-            self._unsettled += 1
+            self._awaited += 1
             self._queue.put(RequestPart(self._id, PART_BYTES, self._settle))
 
-    def _settle(self) -> None:
-        self._unsettled -= 1
-        if not self._unsettled and self._waiting is not None:
-            self._waiting.set()
+    @property
+    def _is_settled(self) -> bool:
+        return self._settled == self._awaited
+
+    def _settle(self) -> asyncio.Event | None:
+        """On the writer's thread: a part has been dealt with; returns what an answer waits for, if it does."""
+        self._settled += 1
+        return self._waiting if self._is_settled else None

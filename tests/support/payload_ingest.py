@@ -30,7 +30,7 @@ class Ingest(millrace_pb2_grpc.PayloadIngestServicer):
     async def Append(self, request_iterator, context):  # noqa: N802
         received = []
         self.calls.append(received)
-        async for request in request_iterator:
+        async for request in each_alone(request_iterator):
             if (refusal := self.refuses(request)) is not None:
                 await context.abort(refusal, "no")
             async with self.changed:
@@ -59,6 +59,15 @@ class Ingest(millrace_pb2_grpc.PayloadIngestServicer):
     def records(self):
         """The records that came, each once."""
         return [request.record for request in self.requests]
+
+
+async def each_alone(messages):
+    """The requests of messages that have several."""
+    async for message in messages:
+        more = list(message.more)
+        message.ClearField("more")
+        for request in (message, *more):
+            yield request
 
 
 @asynccontextmanager
