@@ -75,10 +75,10 @@ class Recording:
         has_waited, self._has_waited = self._has_waited, True
         if self._is_short:
             self._write_rest()
-        if self._is_settled or has_waited or not self._tap._begins_answered:
-            return self._is_settled
+        if self._is_settled() or has_waited or not self._tap._begins_answered:
+            return self._is_settled()
         self._waiting = asyncio.Event()
-        if self._is_settled:  # The writer has not seen that somebody waits.
+        if self._is_settled():  # The writer has not seen that somebody waits.
             return True
         self._queue.hurry()
         try:
@@ -86,7 +86,7 @@ class Recording:
                 await self._waiting.wait()
         except TimeoutError:
             self._tap._give_up_waiting()
-        return self._is_settled
+        return self._is_settled()
 
     def chunk(
         self, text: str, token_ids: Sequence[int] = (), logprobs: Sequence[float] = (), outputs: Tensors = ()
@@ -207,11 +207,10 @@ class Recording:
             self._awaited += 1
             self._queue.put(RequestPart(self._id, PART_BYTES, self._settle))
 
-    @property
     def _is_settled(self) -> bool:
         return self._settled == self._awaited
 
     def _settle(self) -> asyncio.Event | None:
         """On the writer's thread: a part has been dealt with; returns what an answer waits for, if it does."""
         self._settled += 1
-        return self._waiting if self._is_settled else None
+        return self._waiting if self._is_settled() else None

@@ -20,22 +20,20 @@ import threading
 import time
 from collections import deque
 from itertools import islice
-from queue import SimpleQueue
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import grpc
 
+from millrace.payload.append_call import AppendCall, OpenCall
 from millrace.payload.drops import DAMAGED, REFUSED, TOO_LARGE, Drops
 from millrace.payload.outbox.merge import EndedRecord, Merger, ended_at, fit
 from millrace.payload.outbox.segments import SpoolReader
 from millrace.payload.outbox.spool import Spool
 from millrace.rpc.admission import MAX_MESSAGE_BYTES
-from millrace_protos.millrace_pb2 import AppendRequest, AppendResponse
+from millrace_protos.millrace_pb2 import AppendRequest
 from millrace_protos.spool_pb2 import Append
 
 logger = logging.getLogger(__name__)
-
-AppendCall: TypeAlias = "grpc.StreamStreamMultiCallable[bytes, AppendResponse]"
 
 _MAX_UNACKNOWLEDGED = 1024
 _MAX_UNACKNOWLEDGED_BYTES = 16 << 20
@@ -46,7 +44,6 @@ _LOOK_S = 1.0
 # Records that are sent and committed together cost a fraction of those that go one by one: where many come, they wait
 # for each other longer.
 _GATHER_S, _BUSY_GATHER_S, _BUSY_PER_S = 0.1, 0.5, 20
-_JOIN_S = 0.5
 _SLICE, _NAP_S = 64, 0.0002  # Frames: while they are read, the event loop does not run.
 # How often a record is refused, alone, before it is given up.
 _MAX_REFUSALS = {
@@ -154,7 +151,7 @@ class SourceShipper:
 
     def _ship_over_one_call(self) -> str:
         """Why the call is over."""
-        call = _Call(self._append, self._changed)
+        call = OpenCall(self._append, self._changed)
         try:
             self._sent = 0
             while True:
@@ -195,7 +192,7 @@ class SourceShipper:
         """Whether the first of what is unacknowledged is sent before anything else is."""
         return bool(self._unacknowledged) and self._unacknowledged[0].sequence <= self._alone_until
 
-    def _send_unsent(self, call: _Call) -> None:
+    def _send_unsent(self, call: OpenCall) -> None:
         """Sends what is unacknowledged and was not sent over this call, many records in a message."""
         count = 1 if self._goes_alone else len(self._unacknowledged)
         unsent = [sent.request for sent in islice(self._unacknowledged, self._sent, count)]
@@ -209,7 +206,7 @@ class SourceShipper:
             call.send(unsent[0] + Append(more=unsent[1:together]).SerializeToString())
             del unsent[:together]
 
-    def _count_refusal(self, call: _Call) -> None:
+    def _count_refusal(self, call: OpenCall) -> None:
         """Where the call is over because the logger refused a record: finds out which, or gives it up."""
         if call.code not in _MAX_REFUSALS or not self._unacknowledged:
             return
@@ -301,38 +298,3 @@ class SourceShipper:
             return self.spool.append_at(self._reader.number, frames)
         except OSError:
             return False  # The writer meets it too, and says so.
-
-
-class _Call:
-    """One call of Append, and the thread that reads its acknowledgements."""
-
-    def __init__(self, append: AppendCall, changed: threading.Event) -> None:
-        self.acknowledged = 0
-        self.ended: str | None = None  # Why it is over, and with which status; it is set last.
-        self.code: grpc.StatusCode | None = None
-        self._changed = changed
-        self._requests: SimpleQueue[bytes | None] = SimpleQueue()  # At most what may be unacknowledged.
-        self._call = append(iter(self._requests.get, None))
-        self._thread = threading.Thread(target=self._read, name="payload-acks", daemon=True)
-        self._thread.start()
-
-    def send(self, request: bytes) -> None:
-        """Hands a request to gRPC's own thread."""
-        self._requests.put(request)
-
-    def close(self) -> None:
-        """Ends the call and both threads."""
-        self._requests.put(None)
-        self._call.cancel()
-        self._thread.join(_JOIN_S)
-
-    def _read(self) -> None:
-        try:
-            for response in self._call:
-                self.acknowledged = response.sequence
-                self._changed.set()
-            self.ended = "it ended the call"
-        except grpc.RpcError as error:
-            self.code = error.code()
-            self.ended = f"{self.code.name}: {error.details()}"
-        self._changed.set()

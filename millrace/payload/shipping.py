@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 import grpc
 
+from millrace.payload.append_call import AppendCall
 from millrace.payload.drops import Drops
 from millrace.payload.outbox.spool import Spool
-from millrace.payload.shipper import AppendCall, SourceShipper
+from millrace.payload.shipper import SourceShipper
 from millrace.rpc.channel import channel_options
 from millrace_protos.millrace_pb2 import AppendResponse
 

@@ -412,6 +412,29 @@ async def test_a_begin_lies_on_disk_before_the_first_chunk_leaves(taps):
         assert f"prompt-{number}".encode() in segments(taps.spool)[-1].read_bytes()
 
 
+async def test_answers_that_wait_for_their_begins_share_writes(taps, monkeypatch):
+    append, appends = payload_spool.Spool.append, []
+
+    def counted(spool, payloads):
+        appends.append(len(payloads))
+        append(spool, payloads)
+
+    monkeypatch.setattr(payload_spool.Spool, "append", counted)
+    tap = taps.start()
+
+    async def caller(name):
+        for number in range(20):
+            recording = begin(tap, f"{name}-{number}")
+            assert await recording.flushed()
+            assert any(recording.record_id.encode() in path.read_bytes() for path in segments(taps.spool))
+            recording.end("OK")
+
+    await asyncio.gather(*(caller(name) for name in range(20)))
+    await until(lambda: tap.queued_bytes == 0)
+    assert sum(appends) == 2 * 400
+    assert len(appends) < 200
+
+
 async def test_a_begin_that_cannot_be_written_holds_nobody_up(taps, ingest, monkeypatch):
     def full(file, data):
         raise OSError(28, "No space left on device")

@@ -120,7 +120,7 @@ class FrameEncoder:
             incomplete=part.incomplete,
             usage=part.usage,
             ttft_ms=part.ttft_ms,
-            text=None if part.text is None else storable(part.text),
+            text=storable(part.text or ""),
         )
         if record.is_short and (_is_answered(part, record) or not is_callers_own(part.status)):
             _add_rest(ended, record)
@@ -148,7 +148,7 @@ class FrameEncoder:
 
     def _add_tensors(self, tensors: Tensors, to: MutableSequence[PayloadTensor]) -> None:
         for tensor in tensors.read() if isinstance(tensors, DeferredTensors) else tensors:
-            added = to.add(name=storable(tensor.name), datatype=storable(tensor.datatype), shape=tensor.shape)
+            added = PayloadTensor(name=storable(tensor.name), datatype=storable(tensor.datatype), shape=tensor.shape)
             if tensor.data is not None:
                 added.size = len(tensor.data)
                 added.digest = self._rules.tensor_digest.of(tensor.data)
@@ -156,6 +156,7 @@ class FrameEncoder:
                     added.data = bytes(tensor.data)
             elif tensor.size is not None:
                 added.size = tensor.size
+            to.append(added)
 
 
 def storable(text: str) -> str:
@@ -167,20 +168,22 @@ def storable(text: str) -> str:
     return text
 
 
-def _frame(record_id: bytes, kind: Frame.Kind, part: PayloadRecord, replaces_chunks: bool = False) -> bytes:
+def _frame(record_id: bytes, kind: Frame.Kind.ValueType, part: PayloadRecord, replaces_chunks: bool = False) -> bytes:
     contents = [part.SerializeToString()]
     return Frame(record_id=record_id, kind=kind, part=contents, replaces_chunks=replaces_chunks).SerializeToString()
 
 
 def _record(part: BeginPart, fields: Fields) -> PayloadRecord:
     seconds, microseconds = divmod(part.time_us, 1_000_000)
-    return PayloadRecord(
+    record = PayloadRecord(
         record_id=str(uuid.UUID(bytes=part.record_id)),
         time=Timestamp(seconds=seconds, nanos=microseconds * 1000),
         protocol=storable(part.protocol),
         metadata={storable(key): storable(value) for key, value in fields.metadata.items()},
-        **{name: storable(getattr(fields, name)) for name in _STRINGS},
     )
+    for name in _STRINGS:
+        setattr(record, name, storable(getattr(fields, name)))
+    return record
 
 
 def _add_rest(record: PayloadRecord, opened: OpenRecord) -> None:

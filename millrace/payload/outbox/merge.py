@@ -99,8 +99,8 @@ class Merger:
             self._extend(opened, part)
         elif frame.kind == Frame.END:
             self._forget(frame.record_id)
-            record = _ended(opened, part, frame.replaces_chunks)
-            return EndedRecord(number, opened.began, record.SerializeToString())
+            whole = _ended(opened, part, frame.replaces_chunks)
+            return EndedRecord(number, opened.began, whole.SerializeToString())
         return None
 
     def abort(self) -> EndedRecord | None:
