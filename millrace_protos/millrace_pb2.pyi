@@ -425,12 +425,17 @@ class PayloadTensor(_message.Message):
     SHAPE_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     datatype: _builtins.str
     digest: _builtins.str
-    """"sha256:" and the digest of the raw contents in hexadecimal."""
+    """If the settings ask for one: its algorithm, ":" and the digest of the raw contents in"""
     data: _builtins.bytes
-    """The raw contents, if the settings include contents of this size."""
+    """hexadecimal.
+    The raw contents, if the settings include contents of this size.
+    """
+    size: _builtins.int
+    """Bytes of the raw contents, if known."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -441,14 +446,20 @@ class PayloadTensor(_message.Message):
         shape: _abc.Iterable[_builtins.int] | None = ...,
         digest: _builtins.str = ...,
         data: _builtins.bytes | None = ...,
+        size: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_data", b"_data", "data", b"data"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_data", b"_data", "_size", b"_size", "data", b"data", "size", b"size"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data", b"_data", "data", b"data", "datatype", b"datatype", "digest", b"digest", "name", b"name", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data", b"_data", "_size", b"_size", "data", b"data", "datatype", b"datatype", "digest", b"digest", "name", b"name", "shape", b"shape", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data: _TypeAlias = _typing.Literal["data"]  # noqa: Y015
     _WhichOneofArgType__data: _TypeAlias = _typing.Literal["_data", b"_data"]  # noqa: Y015
+    _WhichOneofReturnType__size: _TypeAlias = _typing.Literal["size"]  # noqa: Y015
+    _WhichOneofArgType__size: _TypeAlias = _typing.Literal["_size", b"_size"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__data) -> _WhichOneofReturnType__data | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__size) -> _WhichOneofReturnType__size | None: ...
 
 Global___PayloadTensor: _TypeAlias = PayloadTensor  # noqa: Y015
 
@@ -936,22 +947,28 @@ class AppendRequest(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     RECORD_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     """UUID of the record's spool."""
     sequence: _builtins.int
     """Ascends within a source."""
     @_builtins.property
     def record(self) -> Global___PayloadRecord: ...
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___AppendRequest]:
+        """Further records, each with its source and sequence, and no more of its own."""
+
     def __init__(
         self,
         *,
         source: _builtins.str = ...,
         sequence: _builtins.int = ...,
         record: Global___PayloadRecord | None = ...,
+        more: _abc.Iterable[Global___AppendRequest] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["record", b"record", "sequence", b"sequence", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["more", b"more", "record", b"record", "sequence", b"sequence", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

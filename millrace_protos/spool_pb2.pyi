@@ -3,10 +3,11 @@
 isort:skip_file
 The format of records in a spool: in parts, in the order of their creation."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
-from millrace_protos import millrace_pb2 as _millrace_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -57,19 +58,52 @@ class Frame(_message.Message):
     replaces_chunks: _builtins.bool
     """The part's chunks replace all earlier ones."""
     @_builtins.property
-    def part(self) -> _millrace_pb2.PayloadRecord: ...
+    def part(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """A serialized millrace.v1.PayloadRecord, in pieces."""
+
     def __init__(
         self,
         *,
         record_id: _builtins.bytes = ...,
         kind: Global___Frame.Kind.ValueType = ...,
-        part: _millrace_pb2.PayloadRecord | None = ...,
+        part: _abc.Iterable[_builtins.bytes] | None = ...,
         replaces_chunks: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "part", b"part", "record_id", b"record_id", "replaces_chunks", b"replaces_chunks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Frame: _TypeAlias = Frame  # noqa: Y015
+
+@_typing.final
+class Append(_message.Message):
+    """A millrace.v1.AppendRequest whose records are serialized."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    RECORD_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    sequence: _builtins.int
+    record: _builtins.bytes
+    @_builtins.property
+    def more(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        sequence: _builtins.int = ...,
+        record: _builtins.bytes = ...,
+        more: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["more", b"more", "record", b"record", "sequence", b"sequence", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Append: _TypeAlias = Append  # noqa: Y015

@@ -27,7 +27,7 @@ _ALLOCATOR = {
 _LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 _GPU_MEMORY_SHARE = 0.85
 
-_PAYLOAD_RULES = ("LOG", "SAMPLE", "REDACT", "METADATA", "TENSOR_BYTES")
+_PAYLOAD_RULES = ("LOG", "SAMPLE", "REDACT", "METADATA", "TENSOR_BYTES", "TENSOR_DIGEST")
 
 # Seconds between SIGTERM and SIGKILL. The stages of `StackPlan` take ten together at most.
 _GRACE_S = {"envoy": 1.5, "transformer": 5.5, "predictor": 5.5, "logger": 2.5}

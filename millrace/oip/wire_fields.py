@@ -25,10 +25,15 @@ def fields(data: bytes | memoryview, *, only: bool = False) -> Iterator[tuple[in
     at, size = 0, len(data)
     while at < size:
         start = at
-        tag, at = _varint(data, at)
+        # Numbers of one byte without a call: almost all are.
+        tag, at = (data[at], at + 1) if data[at] < 0x80 else _varint(data, at)
         kind = tag & 7
         if kind == _LENGTH_DELIMITED:
-            contents, at = _contents(data, at)
+            if at < size and data[at] < 0x80 and data[at] < size - at:
+                contents = at + 1
+                at = contents + data[at]
+            else:
+                contents, at = _contents(data, at)
             if not tag >> 3:
                 raise DecodeError("a field has no number")
             yield tag >> 3, start, contents, at

@@ -5,13 +5,14 @@ Python has `uuid.uuid7` from 3.14 on.
 
 from __future__ import annotations
 
-import secrets
+import random
 import uuid
 
 
 def next_id(now_ms: int, previous: int) -> int:
     """A number of 48 bits of Unix milliseconds and 74 random ones, above `previous` whatever the clock does."""
-    return max(now_ms << 74 | secrets.randbits(74), previous + 1)
+    # Not a secret: the module's generator, which is seeded anew after a fork, takes no system call.
+    return max(now_ms << 74 | random.getrandbits(74), previous + 1)
 
 
 def as_uuid7(value: int) -> uuid.UUID:

@@ -3,12 +3,13 @@
 A part holds references to what a request or an answer is made of; nothing is copied or encoded before
 the writer thread does so. What is handed in must not change afterwards.
 
-`PartQueue` hands parts over without a lock: `begin`, `put`, `offer` and `has_room` belong to the event loop's thread,
-the rest to the writer's. Each counter has one thread that changes it.
+`PartQueue` hands parts over without a lock: `begin`, `hurry`, `put`, `offer` and `has_room` belong to the event loop's
+thread, the rest to the writer's. Each counter has one thread that changes it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -21,29 +22,49 @@ from millrace_protos.millrace_pb2 import Usage
 PART_BYTES = 400
 TOKEN_BYTES = 40
 _TENSOR_BYTES = 300
+_SMALL_BYTES = 4096  # A message that is so small costs less to keep than to take apart.
 # A begin has no more of the prompt and of the parameters than this; the rest follows once the request is answered, so
 # that what is refused never fills the disk.
 BEGIN_CHARACTERS = 16 << 10
 
 
 class RecordedTensor(NamedTuple):
-    """A tensor of a request or an answer; `data` are its raw contents, None where they are unknown."""
+    """A tensor of a request or an answer.
+
+    `data` are its raw contents, None where they are unknown or not kept; `size` is then their size, if that is known.
+    """
 
     name: str
     datatype: str
     shape: Sequence[int]
     data: bytes | memoryview | None
+    size: int | None = None
 
 
 @dataclass(frozen=True)
 class DeferredTensors:
-    """Tensors that the writer thread reads, by `read`; `size` is how many bytes the reference keeps in memory."""
+    """Tensors that the writer thread reads, by `read`; `size` is how many bytes the reference keeps in memory.
+
+    `heads(most_bytes)` returns them without contents of more bytes and without the reference; for the event loop.
+    """
 
     read: Callable[[], Sequence[RecordedTensor]]
     size: int
+    heads: Callable[[int], Tensors] | None = None
 
 
 Tensors = Sequence[RecordedTensor] | DeferredTensors
+
+
+def without_large(tensors: Tensors, most_bytes: int) -> Tensors:
+    """The tensors without contents of more bytes, which are not kept in memory either."""
+    if isinstance(tensors, DeferredTensors):
+        is_small = tensors.size <= most_bytes + _SMALL_BYTES
+        return tensors if is_small or tensors.heads is None else tensors.heads(most_bytes)
+    return [
+        tensor if len(tensor.data or b"") <= most_bytes else tensor._replace(data=None, size=len(tensor.data or b""))
+        for tensor in tensors
+    ]
 
 
 def size_of(tensors: Tensors) -> int:
@@ -51,6 +72,9 @@ def size_of(tensors: Tensors) -> int:
     if isinstance(tensors, DeferredTensors):
         return tensors.size
     return sum(_TENSOR_BYTES + len(tensor.data or b"") for tensor in tensors)
+
+
+Settled = Callable[[], asyncio.Event | None]
 
 
 class Fields(NamedTuple):
@@ -73,14 +97,17 @@ def is_long(fields: Fields) -> bool:
 
 
 class BeginPart(NamedTuple):
-    """A request arrived; `settled` is called on the event loop once the part lies on disk or was dropped."""
+    """A request arrived; `settled` is called on the writer thread once the part lies on disk or was dropped.
+
+    It returns what is to be set on the event loop, where an answer waits.
+    """
 
     record_id: bytes
     cost: int
     time_us: int
     protocol: str
     fields: Fields
-    settled: Callable[[], None]
+    settled: Settled
 
 
 class RequestPart(NamedTuple):
@@ -88,7 +115,7 @@ class RequestPart(NamedTuple):
 
     record_id: bytes
     cost: int
-    settled: Callable[[], None]
+    settled: Settled
 
 
 class InputsPart(NamedTuple):
@@ -134,13 +161,18 @@ LaterPart = RequestPart | InputsPart | ChunkPart | EndPart
 class PartQueue:
     """Parts in their order; begins apart, so that none waits behind another request's tensors."""
 
-    __slots__ = ("_capacity_bytes", "_put_bytes", "_taken_bytes", "begins", "parts", "polled", "wake")
+    __slots__ = (
+        *("_capacity_bytes", "_put_bytes", "_taken_bytes"),
+        *("begins", "hurried", "looks_soon", "parts", "polled", "wake"),
+    )
 
     def __init__(self, capacity_bytes: int) -> None:
         self.begins: deque[BeginPart] = deque()
         self.parts: deque[LaterPart] = deque()
         self.wake = threading.Event()
-        self.polled = False  # Whether the writer looks by itself soon.
+        self.polled = False  # Whether the writer looks by itself, so that a begin need not wake it,
+        self.looks_soon = False  # and so soon that an answer that waits need not either.
+        self.hurried = False  # Whether an answer waits for what has been put since the writer looked last.
         self._capacity_bytes = capacity_bytes
         self._put_bytes = 0
         self._taken_bytes = 0
@@ -164,6 +196,12 @@ class PartQueue:
         self._put_bytes += part.cost
         self.begins.append(part)
         if not self.polled:
+            self.wake.set()
+
+    def hurry(self) -> None:
+        """Has what was put written, for an answer that waits for it."""
+        self.hurried = True
+        if not self.looks_soon:
             self.wake.set()
 
     def put(self, part: LaterPart) -> None:

@@ -27,8 +27,9 @@ from millrace.payload.parts import (
     Tensors,
     is_long,
     size_of,
+    without_large,
 )
-from millrace.payload.rules import Mode
+from millrace.payload.rules import Digest, Mode
 from millrace_protos.millrace_pb2 import Usage
 
 if TYPE_CHECKING:
@@ -58,7 +59,10 @@ class Recording:
         self._open = False
         self._incomplete = False
         self._keeps_answer = False
-        self._unsettled = 0  # Parts that are not known to lie on disk: the begin, and the rest of a long request.
+        # Parts that an answer waits for, the begin and the rest of a long request, and those of them that are on disk
+        # or dropped: the event loop counts the first, the writer the second.
+        self._awaited = 0
+        self._settled = 0
         self._is_short = False
         self._waiting: asyncio.Event | None = None
         self._has_waited = False
@@ -71,16 +75,18 @@ class Recording:
         has_waited, self._has_waited = self._has_waited, True
         if self._is_short:
             self._write_rest()
-        if not self._unsettled or has_waited or not self._tap._begins_answered:
-            return not self._unsettled
-        self._waiting = self._waiting or asyncio.Event()
-        self._queue.wake.set()
+        if self._is_settled() or has_waited or not self._tap._begins_answered:
+            return self._is_settled()
+        self._waiting = asyncio.Event()
+        if self._is_settled():  # The writer has not seen that somebody waits.
+            return True
+        self._queue.hurry()
         try:
             async with asyncio.timeout(_BEGIN_WAIT_S):
                 await self._waiting.wait()
         except TimeoutError:
             self._tap._give_up_waiting()
-        return not self._unsettled
+        return self._is_settled()
 
     def chunk(
         self, text: str, token_ids: Sequence[int] = (), logprobs: Sequence[float] = (), outputs: Tensors = ()
@@ -97,6 +103,7 @@ class Recording:
                 return
             cost = PART_BYTES + len(text) + TOKEN_BYTES * (count + len(logprobs))
             if outputs:
+                outputs = self._without_large(outputs)
                 cost += size_of(outputs)
             part = _new_tuple(ChunkPart, (self._id, cost, offset_ms, text, token_ids, logprobs, outputs))
             if not self._queue.offer(part):
@@ -168,7 +175,7 @@ class Recording:
                 self._tap._drops.count(MEMORY)
                 return
             self._queue.begin(BeginPart(self._id, cost, time_us, protocol, fields, self._settle))
-            self._open, self._unsettled = True, 1
+            self._open, self._awaited = True, 1
             self._is_short = is_long(fields)
             if inputs:
                 inputs = self._within_memory(inputs)
@@ -177,11 +184,17 @@ class Recording:
             self._miss(FAILED, exc_info=True)
 
     def _within_memory(self, tensors: Tensors) -> Tensors:
-        """The tensors, or none where there is no room for them: the record matters more than their digests."""
+        """What is kept of tensors; none where there is no room for them: the record matters more."""
+        tensors = self._without_large(tensors)
         if not tensors or self._queue.has_room(size_of(tensors)):
             return tensors
         self._miss(MEMORY)
         return ()
+
+    def _without_large(self, tensors: Tensors) -> Tensors:
+        """The tensors without what the writer would not look at."""
+        rules = self._tap.rules
+        return tensors if rules.tensor_digest is not Digest.OFF else without_large(tensors, rules.tensor_bytes)
 
     def _miss(self, reason: str, *, exc_info: bool = False) -> None:
         self._incomplete = True
@@ -191,10 +204,13 @@ class Recording:
         """Has the rest of a long request written, which is answered now; its end has it, where that has come."""
         self._is_short = False
         if self._open:
-            self._unsettled += 1
+            self._awaited += 1
             self._queue.put(RequestPart(self._id, PART_BYTES, self._settle))
 
-    def _settle(self) -> None:
-        self._unsettled -= 1
-        if not self._unsettled and self._waiting is not None:
-            self._waiting.set()
+    def _is_settled(self) -> bool:
+        return self._settled == self._awaited
+
+    def _settle(self) -> asyncio.Event | None:
+        """On the writer's thread: a part has been dealt with; returns what an answer waits for, if it does."""
+        self._settled += 1
+        return self._waiting if self._is_settled() else None

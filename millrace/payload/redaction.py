@@ -41,7 +41,7 @@ _TENSORS = ("inputs", "outputs")
 FIELDS = (*_TEXTS, "parameters", "metadata", *_TENSORS)
 _SEARCHED = ("prompt", "text", "parameters", "message", "metadata")  # By a pattern alone.
 _PATH = re.compile(r"\$(\.[\w-]+)+")
-_TENSOR_FIELDS = ("name", "datatype", "digest", "data")
+_TENSOR_FIELDS = ("name", "datatype", "digest", "data", "size")
 
 
 class _Rule(BaseModel):

@@ -47,6 +47,18 @@ class Mode(StrEnum):
         return self in (Mode.ALL, Mode.RESPONSE)
 
 
+class Digest(StrEnum):
+    """What identifies the contents of a tensor: nothing, or their digest by an algorithm of hashlib."""
+
+    OFF = "off"
+    BLAKE2B = "blake2b"
+    SHA256 = "sha256"
+
+    def of(self, data: bytes | memoryview) -> str:
+        """The digest as a record has it, with the name of its algorithm; empty for OFF."""
+        return "" if self is Digest.OFF else f"{self.value}:{hashlib.new(self.value, data).hexdigest()}"
+
+
 @dataclass(frozen=True)
 class Modes:
     """The mode of each model that is named, and of all others."""
@@ -62,7 +74,7 @@ class Modes:
 class PayloadRules:
     """See the module. `metadata` names what is kept of the caller's; `tensor_bytes` is the most of a tensor's contents.
 
-    A tensor of more bytes is kept by its digest alone.
+    `tensor_digest` is the digest that every tensor gets, however large; without one, large contents are not looked at.
     """
 
     default: Mode = Mode.ALL
@@ -71,6 +83,7 @@ class PayloadRules:
     redactions: Sequence[Redaction] = ()
     metadata: frozenset[str] = frozenset()
     tensor_bytes: int = 0
+    tensor_digest: Digest = Digest.OFF
 
     def mode(self, model: str, request_id: str) -> Mode:
         """What is kept of a request; OFF where it is sampled out."""

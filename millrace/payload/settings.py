@@ -8,7 +8,7 @@ from pydantic import ByteSize, Field, InstanceOf
 from pydantic_settings import NoDecode
 
 from millrace.payload.redaction import Redaction, parse_redactions
-from millrace.payload.rules import Modes, PayloadRules, parse_metadata, parse_modes
+from millrace.payload.rules import Digest, Modes, PayloadRules, parse_metadata, parse_modes
 from millrace.settings import ServiceSettings, read_by
 
 LogModes = Annotated[Modes, NoDecode, read_by(parse_modes)]
@@ -59,7 +59,15 @@ class RecordingSettings(ServiceSettings):
         ByteSize(0),
         ge=0,
         le=16 << 20,
-        description="Maximum size of a tensor whose contents are recorded; larger ones have a digest only.",
+        description="Maximum size of a tensor whose contents are recorded.",
+    )
+
+    payload_tensor_digest: Digest = Field(
+        Digest.OFF,
+        description=(
+            "Digest of the contents that each recorded tensor has: off, blake2b or sha256. A digest costs processor "
+            "time, and keeps large tensors in memory until it is computed."
+        ),
     )
 
     @property
@@ -72,4 +80,5 @@ class RecordingSettings(ServiceSettings):
             redactions=self.payload_redact,
             metadata=self.payload_metadata,
             tensor_bytes=self.payload_tensor_bytes,
+            tensor_digest=self.payload_tensor_digest,
         )

@@ -19,31 +19,31 @@ import random
 import threading
 import time
 from collections import deque
-from queue import SimpleQueue
-from typing import NamedTuple, TypeAlias
+from itertools import islice
+from typing import NamedTuple
 
 import grpc
 
+from millrace.payload.append_call import AppendCall, OpenCall
 from millrace.payload.drops import DAMAGED, REFUSED, TOO_LARGE, Drops
 from millrace.payload.outbox.merge import EndedRecord, Merger, ended_at, fit
 from millrace.payload.outbox.segments import SpoolReader
 from millrace.payload.outbox.spool import Spool
 from millrace.rpc.admission import MAX_MESSAGE_BYTES
-from millrace_protos.millrace_pb2 import AppendRequest, AppendResponse
+from millrace_protos.millrace_pb2 import AppendRequest
+from millrace_protos.spool_pb2 import Append
 
 logger = logging.getLogger(__name__)
 
-Append: TypeAlias = "grpc.StreamStreamMultiCallable[bytes, AppendResponse]"
-
 _MAX_UNACKNOWLEDGED = 1024
 _MAX_UNACKNOWLEDGED_BYTES = 16 << 20
+_MESSAGE_BYTES = 1 << 20  # Of the records that share a message.
 _MAX_RECORD_BYTES = MAX_MESSAGE_BYTES - 1024  # Room for what an AppendRequest adds.
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 2.0
 _LOOK_S = 1.0
 # Records that are sent and committed together cost a fraction of those that go one by one: where many come, they wait
 # for each other longer.
 _GATHER_S, _BUSY_GATHER_S, _BUSY_PER_S = 0.1, 0.5, 20
-_JOIN_S = 0.5
 _SLICE, _NAP_S = 64, 0.0002  # Frames: while they are read, the event loop does not run.
 # How often a record is refused, alone, before it is given up.
 _MAX_REFUSALS = {
@@ -59,8 +59,7 @@ _COPY_SEGMENTS, _COPY_SHARE = 4, 3  # Open records are copied in a spool of so m
 class _Sent(NamedTuple):
     sequence: int
     began: int  # The number of its BEGIN frame.
-    request: bytes  # A serialized AppendRequest.
-    ended_at: float  # When the record did, of the wall clock: it may have been another process's.
+    request: bytes  # A serialized AppendRequest of this record alone.
 
 
 class SourceShipper:
@@ -71,7 +70,14 @@ class SourceShipper:
     """
 
     def __init__(
-        self, append: Append, target: str, spool: Spool, drops: Drops, hop: str, stopping: threading.Event, ends: bool
+        self,
+        append: AppendCall,
+        target: str,
+        spool: Spool,
+        drops: Drops,
+        hop: str,
+        stopping: threading.Event,
+        ends: bool,
     ) -> None:
         self.spool = spool
         self._append = append
@@ -103,9 +109,11 @@ class SourceShipper:
     def oldest_s(self) -> float:
         """How long ago the oldest record ended that was sent and is not acknowledged; 0 where there is none."""
         try:
-            return max(0.0, time.time() - self._unacknowledged[0].ended_at)
+            oldest = AppendRequest.FromString(self._unacknowledged[0].request)
         except IndexError:
             return 0.0
+        # By the wall clock: it may have been another process's.
+        return max(0.0, time.time() - ended_at(oldest.record))
 
     @property
     def idle(self) -> bool:
@@ -143,15 +151,15 @@ class SourceShipper:
 
     def _ship_over_one_call(self) -> str:
         """Why the call is over."""
-        call = _Call(self._append, self._changed)
+        call = OpenCall(self._append, self._changed)
         try:
             self._sent = 0
             while True:
                 self._changed.clear()
                 ended = call.ended  # What was acknowledged before the end counts.
                 self._forget_acknowledged(call.acknowledged)
+                more = self._take_some()
                 self._send_unsent(call)
-                more = self._send_some(call)
                 if ended is not None or self._done():
                     self._count_refusal(call)
                     return ended or "it is not needed any more"
@@ -184,14 +192,21 @@ class SourceShipper:
         """Whether the first of what is unacknowledged is sent before anything else is."""
         return bool(self._unacknowledged) and self._unacknowledged[0].sequence <= self._alone_until
 
-    def _send_unsent(self, call: _Call) -> None:
-        """Sends what is unacknowledged and was not sent over this call."""
+    def _send_unsent(self, call: OpenCall) -> None:
+        """Sends what is unacknowledged and was not sent over this call, many records in a message."""
         count = 1 if self._goes_alone else len(self._unacknowledged)
-        while self._sent < count:
-            call.send(self._unacknowledged[self._sent].request)
-            self._sent += 1
+        unsent = [sent.request for sent in islice(self._unacknowledged, self._sent, count)]
+        self._sent = max(self._sent, count)
+        while unsent:
+            size, together = 0, 0
+            while together < len(unsent) and (not together or size + len(unsent[together]) <= _MESSAGE_BYTES):
+                size += len(unsent[together])
+                together += 1
+            # Two messages one behind the other are one, merged.
+            call.send(unsent[0] + Append(more=unsent[1:together]).SerializeToString())
+            del unsent[:together]
 
-    def _count_refusal(self, call: _Call) -> None:
+    def _count_refusal(self, call: OpenCall) -> None:
         """Where the call is over because the logger refused a record: finds out which, or gives it up."""
         if call.code not in _MAX_REFUSALS or not self._unacknowledged:
             return
@@ -208,8 +223,8 @@ class SourceShipper:
             self._drops.count(REFUSED)
             self._forget_first()
 
-    def _send_some(self, call: _Call) -> bool:
-        """Sends records of the frames that come next; whether there may be more that can be sent now."""
+    def _take_some(self) -> bool:
+        """Takes records of the frames that come next; whether there may be more that can be sent now."""
         for _ in range(_SLICE):
             if self._is_full:
                 return False
@@ -222,7 +237,7 @@ class SourceShipper:
             else:
                 return self._catch_up()
             if ended is not None:
-                self._send(call, ended)
+                self._take(ended)
         return True
 
     def _catch_up(self) -> bool:
@@ -231,16 +246,18 @@ class SourceShipper:
         self._delete()
         return not self._ends and self._copy_open_records()
 
-    def _send(self, call: _Call, ended: EndedRecord) -> None:
-        if not fit(ended.record, _MAX_RECORD_BYTES):
-            self._drops.count(TOO_LARGE)
-            return
-        request = AppendRequest(source=self.spool.source, sequence=ended.sequence, record=ended.record)
-        sent = _Sent(ended.sequence, ended.began, request.SerializeToString(), ended_at(ended.record))
-        self._unacknowledged.append(sent)
-        self._unacknowledged_bytes += len(sent.request)
+    def _take(self, ended: EndedRecord) -> None:
+        data = ended.data
+        if len(data) > _MAX_RECORD_BYTES:
+            record = ended.record
+            if not fit(record, _MAX_RECORD_BYTES):
+                self._drops.count(TOO_LARGE)
+                return
+            data = record.SerializeToString()
+        request = Append(source=self.spool.source, sequence=ended.sequence, record=data).SerializeToString()
+        self._unacknowledged.append(_Sent(ended.sequence, ended.began, request))
+        self._unacknowledged_bytes += len(request)
         self._gathered += 1
-        self._send_unsent(call)
 
     def _forget_acknowledged(self, sequence: int) -> None:
         if sequence <= self._acknowledged:
@@ -281,38 +298,3 @@ class SourceShipper:
             return self.spool.append_at(self._reader.number, frames)
         except OSError:
             return False  # The writer meets it too, and says so.
-
-
-class _Call:
-    """One call of Append, and the thread that reads its acknowledgements."""
-
-    def __init__(self, append: Append, changed: threading.Event) -> None:
-        self.acknowledged = 0
-        self.ended: str | None = None  # Why it is over, and with which status; it is set last.
-        self.code: grpc.StatusCode | None = None
-        self._changed = changed
-        self._requests: SimpleQueue[bytes | None] = SimpleQueue()  # At most what may be unacknowledged.
-        self._call = append(iter(self._requests.get, None))
-        self._thread = threading.Thread(target=self._read, name="payload-acks", daemon=True)
-        self._thread.start()
-
-    def send(self, request: bytes) -> None:
-        """Hands a request to gRPC's own thread."""
-        self._requests.put(request)
-
-    def close(self) -> None:
-        """Ends the call and both threads."""
-        self._requests.put(None)
-        self._call.cancel()
-        self._thread.join(_JOIN_S)
-
-    def _read(self) -> None:
-        try:
-            for response in self._call:
-                self.acknowledged = response.sequence
-                self._changed.set()
-            self.ended = "it ended the call"
-        except grpc.RpcError as error:
-            self.code = error.code()
-            self.ended = f"{self.code.name}: {error.details()}"
-        self._changed.set()

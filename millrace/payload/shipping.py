@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 import grpc
 
+from millrace.payload.append_call import AppendCall
 from millrace.payload.drops import Drops
 from millrace.payload.outbox.spool import Spool
-from millrace.payload.shipper import Append, SourceShipper
+from millrace.payload.shipper import SourceShipper
 from millrace.rpc.channel import channel_options
 from millrace_protos.millrace_pb2 import AppendResponse
 
@@ -32,7 +33,7 @@ class PayloadShipping:
         self._stopping = threading.Event()
         # Neither traced nor recorded: this belongs to no request.
         self._channel = grpc.insecure_channel(target, options=channel_options(_KEEPALIVE_S, _KEEPALIVE_TIMEOUT_S))
-        append: Append = self._channel.stream_stream(_APPEND, response_deserializer=AppendResponse.FromString)
+        append: AppendCall = self._channel.stream_stream(_APPEND, response_deserializer=AppendResponse.FromString)
         self._own = SourceShipper(append, target, own, drops, hop, self._stopping, ends=False)
         self._orphans = deque(
             SourceShipper(append, target, orphan, drops, hop, self._stopping, ends=True) for orphan in orphans

@@ -119,9 +119,13 @@ class PayloadTap:
         """Opens the spool and starts the threads; raises StartupError where the folder cannot be used."""
         loop = asyncio.get_running_loop()
 
-        def settle(parts: Sequence[BeginPart | RequestPart]) -> None:
-            with contextlib.suppress(RuntimeError):  # The loop has been closed: no task waits any more.
-                loop.call_soon_threadsafe(self._settle, parts)
+        def settle(parts: Sequence[BeginPart | RequestPart]) -> bool:
+            self._begins_answered = True
+            waiting = [event for part in parts if (event := part.settled()) is not None]
+            if waiting:
+                with contextlib.suppress(RuntimeError):  # The loop has been closed: no task waits any more.
+                    loop.call_soon_threadsafe(_set_all, waiting)
+            return bool(waiting)
 
         own, orphans = open_spools(self._root, self._spool_max, self._fsync)
         self._shipper = PayloadShipping(self._target, own, orphans, self._drops, self.hop)
@@ -183,12 +187,12 @@ class PayloadTap:
             written = self._writer.close()
             self._shipper.close(remove=written)
 
-    def _settle(self, parts: Sequence[BeginPart | RequestPart]) -> None:
-        self._begins_answered = True
-        for part in parts:
-            part.settled()
-
     def _give_up_waiting(self) -> None:
         """Until the disk answers again, no request waits for it."""
         self._begins_answered = False
         self._drops.warn("stalled", "the disk of %s does not answer: requests go on without it", self._root)
+
+
+def _set_all(events: Sequence[asyncio.Event]) -> None:
+    for event in events:
+        event.set()

@@ -5,6 +5,9 @@ serialized. They are read on the writer thread, heads alone: raw contents are vi
 parser would copy 60 MB while the event loop waits for the interpreter. Typed contents become raw ones piece by
 piece, so that a digest is the same either way.
 
+Where no digest is asked for, `heads` copies on the event loop what describes the tensors, in a few microseconds, and
+the message is not kept. The sizes of contents that are not in one piece on the wire follow from datatype and shape.
+
 A tensor that is sent in another form than the protocol's common ones (unpacked numbers, more than MAX_FIELDS
 texts) has no contents here, and a message that cannot be read has no tensors: no record fails for them.
 
@@ -13,16 +16,18 @@ Source of the format: protobuf's wire encoding; field numbers are those of infer
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from millrace.oip.tensors import BYTES
+from millrace.oip.tensors import BYTES, DATATYPES, dtype_of
 from millrace.oip.wire_fields import fields
-from millrace.payload.parts import DeferredTensors, RecordedTensor
+from millrace.payload.parts import DeferredTensors, RecordedTensor, Tensors
 from millrace_protos import inference_pb2 as pb
 
 MAX_FIELDS = 1024  # Of one message that are looked at.
@@ -46,6 +51,24 @@ _VARINTS = {
 _BYTES_CONTENTS = 8
 _MAX_VARINT_BYTES = 10
 _PIECE_BYTES = 64 * 1024
+_MAX_HEAD_FIELDS = 64  # Of a message that the event loop looks at.
+_SMALL_BYTES = 1024  # A description of up to so many bytes is copied as it is.
+_ITEM_BYTES = {datatype: dtype_of("", datatype).itemsize for datatype in DATATYPES - {BYTES}}
+_MAX_DIMENSIONS = 64
+_MAX_SIZE = 2**63 - 1
+
+
+class _Head(NamedTuple):
+    """What describes a tensor, as it lies in the message, and the raw contents where they are kept."""
+
+    described: bytes
+    is_without_contents: bool  # Whether its contents are not in the description.
+    data: bytes | None
+    size: int | None  # Of the raw contents, kept or not; None where they are typed.
+
+
+class _TooManyError(DecodeError):
+    """A message has more fields than are looked at."""
 
 
 def request_tensors(request: bytes | pb.ModelInferRequest) -> DeferredTensors:
@@ -61,14 +84,92 @@ def answer_tensors(answer: bytes | pb.ModelInferResponse) -> DeferredTensors:
 def streamed_tensors(answer: bytes | pb.ModelInferResponse) -> DeferredTensors:
     """The outputs of one of many answers; bytes are a serialized ModelStreamInferResponse."""
     if isinstance(answer, bytes):
-        return DeferredTensors(partial(_streamed, answer), len(answer))
+        return DeferredTensors(partial(_streamed, answer), len(answer), partial(_heads, answer, _RAW_OUTPUTS, True))
     return answer_tensors(answer)
 
 
 def _source(message: bytes | pb.ModelInferRequest | pb.ModelInferResponse, raw_field: int) -> DeferredTensors:
     if isinstance(message, bytes):
-        return DeferredTensors(partial(_tensors, memoryview(message), raw_field), len(message))
-    return DeferredTensors(lambda: _tensors(memoryview(message.SerializeToString()), raw_field), message.ByteSize())
+        read = partial(_tensors, memoryview(message), raw_field)
+        return DeferredTensors(read, len(message), partial(_heads, message, raw_field, False))
+    whole = DeferredTensors(
+        lambda: _tensors(memoryview(message.SerializeToString()), raw_field),
+        message.ByteSize(),
+        lambda most_bytes: _parsed_heads(message) if not most_bytes else whole,
+    )
+    return whole
+
+
+def _heads(message: bytes, raw_field: int, is_streamed: bool, most_bytes: int) -> Tensors:
+    """Copies the tensors' heads, and contents of at most `most_bytes`; keeps a message of very many fields as it is."""
+    view = memoryview(message)
+    heads: list[_Head] = []
+    try:
+        responses = _contents_of(view, {_STREAMED}, most=_MAX_HEAD_FIELDS).get(_STREAMED, []) if is_streamed else [view]
+        for each in responses:
+            heads += _heads_of(each, raw_field, most_bytes)
+    except _TooManyError:
+        return DeferredTensors(
+            partial(_streamed, message) if is_streamed else partial(_tensors, view, raw_field), len(view)
+        )
+    except DecodeError:
+        return ()
+    size = sum(len(head.described) + len(head.data or b"") for head in heads)
+    return DeferredTensors(lambda: [_tensor_of(head) for head in heads], size)
+
+
+def _heads_of(message: memoryview, raw_field: int, most_bytes: int) -> list[_Head]:
+    found = _contents_of(message, {_TENSORS, raw_field}, most=_MAX_HEAD_FIELDS)
+    described = found.get(_TENSORS, [])
+    raw: Sequence[memoryview | None] = found.get(raw_field, [])
+    if len(raw) != len(described):
+        raw = [None] * len(described)
+    return [_head(each, contents, most_bytes) for each, contents in zip(described, raw, strict=True)]
+
+
+def _head(described: memoryview, raw: memoryview | None, most_bytes: int) -> _Head:
+    if raw is not None:
+        data = bytes(raw) if len(raw) <= most_bytes else None
+        return _Head(_without_contents(described, 0), True, data, len(raw))
+    without = _without_contents(described, most_bytes)
+    return _Head(without, len(without) < len(described), None, None)
+
+
+def _without_contents(described: memoryview, most_bytes: int) -> bytes:
+    """What describes a tensor, without typed contents that are large."""
+    if len(described) <= _SMALL_BYTES + _MAX_VARINT_BYTES * most_bytes:
+        return bytes(described)
+    head = [described[start:end] for field, start, _, end in islice(fields(described), MAX_FIELDS) if field in _HEAD]
+    return b"".join(head)
+
+
+def _tensor_of(head: _Head) -> RecordedTensor:
+    """On the writer thread: the tensor of a head."""
+    if not head.is_without_contents:
+        return _tensor(memoryview(head.described), None)
+    try:
+        read = pb.ModelInferRequest.InferInputTensor.FromString(head.described)
+    except DecodeError:
+        return RecordedTensor("", "", (), None)
+    size = _size(read.datatype, read.shape) if head.size is None else head.size
+    return RecordedTensor(read.name, read.datatype, tuple(read.shape), head.data, size)
+
+
+def _parsed_heads(message: pb.ModelInferRequest | pb.ModelInferResponse) -> Sequence[RecordedTensor]:
+    """The heads of a parsed message, whose contents cannot be measured without a copy of them."""
+    tensors = message.inputs if isinstance(message, pb.ModelInferRequest) else message.outputs
+    return [
+        RecordedTensor(each.name, each.datatype, tuple(each.shape), None, _size(each.datatype, each.shape))
+        for each in tensors[:MAX_FIELDS]
+    ]
+
+
+def _size(datatype: str, shape: Sequence[int]) -> int | None:
+    """The bytes of a tensor's raw contents; None for texts, and where no tensor has the shape."""
+    if datatype not in _ITEM_BYTES or len(shape) > _MAX_DIMENSIONS:
+        return None
+    size = _ITEM_BYTES[datatype] * math.prod(shape)
+    return size if 0 <= size <= _MAX_SIZE else None
 
 
 def _streamed(answer: bytes) -> list[RecordedTensor]:
@@ -145,15 +246,17 @@ def _integers(packed: list[memoryview], dtype: np.dtype[Any]) -> bytes | None:
     return b"".join(pieces)
 
 
-def _contents_of(message: memoryview, wanted: set[int], *, only: bool = False) -> dict[int, list[memoryview]]:
+def _contents_of(
+    message: memoryview, wanted: set[int], *, only: bool = False, most: int = MAX_FIELDS
+) -> dict[int, list[memoryview]]:
     """The contents of the wanted fields, by field and in order; raises DecodeError, of too many fields as well.
 
     With `only`, a field that is not length-delimited is another form of what is wanted.
     """
     found: dict[int, list[memoryview]] = {}
     for count, (field, _, start, end) in enumerate(fields(message, only=only)):
-        if count >= MAX_FIELDS:
-            raise DecodeError("too many fields")
+        if count >= most:
+            raise _TooManyError("too many fields")
         if field in wanted:
             found.setdefault(field, []).append(message[start:end])
     return found

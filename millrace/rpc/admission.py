@@ -36,9 +36,10 @@ RETRY_AFTER_MS = 1000
 FIRST_MESSAGE_S = 120.0
 _UNCOUNTED = ("/grpc.health.", "/grpc.reflection.")
 _WATCH = "/grpc.health.v1.Health/Watch"
-# From services alone: silent for as long as there is nothing to record, and as large as a record is.
+# From services and the gateway itself alone: silent for as long as there is nothing to record, and as large as records
+# are.
 _STEPS = "/millrace.v1.PredictorSteps/"
-_INNER = ("/millrace.v1.PayloadIngest/", _STEPS)
+_INNER = ("/millrace.v1.PayloadIngest/", "/opentelemetry.proto.collector.logs.v1.LogsService/", _STEPS)
 _SWEEP_S = 1.0
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # Above Envoy's 60 MiB, so that the gateway answers first.
 _LOOK_S = 0.05

@@ -2,7 +2,9 @@
 forward.
 
 Each line is stored as a record of the call. The store joins it to the service's record with the same `call_id`; if no
-service recorded the call, queries return it as it is, with the same status names as other records. The attributes are
+service recorded the call, queries return it as it is, with the same status names as other records. A line that comes
+before its record costs the store several times as much as one that comes after it, so lines are held for a moment, in
+which taps ship what has ended; a logger that is killed loses those lines. The attributes are
 those of the access log in envoy/envoy.yaml; Envoy writes "-" for a missing value. What a client sends need not be
 UTF-8, and Envoy forwards it unchanged, so the messages here have OTLP's fields with bytes for strings. An unreadable
 value counts as missing; an unreadable line is dropped alone.
@@ -21,6 +23,7 @@ import grpc
 from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
+from google.protobuf.timestamp_pb2 import Timestamp
 from opentelemetry.proto.collector.logs.v1 import logs_service_pb2
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceResponse
 from opentelemetry.proto.common.v1 import common_pb2
@@ -41,8 +44,17 @@ _MAX_ID = 256
 _MAX_DIGITS = 19  # The maximum for a number of 64 bits.
 _MAX_UINT32 = 2**32 - 1
 _TRACE_ID_BYTES, _SPAN_ID_BYTES = 16, 8
+_HOLD_S = 0.6  # More than a tap gathers records for.
 _TURN = 64  # Lines that are parsed before the event loop runs other tasks.
 
+_ATTRIBUTES = {
+    name.encode(): name
+    for name in (
+        *("call_id", "request_id", "client", "path", "routed_path", "content_type", "grpc_timeout", "http_status"),
+        *("grpc_status", "failed_hop", "failed_hop_trailer", "flags", "details", "duration_ms", "request_bytes"),
+        *("response_bytes", "cluster", "upstream", "peer"),
+    )
+}
 _NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 _OF_HTTP = {
     400: "INVALID_ARGUMENT",
@@ -82,9 +94,10 @@ class Observed(NamedTuple):
 class GatewayCalls:
     """Stores the gateway's access log; shows `tails` the calls that no service can have recorded."""
 
-    def __init__(self, store: SqliteStore, tails: Tails) -> None:
+    def __init__(self, store: SqliteStore, tails: Tails, hold_s: float = _HOLD_S) -> None:
         self._store = store
         self._tails = tails
+        self._hold_s = hold_s
 
     def add_to(self, server: grpc.aio.Server) -> None:
         handler = grpc.unary_unary_rpc_method_handler(
@@ -95,6 +108,7 @@ class GatewayCalls:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {"Export": handler}),))
 
     async def _export(self, request: Any, context: Context) -> ExportLogsServiceResponse:
+        await asyncio.sleep(self._hold_s)
         observed: list[Observed] = []
         logs = (log for resource in request.resource_logs for scope in resource.scope_logs for log in scope.log_records)
         for number, log in enumerate(logs, 1):
@@ -113,9 +127,9 @@ class GatewayCalls:
 def observe(log: Any) -> Observed:
     """Converts a log record, whose strings are bytes."""
     attributes: _Attributes = {
-        attribute.key.decode(errors="replace"): value
+        _ATTRIBUTES[attribute.key]: value.decode(errors="replace")
         for attribute in log.attributes
-        if (value := attribute.value.string_value.decode(errors="replace")) != "-"
+        if (value := attribute.value.string_value) != b"-" and attribute.key in _ATTRIBUTES
     }
     response_flags = attributes.get("flags", "-")[:_MAX_ID]
     flags = set(response_flags.split(",")) - {"", "-"}
@@ -131,11 +145,14 @@ def observe(log: Any) -> Observed:
         peer=attributes.get("peer", "")[:_MAX_ID],
     )
     status = _status(attributes, flags, gateway)
+    seconds, nanos = divmod(log.time_unix_nano, 1_000_000_000)
     record = PayloadRecord(
         record_id=str(as_uuid7(next_id(log.time_unix_nano // 1_000_000, 0))),
+        time=Timestamp(seconds=seconds, nanos=nanos),
         request_id=attributes.get("request_id", "")[:_MAX_ID],
         protocol=_protocol(attributes, gateway.path),
         status=status,
+        message="" if status == "OK" else f"{gateway.details} ({gateway.response_flags})",
         failed_hop=_failed_hop(attributes, status, gateway),
         duration_ms=gateway.duration_ms,
         trace_id=log.trace_id.hex() if len(log.trace_id) == _TRACE_ID_BYTES else "",
@@ -144,9 +161,6 @@ def observe(log: Any) -> Observed:
         call_id=attributes.get("call_id", "")[:_MAX_ID],
         gateway=gateway,
     )
-    record.time.FromNanoseconds(log.time_unix_nano)
-    if status != "OK":
-        record.message = f"{gateway.details} ({gateway.response_flags})"
     recorded_by_service = attributes.get("cluster") in _RECORDERS and bool(gateway.upstream)
     return Observed(record, recorded_by_service and record.failed_hop != "gateway")
 

@@ -189,8 +189,9 @@ class _Arrivals:
 
     async def _read(self, requests: AsyncIterator[AppendRequest]) -> None:
         async for request in requests:
-            _check(request)
-            self._waiting.append(request)
+            for each in (request, *request.more):
+                _check(each)
+                self._waiting.append(each)
             self._bytes += request.ByteSize()
             self._news.set()
             if self._bytes >= _MAX_ARRIVED_BYTES:

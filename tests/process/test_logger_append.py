@@ -66,6 +66,24 @@ async def test_what_arrives_together_is_acknowledged_together(channel):
     assert len(acknowledged) < 1000
 
 
+async def test_what_comes_in_one_message_is_committed_and_acknowledged_together(logger, channel):
+    message = append_request(1)
+    message.more.extend(append_request(number) for number in range(2, 101))
+    call = millrace_pb2_grpc.PayloadIngestStub(channel).Append(iter([message, append_request(101)]))
+    acknowledged = [response.sequence async for response in call]
+    assert acknowledged[-1] == 101
+    assert set(acknowledged) <= {100, 101}
+    assert sorted(committed(logger.database)) == [(SOURCE, number) for number in range(1, 102)]
+
+
+async def test_a_message_with_a_request_without_a_key_is_refused(channel):
+    message = append_request(1)
+    message.more.add(sequence=2)
+    with pytest.raises(grpc.aio.AioRpcError, match="without a source"):
+        async for _ in millrace_pb2_grpc.PayloadIngestStub(channel).Append(iter([message])):
+            pass
+
+
 async def test_sending_again_is_acknowledged_and_stores_nothing(logger, channel):
     stub = millrace_pb2_grpc.PayloadIngestStub(channel)
     for _ in range(2):

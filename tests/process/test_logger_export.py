@@ -62,7 +62,7 @@ def full_request(number):
     request.record.usage.completion_tokens = 2
     request.record.chunks.add(offset_ms=3.5, text="l", token_ids=[7, 8], logprobs=[-0.5, -math.inf])
     request.record.chunks.add(offset_ms=4.0, text="à")
-    request.record.inputs.add(name="x", datatype="FP32", shape=[1, 2], digest="sha256:00", data=b"\x00\xff")
+    request.record.inputs.add(name="x", datatype="FP32", shape=[1, 2], digest="sha256:00", data=b"\x00\xff", size=2)
     request.record.inputs.add(name="y", datatype="BYTES", shape=[], digest="sha256:01")
     return request
 
@@ -98,6 +98,7 @@ async def test_a_line_of_json_holds_every_field_of_the_record(store, run, tmp_pa
         "datatype": "FP32",
         "shape": [1, 2],
         "digest": "sha256:00",
+        "size": 2,
         "data": "AP8=",
     }
     assert exported["inputs"][1]["data"] is None

@@ -64,7 +64,7 @@ async def logger(store):
     """The service over the wire, the tails that it shows to, and its channel."""
     tails = Tails()
     server = grpc.aio.server(interceptors=(CallInterceptor("logger"),))
-    GatewayCalls(store, tails).add_to(server)
+    GatewayCalls(store, tails, hold_s=0).add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -143,6 +143,18 @@ async def test_the_readers_of_all_records_get_the_services_alone_as_they_came(st
     request = service_record(1, "c")
     await store.append([request])
     assert [one.record for one in await store.after(0, 10)] == [request.record]
+
+
+async def test_a_line_is_held_until_its_record_can_have_come(store, logger):
+    _, tails, _ = logger
+    held = GatewayCalls(store, tails, hold_s=0.05)
+    request = gateway_calls._ExportRequest.FromString(export_request({"call_id": "c"}).SerializeToString())
+    export = asyncio.create_task(held._export(request, None))
+    await asyncio.sleep(0)
+    await store.append([service_record(1, "c")])
+    await export
+    (record,) = await everything(store)
+    assert (record.record_id, record.gateway.details) == (record_id(1), "via_upstream")
 
 
 async def test_a_repeat_of_a_call_changes_nothing(store, logger):

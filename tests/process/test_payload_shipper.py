@@ -86,6 +86,17 @@ async def test_what_a_logger_that_does_not_answer_costs_is_bounded(taps, ingest)
     assert [record.request_id for record in ingest.records] == [f"r{number}" for number in range(2000)]
 
 
+async def test_records_that_wait_are_sent_many_in_a_message(taps, ingest):
+    tap = taps.start()
+    for number in range(500):
+        begin(tap, f"r{number}", prompt="x" * 1000).end("OK")
+    await written(tap)
+    await taps.close(tap)
+    assert await taps.start(ingest.target).drain(30)
+    assert [record.request_id for record in ingest.records] == [f"r{number}" for number in range(500)]
+    assert ingest.messages < 50
+
+
 async def test_large_records_are_bounded_in_bytes_too(taps, ingest):
     ingest.acknowledging = False
     tap = taps.start(ingest.target, memory=1 << 30)

@@ -9,17 +9,21 @@ import time
 import uuid
 from contextlib import suppress
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.errors import OverloadedError, StartupError
+from millrace.oip.tensors import Tensor, add_input
 from millrace.payload.drops import DISK, FAILED, MEMORY, TOO_LARGE
 from millrace.payload.ids import as_uuid7, next_id
 from millrace.payload.outbox import spool as payload_spool
 from millrace.payload.parts import DeferredTensors, RecordedTensor
-from millrace.payload.rules import Mode, PayloadRules
+from millrace.payload.rules import Digest, Mode, PayloadRules
 from millrace.payload.tap import PayloadTap
+from millrace.payload.tensors import request_tensors
+from millrace_protos.inference_pb2 import ModelInferRequest
 from millrace_protos.millrace_pb2 import Usage
 from tests.support.payload_ingest import away, begin, segments
 from tests.waiting import until
@@ -181,8 +185,9 @@ async def test_a_mode_keeps_what_it_says(taps, ingest, mode):
         assert not record.incomplete
 
 
-async def test_tensors_are_kept_by_digest_and_their_contents_up_to_a_size(taps, ingest):
-    tap = taps.start(ingest.target, PayloadRules(tensor_bytes=4))
+@pytest.mark.parametrize("digest", [Digest.SHA256, Digest.BLAKE2B])
+async def test_tensors_are_kept_by_digest_and_their_contents_up_to_a_size(taps, ingest, digest):
+    tap = taps.start(ingest.target, PayloadRules(tensor_bytes=4, tensor_digest=digest))
     small = RecordedTensor("small", "INT8", [4], b"abcd")
     large = RecordedTensor("large", "INT8", [1, 5], memoryview(b"abcde"))
     with begin(tap, inputs=[small, large]) as recording:
@@ -195,9 +200,49 @@ async def test_tensors_are_kept_by_digest_and_their_contents_up_to_a_size(taps, 
     [kept, by_digest] = record.inputs
     assert kept.data == b"abcd"
     assert not by_digest.HasField("data")
-    assert by_digest.digest == "sha256:" + hashlib.sha256(b"abcde").hexdigest()
+    assert by_digest.digest == f"{digest}:{getattr(hashlib, digest)(b'abcde').hexdigest()}"
+    assert (kept.size, by_digest.size) == (4, 5)
     assert record.chunks[0].outputs[0] == by_digest
     assert record.outputs[0] == kept
+
+
+async def test_without_a_digest_a_tensor_has_a_size_and_its_contents_up_to_one(taps, ingest):
+    tap = taps.start(ingest.target, PayloadRules(tensor_bytes=4))
+    small = RecordedTensor("small", "INT8", [4], b"abcd")
+    large = RecordedTensor("large", "INT8", [1, 5], memoryview(b"abcde"))
+    with begin(tap, inputs=[small, large]) as recording:
+        recording.chunk("", outputs=[large])
+        recording.end("OK", outputs=DeferredTensors(lambda: [small], 4))
+    [record] = await recorded(tap, ingest)
+    kept, without = record.inputs
+    assert (kept.data, kept.size, kept.digest) == (b"abcd", 4, "")
+    assert (without.name, list(without.shape), without.HasField("data"), without.size) == ("large", [1, 5], False, 5)
+    assert without.digest == ""
+    assert (record.chunks[0].outputs[0], record.outputs[0]) == (without, kept)
+
+
+# A parsed message of which contents are asked for is kept until they are written.
+@pytest.mark.parametrize(("tensor_bytes", "is_serialized"), [(0, True), (0, False), (64, True)])
+async def test_large_contents_wait_for_no_writer(taps, ingest, tensor_bytes, is_serialized):
+    request = ModelInferRequest()
+    add_input(request, Tensor("large", "UINT8", np.zeros(1 << 20, np.uint8)))
+    add_input(request, Tensor("small", "UINT8", np.arange(8, dtype=np.uint8)))
+    inputs = request_tensors(request.SerializeToString() if is_serialized else request)
+    assert inputs.size > 1 << 20
+    tap = PayloadTap(ingest.target, PayloadRules(tensor_bytes=tensor_bytes), spool=taps.spool)
+    with begin(tap, inputs=inputs) as recording:
+        recording.chunk("", outputs=inputs)
+        recording.end("OK", outputs=inputs)
+    assert tap.queued_bytes < 8000
+    tap.start()
+    [record] = await recorded(tap, ingest)
+    await asyncio.to_thread(tap.close)
+    for tensors in (record.inputs, record.chunks[0].outputs, record.outputs):
+        assert [(t.name, list(t.shape), t.size, t.data) for t in tensors] == [
+            ("large", [1 << 20], 1 << 20, b""),
+            ("small", [8], 8, bytes(range(8)) if tensor_bytes else b""),
+        ]
+    assert not record.incomplete
 
 
 class Secrets:
@@ -316,7 +361,7 @@ async def test_what_a_full_disk_took_is_told_though_the_process_dies_before_the_
 
 
 async def test_a_record_matters_more_than_its_tensors(taps, ingest):
-    tap = taps.start(ingest.target, memory=10_000)
+    tap = taps.start(ingest.target, PayloadRules(tensor_digest=Digest.BLAKE2B), memory=10_000)
     with begin(tap, inputs=[RecordedTensor("x", "INT8", [20_000], bytes(20_000))]) as recording:
         recording.end("OK", outputs=DeferredTensors(list, 20_000))
     [record] = await recorded(tap, ingest)
@@ -363,6 +408,29 @@ async def test_a_begin_lies_on_disk_before_the_first_chunk_leaves(taps):
         assert await recording.flushed()
         assert await recording.flushed(), "asking again is free"
         assert f"prompt-{number}".encode() in segments(taps.spool)[-1].read_bytes()
+
+
+async def test_answers_that_wait_for_their_begins_share_writes(taps, monkeypatch):
+    append, appends = payload_spool.Spool.append, []
+
+    def counted(spool, payloads):
+        appends.append(len(payloads))
+        append(spool, payloads)
+
+    monkeypatch.setattr(payload_spool.Spool, "append", counted)
+    tap = taps.start()
+
+    async def caller(name):
+        for number in range(20):
+            recording = begin(tap, f"{name}-{number}")
+            assert await recording.flushed()
+            assert any(recording.record_id.encode() in path.read_bytes() for path in segments(taps.spool))
+            recording.end("OK")
+
+    await asyncio.gather(*(caller(name) for name in range(20)))
+    await until(lambda: tap.queued_bytes == 0)
+    assert sum(appends) == 2 * 400
+    assert len(appends) < 200
 
 
 async def test_a_begin_that_cannot_be_written_holds_nobody_up(taps, ingest, monkeypatch):

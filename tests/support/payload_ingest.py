@@ -22,6 +22,7 @@ class Ingest(millrace_pb2_grpc.PayloadIngestServicer):
 
     def __init__(self):
         self.calls = []
+        self.messages = 0
         self.acknowledging = True
         self.end_after = None
         self.refuses = lambda request: None  # The status with which a record is refused.
@@ -30,7 +31,7 @@ class Ingest(millrace_pb2_grpc.PayloadIngestServicer):
     async def Append(self, request_iterator, context):  # noqa: N802
         received = []
         self.calls.append(received)
-        async for request in request_iterator:
+        async for request in self._each_alone(request_iterator):
             if (refusal := self.refuses(request)) is not None:
                 await context.abort(refusal, "no")
             async with self.changed:
@@ -40,6 +41,15 @@ class Ingest(millrace_pb2_grpc.PayloadIngestServicer):
                 return
             if self.acknowledging:
                 yield AppendResponse(sequence=request.sequence)
+
+    async def _each_alone(self, messages):
+        """The requests of messages that have several."""
+        async for message in messages:
+            self.messages += 1
+            more = list(message.more)
+            message.ClearField("more")
+            for request in (message, *more):
+                yield request
 
     async def until(self, condition):
         async with self.changed, asyncio.timeout(30):

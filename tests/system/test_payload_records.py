@@ -73,7 +73,11 @@ async def stack(stacks, tmp_path_factory, faults):
         commands={"predictor": (sys.executable, "-m", "tests.system.faulty_predictor")},
         environment={
             "predictor": {"FAULTS": str(faults)},
-            "transformer": {"TRANSFORMER_PAYLOAD_METADATA": "x-user", "TRANSFORMER_PAYLOAD_TENSOR_BYTES": "64"},
+            "transformer": {
+                "TRANSFORMER_PAYLOAD_METADATA": "x-user",
+                "TRANSFORMER_PAYLOAD_TENSOR_BYTES": "64",
+                "TRANSFORMER_PAYLOAD_TENSOR_DIGEST": "sha256",
+            },
         },
     ) as started:
         yield started

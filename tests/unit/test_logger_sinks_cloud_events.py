@@ -72,7 +72,7 @@ async def test_a_record_is_a_request_and_a_response_of_kserves_types_with_one_id
         "2026-01-31T12:00:00.250000Z",
     )
     assert asked["inputs"] == [
-        {"name": "x", "datatype": "FP32", "shape": [1, 2], "digest": "sha256:00", "data": "AP8="}
+        {"name": "x", "datatype": "FP32", "shape": [1, 2], "digest": "sha256:00", "size": None, "data": "AP8="}
     ]
     answered = response.get_data()
     # JSON has no infinity.

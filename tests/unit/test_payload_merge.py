@@ -17,9 +17,8 @@ def key(number):
 
 
 def frame(number, kind, replaces_chunks=False, **part):
-    return Frame(
-        record_id=key(number), kind=kind, part=PayloadRecord(**part), replaces_chunks=replaces_chunks
-    ).SerializeToString()
+    contents = [PayloadRecord(**part).SerializeToString()]
+    return Frame(record_id=key(number), kind=kind, part=contents, replaces_chunks=replaces_chunks).SerializeToString()
 
 
 def frames_of(number, texts):

@@ -212,9 +212,11 @@ def test_contents_of_tensors_are_taken_out_and_the_rest_stays():
         return PayloadTensor(name="image", datatype="UINT8", shape=[2], digest="sha256:0", data=b"ab")
 
     record = PayloadRecord(inputs=[tensor()], outputs=[tensor()], chunks=[PayloadChunk(outputs=[tensor()])])
-    redacted(record, {"path": "$.inputs.data"}, {"path": "$.outputs.digest"})
+    record.inputs[0].size = record.outputs[0].size = 2
+    redacted(record, {"path": "$.inputs.data"}, {"path": "$.outputs.digest"}, {"path": "$.outputs.size"})
     (kept,) = record.inputs
     assert (kept.name, list(kept.shape), kept.digest, kept.HasField("data")) == ("image", [2], "sha256:0", False)
+    assert (kept.size, record.outputs[0].HasField("size")) == (2, False)
     assert (record.outputs[0].digest, record.outputs[0].data) == (REDACTED, b"ab")
     assert record.chunks[0].outputs[0].digest == REDACTED
     redacted(record, {"path": "$.inputs.shape"}, {"path": "$.outputs"})

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from millrace.errors import StartupError
-from millrace.payload.rules import Mode
+from millrace.payload.rules import Digest, Mode
 from millrace.settings import load
 from millrace_protos.millrace_pb2 import PayloadRecord
 from services.transformer.settings import TransformerSettings
@@ -27,11 +27,12 @@ def settings(monkeypatch):
 
 def test_everything_is_recorded_unless_something_else_is_said(settings):
     rules = settings().payload_rules
-    assert (rules.mode("any", "r"), rules.redactions, rules.metadata, rules.tensor_bytes) == (
+    assert (rules.mode("any", "r"), rules.redactions, rules.metadata, rules.tensor_bytes, rules.tensor_digest) == (
         Mode.ALL,
         (),
         frozenset(),
         0,
+        Digest.OFF,
     )
 
 
@@ -42,10 +43,11 @@ def test_the_environment_says_what_is_recorded(settings):
         REDACT=json.dumps([{"pattern": "secret"}]),
         METADATA="X-User",
         TENSOR_BYTES="4KiB",
+        TENSOR_DIGEST="blake2b",
     )
     rules = read.payload_rules
     assert (rules.models, rules.sample) == ({"storyteller": Mode.METADATA, "later": Mode.OFF}, 0.5)
-    assert (rules.metadata, rules.tensor_bytes) == ({"x-user"}, 4096)
+    assert (rules.metadata, rules.tensor_bytes, rules.tensor_digest) == ({"x-user"}, 4096, Digest.BLAKE2B)
     record = PayloadRecord(prompt="a secret")
     rules.redact(record)
     assert record.prompt == "a [redacted]"
@@ -62,6 +64,7 @@ def test_the_environment_says_what_is_recorded(settings):
         ("REDACT", "nowhere.json", "neither a JSON list nor a file"),
         ("METADATA", "x-user,authorization", "authorization is a secret"),
         ("TENSOR_BYTES", "1TiB", "less than or equal to"),
+        ("TENSOR_DIGEST", "md5", "'off', 'blake2b' or 'sha256'"),
     ],
 )
 def test_what_is_wrong_is_refused_in_one_line(settings, name, value, text):

@@ -1,6 +1,7 @@
 """Tensors of a message are recorded alike however they were sent, and nothing that is sent can make a record fail."""
 
 import struct
+import sys
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.oip.tensors import Tensor, add_input, add_output, bytes_tensor
+from millrace.payload.parts import DeferredTensors
 from millrace.payload.tensors import MAX_FIELDS, answer_tensors, request_tensors, streamed_tensors
 from millrace_protos import inference_pb2 as pb
 
@@ -116,10 +118,79 @@ def test_what_cannot_be_told_has_no_contents():
     assert told(request_tensors(b"\x2a" + bytes([len(unpacked)]) + unpacked)) == [("t", "INT32", (1,), None)]
 
 
+def heads(tensors, most_bytes=0):
+    """What is told of the tensors without large contents, with the sizes of these."""
+    taken = tensors.heads(most_bytes)
+    read = taken.read() if isinstance(taken, DeferredTensors) else taken
+    return [(t.name, t.datatype, tuple(t.shape), t.data and bytes(t.data), t.size) for t in read]
+
+
+@pytest.mark.parametrize("datatype", TYPED)
+def test_heads_tell_sizes_of_contents_that_are_not_kept(datatype):
+    field, dtype, values = TYPED[datatype]
+    array = np.array(values * 10_000, dtype)
+    expected = [("t", datatype, array.shape, None, array.nbytes)]
+    raw = pb.ModelInferRequest()
+    add_input(raw, Tensor("t", datatype, array))
+    for request in (typed(datatype, field, array.tolist()), raw):
+        assert heads(request_tensors(request)) == heads(request_tensors(request.SerializeToString())) == expected
+
+
+def test_heads_have_contents_of_up_to_a_size_and_keep_no_message():
+    request = pb.ModelInferRequest(model_name="m", id="r")
+    for count in (8, 100_000, 16):
+        add_input(request, Tensor(f"of {count}", "UINT8", np.full(count, 7, np.uint8)))
+    data = request.SerializeToString()
+    references = sys.getrefcount(data)
+    taken = request_tensors(data).heads(16)
+    assert sys.getrefcount(data) == references
+    assert taken.size < 300
+    assert heads(request_tensors(data), 16) == [
+        ("of 8", "UINT8", (8,), b"\7" * 8, 8),
+        ("of 100000", "UINT8", (100_000,), None, 100_000),
+        ("of 16", "UINT8", (16,), b"\7" * 16, 16),
+    ]
+
+
+def test_heads_of_small_typed_contents_have_them():
+    request = typed("INT64", "int64_contents", [1, -2])
+    add_text = request.inputs.add(name="text", datatype="BYTES", shape=[1])
+    add_text.contents.bytes_contents.append(b"x" * 10_000)
+    assert [(name, size) for name, *_, size in heads(request_tensors(request))] == [("t", 16), ("text", None)]
+    (_, _, _, data, _), (*_, large, size) = heads(request_tensors(request.SerializeToString()))
+    assert (data, large, size) == (struct.pack("<2q", 1, -2), None, None)
+
+
+def test_heads_of_answers_from_a_stream():
+    answer = pb.ModelInferResponse(model_name="m")
+    add_output(answer, Tensor("o", "FP32", np.zeros(10_000, np.float32)))
+    streamed = pb.ModelStreamInferResponse(infer_response=answer).SerializeToString()
+    expected = [("o", "FP32", (10_000,), None, 40_000)]
+    assert heads(streamed_tensors(streamed)) == heads(streamed_tensors(answer)) == expected
+    assert heads(answer_tensors(answer.SerializeToString())) == expected
+
+
+def test_a_message_of_very_many_tensors_is_left_to_the_writer():
+    request = pb.ModelInferRequest()
+    for number in range(100):
+        add_input(request, Tensor(f"t{number}", "FP32", np.zeros(1, np.float32)))
+    tensors = request_tensors(request.SerializeToString())
+    assert tensors.heads(0).size == tensors.size
+    assert len(tensors.heads(0).read()) == 100
+
+
+@pytest.mark.parametrize("shape", [[-1], [2**62, 2**62], [1] * 1000])
+def test_a_shape_that_no_tensor_has_tells_no_size(shape):
+    request = pb.ModelInferRequest()
+    request.inputs.add(name="t", datatype="FP32", shape=shape)
+    assert [size for *_, size in heads(request_tensors(request))] == [None]
+
+
 @given(st.binary(max_size=200))
 def test_no_bytes_make_it_fail(data):
     for tensors in (request_tensors(data), answer_tensors(data), streamed_tensors(data)):
         tensors.read()
+        heads(tensors)
 
 
 @given(st.data())
@@ -128,3 +199,4 @@ def test_no_damaged_request_makes_it_fail(data):
     at = data.draw(st.integers(0, len(request) - 1))
     damaged = request[:at] + bytes([data.draw(st.integers(0, 255))]) + request[at + 1 :]
     request_tensors(damaged).read()
+    heads(request_tensors(damaged))

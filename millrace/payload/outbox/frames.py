@@ -10,9 +10,10 @@ begins, or with the END; never where the request is refused.
 
 from __future__ import annotations
 
-import hashlib
 import uuid
 from collections.abc import MutableSequence
+
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from millrace.payload.outbox.merge import is_callers_own
 from millrace.payload.parts import (
@@ -29,9 +30,6 @@ from millrace.payload.parts import (
 from millrace.payload.rules import PayloadRules
 from millrace_protos.millrace_pb2 import PayloadChunk, PayloadRecord, PayloadTensor
 from millrace_protos.spool_pb2 import Frame
-
-# Behind any frame, which it becomes a part of: protobuf reads two messages in a row as one, merged.
-INCOMPLETE = Frame(part=PayloadRecord(incomplete=True)).SerializeToString()
 
 _STRINGS = ("request_id", "model", "prompt", "parameters", "trace_id", "span_id", "client", "call_id")
 
@@ -61,51 +59,43 @@ class FrameEncoder:
 
     def begin(self, part: BeginPart, opened: OpenRecord) -> bytes:
         """The first frame of a record."""
-        frame = Frame(record_id=part.record_id, kind=Frame.BEGIN)
-        record = frame.part
-        record.record_id = str(uuid.UUID(bytes=part.record_id))
-        record.time.FromMicroseconds(part.time_us)
-        record.protocol = storable(part.protocol)
         fields = part.fields
         if is_long(fields):
             opened.is_short = True
             if not self._rules.redactions:
                 fields = fields._replace(prompt=_cut(fields.prompt), parameters=_cut(fields.parameters))
-        for name in _STRINGS:
-            setattr(record, name, storable(getattr(fields, name)))
-        for key, value in fields.metadata.items():
-            record.metadata[storable(key)] = storable(value)
+        record = _record(part, fields)
         self._rules.redact(record)
         if opened.is_short:
             # Cut after the rules: what they take out may lie across the cut.
             record.prompt, record.parameters = _cut(record.prompt), _cut(record.parameters)
-        return frame.SerializeToString()
+        return _frame(part.record_id, Frame.BEGIN, record)
 
     def request(self, record_id: bytes, opened: OpenRecord) -> bytes:
         """The frame with all of a request of which the begin has the first characters."""
-        frame = Frame(record_id=record_id, kind=Frame.CHUNK)
-        self._add_rest(frame.part, opened)
-        self._rules.redact(frame.part)
-        return frame.SerializeToString()
+        record = PayloadRecord()
+        _add_rest(record, opened)
+        self._rules.redact(record)
+        return _frame(record_id, Frame.CHUNK, record)
 
     def inputs(self, part: InputsPart) -> bytes:
         """The frame with the request's tensors."""
-        frame = Frame(record_id=part.record_id, kind=Frame.CHUNK)
-        self._add_tensors(part.tensors, frame.part.inputs)
-        self._rules.redact(frame.part)
-        return frame.SerializeToString()
+        record = PayloadRecord()
+        self._add_tensors(part.tensors, record.inputs)
+        self._rules.redact(record)
+        return _frame(part.record_id, Frame.CHUNK, record)
 
     def chunk(self, part: ChunkPart, record: OpenRecord) -> bytes:
         """The frame of a chunk; marks the record where the rules' memory has no room for its contents."""
-        frame = Frame(record_id=part.record_id, kind=Frame.CHUNK)
+        written = PayloadRecord()
         record.is_answered = True
         if len(part.token_ids) and not record.has_ttft:
             record.has_ttft = True
-            frame.part.ttft_ms = part.offset_ms
-        chunk = frame.part.chunks.add(offset_ms=part.offset_ms)
+            written.ttft_ms = part.offset_ms
+        chunk = written.chunks.add(offset_ms=part.offset_ms)
         if not self._holds:
             self._fill(chunk, part)
-            self._rules.redact(frame.part)
+            self._rules.redact(written)
         elif self._held_bytes + part.cost > self._held_max:
             record.incomplete = True
             record.held.append(PayloadChunk(offset_ms=part.offset_ms))
@@ -115,49 +105,40 @@ class FrameEncoder:
             record.held.append(held)
             record.held_bytes += part.cost
             self._held_bytes += part.cost
-        return frame.SerializeToString()
+        return _frame(part.record_id, Frame.CHUNK, written)
 
     def end(self, part: EndPart, record: OpenRecord) -> bytes:
         """The last frame of a record."""
-        frame = Frame(record_id=part.record_id, kind=Frame.END)
-        ended = frame.part
+        ended = PayloadRecord(
+            status=part.status,
+            message=storable(part.message),
+            failed_hop=storable(part.failed_hop),
+            finish_reason=storable(part.finish_reason),
+            duration_ms=part.duration_ms,
+            resumes=part.resumes,
+            fingerprint=storable(part.fingerprint),
+            incomplete=part.incomplete,
+            usage=part.usage,
+            ttft_ms=part.ttft_ms,
+            text=storable(part.text or ""),
+        )
         if record.is_short and (_is_answered(part, record) or not is_callers_own(part.status)):
-            self._add_rest(ended, record)
-        ended.status = part.status
-        ended.message = storable(part.message)
-        ended.failed_hop = storable(part.failed_hop)
-        ended.finish_reason = storable(part.finish_reason)
-        ended.duration_ms = part.duration_ms
-        ended.resumes = part.resumes
-        ended.fingerprint = storable(part.fingerprint)
-        ended.incomplete = part.incomplete
-        if part.usage is not None:
-            ended.usage.CopyFrom(part.usage)
-        if part.ttft_ms is not None:
-            ended.ttft_ms = part.ttft_ms
-        if part.text is not None:
-            ended.text = storable(part.text)
+            _add_rest(ended, record)
         self._add_tensors(part.outputs, ended.outputs)
-        if record.held:
-            ended.chunks.extend(record.held)
-            frame.replaces_chunks = True
+        ended.chunks.extend(record.held)
         self._rules.redact(ended)
-        return frame.SerializeToString()
+        return _frame(part.record_id, Frame.END, ended, replaces_chunks=bool(record.held))
 
     def end_without_contents(self, part: EndPart) -> bytes:
         """The last frame of a record whose end could not be encoded."""
         ended = PayloadRecord(status="UNKNOWN", duration_ms=part.duration_ms, incomplete=True)
-        return Frame(record_id=part.record_id, kind=Frame.END, part=ended).SerializeToString()
+        return _frame(part.record_id, Frame.END, ended)
 
     def forget(self, record: OpenRecord) -> None:
         """Lets go of what a record held, at its end."""
         self._held_bytes -= record.held_bytes
         record.held.clear()
         record.held_bytes = 0
-
-    def _add_rest(self, record: PayloadRecord, opened: OpenRecord) -> None:
-        record.prompt, record.parameters = storable(opened.fields.prompt), storable(opened.fields.parameters)
-        opened.is_short = False
 
     def _fill(self, chunk: PayloadChunk, part: ChunkPart) -> None:
         chunk.text = storable(part.text)
@@ -169,9 +150,12 @@ class FrameEncoder:
         for tensor in tensors.read() if isinstance(tensors, DeferredTensors) else tensors:
             added = PayloadTensor(name=storable(tensor.name), datatype=storable(tensor.datatype), shape=tensor.shape)
             if tensor.data is not None:
-                added.digest = f"sha256:{hashlib.sha256(tensor.data).hexdigest()}"
+                added.size = len(tensor.data)
+                added.digest = self._rules.tensor_digest.of(tensor.data)
                 if len(tensor.data) <= self._rules.tensor_bytes:
                     added.data = bytes(tensor.data)
+            elif tensor.size is not None:
+                added.size = tensor.size
             to.append(added)
 
 
@@ -182,6 +166,29 @@ def storable(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode(errors="replace").decode()
     return text
+
+
+def _frame(record_id: bytes, kind: Frame.Kind.ValueType, part: PayloadRecord, replaces_chunks: bool = False) -> bytes:
+    contents = [part.SerializeToString()]
+    return Frame(record_id=record_id, kind=kind, part=contents, replaces_chunks=replaces_chunks).SerializeToString()
+
+
+def _record(part: BeginPart, fields: Fields) -> PayloadRecord:
+    seconds, microseconds = divmod(part.time_us, 1_000_000)
+    record = PayloadRecord(
+        record_id=str(uuid.UUID(bytes=part.record_id)),
+        time=Timestamp(seconds=seconds, nanos=microseconds * 1000),
+        protocol=storable(part.protocol),
+        metadata={storable(key): storable(value) for key, value in fields.metadata.items()},
+    )
+    for name in _STRINGS:
+        setattr(record, name, storable(getattr(fields, name)))
+    return record
+
+
+def _add_rest(record: PayloadRecord, opened: OpenRecord) -> None:
+    record.prompt, record.parameters = storable(opened.fields.prompt), storable(opened.fields.parameters)
+    opened.is_short = False
 
 
 def _cut(text: str) -> str:

@@ -16,6 +16,9 @@ from google.protobuf.message import DecodeError
 from millrace_protos.millrace_pb2 import PayloadRecord
 from millrace_protos.spool_pb2 import Frame
 
+# Behind any frame, which it becomes a piece of.
+INCOMPLETE = Frame(part=[PayloadRecord(incomplete=True).SerializeToString()]).SerializeToString()
+
 KEPT_CHARACTERS = 2048
 _KEPT_TENSORS = 16
 _KEPT_NAME = 256  # Characters of names: of the model, of tensors.
@@ -42,11 +45,15 @@ _ABORTED = 1 << 62
 
 
 class EndedRecord(NamedTuple):
-    """A whole record; `began` is the number of its BEGIN frame."""
+    """A whole record, serialized; `began` is the number of its BEGIN frame."""
 
     sequence: int
     began: int
-    record: PayloadRecord
+    data: bytes
+
+    @property
+    def record(self) -> PayloadRecord:
+        return PayloadRecord.FromString(self.data)
 
 
 class _OpenRecord:
@@ -81,31 +88,31 @@ class Merger:
             frame = Frame.FromString(payload)
         except DecodeError:
             return None  # Of a later release, perhaps.
+        part = b"".join(frame.part)
         if frame.kind == Frame.BEGIN:
             self._forget(frame.record_id)
-            self._open[frame.record_id] = begun = _OpenRecord(number, frame.part.SerializeToString())
-            self.open_bytes += len(begun.parts)
+            self._open[frame.record_id] = _OpenRecord(number, part)
+            self.open_bytes += len(part)
         elif (opened := self._open.get(frame.record_id)) is None:
             return None  # Its begin was shipped and deleted, or damaged.
         elif frame.kind == Frame.CHUNK:
-            self._extend(opened, frame.part.SerializeToString())
+            self._extend(opened, part)
         elif frame.kind == Frame.END:
             self._forget(frame.record_id)
-            return EndedRecord(number, opened.began, _ended(opened, frame))
+            whole = _ended(opened, part, frame.replaces_chunks)
+            return EndedRecord(number, opened.began, whole.SerializeToString())
         return None
 
     def abort(self) -> EndedRecord | None:
         """Ends the first of the open records, whose process is gone; None where there is none."""
         for record_id, opened in self._open.items():
             self._forget(record_id)
-            end = Frame(record_id=record_id)
-            end.part.status = "ABORTED"
-            end.part.message = "the service ended before the answer did"
-            end.part.failed_hop = self._hop
-            record = _ended(opened, end)
+            message = "the service ended before the answer did"
+            end = PayloadRecord(status="ABORTED", message=message, failed_hop=self._hop)
+            record = _ended(opened, end.SerializeToString())
             if record.chunks:
                 record.duration_ms = record.chunks[-1].offset_ms
-            return EndedRecord(_ABORTED + opened.began, opened.began, record)
+            return EndedRecord(_ABORTED + opened.began, opened.began, record.SerializeToString())
         return None
 
     def snapshots(self, before: int) -> list[bytes]:
@@ -114,9 +121,8 @@ class Merger:
         for record_id, opened in self._open.items():
             if opened.began >= before:
                 break
-            frame = Frame(record_id=record_id, kind=Frame.BEGIN, part=PayloadRecord.FromString(bytes(opened.parts)))
-            frame.part.incomplete |= opened.incomplete
-            frames.append(frame.SerializeToString())
+            payload = Frame(record_id=record_id, kind=Frame.BEGIN, part=[bytes(opened.parts)]).SerializeToString()
+            frames.append(payload + INCOMPLETE if opened.incomplete else payload)
         return frames
 
     def _extend(self, opened: _OpenRecord, part: bytes) -> None:
@@ -152,11 +158,11 @@ def fit(record: PayloadRecord, max_bytes: int) -> bool:
     return record.ByteSize() <= max_bytes
 
 
-def _ended(opened: _OpenRecord, end: Frame) -> PayloadRecord:
+def _ended(opened: _OpenRecord, end: bytes, replaces_chunks: bool = False) -> PayloadRecord:
     record = PayloadRecord.FromString(bytes(opened.parts))
-    if end.replaces_chunks:
+    if replaces_chunks:
         record.ClearField("chunks")
-    record.MergeFrom(end.part)
+    record.MergeFromString(end)
     record.incomplete |= opened.incomplete
     if not record.text:
         record.text = "".join(chunk.text for chunk in record.chunks)

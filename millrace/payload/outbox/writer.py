@@ -1,9 +1,10 @@
 """The thread that writes records to the spool.
 
 It takes parts from the queue, encodes them by the rules and appends a batch with one write. Then it notifies the
-requests that wait for their begins. It polls every 30 ms while a record is open; an answer that would leave before its
-begin is written wakes it, and so does the first begin. Each wake-up costs more than its write, because it takes the
-interpreter lock from the event loop; for the same reason it works in slices with pauses between.
+requests that wait for their begins. It polls every 30 ms while requests come; an answer that would leave before its
+begin is written wakes it, and so does the first begin. Where such answers come faster than every 3 ms, it polls at that
+pace instead, and they are settled together. Each wake-up costs more than its write, because it takes the interpreter
+lock from the event loop; for the same reason it works in slices with pauses between.
 
 Room: spools together may hold `max_bytes`, and a little more for ends. A begin without room drops its record, a chunk
 without room makes its record incomplete; an end waits, and there are no more ends than open requests. After a failed
@@ -20,11 +21,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from millrace.payload.drops import DISK, FAILED, FULL, Drops
-from millrace.payload.outbox.frames import INCOMPLETE, FrameEncoder, OpenRecord
+from millrace.payload.outbox.frames import FrameEncoder, OpenRecord
+from millrace.payload.outbox.merge import INCOMPLETE
 from millrace.payload.outbox.spool import Spool
 from millrace.payload.parts import BeginPart, ChunkPart, EndPart, InputsPart, LaterPart, PartQueue, RequestPart
 
 _LOOK_S = 0.03
+_GATHER_S = 0.003
 _IDLE_S = 1.0
 _RETRY_S = 0.5
 _JOIN_S = 1.0
@@ -45,8 +48,8 @@ class _Written(NamedTuple):
 class PayloadWriter:
     """Owns the thread.
 
-    `settle` gets the parts for which requests wait, once they are on disk or dropped; `ended` is called when a record
-    ended.
+    `settle` gets the parts for which requests may wait, once they are on disk or dropped, and returns whether one does;
+    `ended` is called when a record ended.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class PayloadWriter:
         encoder: FrameEncoder,
         *,
         max_bytes: int,
-        settle: Callable[[Sequence[BeginPart | RequestPart]], None],
+        settle: Callable[[Sequence[BeginPart | RequestPart]], bool],
         ended: Callable[[], None],
     ) -> None:
         self._queue = queue
@@ -73,6 +76,9 @@ class PayloadWriter:
         self._open: dict[bytes, OpenRecord] = {}
         self._waiting_ends: deque[_Written] = deque()
         self._retry_at = 0.0
+        self._busy_until = 0.0
+        self._settled = False  # Whether answers waited for what was written last,
+        self._settled_at = 0.0  # and when that was the case before.
         self._slice_cost = 0
         self._spooled = 0
         self._stopping = threading.Event()
@@ -123,13 +129,25 @@ class PayloadWriter:
 
     def _wait(self) -> None:
         """Until there may be something to write."""
-        self._queue.polled = bool(self._open or self._waiting_ends)
-        if self._queue.empty or self._queue.polled:  # Else a begin came that still relied on being found.
-            self._queue.wake.wait(_LOOK_S if self._queue.polled else _IDLE_S)
-        self._queue.wake.clear()
+        queue, now = self._queue, time.monotonic()
+        if self._open or self._waiting_ends or not queue.empty:
+            self._busy_until = now + _IDLE_S
+        if self._settled:
+            self._settled = False
+            is_soon, self._settled_at = now - self._settled_at < 2 * _GATHER_S, now
+            if is_soon:
+                queue.looks_soon = True
+                time.sleep(_GATHER_S)
+                return
+        queue.looks_soon, queue.polled = False, now < self._busy_until
+        # Else something came that relied on being found.
+        if queue.empty or (queue.polled and not queue.hurried):
+            queue.wake.wait(_LOOK_S if queue.polled else _IDLE_S)
+        queue.wake.clear()
 
     def _write_slice(self) -> None:
         """Writes some of what waits."""
+        self._queue.hurried = False
         frames: list[_Written] = []
         self._take_begins(frames)
         for _ in range(_SLICE):
@@ -206,8 +224,8 @@ class PayloadWriter:
         if only_ends and not failing:
             self._retry_at = time.monotonic() + _RETRY_S
         waited_for = [frame.part for frame in frames if isinstance(frame.part, BeginPart | RequestPart)]
-        if waited_for:
-            self._settle(waited_for)
+        if waited_for and self._settle(waited_for):
+            self._settled = True
 
     def _append(self, batch: Sequence[_Written]) -> None:
         try:

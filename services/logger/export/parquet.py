@@ -19,6 +19,7 @@ _TENSOR = pa.struct(
         "datatype": pa.string(),
         "shape": pa.list_(pa.int64()),
         "digest": pa.string(),
+        "size": pa.uint64(),
         "data": pa.binary(),
     }
 )

@@ -78,6 +78,7 @@ def _tensors(tensors: Iterable[PayloadTensor]) -> list[dict[str, Any]]:
             "datatype": tensor.datatype,
             "shape": list(tensor.shape),
             "digest": tensor.digest,
+            "size": tensor.size if tensor.HasField("size") else None,
             "data": tensor.data if tensor.HasField("data") else None,
         }
         for tensor in tensors
