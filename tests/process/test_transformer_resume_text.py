@@ -104,11 +104,12 @@ async def test_each_choice_goes_on_by_itself(answer):
             response_deserializer=HttpBody.FromString,
         )
         texts = ["", ""]
-        async for event in completions(HttpBody(data=orjson.dumps(body))):
-            data = event.data.removeprefix(b"data: ").strip()
-            if data != b"[DONE]":
-                for choice in orjson.loads(data)["choices"]:
-                    texts[choice["index"]] += choice["text"]
+        events = b"".join([piece.data async for piece in completions(HttpBody(data=orjson.dumps(body)))])
+        *said, done = (event.removeprefix(b"data: ") for event in events.strip().split(b"\n\n"))
+        for event in said:
+            for choice in orjson.loads(event)["choices"]:
+                texts[choice["index"]] += choice["text"]
+        assert done == b"[DONE]"
         assert [text.strip() for text in texts] == [STORY, STORY]
         assert len(predictor.calls) == 5
 
