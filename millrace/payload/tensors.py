@@ -94,7 +94,7 @@ def _source(message: bytes | pb.ModelInferRequest | pb.ModelInferResponse, raw_f
         return DeferredTensors(read, len(message), partial(_heads, message, raw_field, False))
     whole = DeferredTensors(
         lambda: _tensors(memoryview(message.SerializeToString()), raw_field),
-        message.ByteSize(),
+        _memory_of(message),
         lambda most_bytes: _parsed_heads(message) if not most_bytes else whole,
     )
     return whole
@@ -162,6 +162,13 @@ def _parsed_heads(message: pb.ModelInferRequest | pb.ModelInferResponse) -> Sequ
         RecordedTensor(each.name, each.datatype, tuple(each.shape), None, _size(each.datatype, each.shape))
         for each in tensors[:MAX_FIELDS]
     ]
+
+
+def _memory_of(message: pb.ModelInferRequest | pb.ModelInferResponse) -> int:
+    """The bytes of a parsed message: of a large one by its tensors' shapes, for protobuf measures it with a copy."""
+    sizes = [head.size for head in _parsed_heads(message)]
+    described = sum(size for size in sizes if size is not None)
+    return described if described > _SMALL_BYTES and None not in sizes else message.ByteSize()
 
 
 def _size(datatype: str, shape: Sequence[int]) -> int | None:
