@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import grpc
 import uvloop
-from millrace.rpc.telemetry_interceptor import TelemetryServerInterceptor
 
 from bench.contenders import ROOT
 from bench.tensor_cases import CASES, INFER
@@ -32,8 +31,9 @@ from millrace.payload.call import recorded
 from millrace.payload.tap import PayloadTap
 from millrace.payload.tensors import answer_tensors, request_tensors
 from millrace.rpc.call_context import call_context
+from millrace.rpc.call_telemetry import CallTelemetry
 from millrace.rpc.client_interceptors import ClientSpans
-from millrace.rpc.handlers import ErrorServerInterceptor
+from millrace.rpc.handlers import CallInterceptor
 from millrace.telemetry.logs import CALLS, set_up_logging
 from millrace.telemetry.setup import set_up_telemetry
 from services.transformer.inference.request import InferRequest
@@ -122,7 +122,7 @@ async def _measure_all() -> dict[str, float]:
             for name, piece in _pieces(tap).items():
                 measured[name] = await _measure(piece) - empty
             logging.getLogger(CALLS).setLevel(logging.WARNING)
-            measured["telemetry interceptor without its log line"] = await _measure(_telemetry()) - empty
+            measured["the same, without the log line"] = await _measure(_served(CallTelemetry())) - empty
         finally:
             await asyncio.to_thread(tap.close)
     return measured
@@ -169,8 +169,8 @@ def _pieces(tap: PayloadTap) -> dict[str, Piece]:
         "call context": of_call,
         "deadline taken and read": deadline,
         "deadline as a scope": scope,
-        "admission, reading, error mapping": _admission(),
-        "telemetry interceptor": _telemetry(),
+        "admission, reading, error mapping": _served(None),
+        "the same, with span, metric and log line": _served(CallTelemetry()),
         "client span, its metric and metadata": client,
         "call context and payload record": record,
         "the same, waiting for the disk": record_on_disk,
@@ -185,21 +185,11 @@ async def _answer(request: Any, _: Any) -> bytes:
     return b""
 
 
-def _telemetry() -> Piece:
-    interceptor, details = TelemetryServerInterceptor(), _Details()
+def _served(telemetry: CallTelemetry | None) -> Piece:
+    interceptor, details = CallInterceptor("bench", telemetry=telemetry), _Details()
 
     async def piece() -> None:
-        # What an interceptor does for each call: gRPC asks it for the handler each time.
-        handler: Any = await interceptor.intercept_service(_unary_handler, details)  # type: ignore[arg-type]
-        await handler.unary_unary(_REQUEST, _Context())
-
-    return piece
-
-
-def _admission() -> Piece:
-    interceptor, details = ErrorServerInterceptor("bench"), _Details()
-
-    async def piece() -> None:
+        # gRPC asks an interceptor for the handler of each call.
         handler: Any = await interceptor.intercept_service(_unary_handler, details)  # type: ignore[arg-type]
         await handler.stream_unary(None, _Context())
 

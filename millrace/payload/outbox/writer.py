@@ -2,8 +2,8 @@
 
 It takes parts from the queue, encodes them by the rules and appends a batch with one write. Then it notifies the
 requests that wait for their begins. It polls every 30 ms while requests come; an answer that would leave before its
-begin is written wakes it, and so does the first begin. Where such answers come faster than every 3 ms, it polls at that
-pace instead, and they are settled together. Each wake-up costs more than its write, because it takes the interpreter
+begin is written wakes it, and so does the first begin. Where many requests are open, and such answers come faster than
+every 6 ms, it polls every 3 ms instead, and they are settled together. Each wake-up costs more than its write, because it takes the interpreter
 lock from the event loop; for the same reason it works in slices with pauses between.
 
 Room: spools together may hold `max_bytes`, and a little more for ends. A begin without room drops its record, a chunk
@@ -28,6 +28,7 @@ from millrace.payload.parts import BeginPart, ChunkPart, EndPart, InputsPart, La
 
 _LOOK_S = 0.03
 _GATHER_S = 0.003
+_MANY = 4  # Records that are open; one caller after another need not wait for others.
 _IDLE_S = 1.0
 _RETRY_S = 0.5
 _JOIN_S = 1.0
@@ -135,7 +136,7 @@ class PayloadWriter:
         if self._settled:
             self._settled = False
             is_soon, self._settled_at = now - self._settled_at < 2 * _GATHER_S, now
-            if is_soon:
+            if is_soon and len(self._open) >= _MANY:
                 queue.looks_soon = True
                 time.sleep(_GATHER_S)
                 return
