@@ -3,8 +3,8 @@
 It takes parts from the queue, encodes them by the rules and appends a batch with one write. Then it notifies the
 requests that wait for their begins. It polls every 30 ms while requests come; an answer that would leave before its
 begin is written wakes it, and so does the first begin. Where many requests are open, and such answers come faster than
-every 6 ms, it polls every 3 ms instead, and they are settled together. Each wake-up costs more than its write, because it takes the interpreter
-lock from the event loop; for the same reason it works in slices with pauses between.
+every 6 ms, it polls every 3 ms instead, and they are settled together. Each wake-up costs more than its write, because
+it takes the interpreter lock from the event loop; for the same reason it works in slices with pauses between.
 
 Room: spools together may hold `max_bytes`, and a little more for ends. A begin without room drops its record, a chunk
 without room makes its record incomplete; an end waits, and there are no more ends than open requests. After a failed
