@@ -44,10 +44,15 @@ def message(output_ids=(), **parameters):
     return request
 
 
-async def read(model, **parameters):
-    """Every response of a stream."""
+async def read(model, gate, **parameters):
+    """Every response of a stream; each token waits until the one before has been read."""
+    read = []
     async with aclosing(model.stream(message(**parameters), NO_DEADLINE)) as responses:
-        return [response async for response in responses]
+        gate.open()
+        async for response in responses:
+            read.append(response)
+            gate.open()
+    return read
 
 
 def ids_of(response):
@@ -55,12 +60,14 @@ def ids_of(response):
 
 
 async def test_the_first_response_names_the_weights(model_of):
-    serving = Serving(model_of(FakeRunner(), fingerprint="a"))
+    gate = Gate()
+    serving = Serving(model_of(FakeRunner(gate), fingerprint="a"))
     assert serving.model.description.parameters["fingerprint"] == "a"
-    first, *others = await read(serving)
+    first, *others = await read(serving, gate)
     assert first.parameters["fingerprint"].string_param == "a"
     assert others
     assert not any("fingerprint" in response.parameters for response in others)
+    gate.open(1000)
     assert (await serving.infer(message(), NO_DEADLINE)).parameters["fingerprint"].string_param == "a"
 
 
@@ -166,7 +173,13 @@ class Scoring(FakeRunner):
 
 
 async def test_a_prompts_log_probabilities_come_with_the_first_tokens(model_of):
-    model = model_of(Scoring())
+    gate = Gate()
+    model = model_of(Scoring(gate))
+    first, *others = map(decode_outputs, await read(model, gate, prompt_logprobs=0))
+    assert first["prompt_top_logprobs"].array.shape == (1, 0)
+    assert others
+    assert not any(set(PROMPT_OUTPUTS) & set(outputs) for outputs in others)
+    gate.open(1000)
     assert [output.name for output in model.description.outputs][4:] == list(PROMPT_OUTPUTS)
     whole = decode_outputs(await model.infer(message(prompt_logprobs=2), NO_DEADLINE))
     logprobs = logits_after([5]).log_softmax(-1)
@@ -174,10 +187,6 @@ async def test_a_prompts_log_probabilities_come_with_the_first_tokens(model_of):
     assert whole["prompt_top_logprobs"].array.tolist() == [pytest.approx(logprobs.topk(2).values.tolist())]
     assert whole["prompt_top_logprob_ids"].array.shape == (1, 2)
     assert not set(PROMPT_OUTPUTS) & set(decode_outputs(await model.infer(message(), NO_DEADLINE)))
-    first, *others = map(decode_outputs, await read(model, prompt_logprobs=0))
-    assert first["prompt_top_logprobs"].array.shape == (1, 0)
-    assert others
-    assert not any(set(PROMPT_OUTPUTS) & set(outputs) for outputs in others)
 
 
 @pytest.mark.parametrize("count", [-1, 21, 1.5, True, "all"])
