@@ -44,15 +44,16 @@ def message(output_ids=(), **parameters):
     return request
 
 
-async def read(model, gate, **parameters):
-    """Every response of a stream; each token waits until the one before has been read."""
-    read = []
+async def read(model, gate=None, **parameters):
+    """Every response of a stream; with a gate each token waits until the one before has been read."""
+    gate = gate or Gate()
+    found = []
     async with aclosing(model.stream(message(**parameters), NO_DEADLINE)) as responses:
         gate.open()
         async for response in responses:
-            read.append(response)
+            found.append(response)
             gate.open()
-    return read
+    return found
 
 
 def ids_of(response):
