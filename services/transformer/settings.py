@@ -18,7 +18,7 @@ def _addresses(text: str) -> tuple[str, ...]:
     addresses = tuple(item.strip() for item in text.split(",") if item.strip())
     for address in addresses:
         host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal():
+        if not host or "/" in host or not port.isdecimal():
             raise ValueError(f"{address!r} is not host:port")
     return addresses
 
@@ -139,8 +139,8 @@ class TransformerSettings(RecordingSettings):
     @field_validator("predictor")
     @classmethod
     def _is_address_of_rest(cls, predictor: str, info: ValidationInfo) -> str:
-        if info.data.get("protocol") == "v2":
-            _addresses(predictor)
+        if info.data.get("protocol") == "v2" and _addresses(predictor) != (predictor,):
+            raise ValueError(f"{predictor!r} is not host:port")
         return predictor
 
     @field_validator("predictor_replicas")

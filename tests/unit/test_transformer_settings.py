@@ -27,6 +27,7 @@ def test_replicas_need_grpc(monkeypatch):
     assert load_with(monkeypatch, PROTOCOL="grpc-v2").predictor_replicas == ("predictor:9000",)
 
 
-def test_a_server_of_rest_has_a_port(monkeypatch):
-    with pytest.raises(StartupError, match="^TRANSFORMER_PREDICTOR=http://triton:8000/: .* is not host:port"):
-        load_with(monkeypatch, PROTOCOL="v2", PREDICTOR="http://triton:8000/")
+@pytest.mark.parametrize("address", ["http://triton:8000", "triton", "a:1,b:2"])
+def test_a_server_of_rest_is_one_host_and_port(monkeypatch, address):
+    with pytest.raises(StartupError, match=r"^TRANSFORMER_PREDICTOR=.* is not host:port"):
+        load_with(monkeypatch, PROTOCOL="v2", PREDICTOR=address)
