@@ -271,6 +271,14 @@ async def test_an_answer_is_read_to_its_bound(monkeypatch, declared):
         assert (await refusal(stub))[2:] == ("predictor", "413")
 
 
+async def test_metadata_are_read_to_a_smaller_bound(monkeypatch):
+    monkeypatch.setattr(transport, "MAX_DOCUMENT_BYTES", 150)
+    async with foreign_rest_server(ForeignRestServer()) as address, transformer(address) as (stub, _):
+        with pytest.raises(grpc.aio.AioRpcError, match="more than 150 bytes") as raised:
+            await stub.ModelMetadata(pb.ModelMetadataRequest(name="ids"))
+        assert raised.value.code() is Code.RESOURCE_EXHAUSTED
+
+
 async def test_a_deadline_ends_the_call_and_closes_the_connection():
     server = ForeignRestServer(never)
     async with foreign_rest_server(server) as address, transformer(address) as (stub, _):

@@ -2,7 +2,8 @@
 
 A call ends with its deadline, and its connection with it, as with a caller that leaves. Connecting takes two seconds at
 most, and waiting for one of the pool's connections as long as a request waits for a predictor. The kernel notices a
-host that has gone. An answer is read to `MAX_ANSWER_BYTES`.
+host that has gone. An answer of POST is read to `MAX_ANSWER_BYTES`, one of GET, which is read on the event loop, to
+`MAX_DOCUMENT_BYTES`.
 
 A connection is not reused after four seconds of silence: uvicorn closes it after five, and a request that meets the
 close would fail.
@@ -33,6 +34,7 @@ from millrace.telemetry.http import HttpCall, HttpClientSpans
 
 CONNECTIONS = 128
 MAX_ANSWER_BYTES = MAX_MESSAGE_BYTES
+MAX_DOCUMENT_BYTES = 1024 * 1024
 _HOP = "predictor"
 _CONNECT_S, _REUSE_S = 2.0, 4.0
 _RETRY_AFTER_MS = 1000
@@ -135,14 +137,15 @@ class HttpTransport:
                 raise await _error_of(response)
             if response.headers.get("content-encoding", "identity") != "identity":
                 raise HopBrokenError(f"the {_HOP}'s answer is compressed, which nobody asked for", hop=_HOP)
+            limit = MAX_DOCUMENT_BYTES if request.method == "GET" else MAX_ANSWER_BYTES
             declared = response.headers.get("content-length", "")
-            if declared.isdecimal() and int(declared) > MAX_ANSWER_BYTES:
-                raise _too_large()
+            if declared.isdecimal() and int(declared) > limit:
+                raise _too_large(limit)
             parts, size = [], 0
             async for part in response.aiter_raw():
                 size += len(part)
-                if size > MAX_ANSWER_BYTES:
-                    raise _too_large()
+                if size > limit:
+                    raise _too_large(limit)
                 parts.append(part)
             return Answer(response.headers, b"".join(parts))
 
@@ -163,8 +166,8 @@ def _timeout_header(deadline: Deadline) -> dict[str, str]:
     return {} if left_s is None else {"x-timeout-ms": str(min(max(1, int(1000 * left_s)), _MAX_TIMEOUT_MS))}
 
 
-def _too_large() -> TooLargeError:
-    return TooLargeError(f"the {_HOP}'s answer has more than {MAX_ANSWER_BYTES} bytes", hop=_HOP)
+def _too_large(limit: int) -> TooLargeError:
+    return TooLargeError(f"the {_HOP}'s answer has more than {limit} bytes", hop=_HOP)
 
 
 async def _error_of(response: httpx2.Response) -> MillraceError:
