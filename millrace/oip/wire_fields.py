@@ -1,4 +1,4 @@
-"""The length-delimited fields of a serialized protobuf message: no copy, no parsing.
+"""The length-delimited fields of a serialized protobuf message: no copy, no parsing, and the head of a new one.
 
 Fields of the other types, which none of the messages here has by itself, are skipped as any parser skips what it does
 not know, or refused. What cannot be read raises protobuf's DecodeError, as the generated parsers do.
@@ -41,6 +41,20 @@ def fields(data: bytes | memoryview, *, only: bool = False) -> Iterator[tuple[in
             raise DecodeError("a field is not length-delimited")
         else:
             at = _end_of(data, tag, at)
+
+
+def field_head(number: int, size: int) -> bytes:
+    """What stands before the contents of a length-delimited field."""
+    return _as_varint(number << 3 | _LENGTH_DELIMITED) + _as_varint(size)
+
+
+def _as_varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
 
 
 def _end_of(data: bytes | memoryview, tag: int, at: int) -> int:

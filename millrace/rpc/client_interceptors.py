@@ -16,8 +16,7 @@ from typing import Any
 
 import grpc
 from grpc import StatusCode
-from opentelemetry import metrics, propagate, trace
-from opentelemetry.context import Context as TraceContext
+from opentelemetry import metrics, trace
 from opentelemetry.metrics import Meter
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Tracer
 
@@ -25,8 +24,7 @@ from millrace.deadline import DEADLINE_MARGIN_S
 from millrace.errors import from_rpc_error
 from millrace.telemetry.identity import (
     REQUEST_ID,
-    REQUEST_ID_METADATA,
-    as_metadata,
+    carried_headers,
     current_request_id,
     links_to,
     traceparent_of,
@@ -95,10 +93,10 @@ class ClientSpans:
         """Makes the call in its own span, unless tracing is suppressed."""
         method = details.method.decode() if isinstance(details.method, bytes) else details.method
         if method.startswith(UNTOLD) or is_tracing_suppressed():
-            return await continuation(_with_metadata(details, _carried()), request)
+            return await continuation(_with_metadata(details, carried_headers()), request)
         hook = _hooks.get()
         span, end = self._begin(method, details.timeout, hook)
-        carried = _carried(trace.set_span_in_context(span))
+        carried = carried_headers(trace.set_span_in_context(span))
         if hook is not None and hook.follows:
             carried[LINK] = hook.follows
         try:
@@ -189,15 +187,6 @@ async def _translated(call: Any, hop: str) -> AsyncIterator[Any]:
     finally:
         # grpc.aio does not cancel a call whose reader is cancelled before its first response.
         call.cancel()
-
-
-def _carried(context: TraceContext | None = None) -> dict[str, str]:
-    """The metadata that says whose call it is."""
-    carrier: dict[str, str] = {}
-    propagate.inject(carrier, context)
-    if request_id := current_request_id():
-        carrier[REQUEST_ID_METADATA] = as_metadata(request_id)
-    return carrier
 
 
 def _with_metadata(details: Any, carried: dict[str, str]) -> Any:

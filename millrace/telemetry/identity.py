@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextvars import ContextVar
 
-from opentelemetry import trace
+from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, Span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -90,3 +90,12 @@ def as_metadata(value: str) -> str:
     if value.isascii() and value.isprintable():
         return value
     return "".join(c if " " <= c <= "~" else "?" for c in value)
+
+
+def carried_headers(context: Context | None = None) -> dict[str, str]:
+    """The metadata or headers by which the next hop finds out whose call it is."""
+    carrier: dict[str, str] = {}
+    propagate.inject(carrier, context)
+    if request_id := current_request_id():
+        carrier[REQUEST_ID_METADATA] = as_metadata(request_id)
+    return carrier

@@ -65,13 +65,23 @@ async def _serve(settings: TransformerSettings) -> None:
     from services.transformer.models.work_pool import WorkPool
     from services.transformer.predictors.client import PredictorClient
     from services.transformer.predictors.links import Links
+    from services.transformer.predictors.predictor import Predictor
     from services.transformer.predictors.relay import Relay
     from services.transformer.predictors.replicas import Replicas
     from services.transformer.predictors.resuming import ResumingGenerator
+    from services.transformer.predictors.v2_rest.client import V2RestClient
     from services.transformer.processes.body_processes import BodyProcesses
 
-    predictor = PredictorClient(settings.predictor, settings.predictor_wait, settings.predictor_start_wait)
-    links = Links(settings.predictor_replicas or (settings.predictor,), settings.silence_limit)
+    bodies = BodyProcesses()
+    waits = (settings.predictor_wait, settings.predictor_start_wait)
+    predictor: Predictor
+    linked: tuple[str, ...] = ()
+    if settings.protocol == "v2":
+        predictor = V2RestClient(settings.predictor, bodies, *waits)
+    else:
+        predictor = PredictorClient(settings.predictor, *waits)
+        linked = settings.predictor_replicas or (settings.predictor,)
+    links = Links(linked, settings.silence_limit)
     log = open_channel(settings.logger, "logger")
     tap = PayloadTap.of(settings, settings.payload_spool, "transformer")
     tap.start()
@@ -84,7 +94,6 @@ async def _serve(settings: TransformerSettings) -> None:
     processors = {source.name: RunningProcessor(source, work) for source in settings.processors}
     catalogue = Catalogue(settings.models, predictor, replicas, pool, processors)
     generator = ResumingGenerator(links, predictor, settings.resume_limit)
-    bodies = BodyProcesses()
     pipeline = Pipeline(catalogue, generator, tap, bodies, settings.cached_tokens == "all")
     public = (*_OWN, _PAYLOAD_LOG, *development.services(settings.development))
     server = Server.of("transformer", settings, public, settings.max_calls)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from millrace.payload.settings import RecordingSettings
@@ -18,7 +18,7 @@ def _addresses(text: str) -> tuple[str, ...]:
     addresses = tuple(item.strip() for item in text.split(",") if item.strip())
     for address in addresses:
         host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal():
+        if not host or "/" in host or not port.isdecimal():
             raise ValueError(f"{address!r} is not host:port")
     return addresses
 
@@ -33,6 +33,13 @@ class TransformerSettings(RecordingSettings):
     port: Port = Field(9001, description="gRPC port.")
     metrics_port: Port = Field(9101, description="Port of the Prometheus page, /metrics. 0: none.")
     models: Models = models_field()
+    protocol: Literal["grpc-v2", "v2"] = Field(
+        "grpc-v2",
+        description=(
+            "How TRANSFORMER_PREDICTOR is called: grpc-v2, by gRPC; v2, by the Open Inference Protocol's REST over "
+            "HTTP/1.1, for a server that is not Millrace's predictor, and without generation of text."
+        ),
+    )
     predictor: str = Field(
         "127.0.0.1:8090",
         description=(
@@ -128,6 +135,23 @@ class TransformerSettings(RecordingSettings):
     workers: int = Field(
         1, ge=1, le=64, description="Processes that share the port, for text work that needs more than one core."
     )
+
+    @field_validator("predictor")
+    @classmethod
+    def _is_address_of_rest(cls, predictor: str, info: ValidationInfo) -> str:
+        if info.data.get("protocol") == "v2" and _addresses(predictor) != (predictor,):
+            raise ValueError(f"{predictor!r} is not host:port")
+        return predictor
+
+    @field_validator("predictor_replicas")
+    @classmethod
+    def _has_no_replicas_by_rest(cls, replicas: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if replicas and info.data.get("protocol") == "v2":
+            raise ValueError(
+                "Millrace's predictors are called by gRPC; set TRANSFORMER_PROTOCOL=grpc-v2, or leave this empty and "
+                "name one server of V2 REST in TRANSFORMER_PREDICTOR"
+            )
+        return replicas
 
     @property
     def unknown_logged_models(self) -> list[str]:

@@ -1,12 +1,17 @@
 """The event loop serves everybody: no body that anybody can send holds it, whichever way it comes in."""
 
+from functools import partial
+
 import grpc
+import numpy as np
 import pytest
 from google.api.httpbody_pb2 import HttpBody
 
+from millrace.oip.tensors import Tensor, add_input
 from millrace_protos import inference_pb2 as pb
 from millrace_protos.rest_pb2 import ModelBody
 from millrace_protos.rest_pb2_grpc import OpenAIStub, OpenInferenceStub
+from tests.process.foreign_rest_server import ForeignRestServer, foreign_rest_server, says
 from tests.process.foreign_server import ForeignServer, foreign_server
 from tests.support.loop_lag import loop_lag
 from tests.support.transformer_fixtures import transformer
@@ -14,7 +19,7 @@ from tests.support.transformer_fixtures import transformer
 # What held it before held it for seconds; what is left is the copying of the message.
 MAX_LAG_S = 0.5
 ATTEMPTS = 3
-INVALID, TOO_LARGE = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
+OK, INVALID, TOO_LARGE = grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def listed(item, size):
@@ -122,3 +127,19 @@ async def test_large_bodies_are_answered_as_small_ones_are(served):
     answer = await stub.Generate(ModelBody(model="echo", body=HttpBody(data=b'{"x":"%s"}' % text)), timeout=60)
     assert b'"x":"%s"' % text in answer.data
     assert (await served.ServerLive(pb.ServerLiveRequest(), timeout=10)).live
+
+
+async def test_it_turns_while_large_json_goes_to_a_predictor_and_comes_back():
+    answer = b'{"outputs":[{"name":"x","datatype":"FP32","shape":[%d],"data":%s}]}'
+    server = ForeignRestServer(binary=False)
+    async with foreign_rest_server(server) as address, transformer(address, protocol="v2") as (stub, _):
+        for count, action, status in (
+            (3_000_000, says(400), INVALID),
+            (1, says(200, answer % (5_000_001, listed(b"1.5", 20_000_000))), OK),
+            (1, says(200, answer % (1, listed(b"[]", 20_000_000))), grpc.StatusCode.UNAVAILABLE),
+        ):
+            server.script.extend([action] * ATTEMPTS)
+            request = pb.ModelInferRequest(model_name="echo")
+            add_input(request, Tensor("x", "FP32", np.full(count, 0.1, np.float32)))
+            await assert_turns(partial(stub.ModelInfer, request, timeout=60), status)
+            server.script.clear()

@@ -30,6 +30,7 @@ from services.transformer.predictors.links import Links
 from services.transformer.predictors.relay import Relay
 from services.transformer.predictors.replicas import Replicas
 from services.transformer.predictors.resuming import ResumingGenerator
+from services.transformer.predictors.v2_rest.client import V2RestClient
 from services.transformer.processes.body_processes import BodyProcesses
 from tests.waiting import until
 
@@ -47,10 +48,15 @@ async def transformer(
     wait_s=30.0,
     resume_limit=2,
     tells_cached=False,
+    protocol="grpc-v2",
 ):
-    """Its gRPC stub and its catalogue, once a generation would work; `replicas` are as the setting says."""
-    client = PredictorClient(predictor, wait_s)
-    links = Links(replicas or (predictor,), silence_limit_s)
+    """Its gRPC stub and its catalogue, once a generation would work; `replicas` and `protocol` are as the settings
+    say."""
+    bodies = BodyProcesses()
+    if protocol == "v2":
+        client, links = V2RestClient(predictor, bodies, wait_s), Links((), silence_limit_s)
+    else:
+        client, links = PredictorClient(predictor, wait_s), Links(replicas or (predictor,), silence_limit_s)
     asked = Replicas(replicas, client)
     threads, work = ThreadPoolExecutor(1), WorkPool(2, 1, "processor")
     running = {source.name: RunningProcessor(source, work) for source in parse_processors(processors)}
@@ -61,7 +67,6 @@ async def transformer(
     spool = await asyncio.to_thread(tempfile.TemporaryDirectory)
     tap = PayloadTap(NOWHERE, spool=Path(spool.name))
     tap.start()
-    bodies = BodyProcesses()
     pipeline = Pipeline(catalogue, ResumingGenerator(links, client, resume_limit), tap, bodies, tells_cached)
     inference = Inference(pipeline, catalogue, Relay(client), tap)
     options = [("grpc.max_receive_message_length", 64 * 1024 * 1024), ("grpc.max_send_message_length", -1)]

@@ -26,15 +26,15 @@ SERVER = PACKAGES / "pytriton" / "tritonserver"
 
 
 @pytest_asyncio.fixture(scope="module")
-async def triton(tmp_path_factory):
-    """The address of a tritonserver with the models of tests/triton/models."""
+async def addresses(tmp_path_factory):
+    """The addresses of a tritonserver, gRPC's and HTTP's, with the models of tests/triton/models."""
     if not (SERVER / "bin" / "tritonserver").exists():
         pytest.skip("Triton's own environment is not installed (make .venv-triton/.installed)")
     folder = tmp_path_factory.mktemp("triton")
     backends = shutil.copytree(SERVER / "backends", folder / "backends")
     shutil.copy(SERVER / "python_backend_stubs" / "3.11" / "triton_python_backend_stub", backends / "python")
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        port = free.getsockname()[1]
+    with closing(socket.create_server(("127.0.0.1", 0))) as one, closing(socket.create_server(("127.0.0.1", 0))) as two:
+        port, http_port = one.getsockname()[1], two.getsockname()[1]
     libraries = (PACKAGES / "nvidia_pytriton.libs", sysconfig.get_config_var("LIBDIR"))
     own = {
         "LD_LIBRARY_PATH": ":".join(map(str, libraries)),
@@ -47,20 +47,25 @@ async def triton(tmp_path_factory):
         f"--model-repository={ROOT / 'tests' / 'triton' / 'models'}",
         f"--backend-directory={backends}",
         *("--model-control-mode=explicit", "--load-model=*", "--grpc-address=127.0.0.1", f"--grpc-port={port}"),
-        *("--allow-http=false", "--allow-metrics=false", "--exit-timeout-secs=2"),
+        *("--http-address=127.0.0.1", f"--http-port={http_port}", "--allow-metrics=false", "--exit-timeout-secs=2"),
     )
     log = folder / "log"
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(*command, env=os.environ | own, stdout=output, stderr=output)
     try:
-        await until(lambda: process.returncode is not None or b"Started GRPCInferenceService" in log.read_bytes(), 60)
+        await until(lambda: process.returncode is not None or b"Started HTTPService" in log.read_bytes(), 60)
         if process.returncode is not None:
             pytest.skip(f"tritonserver does not run here: {log.read_text(errors='replace').strip().splitlines()[-1]}")
-        yield f"127.0.0.1:{port}"
+        yield f"127.0.0.1:{port}", f"127.0.0.1:{http_port}"
     finally:
         with suppress(ProcessLookupError):
             process.terminate()
         await process.wait()
+
+
+@pytest.fixture
+def triton(addresses):
+    return addresses[0]
 
 
 def echo_request(**fields):
@@ -103,6 +108,26 @@ async def test_text_is_generated_over_its_ids(triton):
         text = b"".join(decode_outputs(r.infer_response)["text_output"].array[0] for r in responses)
         assert text.decode().strip() == "Once upon a time"
         assert len(responses) > 3
+
+
+async def test_tensors_and_errors_pass_by_rest(addresses):
+    async with transformer(addresses[1], protocol="v2") as (stub, _):
+        answers = await asyncio.gather(*(stub.ModelInfer(echo_request()) for _ in range(16)))
+        assert all(decode_outputs(answer)["x"].array.tolist() == [0, 1, 2, 3, 4] for answer in answers)
+        assert (answers[0].id, answers[0].model_name, answers[0].model_version) == ("r", "echo", "1")
+        (response,) = [response async for response in stub.ModelStreamInfer(each(echo_request()))]
+        assert response.infer_response.parameters["triton_final_response"].bool_param
+        assert (await stub.ModelReady(pb.ModelReadyRequest(name="echo"))).ready
+        assert not (await stub.ModelReady(pb.ModelReadyRequest(name="nobody"))).ready
+        metadata = await stub.ModelMetadata(pb.ModelMetadataRequest(name="echo"))
+        assert (metadata.inputs[0].name, metadata.inputs[0].datatype) == ("x", "FP32")
+        wrong = pb.ModelInferRequest(model_name="echo")
+        add_input(wrong, Tensor("y", "FP32", np.zeros(1, np.float32)))
+        for request in (wrong, echo_request(model_version="9")):
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await stub.ModelInfer(request)
+            assert raised.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
+            assert dict(raised.value.trailing_metadata())["x-failed-hop"] == "predictor"
 
 
 async def test_models_are_loaded_and_unloaded_there(triton):

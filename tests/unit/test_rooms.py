@@ -47,13 +47,14 @@ PREDICTOR = (
     ("services.predictor.__main__",),
 )
 TRANSFORMER = (
-    ("services.transformer.calls", "services.transformer.processes", "services.transformer.predictors"),
+    ("services.transformer.calls", "services.transformer.processes"),
+    ("services.transformer.predictors",),
     ("services.transformer.text",),
     ("services.transformer.models",),
     ("services.transformer.settings",),
     ("services.transformer.supervisor", "services.transformer.generation"),
     ("services.transformer.inference",),
-    ("services.transformer.frontends.http", "services.transformer.frontends.json_text"),
+    ("services.transformer.frontends.http",),
     ("services.transformer.frontends.grpc", "services.transformer.frontends.openai"),
     ("services.transformer.frontends.v2_rest",),
     ("services.transformer.__main__",),

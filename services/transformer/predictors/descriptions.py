@@ -32,7 +32,7 @@ OURS = Dialect()
 @dataclass(frozen=True)
 class PredictorModel:
     """One model at a predictor; `source` is a folder or hub id as `MODELS` names it, `fingerprint` that
-    of its weights."""
+    of its weights. One that does not stream cannot be asked for token ids as they come."""
 
     name: str
     versions: Sequence[str]
@@ -43,11 +43,17 @@ class PredictorModel:
     source: str | None = None
     fingerprint: str = ""
     dialect: Dialect = OURS
+    streams: bool = True
+
+    @property
+    def makes_ids(self) -> bool:
+        """It makes token ids of token ids."""
+        return INPUT_IDS in self.inputs and OUTPUT_IDS in self.outputs
 
     @property
     def generates(self) -> bool:
-        """It makes token ids of token ids."""
-        return INPUT_IDS in self.inputs and OUTPUT_IDS in self.outputs
+        """Text can be made of what it makes."""
+        return self.makes_ids and self.streams
 
     @property
     def resumes(self) -> bool:
@@ -64,7 +70,9 @@ class PredictorModel:
         return INPUT_IDS in self.inputs and "embedding" in self.outputs
 
 
-def described(metadata: pb.ModelMetadataResponse, config: model_config_pb2.ModelConfig | None) -> PredictorModel:
+def described(
+    metadata: pb.ModelMetadataResponse, config: model_config_pb2.ModelConfig | None, streams: bool = True
+) -> PredictorModel:
     """A model from what the predictor answers."""
     parameters = {key: value.string_value for key, value in config.parameters.items()} if config is not None else {}
     length = parameters.get("context_length", "")
@@ -79,6 +87,7 @@ def described(metadata: pb.ModelMetadataResponse, config: model_config_pb2.Model
         source=parameters.get("source") or None,
         fingerprint=parameters.get(FINGERPRINT, ""),
         dialect=OURS if is_ours else _dialect(metadata),
+        streams=streams,
     )
 
 

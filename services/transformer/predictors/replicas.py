@@ -13,7 +13,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
@@ -23,8 +23,8 @@ from millrace.rpc.channel import open_channel
 from millrace.rpc.health import is_serving
 from millrace_protos import inference_pb2 as pb
 from millrace_protos import inference_pb2_grpc
-from services.transformer.predictors.client import PROBE_TIMEOUT_S, PredictorClient, probe_errors
 from services.transformer.predictors.descriptions import PredictorModel, described
+from services.transformer.predictors.predictor import PROBE_TIMEOUT_S, Predictor, Stub, probe_errors
 from services.transformer.predictors.statistics import summed
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,6 @@ READY, LOADING, UNLOADING, UNAVAILABLE = "READY", "LOADING", "UNLOADING", "UNAVA
 # The state of a model is the first of these that any replica says.
 _WORST_FIRST = (UNAVAILABLE, UNLOADING, LOADING, READY)
 
-Stub: TypeAlias = "inference_pb2_grpc.GRPCInferenceServiceAsyncStub"  # Text, for it is in the types alone.
 T = TypeVar("T")
 
 
@@ -51,7 +50,7 @@ class ModelState:
 class Replicas:
     """Owned by the event loop; its methods raise MillraceError."""
 
-    def __init__(self, addresses: Sequence[str], predictor: PredictorClient) -> None:
+    def __init__(self, addresses: Sequence[str], predictor: Predictor) -> None:
         self._addresses = addresses
         self._predictor = predictor
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -89,7 +88,7 @@ class Replicas:
             try:
                 answer = await stub.ModelConfig(pb.ModelConfigRequest(name=name), timeout=PROBE_TIMEOUT_S)
             except NotImplementedMethodError:
-                return described(metadata, None)
+                return described(metadata, None, self._predictor.streams)
         return described(metadata, answer.config)
 
     async def load(self, request: pb.RepositoryModelLoadRequest, deadline: Deadline) -> None:

@@ -46,12 +46,13 @@ from millrace.errors import (
 from millrace.rpc.client_interceptors import CallSpan, ClientSpans
 from millrace_protos import steps_pb2 as pb
 from services.transformer.predictors.answers import BrokenAnswerError
-from services.transformer.predictors.client import OipCall, PredictorClient
 from services.transformer.predictors.crashes import CrashCount, NextCall, Quarantine, request_fingerprint
 from services.transformer.predictors.first_token import FirstToken
 from services.transformer.predictors.hedged_call import HedgedCall
 from services.transformer.predictors.link_call import LinkCall
 from services.transformer.predictors.links import Links, PredictorLink
+from services.transformer.predictors.oip_call import OipCall
+from services.transformer.predictors.predictor import Predictor
 from services.transformer.predictors.progress import Progress
 from services.transformer.predictors.tokens import Generation, TokenChunk
 
@@ -66,7 +67,7 @@ _REFUSED = "this request has ended its predictor again and again; it is refused 
 class ResumingGenerator:
     """See the module; after `resume_limit` crashes in a row a request runs in isolation."""
 
-    def __init__(self, links: Links, predictor: PredictorClient, resume_limit: int = 2) -> None:
+    def __init__(self, links: Links, predictor: Predictor, resume_limit: int = 2) -> None:
         self.links = links
         self.predictor = predictor
         self.quarantine = Quarantine()

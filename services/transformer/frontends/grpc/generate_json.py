@@ -9,9 +9,9 @@ from google.protobuf import json_format
 from google.protobuf.descriptor import FieldDescriptor
 
 from millrace.errors import ContextLengthError, InvalidRequestError
+from millrace.oip.json_text import load_object
 from millrace_protos.millrace_pb2 import GenerateRequest
 from services.transformer.calls import check_message_count, check_stop_count
-from services.transformer.frontends.json_text import load_object
 
 MAX_BODY_BYTES = 8 * 1024 * 1024  # Larger than any prompt.
 _NAMES = frozenset(GenerateRequest.DESCRIPTOR.fields_by_name)

@@ -29,7 +29,7 @@ from services.transformer.inference.request import InferRequest
 from services.transformer.models.catalogue import Catalogue
 from services.transformer.models.models import ProcessedModel, TextModel
 from services.transformer.predictors.answers import predictor_answers
-from services.transformer.predictors.client import PROBE_TIMEOUT_S, PredictorClient, probe_errors
+from services.transformer.predictors.predictor import PROBE_TIMEOUT_S, Predictor, probe_errors
 from services.transformer.predictors.replicas import READY, Replicas
 
 SERVICE = "inference.GRPCInferenceService"
@@ -47,9 +47,7 @@ _EXTENSIONS = (
 
 
 class InferenceServicer(OpenInferenceBase):
-    def __init__(
-        self, inference: Inference, catalogue: Catalogue, predictor: PredictorClient, replicas: Replicas
-    ) -> None:
+    def __init__(self, inference: Inference, catalogue: Catalogue, predictor: Predictor, replicas: Replicas) -> None:
         self._inference = inference
         self._catalogue = catalogue
         self._predictor = predictor

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from millrace.errors import HopBrokenError, InvalidRequestError
 from millrace.oip.model_description import INPUT_IDS
-from millrace.oip.tensors import Tensor, add_input
-from millrace.payload.call import RECORDED, recorded
+from millrace.oip.tensors import Tensor, add_input, decode_outputs
+from millrace.payload.call import recorded
 from millrace.payload.tap import PayloadTap
 from millrace.rpc.call_context import CallContext
 from millrace_protos import inference_pb2
@@ -29,8 +29,8 @@ from services.transformer.frontends.openai.text_requests import EmbeddingsReques
 from services.transformer.generation.recording import MAX_RECORDED_CHARACTERS, recorded_list
 from services.transformer.models.catalogue import Catalogue
 from services.transformer.models.models import RelayedModel, TextModel
-from services.transformer.predictors.answers import outputs_of
-from services.transformer.predictors.client import PredictorClient
+from services.transformer.predictors.answers import predictor_answers
+from services.transformer.predictors.predictor import Predictor
 from services.transformer.text.tokenizer import TextTokenizer, check_token_count
 
 _CALLS_AT_ONCE = 32
@@ -43,7 +43,7 @@ Vector = NDArray[np.float32]
 class Embedder:
     """Owned by the event loop; one for all requests."""
 
-    def __init__(self, catalogue: Catalogue, predictor: PredictorClient, tap: PayloadTap) -> None:
+    def __init__(self, catalogue: Catalogue, predictor: Predictor, tap: PayloadTap) -> None:
         self._catalogue = catalogue
         self._predictor = predictor
         self._tap = tap
@@ -93,10 +93,12 @@ class Embedder:
     async def _vector(self, model: str, ids: list[int], call: CallContext) -> Vector:
         request = inference_pb2.ModelInferRequest(model_name=model, id=call.request_id)
         add_input(request, Tensor(INPUT_IDS, "INT64", np.array(ids, dtype=np.int64)))
+        data = request.SerializeToString()
         answer = await self._predictor.backoff(call.deadline).retry(
-            lambda: self._predictor.inference.ModelInfer(request, timeout=call.deadline.left(), metadata=(RECORDED,))
+            lambda: self._predictor.infer_bytes(data, call.deadline)
         )
-        outputs = outputs_of(answer)
+        with predictor_answers():
+            outputs = decode_outputs(inference_pb2.ModelInferResponse.FromString(answer))
         if "embedding" not in outputs:
             raise HopBrokenError(f"model {model!r} gave no embedding", hop="predictor")
         vector = outputs["embedding"].array

@@ -17,8 +17,8 @@ from typing import Any
 from google.protobuf.message import Message
 
 from millrace.errors import InvalidRequestError, TooLargeError
+from millrace.oip.json_text import load_object
 from millrace_protos import inference_pb2 as pb
-from services.transformer.frontends.json_text import load_object
 
 MAX_DOCUMENT_BYTES = 64 * 1024  # Larger than any settings; read on the event loop.
 _FILE = "file:"

@@ -23,12 +23,12 @@ from typing import Any
 import orjson
 
 from millrace.errors import InvalidRequestError
+from millrace.oip.json_parameters import plain_parameters, write_parameters
+from millrace.oip.json_tensors import fitted_shape, flattened, json_of, tensor_of
+from millrace.oip.json_text import load_object
 from millrace.oip.tensors import BYTES, RawTensor
 from millrace_protos import inference_pb2 as pb
-from services.transformer.frontends.json_text import load_object
 from services.transformer.frontends.v2_rest.infer_body import answered_tensors, parsed_answer
-from services.transformer.frontends.v2_rest.json_tensors import fitted_shape, flattened, json_of, tensor_of
-from services.transformer.frontends.v2_rest.parameters import plain_parameters, write_parameters
 
 _PARAMETERS = "parameters"
 _SAMPLING = "sampling_parameters"

@@ -15,62 +15,45 @@ Source: Triton's binary tensor data extension.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from millrace.errors import HopBrokenError, InvalidRequestError, TooLargeError
-from millrace.oip.tensors import BYTES, RawTensor, checked_shape, dtype_of, raw_outputs
+from millrace.oip.body_tensors import (
+    BINARY,
+    BINARY_ALL,
+    BINARY_SIZE,
+    MAX_TENSORS,
+    BodyTensor,
+    NamedTensor,
+    Parameters,
+    add_tensors,
+    serialized,
+    split_body,
+    validated,
+)
+from millrace.oip.json_parameters import plain_parameters, write_parameters
+from millrace.oip.json_tensors import fitted_shape, json_of
+from millrace.oip.json_text import load_object
+from millrace.oip.tensors import BYTES, RawTensor, dtype_of, raw_outputs
 from millrace.rpc.admission import MAX_MESSAGE_BYTES
 from millrace_protos import inference_pb2 as pb
-from services.transformer.frontends.json_text import load_object
-from services.transformer.frontends.v2_rest.json_tensors import fitted_shape, json_of, tensor_of
-from services.transformer.frontends.v2_rest.parameters import plain_parameters, write_parameters
 from services.transformer.predictors.answers import predictor_answers
 
-HEADER_LENGTH = "inference-header-content-length"
-_BINARY_SIZE, _BINARY, _BINARY_ALL = "binary_data_size", "binary_data", "binary_data_output"
-_MAX_TENSORS = 1024
-_RAW_INPUT = b"\x3a"  # The tag of raw_input_contents.
+_RAW_INPUTS = pb.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER
 _MAX_BODY_BYTES = MAX_MESSAGE_BYTES - 65536  # What is around it in the message takes less.
-
-Parameters = dict[str, Any] | None
-
-
-class _Tensor(BaseModel):
-    """What an input and a requested output share."""
-
-    model_config = ConfigDict(strict=True)
-
-    name: str = Field(min_length=1)
-    parameters: Parameters = None
-
-    def parameter(self, name: str) -> Any:
-        return (self.parameters or {}).get(name)
-
-    def check(self) -> None:
-        if self.parameter("shared_memory_region") is not None:
-            raise InvalidRequestError(f"tensor {self.name!r}: shared memory is not supported; send tensors in the body")
-        if self.parameter("classification"):
-            raise InvalidRequestError(f"output {self.name!r}: the classification extension is not supported")
-
-
-class _Input(_Tensor):
-    datatype: str
-    shape: list[Annotated[int, Field(ge=0, lt=2**63)]] = Field(max_length=32)
-    data: Any = None
 
 
 class _Body(BaseModel):
     model_config = ConfigDict(strict=True)
 
     id: str | None = None
-    inputs: list[_Input] = Field(max_length=_MAX_TENSORS)
-    outputs: list[_Tensor] | None = Field(None, max_length=_MAX_TENSORS)
+    inputs: list[BodyTensor] = Field(max_length=MAX_TENSORS)
+    outputs: list[NamedTensor] | None = Field(None, max_length=MAX_TENSORS)
     parameters: Parameters = None
 
 
@@ -94,27 +77,24 @@ class InferCall:
 
 def read_body(model: str, version: str, data: bytes, header_length: int | None) -> InferCall:
     """The call that a body with a JSON header, or of nothing else, asks for; raises InvalidRequestError."""
-    view = memoryview(data)
-    if header_length is None:
-        header_length = len(view)
-    if header_length > len(view):
-        raise InvalidRequestError(f"{HEADER_LENGTH} is {header_length}, the body has {len(view)} bytes")
-    body = _validated(load_object(view[:header_length]))
+    head, binary_data = split_body(data, header_length)
+    body = validated(_Body, load_object(head))
+    for tensor in (*body.inputs, *(body.outputs or ())):
+        _check_extensions(tensor)
     request = pb.ModelInferRequest(model_name=model, model_version=version, id=body.id or "")
-    contents = _add_inputs(request, body.inputs, view[header_length:])
+    contents = add_tensors(request.inputs, body.inputs, binary_data, "input")
 
     parameters = dict(body.parameters or {})
-    binary = _truth(parameters.pop(_BINARY_ALL, None), _BINARY_ALL) or False
+    binary = _truth(parameters.pop(BINARY_ALL, None), BINARY_ALL) or False
     write_parameters(request.parameters, parameters)
     named: dict[str, bool] = {}
     for output in body.outputs or ():
-        output.check()
         if output.name in named:
             raise InvalidRequestError(f"output {output.name!r} is given twice")
-        wanted = _truth(output.parameter(_BINARY), _BINARY)
+        wanted = _truth(output.parameter(BINARY), BINARY)
         named[output.name] = binary if wanted is None else wanted
         request.outputs.add(name=output.name)
-    return InferCall(_serialized(request, contents), binary, named)
+    return InferCall(serialized(request, _RAW_INPUTS, contents), binary, named)
 
 
 def parse_body(
@@ -141,7 +121,7 @@ def read_raw_body(model: str, version: str, metadata: pb.ModelMetadataResponse, 
             raise InvalidRequestError(f"{len(data)} bytes are no whole number of elements of {entry.datatype}")
     request = pb.ModelInferRequest(model_name=model, model_version=version)
     request.inputs.add(name=entry.name, datatype=entry.datatype, shape=fitted_shape(entry.name, entry.shape, count))
-    return InferCall(_serialized(request, [contents]), binary=True)
+    return InferCall(serialized(request, _RAW_INPUTS, [contents]), binary=True)
 
 
 def write_body(call: InferCall, response: pb.ModelInferResponse) -> tuple[bytes, int | None]:
@@ -154,7 +134,7 @@ def write_body(call: InferCall, response: pb.ModelInferResponse) -> tuple[bytes,
     for name, tensor in _wanted(call, response).items():
         entry: dict[str, Any] = {"name": name, "datatype": tensor.datatype, "shape": tensor.shape}
         if call.named.get(name, call.binary):
-            entry["parameters"] = {_BINARY_SIZE: len(tensor.data)}
+            entry["parameters"] = {BINARY_SIZE: len(tensor.data)}
             binary.append(tensor.data)
             size += len(tensor.data)
         else:
@@ -193,74 +173,11 @@ def answered_tensors(response: pb.ModelInferResponse) -> dict[str, RawTensor]:
         raise HopBrokenError(f"the model's answer: {error.message}", hop="predictor") from None
 
 
-def _validated(values: dict[str, Any]) -> _Body:
-    try:
-        return _Body.model_validate(values)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise InvalidRequestError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-
-
-def _serialized(request: pb.ModelInferRequest, contents: Iterable[Sequence[bytes | memoryview]]) -> bytes:
-    """The request with the raw contents of its inputs, each in parts; they are copied once."""
-    parts: list[bytes | memoryview] = [request.SerializeToString()]
-    for tensor in contents:
-        parts += [_RAW_INPUT, _varint(sum(map(len, tensor))), *tensor]
-    return b"".join(parts)
-
-
-def _varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
-
-
-def _add_inputs(
-    request: pb.ModelInferRequest, inputs: list[_Input], binary: memoryview
-) -> list[tuple[bytes | memoryview]]:
-    """Describes the inputs in the request; their raw contents."""
-    names: set[str] = set()
-    contents: list[tuple[bytes | memoryview]] = []
-    at = 0
-    for entry in inputs:
-        entry.check()
-        if entry.name in names:
-            raise InvalidRequestError(f"input {entry.name!r} is given twice")
-        names.add(entry.name)
-        size = entry.parameter(_BINARY_SIZE)
-        if size is None:
-            if entry.data is None:
-                raise InvalidRequestError(f"input {entry.name!r} has neither data nor {_BINARY_SIZE}")
-            tensor = tensor_of(entry.name, entry.datatype, entry.shape, entry.data)
-            shape: tuple[int, ...] = tensor.shape
-            contents.append((tensor.data,))
-        else:
-            shape = _binary_shape(entry, size, len(binary) - at)
-            contents.append((binary[at : at + size],))
-            at += size
-        request.inputs.add(name=entry.name, datatype=entry.datatype, shape=shape)
-    if at != len(binary):
-        raise InvalidRequestError(f"the inputs take {at} bytes of binary data, the body has {len(binary)}")
-    return contents
-
-
-def _binary_shape(entry: _Input, size: Any, left: int) -> tuple[int, ...]:
-    """The shape of an input of `size` bytes of binary data, of which so many are left."""
-    if type(size) is not int or size < 0:
-        raise InvalidRequestError(f"input {entry.name!r}: {_BINARY_SIZE} must be a whole number")
-    if entry.data is not None:
-        raise InvalidRequestError(f"input {entry.name!r} has both data and {_BINARY_SIZE}")
-    if size > left:
-        raise InvalidRequestError(f"input {entry.name!r}: {_BINARY_SIZE} is {size}, the body has {left} bytes left")
-    dtype, shape = dtype_of(entry.name, entry.datatype), checked_shape(entry.name, entry.shape)
-    if entry.datatype != BYTES and size != (needed := math.prod(shape) * dtype.itemsize):
-        raise InvalidRequestError(
-            f"input {entry.name!r}: {entry.datatype} of shape {list(shape)} is {needed} bytes, {_BINARY_SIZE} is {size}"
-        )
-    return shape
+def _check_extensions(tensor: NamedTensor) -> None:
+    if tensor.parameter("shared_memory_region") is not None:
+        raise InvalidRequestError(f"tensor {tensor.name!r}: shared memory is not supported; send tensors in the body")
+    if tensor.parameter("classification"):
+        raise InvalidRequestError(f"output {tensor.name!r}: the classification extension is not supported")
 
 
 def _wanted(call: InferCall, response: pb.ModelInferResponse) -> dict[str, RawTensor]:

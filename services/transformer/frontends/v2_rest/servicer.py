@@ -14,6 +14,7 @@ from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
 
 from millrace.errors import InvalidRequestError, MillraceError, NotFoundError, NotImplementedMethodError, NotReadyError
+from millrace.oip.body_tensors import HEADER_LENGTH
 from millrace.rpc.call_context import CallContext, call_context
 from millrace.rpc.handlers import Context
 from millrace_protos import inference_pb2 as pb
@@ -30,7 +31,6 @@ from services.transformer.frontends.v2_rest.generate_body import (
     write_parsed_answer,
 )
 from services.transformer.frontends.v2_rest.infer_body import (
-    HEADER_LENGTH,
     InferCall,
     parse_body,
     parsed_answer,

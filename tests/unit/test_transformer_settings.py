@@ -1,0 +1,33 @@
+"""The transformer's settings that depend on each other are refused together, in one line."""
+
+import sys
+
+import pytest
+
+from millrace.errors import StartupError
+from millrace.settings import load
+from services.transformer.settings import TransformerSettings
+
+
+def load_with(monkeypatch, **environment):
+    monkeypatch.setattr(sys, "argv", ["transformer"])
+    for name, value in environment.items():
+        monkeypatch.setenv(f"TRANSFORMER_{name}", value)
+    return load(TransformerSettings, "services.transformer")
+
+
+def test_one_server_of_rest_is_fine(monkeypatch):
+    settings = load_with(monkeypatch, PROTOCOL="v2", PREDICTOR="triton:8000")
+    assert (settings.protocol, settings.predictor) == ("v2", "triton:8000")
+
+
+def test_replicas_need_grpc(monkeypatch):
+    with pytest.raises(StartupError, match=r"^TRANSFORMER_PREDICTOR_REPLICAS=.*set TRANSFORMER_PROTOCOL=grpc-v2"):
+        load_with(monkeypatch, PROTOCOL="v2", PREDICTOR_REPLICAS="predictor:9000")
+    assert load_with(monkeypatch, PROTOCOL="grpc-v2").predictor_replicas == ("predictor:9000",)
+
+
+@pytest.mark.parametrize("address", ["http://triton:8000", "triton", "a:1,b:2"])
+def test_a_server_of_rest_is_one_host_and_port(monkeypatch, address):
+    with pytest.raises(StartupError, match=r"^TRANSFORMER_PREDICTOR=.* is not host:port"):
+        load_with(monkeypatch, PROTOCOL="v2", PREDICTOR=address)
