@@ -59,13 +59,22 @@ def test_an_image_holds_no_compiler_no_cache_and_no_package_of_another_service(s
     [
         ("logger", "/var/lib/millrace"),
         ("transformer", "/var/cache/millrace"),
+        ("transformer", "/var/lib/routes"),
         ("predictor", "/var/cache/millrace"),
+        ("predictor", "/var/lib/millrace"),
     ],
 )
 def test_a_service_can_write_to_its_volume_and_to_nothing_else(stack, service, folder):
     script = f"import os; print(*(os.access(path, os.W_OK) for path in ('{folder}', '/tmp', '/app', '/venv', '/etc')))"
     writable = docker("exec", stack.container(service).id, "python", "-c", script).split()
     assert writable == ["True", "True", "False", "False", "False"]
+
+
+def test_the_gateway_reads_the_transformers_list_of_models_and_cannot_write_it(stack):
+    envoy = stack.container("envoy").id
+    docker("exec", envoy, "cat", "/var/lib/routes/direct-models")  # Of the bundled models all take text.
+    with pytest.raises(AssertionError, match="cannot touch"):
+        docker("exec", envoy, "touch", "/var/lib/routes/direct-models")
 
 
 def test_only_the_gateway_and_the_pages_are_published_and_on_loopback_alone(stack):
