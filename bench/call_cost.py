@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -36,7 +35,6 @@ from typing import Any, NamedTuple
 import uvloop
 
 from bench.call_parts import parts
-from bench.processes import roles, usage
 from bench.runs import machine, parser, running_stack, write
 from bench.statistics import estimate
 from bench.tensor_cases import CASES
@@ -49,7 +47,6 @@ _MODEL = "echo"
 _FLOOR = "floor"
 _KINDS = ("transformer", "predictor", "logger")
 _CLIENT_PROCESSES = 2
-_WARM_UP_S = 0.5
 _SETTLE_S, _IDLE_S = 2.0, 5.0
 _ACCESS_LOG = "envoy.access_loggers.open_telemetry"
 
@@ -142,14 +139,8 @@ def _drop_access_log(config: Config) -> None:
 
 
 async def _sample(load_clients: Clients, server: Server, idle: Mapping[str, float], seconds: float) -> Sample:
-    processes, target = roles(server.roots), Target(GRPC, server.address, _MODEL)
-    begin = time.monotonic() + _WARM_UP_S
-    load_task = asyncio.create_task(load_clients.measure(target, _CASE, begin, begin + seconds))
-    await asyncio.sleep(begin - time.monotonic())
-    before = usage(processes)
-    await asyncio.sleep(begin + seconds - time.monotonic())
-    used = usage(processes).since(before).processes
-    load = await load_task
+    target = Target(GRPC, server.address, _MODEL)
+    load, used = await load_clients.measure_with_usage(target, _CASE, server.roots, seconds)
     if load.failures or not load.took_s:
         raise RuntimeError(f"{len(load.took_s)} calls answered; failures: {load.failures}")
     answers = len(load.took_s)

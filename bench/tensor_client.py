@@ -19,7 +19,7 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -28,10 +28,12 @@ import grpc
 import uvloop
 
 from bench.contenders import ROOT
+from bench.processes import roles, usage
 from bench.tensor_cases import CASES, INFER, STREAM_INFER, Case, Comparison
 
 GRPC, REST = "grpc", "rest"
 
+_WARM_UP_S = 0.5
 _TIMEOUT_S = 60.0
 _LINE_LIMIT = 64 << 20
 _WRONG = "wrong answer"
@@ -89,6 +91,19 @@ class Clients:
         for load in loads:
             whole.add(load)
         return whole
+
+    async def measure_with_usage(
+        self, target: Target, case: str, roots: Mapping[str, int], seconds: float
+    ) -> tuple[Load, dict[str, float]]:
+        """As `measure`, after a warm-up; the processor time of the server's processes meanwhile too, by role."""
+        processes = roles(roots)
+        begin = time.monotonic() + _WARM_UP_S
+        load = asyncio.create_task(self.measure(target, case, begin, begin + seconds))
+        await asyncio.sleep(begin - time.monotonic())
+        before = usage(processes)
+        await asyncio.sleep(begin + seconds - time.monotonic())
+        used = usage(processes).since(before).processes
+        return await load, used
 
 
 @asynccontextmanager

@@ -28,7 +28,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -38,7 +37,6 @@ from typing import Any, NamedTuple
 
 import uvloop
 
-from bench.processes import roles, usage
 from bench.runs import machine, parser, write
 from bench.statistics import estimate, paired_ratios, quantile
 from bench.tensor_cases import CASES
@@ -46,7 +44,6 @@ from bench.tensor_client import Clients, Load, clients
 from bench.transport_servers import CONTENDERS, MILLRACE, SERVERS, Server, idle_shares
 
 _CLIENT_PROCESSES = 2
-_WARM_UP_S = 0.5
 _SETTLE_S, _IDLE_S = 2.0, 5.0
 _ATTEMPTS = 4  # Each is twice as long as the one before.
 
@@ -113,17 +110,11 @@ async def _measure(arguments: argparse.Namespace, names: Sequence[str]) -> tuple
 
 async def _sample(load_clients: Clients, server: Server, name: str, case: str, seconds: float) -> Sample:
     """One measurement, repeated for longer if no answer ends within it; raises RuntimeError if none ever does."""
-    target, processes = CONTENDERS[name].target(server, case), roles(server.roots)
+    target = CONTENDERS[name].target(server, case)
     failures: Counter[str] = Counter()
     for attempt in range(_ATTEMPTS):
         length = seconds * 2**attempt
-        begin = time.monotonic() + _WARM_UP_S
-        load_task = asyncio.create_task(load_clients.measure(target, case, begin, begin + length))
-        await asyncio.sleep(begin - time.monotonic())
-        before = usage(processes)
-        await asyncio.sleep(begin + length - time.monotonic())
-        used = usage(processes).since(before).processes
-        load = await load_task
+        load, used = await load_clients.measure_with_usage(target, case, server.roots, length)
         failures.update(load.failures)
         if load.took_s:
             return Sample(_figures(load, sum(used.values()), length), _each(used, len(load.took_s)), dict(failures))
