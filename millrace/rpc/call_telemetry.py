@@ -26,11 +26,8 @@ from millrace.telemetry.identity import (
     current_request_id,
     links_to,
     protocol_of,
-    span_id_of,
-    trace_id_of,
 )
-from millrace.telemetry.logs import call_log
-from millrace.telemetry.rpc import LINK, UNTOLD, attributes_of, duration_histogram, end_span, name_of
+from millrace.telemetry.rpc import LINK, UNTOLD, attributes_of, duration_histogram, end_span, log_call, name_of
 from millrace.telemetry.suppression import is_tracing_suppressed
 
 _PROBES = (
@@ -110,19 +107,8 @@ class ObservedCall:
         if self._is_measured:
             method.measure(self._protocol, code, duration_s)
         level = method.level if self._is_measured else logging.DEBUG
-        if call_log.writes(level):
-            fields: dict[str, str | float] = {
-                "rpc.method": method.name,
-                "rpc.response.status_code": code.name,
-                PROTOCOL: self._protocol,
-                "duration_ms": round(1000 * duration_s, 3),
-                "request_id": current_request_id(),
-                "trace_id": trace_id_of(self._span),
-                "span_id": span_id_of(self._span),
-            }
-            if self._first_message_s is not None:
-                fields["first_message_ms"] = round(1000 * self._first_message_s, 3)
-            call_log.write(level, "%s %s in %.1f ms", (method.name, code.name, 1000 * duration_s), fields)
+        named = {"rpc.method": method.name, PROTOCOL: self._protocol}
+        log_call(level, named, code, duration_s, current_request_id(), self._span, self._first_message_s)
 
     def _start(self, parent: otel_context.Context, carrier: Mapping[str, str], request_id: str) -> Span:
         method = self._method

@@ -17,7 +17,7 @@ from opentelemetry.trace import SpanKind, Status, Tracer
 from opentelemetry.trace import StatusCode as SpanStatus
 
 from millrace.telemetry.identity import REQUEST_ID, carried_headers, current_request_id
-from millrace.telemetry.rpc import DURATION_BUCKETS
+from millrace.telemetry.rpc import duration_histogram
 from millrace.telemetry.suppression import is_tracing_suppressed
 
 _STATUS = "http.response.status_code"
@@ -39,12 +39,7 @@ class HttpClientSpans:
         host, _, port = address.rpartition(":")
         self._server: dict[str, str | int] = {"server.address": host, "server.port": int(port)}
         self._tracer = tracer or trace.get_tracer("millrace")
-        self._duration = (meter or metrics.get_meter("millrace")).create_histogram(
-            "http.client.request.duration",
-            "s",
-            "How long HTTP calls take, to the end of their answer.",
-            explicit_bucket_boundaries_advisory=DURATION_BUCKETS,
-        )
+        self._duration = duration_histogram(meter or metrics.get_meter("millrace"), "http.client.request.duration")
 
     @contextmanager
     def call(self, method: str, template: str, path: str) -> Iterator[HttpCall]:

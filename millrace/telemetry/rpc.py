@@ -5,6 +5,7 @@ Source: OpenTelemetry semantic conventions, "gRPC" and "RPC metrics".
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -13,6 +14,9 @@ from grpc import StatusCode
 from opentelemetry.metrics import Histogram, Meter
 from opentelemetry.trace import Span, Status
 from opentelemetry.trace import StatusCode as SpanStatus
+
+from millrace.telemetry.identity import span_id_of, trace_id_of
+from millrace.telemetry.logs import call_log
 
 # Neither traced nor measured: health and reflection, what Envoy and Docker ask for ever; the payload ingest and the
 # predictor's steps, calls that last for days (each sequence of the latter has its own span); the gateway's access log.
@@ -58,7 +62,7 @@ def attributes_of(name: str) -> dict[str, str]:
 
 
 def duration_histogram(meter: Meter, name: str) -> Histogram:
-    """`rpc.server.call.duration` or `rpc.client.call.duration`."""
+    """`rpc.server.call.duration`, `rpc.client.call.duration` or `http.client.request.duration`."""
     return meter.create_histogram(
         name, "s", "How long calls take, to their last message.", explicit_bucket_boundaries_advisory=DURATION_BUCKETS
     )
@@ -72,6 +76,31 @@ def end_span(span: Span, code: StatusCode, *, is_server: bool, streams: bool) ->
     if streams:
         span.add_event("end")
     span.end()
+
+
+def log_call(
+    level: int,
+    named: Mapping[str, str],
+    code: StatusCode,
+    duration_s: float,
+    request_id: str,
+    span: Span,
+    first_message_s: float | None = None,
+) -> None:
+    """Writes the line of a call that has ended, where lines of its level are written; `named` has its `rpc.method`."""
+    if not call_log.writes(level):
+        return
+    fields: dict[str, str | float] = {
+        **named,
+        "rpc.response.status_code": code.name,
+        "duration_ms": round(1000 * duration_s, 3),
+        "request_id": request_id,
+        "trace_id": trace_id_of(span),
+        "span_id": span_id_of(span),
+    }
+    if first_message_s is not None:
+        fields["first_message_ms"] = round(1000 * first_message_s, 3)
+    call_log.write(level, "%s %s in %.1f ms", (named["rpc.method"], code.name, 1000 * duration_s), fields)
 
 
 def mark_failure(span: Span, code: StatusCode) -> None:

@@ -19,9 +19,8 @@ from opentelemetry.trace import Span, SpanKind
 from millrace.deadline import DEADLINE_MARGIN_S, Deadline
 from millrace.errors import MillraceError
 from millrace.oip.stream_infer import FINAL
-from millrace.telemetry.identity import PROTOCOL, REQUEST_ID, links_to, span_id_of, trace_id_of, traceparent_of
-from millrace.telemetry.logs import call_log
-from millrace.telemetry.rpc import attributes_of, duration_histogram, end_span
+from millrace.telemetry.identity import PROTOCOL, REQUEST_ID, links_to, traceparent_of
+from millrace.telemetry.rpc import attributes_of, duration_histogram, end_span, log_call
 from millrace_protos import inference_pb2, steps_pb2
 from services.predictor.engine.interface import Timeline
 from services.predictor.generation.model import GenerationModel
@@ -58,17 +57,7 @@ class SequenceCall:
         duration_s = time.monotonic() - self._began
         end_span(self.span, code, is_server=True, streams=True)
         self._duration.record(duration_s, _ATTRIBUTES | {"rpc.response.status_code": code.name})
-        if call_log.writes(logging.INFO):
-            fields: dict[str, str | float] = {
-                **_ATTRIBUTES,
-                "rpc.response.status_code": code.name,
-                "duration_ms": round(1000 * duration_s, 3),
-                "request_id": self._request_id,
-                "trace_id": trace_id_of(self.span),
-                "span_id": span_id_of(self.span),
-            }
-            named = (_ATTRIBUTES["rpc.method"], code.name, 1000 * duration_s)
-            call_log.write(logging.INFO, "%s %s in %.1f ms", named, fields)
+        log_call(logging.INFO, _ATTRIBUTES, code, duration_s, self._request_id, self.span)
 
 
 class StepsSequence:
