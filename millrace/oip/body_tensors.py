@@ -20,10 +20,12 @@ from millrace.errors import InvalidRequestError
 from millrace.oip.json_tensors import tensor_of
 from millrace.oip.tensors import BYTES, checked_shape, dtype_of
 from millrace.oip.wire_fields import field_head
+from millrace.rpc.admission import MAX_MESSAGE_BYTES
 
 HEADER_LENGTH = "inference-header-content-length"
 BINARY_SIZE, BINARY, BINARY_ALL = "binary_data_size", "binary_data", "binary_data_output"
 MAX_TENSORS = 1024
+MAX_BODY_BYTES = MAX_MESSAGE_BYTES - 65536  # What is around it in a message takes less.
 
 Parameters = dict[str, Any] | None
 Contents = Sequence[bytes | memoryview]  # Of one tensor, in parts.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import ByteSize, Field, InstanceOf
@@ -17,9 +18,10 @@ LoggedMetadata = Annotated[frozenset[str], NoDecode, read_by(parse_metadata)]
 
 
 class RecordingSettings(ServiceSettings):
-    """A service adds `payload_spool`, the folder."""
-
     logger: str = Field("127.0.0.1:9002", description="Address of the payload logger.")
+    payload_spool: Path = Field(
+        Path(".run/spool"), description="Folder in which records wait for the logger; created if missing."
+    )
     payload_spool_max: ByteSize = Field(
         ByteSize(1 << 30),
         ge=1 << 20,
@@ -61,7 +63,6 @@ class RecordingSettings(ServiceSettings):
         le=16 << 20,
         description="Maximum size of a tensor whose contents are recorded.",
     )
-
     payload_tensor_digest: Digest = Field(
         Digest.OFF,
         description=(

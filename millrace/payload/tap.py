@@ -68,12 +68,12 @@ class PayloadTap:
         self._begins_answered = False  # Whether it is worth waiting for a begin.
 
     @classmethod
-    def of(cls, settings: RecordingSettings, spool: Path, hop: str) -> PayloadTap:
+    def of(cls, settings: RecordingSettings, hop: str) -> PayloadTap:
         """As a service's settings say."""
         return cls(
             settings.logger,
             settings.payload_rules,
-            spool=spool,
+            spool=settings.payload_spool,
             spool_max=settings.payload_spool_max,
             memory=settings.payload_queue_memory,
             fsync=settings.payload_spool_fsync,

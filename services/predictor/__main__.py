@@ -38,7 +38,7 @@ async def serve(settings: PredictorSettings, host: EngineHost) -> None:
 
     repository = ModelRepository(settings, partial(server.set_serving, READY), host)
     observe_engines(repository.engines)
-    tap = PayloadTap.of(settings, settings.payload_spool, "predictor")
+    tap = PayloadTap.of(settings, "predictor")
     tap.start()
     observe_tap(tap)
     servicer = InferenceServicer(repository, tap, settings.payload_addressed)

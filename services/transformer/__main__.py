@@ -83,7 +83,7 @@ async def _serve(settings: TransformerSettings) -> None:
         linked = settings.predictor_replicas or (settings.predictor,)
     links = Links(linked, settings.silence_limit)
     log = open_channel(settings.logger, "logger")
-    tap = PayloadTap.of(settings, settings.payload_spool, "transformer")
+    tap = PayloadTap.of(settings, "transformer")
     tap.start()
     observe_tap(tap)
     for name in settings.unknown_logged_models:

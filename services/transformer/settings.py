@@ -102,9 +102,6 @@ class TransformerSettings(RecordingSettings):
             "minutes."
         ),
     )
-    payload_spool: Path = Field(
-        Path(".run/spool"), description="Folder in which records wait for the logger; created if missing."
-    )
     tokenizer_threads: int = Field(2, ge=1, le=64, description="Threads that tokenise prompts above 8 KiB.")
     processors: Processors = Field(
         (),

@@ -322,7 +322,7 @@ def test_an_output_that_the_model_does_not_give_is_refused():
 
 
 def test_an_answer_beyond_what_passes_the_gateway_is_told_before_it_is_written(monkeypatch):
-    monkeypatch.setattr(infer_body, "_MAX_BODY_BYTES", 100)
+    monkeypatch.setattr(infer_body, "MAX_BODY_BYTES", 100)
     monkeypatch.setattr(infer_body, "json_of", None)
     for call in (CALL, BINARY_CALL):
         with pytest.raises(TooLargeError, match="at most 100"):

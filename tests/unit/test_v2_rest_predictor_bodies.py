@@ -96,7 +96,7 @@ def test_binary_and_json_outputs_mix():
 
 
 def test_what_is_too_large_is_refused_on_both_ways(monkeypatch):
-    monkeypatch.setattr(bodies, "_MAX_BODY_BYTES", 100)
+    monkeypatch.setattr(bodies, "MAX_BODY_BYTES", 100)
     with pytest.raises(TooLargeError, match="as JSON"):
         write_json_body(request_of(Tensor("x", "INT8", np.full(60, 7, np.int8))))
     with pytest.raises(TooLargeError) as caught:

@@ -27,6 +27,7 @@ from millrace.oip.body_tensors import (
     BINARY,
     BINARY_ALL,
     BINARY_SIZE,
+    MAX_BODY_BYTES,
     MAX_TENSORS,
     BodyTensor,
     NamedTensor,
@@ -40,12 +41,10 @@ from millrace.oip.json_parameters import plain_parameters, write_parameters
 from millrace.oip.json_tensors import fitted_shape, json_of
 from millrace.oip.json_text import load_object
 from millrace.oip.tensors import BYTES, RawTensor, dtype_of, raw_outputs
-from millrace.rpc.admission import MAX_MESSAGE_BYTES
 from millrace_protos import inference_pb2 as pb
 from services.transformer.predictors.answers import predictor_answers
 
 _RAW_INPUTS = pb.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER
-_MAX_BODY_BYTES = MAX_MESSAGE_BYTES - 65536  # What is around it in the message takes less.
 
 
 class _Body(BaseModel):
@@ -197,8 +196,8 @@ def _json(name: str, tensor: RawTensor) -> bytes:
 
 
 def _check_size(size: int) -> None:
-    if size > _MAX_BODY_BYTES:
-        raise TooLargeError(f"the answer has {size} bytes or more, at most {_MAX_BODY_BYTES} are passed on")
+    if size > MAX_BODY_BYTES:
+        raise TooLargeError(f"the answer has {size} bytes or more, at most {MAX_BODY_BYTES} are passed on")
 
 
 def _truth(value: Any, name: str) -> bool | None:

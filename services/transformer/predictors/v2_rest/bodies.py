@@ -22,6 +22,7 @@ from millrace.oip.body_tensors import (
     BINARY,
     BINARY_ALL,
     BINARY_SIZE,
+    MAX_BODY_BYTES,
     MAX_TENSORS,
     BodyTensor,
     Parameters,
@@ -36,14 +37,12 @@ from millrace.oip.json_text import load_object
 from millrace.oip.parameters import set_parameters
 from millrace.oip.tensors import RawTensor, decode_raw, raw_inputs
 from millrace.oip.wire_fields import fields
-from millrace.rpc.admission import MAX_MESSAGE_BYTES
 from millrace_protos import inference_pb2 as pb
 from services.transformer.predictors.answers import predictor_answers
 
 _RAW_INPUTS = pb.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER
 _RAW_OUTPUTS = pb.ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER
 _CLASSIFICATION = "classification"
-_MAX_BODY_BYTES = MAX_MESSAGE_BYTES - 65536  # What is around it in a message takes less.
 _MAX_FIELDS = 4096  # Inputs, outputs and parameters of a request.
 
 Contents = bytes | memoryview
@@ -108,8 +107,8 @@ def write_json_body(data: bytes) -> tuple[None, bytes]:
     for tensor, raw in zip(request.inputs, raw_inputs(request).items(), strict=True):
         text = _input_json(*raw)
         size += len(text)
-        if size > _MAX_BODY_BYTES:
-            raise TooLargeError(f"the request has {size} bytes or more as JSON, at most {_MAX_BODY_BYTES} are sent")
+        if size > MAX_BODY_BYTES:
+            raise TooLargeError(f"the request has {size} bytes or more as JSON, at most {MAX_BODY_BYTES} are sent")
         described = {"datatype": tensor.datatype, "shape": list(tensor.shape), "data": orjson.Fragment(text)}
         inputs.append(_entry(tensor, plain_parameters(tensor.parameters)) | described)
     outputs = [_entry(output, plain_parameters(output.parameters)) for output in request.outputs]
@@ -129,8 +128,8 @@ def read_answer(body: bytes, header_length: int | None) -> tuple[None, bytes]:
             if tensor.parameters:
                 set_parameters(described.parameters, _flat(tensor.parameters))
         set_parameters(response.parameters, _flat(answer.parameters or {}))
-        if (size := sum(len(part) for parts in contents for part in parts)) > _MAX_BODY_BYTES:
-            message = f"the predictor's answer has {size} bytes of tensors, at most {_MAX_BODY_BYTES} are passed on"
+        if (size := sum(len(part) for parts in contents for part in parts)) > MAX_BODY_BYTES:
+            message = f"the predictor's answer has {size} bytes of tensors, at most {MAX_BODY_BYTES} are passed on"
             raise TooLargeError(message, hop="predictor")
         return None, serialized(response, _RAW_OUTPUTS, contents)
 
