@@ -102,7 +102,7 @@ chaos: $(DEV_DEPENDENCIES) ## random faults under mixed load, each answer held a
 	@exec $(VENV)/bin/python -m tests.chaos --seeds $(or $(SEEDS),1$(comma)2$(comma)3) --seconds $(or $(SECONDS_EACH),180) $(if $(OUT),--out '$(OUT)')
 
 .PHONY: check
-check: $(DEV_DEPENDENCIES) ## format, lint, types, stub drift, Envoy's configuration
+check: $(DEV_DEPENDENCIES) ## format, lint, types, stub drift, settings page, Envoy's configuration
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
