@@ -34,7 +34,7 @@ end
 local function model_name(bytes)
   local head = bytes:getBytes(0, math.min(bytes:length(), FRAME_BYTES + 2 + MAX_NAME_BYTES))
   local compressed, field, size = head:byte(1), head:byte(FRAME_BYTES + 1, FRAME_BYTES + 2)
-  if compressed ~= 0 or field ~= MODEL_NAME or size > MAX_NAME_BYTES or #head < FRAME_BYTES + 2 + size then
+  if compressed ~= 0 or field ~= MODEL_NAME or not size or size > MAX_NAME_BYTES or #head < FRAME_BYTES + 2 + size then
     return nil
   end
   return head:sub(FRAME_BYTES + 3, FRAME_BYTES + 2 + size)
