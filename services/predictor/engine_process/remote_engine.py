@@ -1,6 +1,6 @@
 """An engine in a process of its own, as the front sees it.
 
-Belongs to the event loop; `load`, `statistics` and `close` are for any thread. The process ends when its socket closes,
+Owned by the event loop; `load`, `statistics` and `close` are for any thread. The process ends when its socket closes,
 and the front takes the end of the socket for the end of the process. Then every sequence in flight ends, with
 HopBrokenError if it had started, because it may be to blame, else with NotReadyError. A process that sends nothing for
 `silence_s` is killed.
@@ -53,7 +53,11 @@ class StepSink(Protocol):
 
 
 class RemoteEngine:
-    """An Engine; see the module. `submit` always returns a slot: a refusal is the slot's error."""
+    """An Engine; see the module.
+
+    `submit` raises NotReadyError when the engine is stopping or has ended, and OverloadedError while its connection is
+    full; a refusal by the engine itself is the slot's error.
+    """
 
     def __init__(
         self, name: str, pid: int, connection: EngineConnection, facts: engine_pb2.EngineFacts, silence_s: float

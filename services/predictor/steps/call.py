@@ -1,8 +1,8 @@
 """The call of one transformer: its submissions to the engines, their steps back to it.
 
-The bytes of an engine's steps pass unparsed. While the transformer does not read, they are collected and become one
-message: the concatenation of serialized messages is the serialization of their merger. What is collected is bounded by
-the tokens that the sequences in flight may have. Belongs to the event loop.
+The bytes of an engine's steps pass unparsed. While the transformer does not read, steps are collected and sent as few
+messages of about 8 MiB at most: the concatenation of serialized messages is the serialization of their merger. What is
+collected is bounded by the tokens that the sequences in flight may have. Owned by the event loop.
 """
 
 from __future__ import annotations
@@ -44,10 +44,12 @@ class StepsCall:
         self._repository = repository
         self._stopping = stopping
         self._loop = asyncio.get_running_loop()
-        self._channels: dict[RemoteEngine, _Channel] = {}
-        self._sequences: dict[int, _Channel] = {}  # In flight, by number.
+        self._streams: dict[RemoteEngine, _EngineStream] = {}
+        self._sequences: dict[int, _EngineStream] = {}  # In flight, by number.
         self._pending: deque[bytes] = deque()
-        self._alone: list[tuple[_Channel, int]] = []  # To be reported once their notice has been written.
+        # Sequences that run in isolation from now on: confirmed to the engine once the transformer has been sent the
+        # notice.
+        self._isolated: list[tuple[_EngineStream, int]] = []
         self._due = asyncio.Event()
         self._due.set()
         self._loads_due = True
@@ -58,7 +60,10 @@ class StepsCall:
         self._is_closed = False
 
     async def run(self, requests: AsyncIterator[steps_pb2.StepsRequest]) -> AsyncGenerator[bytes, None]:
-        """Yields serialized steps until the call is over."""
+        """Yields serialized steps until the call is over.
+
+        Raises DrainingError when the predictor stops, and the MillraceError of a request that cannot be read.
+        """
         reader = asyncio.create_task(self._read(requests), name="steps-requests")
         stop = asyncio.create_task(self._stopping.wait(), name="steps-stop")
         stop.add_done_callback(lambda _: self._due.set())
@@ -68,11 +73,11 @@ class StepsCall:
             while not self._is_over():
                 await self._due.wait()
                 self._due.clear()
-                alone, self._alone = self._alone, []
+                isolated, self._isolated = self._isolated, []
                 if message := self._message():
                     yield message
-                for channel, number in alone:
-                    channel.engine.report_alone(channel.number, number)
+                for stream, number in isolated:
+                    stream.engine.report_alone(stream.channel, number)
             if self._failure is not None:
                 raise self._failure
         finally:
@@ -89,8 +94,9 @@ class StepsCall:
             self._pending.append(step)
             self._due.set()
 
-    def announce_alone(self, channel: _Channel, number: int) -> None:
-        self._alone.append((channel, number))
+    def announce_isolated(self, stream: _EngineStream, number: int) -> None:
+        """Confirms to the engine that a sequence runs isolated, once the transformer has been sent the notice."""
+        self._isolated.append((stream, number))
 
     def forget(self, number: int) -> None:
         """The sequence has ended."""
@@ -104,8 +110,8 @@ class StepsCall:
                 for submission in request.submissions:
                     self._submit(submission)
                 for number in request.cancelled:
-                    if (channel := self._sequences.get(number)) is not None:
-                        channel.cancel(number)
+                    if (stream := self._sequences.get(number)) is not None:
+                        stream.cancel(number)
         except MillraceError as error:
             self._failure = error
         except Exception:
@@ -140,17 +146,17 @@ class StepsCall:
         if not isinstance(model.engine, RemoteEngine):
             raise NotImplementedMethodError(f"model {message.model!r} has no engine process")
         deadline = Deadline.after(message.timeout_s if message.HasField("timeout_s") else None)
-        channel = self._channel(model.engine)
-        sequence = StepsSequence(call, serving, model, message, deadline, partial(channel.hand_back, message.number))
+        stream = self._stream(model.engine)
+        sequence = StepsSequence(call, serving, model, message, deadline, partial(stream.hand_back, message.number))
         try:
             request = read_submission(model.loaded, message, deadline)
-            channel.begin(
-                message.number, sequence, partial(model.engine.generate, channel.number, message.number, request)
+            stream.begin(
+                message.number, sequence, partial(model.engine.generate, stream.channel, message.number, request)
             )
         except MillraceError as error:
             sequence.release(error)
             raise
-        self._sequences[message.number] = channel
+        self._sequences[message.number] = stream
         accepted = steps_pb2.Accepted(number=message.number, fingerprint=serving.fingerprint, span=call.traceparent)
         self.put(steps_pb2.Step(accepted=[accepted]).SerializeToString())
 
@@ -158,13 +164,13 @@ class StepsCall:
         ended = steps_pb2.Ended(number=number, error=write_error(error, "predictor"))
         self.put(steps_pb2.Step(ended=[ended]).SerializeToString())
 
-    def _channel(self, engine: RemoteEngine) -> _Channel:
-        channel = self._channels.get(engine)
-        if channel is None:
-            for other in [other for other in self._channels if other.has_ended]:
-                del self._channels[other]
-            channel = self._channels[engine] = _Channel(self, engine)
-        return channel
+    def _stream(self, engine: RemoteEngine) -> _EngineStream:
+        stream = self._streams.get(engine)
+        if stream is None:
+            for other in [other for other in self._streams if other.has_ended]:
+                del self._streams[other]
+            stream = self._streams[engine] = _EngineStream(self, engine)
+        return stream
 
     def _is_over(self) -> bool:
         if self._failure is not None:
@@ -173,7 +179,8 @@ class StepsCall:
             return False
         if self._is_half_closed:
             return True
-        # A process that passes its port on lets its calls end; one that drains keeps them until then.
+        # Hand-over (`stopping`, no drain): the call ends when it has no sequences. Drain: it stays open until the drain
+        # has ended.
         if self._repository.is_drained or (self._stopping.is_set() and not self._repository.is_draining):
             self._failure = DrainingError("the predictor is stopping")
             return True
@@ -228,16 +235,16 @@ class StepsCall:
         """Cancels every sequence."""
         self._is_closed = True
         self._pending.clear()
-        for channel in tuple(self._channels.values()):
-            channel.close()
+        for stream in tuple(self._streams.values()):
+            stream.close()
 
 
-class _Channel:
-    """The call's channel at one engine: a StepSink."""
+class _EngineStream:
+    """The sequences of this call at one engine; receives its steps (StepSink)."""
 
     def __init__(self, call: StepsCall, engine: RemoteEngine) -> None:
         self.engine = engine
-        self.number = engine.open_channel(self)
+        self.channel = engine.open_channel(self)
         self._call = call
         self._sequences: dict[int, StepsSequence] = {}
         self._is_closing = False
@@ -248,28 +255,31 @@ class _Channel:
         sequence.begin()
 
     def take(self, step: bytes, ended: Sequence[engine_pb2.SequenceEnd], alone: Sequence[int]) -> None:
+        """Passes a step on to the transformer, ends the sequences that it ends, and notes those that run isolated."""
         for number in alone:
-            self._call.announce_alone(self, number)
+            self._call.announce_isolated(self, number)
         self._call.put(step)
         for end in ended:
             error = error_named(end.error, "the sequence failed") if end.error else None
             self._end(end.sequence.number, error, end.tokens)
 
     def cancel(self, number: int) -> None:
-        """Ends a sequence at once, whenever the engine, which may be in the middle of a step, takes note of it."""
+        """Ends a sequence for its caller at once; the engine may still finish its current step."""
         sequence = self._sequences.pop(number, None)
         if sequence is not None:
-            self.engine.cancel(self.number, number)
+            self.engine.cancel(self.channel, number)
             self._call.forget(number)
             sequence.cancel()
 
     def hand_back(self, number: int, error: MillraceError) -> None:
-        self.engine.end(self.number, number)
+        """Ends a sequence with `error`, at the engine and towards the transformer."""
+        self.engine.end(self.channel, number)
         ended = steps_pb2.Ended(number=number, error=write_error(error, "predictor"))
         self._call.put(steps_pb2.Step(ended=[ended]).SerializeToString())
         self._end(number, error, 0)
 
     def close(self) -> None:
+        """Cancels every sequence and closes the channel at the engine."""
         self._is_closing = True
         for number in tuple(self._sequences):
             self.cancel(number)
@@ -284,4 +294,4 @@ class _Channel:
 
     def _leave(self) -> None:
         if self._is_closing and not self._sequences:
-            self.engine.close_channel(self.number)
+            self.engine.close_channel(self.channel)
