@@ -74,15 +74,18 @@ async def test_log_probabilities_belong_to_their_tokens(answer):
 
 @pytest.mark.parametrize("stop", [None, "little mill"], ids=["to the end", "to a stop string"])
 @pytest.mark.parametrize(
-    ("salt", "tells_cached", "cached"),
+    ("salt", "reports_cached_tokens", "cached"),
     [(None, False, 0), ("", False, 0), ("mine", False, 101), (None, True, 101)],
     ids=["a stranger", "an empty salt", "the owner of a cache", "where all may know"],
 )
-async def test_usage_tells_what_was_cached_to_its_owner_alone(answer, stop, salt, tells_cached, cached):
+async def test_usage_tells_what_was_cached_to_its_owner_alone(answer, stop, salt, reports_cached_tokens, cached):
     predictor = ScriptedPredictor(breaks(2), answer=answer)
     body = {"model": MODEL, "prompt": "Tell me", "max_tokens": 200}
     body |= {name: value for name, value in (("stop", stop), ("cache_salt", salt)) if value is not None}
-    async with serving(predictor) as address, transformer(address, TELLER, tells_cached=tells_cached) as (stub, _):
+    async with (
+        serving(predictor) as address,
+        transformer(address, TELLER, reports_cached_tokens=reports_cached_tokens) as (stub, _),
+    ):
         completions = stub.channel.unary_stream(
             "/millrace.rest.v1.OpenAI/Completions",
             request_serializer=HttpBody.SerializeToString,

@@ -47,7 +47,7 @@ async def transformer(
     silence_limit_s=10.0,
     wait_s=30.0,
     resume_limit=2,
-    tells_cached=False,
+    reports_cached_tokens=False,
     protocol="grpc-v2",
 ):
     """Its gRPC stub and its catalogue, once a generation would work; `replicas` and `protocol` are as the settings
@@ -67,7 +67,7 @@ async def transformer(
     spool = await asyncio.to_thread(tempfile.TemporaryDirectory)
     tap = PayloadTap(NOWHERE, spool=Path(spool.name))
     tap.start()
-    pipeline = Pipeline(catalogue, ResumingGenerator(links, client, resume_limit), tap, bodies, tells_cached)
+    pipeline = Pipeline(catalogue, ResumingGenerator(links, client, resume_limit), tap, bodies, reports_cached_tokens)
     inference = Inference(pipeline, catalogue, Relay(client), tap)
     options = [("grpc.max_receive_message_length", 64 * 1024 * 1024), ("grpc.max_send_message_length", -1)]
     server = grpc.aio.server(interceptors=(CallInterceptor("transformer"),), options=options)

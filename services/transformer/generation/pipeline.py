@@ -2,8 +2,8 @@
 
 `Pipeline.generate` finds the model, admits the request, renders and tokenises the prompt, reads the tokens of as many
 predictors as it takes, and detokenises. Beside it: telemetry, the payload log, the delay of refusals under overload,
-and the first-token deadline. A token's way is one loop. What is the same for several choices of a request is made once,
-see `SharedPrompt`.
+and the first-token deadline. `generate` is the one loop over the tokens. What is the same for several choices of a
+request is made once, see `SharedPrompt`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from services.transformer.text.tokenizer import check_token_count
 class Pipeline:
     """Owned by the event loop; one for all requests.
 
-    `tells_cached`: callers without a `cache_salt` get the number of cached tokens of their prompt too.
+    `reports_cached_tokens`: whether every answer has the number of cached prompt tokens, not only those with a
+    `cache_salt`.
     """
 
     def __init__(
@@ -43,13 +44,13 @@ class Pipeline:
         generator: ResumingGenerator,
         tap: PayloadTap,
         bodies: BodyProcesses,
-        tells_cached: bool = False,
+        reports_cached_tokens: bool = False,
     ) -> None:
         self._catalogue = catalogue
         self._generator = generator
         self._tap = tap
         self._bodies = bodies
-        self._tells_cached = tells_cached
+        self._reports_cached_tokens = reports_cached_tokens
         self._admission = Admission()
         self._telemetry = GenerationTelemetry(catalogue.lists)
 
@@ -58,7 +59,7 @@ class Pipeline:
         with self.recording_refusals(request.call, request.model):
             request.check()
             first_token = FirstToken(request.call)
-        shows_cached = self._tells_cached or bool(request.sampling.get("cache_salt"))
+        shows_cached = self._reports_cached_tokens or bool(request.sampling.get("cache_salt"))
         with self._telemetry.observed(request) as observed, recorded_generation(request, self._tap) as recorded:
             async with self._admission.holding_refusals(request):
                 async with first_token.in_time():
@@ -69,7 +70,8 @@ class Pipeline:
                     with closing(self._generator.open(generation, request.call.deadline, first_token)) as tokens:
                         async with first_token.in_time():
                             token_chunk = await tokens.read()
-                        self._catalogue.answered_by(model.name, token_chunk.fingerprint)  # As is all of the answer.
+                        # Once is enough: one set of weights gives the whole answer.
+                        self._catalogue.answered_by(model.name, token_chunk.fingerprint)
                         assembler = _assembler(request, model, generation)
                         while True:
                             chunk = assembler.take(token_chunk, request.call.elapsed_s)

@@ -1,8 +1,9 @@
 """One long call to each predictor of ours, over which all generations of this process go: see protos/steps.proto.
 
-A link is up from its first message on. When it breaks or falls silent, every call on it ends with PredictorLostError,
-but with NotReadyError if a silent predictor has not accepted it, since a hung process is not its fault. The link then
-connects again, for ever. `Links` keeps one link for each address of a predictor and chooses among them.
+A link is up from its first message on. When it breaks or is silent for too long, every call on it ends with
+PredictorLostError, which counts as half a crash that the request may have caused (crashes.py). A call that a silent
+predictor had not yet accepted ends with NotReadyError: it cannot have caused the hang. The link then connects again,
+for ever. `Links` keeps one link for each address of a predictor and chooses among them.
 
 The gateway does not carry these calls: it would have nothing to balance or retry on a call that stays with one
 predictor, each message would pass one more process, and a reload of the gateway would cut every link.
@@ -57,7 +58,8 @@ class PredictorLink:
         return not self._calls
 
     def in_flight(self, model: str) -> int:
-        """Generations at the predictor, of all transformers, as far as known."""
+        """Estimate of the generations of `model` at the predictor: its latest report plus what was submitted since; at
+        least this process's own calls. Own calls and submissions of other models are counted too."""
         load = self.loads[model]
         return max(len(self._calls), load.running + load.waiting + self._submitted)
 
@@ -82,7 +84,7 @@ class PredictorLink:
 
     async def _run(self) -> None:
         pause_s = _FIRST_PAUSE_S
-        # Reconnecting takes no longer than a predictor needs to start.
+        # gRPC's own backoff would grow far beyond the time that a predictor needs to restart.
         options = (*channel_options(), ("grpc.max_reconnect_backoff_ms", 250))
         async with grpc.aio.insecure_channel(self.address, options=options) as channel:
             while True:
@@ -194,7 +196,8 @@ class Links:
         self._addresses = addresses
         self._silence_limit_s = silence_limit_s
         self._links: dict[str, PredictorLink] = {}
-        self.changed = asyncio.Event()  # Set, and replaced, whenever `choose` may answer otherwise.
+        # Set, and replaced, when the models of a predictor or their weights change, or it begins to leave.
+        self.changed = asyncio.Event()
 
     async def run(self) -> None:
         """Keeps the links in accordance with the addresses, until cancelled."""
@@ -213,9 +216,10 @@ class Links:
     def choose(
         self, generation: Generation, fingerprint: str, besides: Collection[PredictorLink | None] = ()
     ) -> PredictorLink:
-        """A link for the next call of a generation that weights with `fingerprint` have begun, "" for none.
+        """Chooses a link for the next call of `generation`.
 
-        Not one of `besides`. Raises NotReadyError, or OtherWeightsError if the model is served with other weights only.
+        `fingerprint`: the weights that began its answer, "" before the first token. `besides`: links to leave out.
+        Raises NotReadyError, or OtherWeightsError if the model is served with other weights only.
         """
         serving = [
             link

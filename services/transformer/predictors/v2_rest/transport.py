@@ -1,9 +1,8 @@
 """HTTP/1.1 to one server: a bounded pool of connections, and every failure as a MillraceError.
 
-A call ends with its deadline, and its connection with it, as with a caller that leaves. Connecting takes two seconds at
-most, and waiting for one of the pool's connections as long as a request waits for a predictor. The kernel notices a
-host that has gone. An answer of POST is read to `MAX_ANSWER_BYTES`, one of GET, which is read on the event loop, to
-`MAX_DOCUMENT_BYTES`.
+When the deadline passes or the caller cancels, the call ends and its connection is closed. Connecting takes at most
+2 s; waiting for a pooled connection at most `wait_s`. TCP keepalive detects a dead host within 40 s. The body of a
+POST's answer may have `MAX_ANSWER_BYTES`, that of a GET, which is decoded on the event loop, `MAX_DOCUMENT_BYTES`.
 
 A connection is not reused after four seconds of silence: uvicorn closes it after five, and a request that meets the
 close would fail.
@@ -82,7 +81,12 @@ class HttpTransport:
         await self._transport.aclose()
 
     async def get(self, template: str, path: str, deadline: Deadline) -> Answer:
-        """The answer to a GET; `template` is the path with names for its variable parts."""
+        """The answer to a GET; `template` is the path with names for its variable parts.
+
+        Raises NotReadyError if the server cannot be reached, OverloadedError if no connection becomes free,
+        DeadlineError, HopBrokenError if the connection breaks or the answer is compressed, TooLargeError for an answer
+        beyond the limit, and the MillraceError of a status other than 200.
+        """
         return await self._call("GET", template, path, {}, (), deadline)
 
     async def post(
@@ -93,7 +97,7 @@ class HttpTransport:
         body: Body,
         deadline: Deadline,
     ) -> Answer:
-        """The answer to a POST of a body in parts."""
+        """The answer to a POST of a body in parts; raises as `get` does."""
         sized = {**headers, "content-length": str(sum(map(len, body)))}
         return await self._call("POST", template, path, sized, body, deadline)
 
@@ -136,7 +140,7 @@ class HttpTransport:
             if response.status_code != httpx2.codes.OK:
                 raise await _error_of(response)
             if response.headers.get("content-encoding", "identity") != "identity":
-                raise HopBrokenError(f"the {_HOP}'s answer is compressed, which nobody asked for", hop=_HOP)
+                raise HopBrokenError(f"the {_HOP}'s answer is compressed, although identity was requested", hop=_HOP)
             limit = MAX_DOCUMENT_BYTES if request.method == "GET" else MAX_ANSWER_BYTES
             declared = response.headers.get("content-length", "")
             if declared.isdecimal() and int(declared) > limit:
