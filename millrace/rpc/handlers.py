@@ -1,7 +1,7 @@
 """The server's side of a call: observed, admitted, read, handled, and its errors mapped, in one function.
 
-A `MillraceError` becomes its gRPC status; anything else that escapes a handler is logged with its traceback and becomes
-INTERNAL with a text that says nothing of the inside.
+A `MillraceError` becomes its gRPC status, `NotImplementedError` UNIMPLEMENTED, and `AbortError` passes. Any other
+exception is logged with its traceback and becomes INTERNAL with the message "internal error".
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ _UNKNOWN_METHOD: Handler = grpc.stream_stream_rpc_method_handler(_refuse)
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """The one interceptor of a server; `hop` signs the errors, and without `telemetry` calls are not observed."""
+    """The one interceptor of a server.
+
+    `hop` is the `x-failed-hop` of errors that name no hop of their own; without `telemetry` calls get no spans, metrics
+    and log lines.
+    """
 
     def __init__(self, hop: str, admission: Admission | None = None, telemetry: CallTelemetry | None = None) -> None:
         self.hop = hop

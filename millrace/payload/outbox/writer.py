@@ -49,8 +49,8 @@ class _Written(NamedTuple):
 class PayloadWriter:
     """Owns the thread.
 
-    `settle` gets the parts for which requests may wait, once they are on disk or dropped, and returns whether one does;
-    `ended` is called when a record ended.
+    `orphans`: spools of ended processes, which this one ships. `settle` gets the parts for which requests may wait,
+    once they are on disk or dropped, and returns whether one does; `ended` is called when a record ended.
     """
 
     def __init__(
@@ -141,7 +141,8 @@ class PayloadWriter:
                 time.sleep(_GATHER_S)
                 return
         queue.looks_soon, queue.polled = False, now < self._busy_until
-        # Else something came that relied on being found.
+        # Otherwise something was put while `polled` or `looks_soon` was set, so its producer did not set `wake`: do not
+        # sleep.
         if queue.empty or (queue.polled and not queue.hurried):
             queue.wake.wait(_LOOK_S if queue.polled else _IDLE_S)
         queue.wake.clear()
@@ -157,7 +158,7 @@ class PayloadWriter:
             part = self._queue.parts.popleft()
             self._slice_cost += part.cost
             if part.record_id not in self._open:
-                self._take_begins(frames)  # Its own came after the look above.
+                self._take_begins(frames)  # Its begin was put after `_take_begins` ran.
             self._take(part, frames)
         self._write(frames)
 
@@ -245,7 +246,7 @@ class PayloadWriter:
         """Writes the ends that wait: without them no segment could be deleted, and a full disk would stay full."""
         if not self._waiting_ends or not self._spool.release_reserve():
             return
-        with contextlib.suppress(OSError):  # Said before; they go on waiting.
+        with contextlib.suppress(OSError):  # Already logged by `_append`; the ends stay queued.
             self._spool.append([_payload(frame) for frame in self._waiting_ends])
             self._tell_ended(len(self._waiting_ends))
             self._waiting_ends.clear()
@@ -267,5 +268,8 @@ class PayloadWriter:
 
 
 def _payload(frame: _Written) -> bytes:
-    """The frame as it is written: it says whether parts before it are missing. The process may not live to the end."""
+    """The frame as it is written.
+
+    Marks it if earlier parts of its record are missing: the process may be killed before the end is written.
+    """
     return frame.payload + INCOMPLETE if frame.record.incomplete else frame.payload
