@@ -9,7 +9,7 @@ The number of tails is limited, in all and for each caller; above the limit the 
 closed, among those of the caller with most tails. After `end` every tail raises NotReadyError: its reader may retry
 once the logger runs again.
 
-Everything belongs to the event loop's thread.
+Owned by the event loop.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ A sink without a cursor in the store starts at the current end, or at the beginn
     task = create_task(runner.run())
     task.cancel(); await runner.close()
 
-Everything except `lag_s` belongs to one event loop; records are converted to events on a thread.
+Owned by the event loop, except `lag_s`; records are converted to events on a thread.
 """
 
 from __future__ import annotations

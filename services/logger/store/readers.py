@@ -8,7 +8,7 @@ gets no loan within a timeout gets OverloadedError.
     with readers.reader(caller_of(context)) as reader:
         async with reader(size): ...   # read the records, write them
 
-Everything belongs to the event loop's thread.
+Owned by the event loop.
 """
 
 from __future__ import annotations

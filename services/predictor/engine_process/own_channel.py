@@ -1,6 +1,6 @@
 """The front's own channel: hands the tokens of an engine process to merging slots, one for each request.
 
-Belongs to the event loop.
+Owned by the event loop.
 """
 
 from __future__ import annotations

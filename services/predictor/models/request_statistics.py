@@ -5,7 +5,7 @@ Requests of a batch count individually in `inferences`. Responses are counted by
 later ones together under LATER, which bounds the size of the report. Durations are nanoseconds: a request's begins at
 its arrival, a response's at the previous response; the first response's includes the time in the queue.
 
-Belongs to the event loop. Source of the definitions: Triton's statistics extension.
+Owned by the event loop. Source of the definitions: Triton's statistics extension.
 """
 
 from __future__ import annotations

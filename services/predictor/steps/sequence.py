@@ -1,6 +1,6 @@
 """One sequence of a steps call: what a call of its own would have, from its submission to its end.
 
-It counts as a request of its model, has the predictor's span, a duration and a log line. Belongs to the event loop.
+It counts as a request of its model, has the predictor's span, a duration and a log line. Owned by the event loop.
 """
 
 from __future__ import annotations

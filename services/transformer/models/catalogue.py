@@ -8,7 +8,7 @@ readable tokenizer takes text; any other is relayed. For a server without an ind
 `ready`, which health reports by that name, states whether a generation would work now; ServerReady, ModelReady and REST
 derive their answers from it. It is false while no predictor is ready, and finally once the process drains.
 
-Everything belongs to the event loop; files are read on separate threads.
+Owned by the event loop; files are read on separate threads.
 """
 
 from __future__ import annotations
