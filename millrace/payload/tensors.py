@@ -92,10 +92,11 @@ def _source(message: bytes | pb.ModelInferRequest | pb.ModelInferResponse, raw_f
     if isinstance(message, bytes):
         read = partial(_tensors, memoryview(message), raw_field)
         return DeferredTensors(read, len(message), partial(_heads, message, raw_field, False))
+    heads = _parsed_heads(message)
     whole = DeferredTensors(
         lambda: _tensors(memoryview(message.SerializeToString()), raw_field),
-        _memory_of(message),
-        lambda most_bytes: _parsed_heads(message) if not most_bytes else whole,
+        _memory_of(message, heads),
+        lambda most_bytes: whole if most_bytes else heads,
     )
     return whole
 
@@ -164,9 +165,9 @@ def _parsed_heads(message: pb.ModelInferRequest | pb.ModelInferResponse) -> Sequ
     ]
 
 
-def _memory_of(message: pb.ModelInferRequest | pb.ModelInferResponse) -> int:
+def _memory_of(message: pb.ModelInferRequest | pb.ModelInferResponse, heads: Sequence[RecordedTensor]) -> int:
     """The bytes of a parsed message: of a large one by its tensors' shapes, for protobuf measures it with a copy."""
-    sizes = [head.size for head in _parsed_heads(message)]
+    sizes = [head.size for head in heads]
     described = sum(size for size in sizes if size is not None)
     return described if described > _SMALL_BYTES and None not in sizes else message.ByteSize()
 

@@ -59,6 +59,7 @@ from services.predictor.engine.interface import EngineDeadError
 from services.predictor.models.served_model import VERSION
 from services.predictor.tensor_models.channel import Channel, ReaderLeftError
 from services.predictor.tensor_models.loop_thread import LoopThread
+from services.predictor.tensor_models.mailbox import Mailbox
 from services.predictor.tensor_models.python_code import PythonCode
 from services.predictor.tensor_models.python_request import Request, write_result
 
@@ -103,6 +104,7 @@ class PythonModel:
             self.thread.stop()
             raise
         self.thread.watch(timeout_s)
+        self._mailbox: Mailbox | None = None  # Of the event loop that uses the model.
         self._open: set[Channel[pb.ModelInferResponse]] = set()
         self.description = ModelDescription(
             platform="python",
@@ -157,14 +159,13 @@ class PythonModel:
         submitted_at = time.monotonic()
         await self._admission.enter(self.statistics.retry_after_ms)
         started_at = time.monotonic()
-        channel: Channel[pb.ModelInferResponse] = Channel(_UNREAD_RESPONSES)
-        loop = asyncio.get_running_loop()
+        mailbox = self._mailbox = self._mailbox or Mailbox(asyncio.get_running_loop())
+        channel: Channel[pb.ModelInferResponse] = Channel(_UNREAD_RESPONSES, mailbox, self.thread.mailbox)
 
         def ended(outcome: Outcome | None) -> None:
             if outcome is None:
                 channel.end(NotReadyError("the model is stopping"))
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(self._count, outcome or "cancelled", submitted_at, started_at)
+            mailbox.post(partial(self._count, outcome or "cancelled", submitted_at, started_at))
 
         try:
             work = self.thread.start(partial(self._run, request, channel), ended)
