@@ -1,8 +1,8 @@
 """A bounded queue between tasks on two event loops.
 
-The writer waits when `capacity` items are unread, until half of them are read, so a slow reader slows it down. One
-task writes, one reads; items arrive in order, before the end or the error that follows them. Either side may leave at
-any time, from any thread; the other side is notified.
+The writer waits when items of the weight `capacity` are unread, until half of it is read, so a slow reader slows it
+down. One task writes, one reads; items arrive in order, before the end or the error that follows them. Either side may
+leave at any time, from any thread; the other side is notified.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Channel(Generic[T]):
         self._readers = readers
         self._writers = writers
         self._lock = threading.Lock()
-        self._items: deque[T] = deque()
+        self._items: deque[tuple[T, int]] = deque()
+        self._weight = 0  # Of all of them.
         self._ended = False
         self._error: MillraceError | None = None
         self._left = False
@@ -42,14 +43,15 @@ class Channel(Generic[T]):
     def left(self) -> bool:
         return self._left
 
-    async def put(self, item: T) -> None:
-        """Adds an item once there is room; raises ReaderLeftError."""
+    async def put(self, item: T, weight: int = 1) -> None:
+        """Adds an item of at most the capacity's weight once there is room; raises ReaderLeftError."""
         while True:
             with self._lock:
                 if self._left:
                     raise ReaderLeftError
-                if len(self._items) < self._capacity:
-                    self._items.append(item)
+                if self._weight + weight <= self._capacity:
+                    self._items.append((item, weight))
+                    self._weight += weight
                     self._wake_reader()
                     return
                 wake = self._writer = asyncio.get_running_loop().create_future()
@@ -67,8 +69,9 @@ class Channel(Generic[T]):
         while True:
             with self._lock:
                 if self._items:
-                    item = self._items.popleft()
-                    if len(self._items) <= self._capacity // 2:
+                    item, weight = self._items.popleft()
+                    self._weight -= weight
+                    if self._weight <= self._capacity // 2:
                         self._wake_writer()
                     return item, self._ended and self._error is None and not self._items
                 if self._error is not None:
@@ -83,6 +86,7 @@ class Channel(Generic[T]):
         with self._lock:
             self._left = True
             self._items.clear()
+            self._weight = 0
             self._wake_writer()
 
     def _wake_reader(self) -> None:

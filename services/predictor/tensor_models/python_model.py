@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -52,6 +53,7 @@ from millrace.errors import (
 from millrace.oip.declared_tensors import check_inputs
 from millrace.oip.model_description import ModelDescription
 from millrace.oip.stream_infer import FINAL
+from millrace.oip.tensors import BYTES
 from millrace.python_tensors import BadResultError
 from millrace_protos import inference_pb2 as pb
 from services.predictor.counts import Outcome, RequestCounts
@@ -65,7 +67,8 @@ from services.predictor.tensor_models.python_request import Request, write_resul
 
 logger = logging.getLogger(__name__)
 
-_UNREAD_RESPONSES = 4
+_UNREAD_RESPONSES = 16  # Small ones; a large one counts as four.
+_LARGE_WEIGHT, _SMALL_NUMBERS = 4, 1024
 
 
 class _Admission:
@@ -221,7 +224,16 @@ class PythonModel:
             return
         async with aclosing(results):
             async for result in results:
-                await channel.put(write_result(message, result))
+                response = write_result(message, result)
+                await channel.put(response, _weight(response))
+
+
+def _weight(response: pb.ModelInferResponse) -> int:
+    """How much of the unread responses one is; the sizes of texts are unknown."""
+    is_small = all(
+        output.datatype != BYTES and math.prod(output.shape) <= _SMALL_NUMBERS for output in response.outputs
+    )
+    return 1 if is_small else _LARGE_WEIGHT
 
 
 async def _load(name: str, folder: Path) -> PythonCode:
