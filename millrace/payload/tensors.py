@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -34,6 +35,10 @@ MAX_FIELDS = 1024  # Of one message that are looked at.
 
 _TENSORS = 5  # inputs of ModelInferRequest, outputs of ModelInferResponse.
 _RAW_INPUTS, _RAW_OUTPUTS = 7, 6
+_MESSAGES: dict[int, type[pb.ModelInferRequest | pb.ModelInferResponse]] = {
+    _RAW_INPUTS: pb.ModelInferRequest,
+    _RAW_OUTPUTS: pb.ModelInferResponse,
+}
 _STREAMED = 2  # infer_response of ModelStreamInferResponse.
 _HEAD, _CONTENTS = frozenset({1, 2, 3}), 5  # Of InferInputTensor, and of InferOutputTensor, which is the same.
 # Fields of InferTensorContents that lie in a message as raw contents do, and those that are varints there.
@@ -92,10 +97,11 @@ def _source(message: bytes | pb.ModelInferRequest | pb.ModelInferResponse, raw_f
     if isinstance(message, bytes):
         read = partial(_tensors, memoryview(message), raw_field)
         return DeferredTensors(read, len(message), partial(_heads, message, raw_field, False))
+    heads = _parsed_heads(message)
     whole = DeferredTensors(
         lambda: _tensors(memoryview(message.SerializeToString()), raw_field),
-        _memory_of(message),
-        lambda most_bytes: _parsed_heads(message) if not most_bytes else whole,
+        _memory_of(message, heads),
+        lambda most_bytes: whole if most_bytes else heads,
     )
     return whole
 
@@ -164,9 +170,9 @@ def _parsed_heads(message: pb.ModelInferRequest | pb.ModelInferResponse) -> Sequ
     ]
 
 
-def _memory_of(message: pb.ModelInferRequest | pb.ModelInferResponse) -> int:
+def _memory_of(message: pb.ModelInferRequest | pb.ModelInferResponse, heads: Sequence[RecordedTensor]) -> int:
     """The bytes of a parsed message: of a large one by its tensors' shapes, for protobuf measures it with a copy."""
-    sizes = [head.size for head in _parsed_heads(message)]
+    sizes = [head.size for head in heads]
     described = sum(size for size in sizes if size is not None)
     return described if described > _SMALL_BYTES and None not in sizes else message.ByteSize()
 
@@ -180,6 +186,11 @@ def _size(datatype: str, shape: Sequence[int]) -> int | None:
 
 
 def _streamed(answer: bytes) -> list[RecordedTensor]:
+    if len(answer) <= _SMALL_BYTES:
+        with suppress(DecodeError):
+            tensors = _tensors_of(pb.ModelStreamInferResponse.FromString(answer).infer_response)
+            if tensors is not None:
+                return tensors
     try:
         found = _contents_of(memoryview(answer), {_STREAMED})
     except DecodeError:
@@ -187,7 +198,27 @@ def _streamed(answer: bytes) -> list[RecordedTensor]:
     return [tensor for response in found.get(_STREAMED, []) for tensor in _tensors(response, _RAW_OUTPUTS)]
 
 
+def _tensors_of(parsed: pb.ModelInferRequest | pb.ModelInferResponse) -> list[RecordedTensor] | None:
+    """The tensors of a small message, which protobuf parses sooner; None where their contents are not raw ones."""
+    described: Any  # Inputs and outputs have the same fields.
+    if isinstance(parsed, pb.ModelInferRequest):
+        described, raw = parsed.inputs, parsed.raw_input_contents
+    else:
+        described, raw = parsed.outputs, parsed.raw_output_contents
+    if len(raw) != len(described):
+        return None
+    return [
+        RecordedTensor(each.name, each.datatype, tuple(each.shape), data)
+        for each, data in zip(described, raw, strict=True)
+    ]
+
+
 def _tensors(message: memoryview, raw_field: int) -> list[RecordedTensor]:
+    if len(message) <= _SMALL_BYTES:
+        with suppress(DecodeError):
+            tensors = _tensors_of(_MESSAGES[raw_field].FromString(bytes(message)))
+            if tensors is not None:
+                return tensors
     try:
         found = _contents_of(message, {_TENSORS, raw_field})
     except DecodeError:

@@ -45,7 +45,7 @@ async def execute(request):
     try:
         for i in range(request.parameters.get("n", 3)):
             made.append(i)
-            yield {"i": np.array([i])}
+            yield {"i": np.full(request.parameters.get("size", 1), i)}
         while request.parameters.get("wait"):
             await asyncio.sleep(3600)
     finally:
@@ -103,15 +103,16 @@ async def test_infer_takes_one_response_or_none_and_refuses_more(make):
     assert len(globals_of(model)["closed"]) == 3
 
 
-async def test_a_slow_reader_holds_the_generator_back(make):
+@pytest.mark.parametrize(("size", "unread"), [(1, 16), (100_000, 4)])
+async def test_a_slow_reader_holds_the_generator_back(make, size, unread):
     model = make(COUNT)
-    async with aclosing(model.stream(request(n=1000), NO_DEADLINE)) as responses:
+    async with aclosing(model.stream(request(n=1000, size=size), NO_DEADLINE)) as responses:
         await anext(responses)
-        await until(lambda: len(globals_of(model)["made"]) >= 5)
+        await until(lambda: len(globals_of(model)["made"]) >= unread + 1)
         # As many as may wait, the one that was read, and the one that waits to be put.
         for _ in range(20):
             await asyncio.sleep(0)
-        assert len(globals_of(model)["made"]) <= 6
+        assert len(globals_of(model)["made"]) <= unread + 2
     await idle(model)
     assert globals_of(model)["closed"] == [True]
 

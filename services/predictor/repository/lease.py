@@ -8,8 +8,10 @@ model's own code does not return.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AbstractContextManager, aclosing, contextmanager
+from types import TracebackType
+from typing import Any
 
 from millrace.deadline import Deadline
 from millrace.errors import NotReadyError, OtherWeightsError
@@ -33,7 +35,7 @@ class Serving:
         self._idle = asyncio.Event()
         self._idle.set()
         self._stopped = False
-        self._waits: set[asyncio.Timeout] = set()
+        self._waits: set[_Wait] = set()
         # Of the weights that answer; "" if they have none.
         self.fingerprint = model.description.parameters.get(FINGERPRINT, "")
 
@@ -42,7 +44,7 @@ class Serving:
     ) -> pb.ModelInferResponse:
         with self._counted(request, deadline) as counted:
             check_requested_outputs(request)
-            async with self._until_stopped():
+            with _Wait(self):
                 response = await self.model.infer(request, deadline, first_token_timeout_s)
             self._sign(response)
             counted.response(response)
@@ -51,12 +53,12 @@ class Serving:
     async def stream(
         self, request: pb.ModelInferRequest, deadline: Deadline, first_token_timeout_s: float | None = None
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
-        is_first = True
+        is_first, wait = True, _Wait(self)
         with self._counted(request, deadline) as counted:
             check_requested_outputs(request)
             async with aclosing(self.model.stream(request, deadline, first_token_timeout_s)) as responses:
                 while True:
-                    async with self._until_stopped():
+                    with wait:
                         response = await anext(responses, None)
                     if response is None:
                         return
@@ -88,8 +90,8 @@ class Serving:
         """Closes the model, which takes seconds at most, and ends the requests in flight."""
         await asyncio.to_thread(_close, [self.model])
         self._stopped = True
-        for wait in self._waits:
-            wait.reschedule(asyncio.get_running_loop().time())
+        for wait in tuple(self._waits):
+            wait.end()
 
     def statistics(self) -> pb.ModelStatistics:
         """The model's row of ModelStatistics."""
@@ -135,23 +137,46 @@ class Serving:
             if not self._in_flight:
                 self._idle.set()
 
-    @asynccontextmanager
-    async def _until_stopped(self) -> AsyncIterator[None]:
-        """Raises NotReadyError from the block when the model is stopped."""
-        unloaded = NotReadyError(f"model {self.model.name!r} was unloaded")
-        if self._stopped:
-            raise unloaded
-        wait = asyncio.timeout(None)
-        self._waits.add(wait)
-        try:
-            async with wait:
-                yield
-        except TimeoutError:
-            if wait.expired():
-                raise unloaded from None
-            raise
-        finally:
-            self._waits.discard(wait)
+    def _unloaded(self) -> NotReadyError:
+        return NotReadyError(f"model {self.model.name!r} was unloaded")
+
+
+class _Wait:
+    """A request that waits for its model, in the block: raises NotReadyError from it when the model is stopped.
+
+    May be entered again and again, which costs a stream less than a timeout for each response.
+    """
+
+    __slots__ = ("_cancelled_before", "_is_cut", "_serving", "_task")
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._task: asyncio.Task[Any] | None = None
+        self._cancelled_before = 0  # How often that task was to be cancelled by others.
+        self._is_cut = False
+
+    def end(self) -> None:
+        """Ends the wait; from another task."""
+        if self._task is not None and not self._is_cut:
+            self._is_cut = self._task.cancel()
+
+    def __enter__(self) -> None:
+        serving = self._serving
+        if serving._stopped:
+            raise serving._unloaded()
+        self._task = task = asyncio.current_task()
+        self._cancelled_before = task.cancelling() if task is not None else 0
+        serving._waits.add(self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._serving._waits.discard(self)
+        task, self._task = self._task, None
+        # As asyncio.timeout does: a cancel that is not only ours stays one.
+        is_ours = self._is_cut and task is not None and task.uncancel() <= self._cancelled_before
+        if is_ours and kind is not None and issubclass(kind, asyncio.CancelledError):
+            raise self._serving._unloaded() from None
 
 
 def _close(models: list[ServedModel]) -> None:

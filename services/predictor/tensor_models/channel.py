@@ -1,8 +1,8 @@
 """A bounded queue between tasks on two event loops.
 
-The writer waits while `capacity` items are unread, so a slow reader slows it down. One task writes, one reads; items
-arrive in order, before the end or the error that follows them. Either side may leave at any time, from any thread; the
-other side is notified.
+The writer waits when items of the weight `capacity` are unread, until half of it is read, so a slow reader slows it
+down. One task writes, one reads; items arrive in order, before the end or the error that follows them. Either side may
+leave at any time, from any thread; the other side is notified.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
+from functools import partial
 from typing import Generic, TypeVar
 
 from millrace.errors import MillraceError
+from services.predictor.tensor_models.mailbox import Mailbox
 
 T = TypeVar("T")
 
@@ -22,12 +24,15 @@ class ReaderLeftError(Exception):
 
 
 class Channel(Generic[T]):
-    """See the module."""
+    """See the module; the mailboxes are those of the two event loops."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, readers: Mailbox, writers: Mailbox) -> None:
         self._capacity = capacity
+        self._readers = readers
+        self._writers = writers
         self._lock = threading.Lock()
-        self._items: deque[T] = deque()
+        self._items: deque[tuple[T, int]] = deque()
+        self._weight = 0  # Of all of them.
         self._ended = False
         self._error: MillraceError | None = None
         self._left = False
@@ -38,14 +43,15 @@ class Channel(Generic[T]):
     def left(self) -> bool:
         return self._left
 
-    async def put(self, item: T) -> None:
-        """Adds an item once there is room; raises ReaderLeftError."""
+    async def put(self, item: T, weight: int = 1) -> None:
+        """Adds an item of at most the capacity's weight once there is room; raises ReaderLeftError."""
         while True:
             with self._lock:
                 if self._left:
                     raise ReaderLeftError
-                if len(self._items) < self._capacity:
-                    self._items.append(item)
+                if self._weight + weight <= self._capacity:
+                    self._items.append((item, weight))
+                    self._weight += weight
                     self._wake_reader()
                     return
                 wake = self._writer = asyncio.get_running_loop().create_future()
@@ -63,8 +69,10 @@ class Channel(Generic[T]):
         while True:
             with self._lock:
                 if self._items:
-                    item = self._items.popleft()
-                    self._wake_writer()
+                    item, weight = self._items.popleft()
+                    self._weight -= weight
+                    if self._weight <= self._capacity // 2:
+                        self._wake_writer()
                     return item, self._ended and self._error is None and not self._items
                 if self._error is not None:
                     raise self._error
@@ -78,24 +86,18 @@ class Channel(Generic[T]):
         with self._lock:
             self._left = True
             self._items.clear()
+            self._weight = 0
             self._wake_writer()
 
     def _wake_reader(self) -> None:
         waiting, self._reader = self._reader, None
-        _wake(waiting)
+        if waiting is not None:
+            self._readers.post(partial(_set, waiting))
 
     def _wake_writer(self) -> None:
         waiting, self._writer = self._writer, None
-        _wake(waiting)
-
-
-def _wake(waiting: asyncio.Future[None] | None) -> None:
-    """Wakes the task of another thread's loop that awaits this; the caller holds the lock."""
-    if waiting is not None:
-        loop = waiting.get_loop()
-        # A closed loop has no tasks left.
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(_set, waiting)
+        if waiting is not None:
+            self._writers.post(partial(_set, waiting))
 
 
 def _set(future: asyncio.Future[None]) -> None:

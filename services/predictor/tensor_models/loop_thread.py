@@ -17,6 +17,7 @@ import uvloop
 
 from millrace.errors import NotReadyError
 from millrace.rpc.watchdog import LoopWatchdog, dump_tracebacks
+from services.predictor.tensor_models.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
 
@@ -28,15 +29,16 @@ _STOP_TIMEOUT_S = 1.0  # For each of the two: cancelled tasks, and the final cor
 class Work:
     """A task on the thread's loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, mailbox: Mailbox) -> None:
         self.task: asyncio.Task[Any] | None = None
-        self._loop = loop
+        self.has_ended = False
+        self._mailbox = mailbox
 
     def cancel(self) -> None:
         """Cancels the task; returns at once."""
-        # The loop keeps the order of calls, so the task has started by then; a closed loop has ended it.
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._cancel)
+        if not self.has_ended:
+            # The mailbox keeps the order of calls, so the task has started by then.
+            self._mailbox.post(self._cancel)
 
     def _cancel(self) -> None:
         if self.task is not None:
@@ -48,6 +50,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = uvloop.new_event_loop()
+        self.mailbox = Mailbox(self._loop)
         self.stopping = False
         self._ended = False
         self._stopped = threading.Event()
@@ -66,15 +69,25 @@ class LoopThread:
 
         `ended` is called on the thread with the task's result, or with None if it was cancelled.
         """
-        work = Work(self._loop)
+        work = Work(self.mailbox)
 
-        def run() -> None:
-            task = work.task = self._loop.create_task(begin())
-            task.add_done_callback(lambda task: ended(None if task.cancelled() else task.result()))
+        async def run() -> None:
+            result = await begin()
+            work.has_ended = True
+            ended(result)
+
+        def cancelled(task: asyncio.Task[None]) -> None:
+            if task.cancelled():
+                work.has_ended = True
+                ended(None)
+
+        def create() -> None:
+            work.task = self._loop.create_task(run())
+            work.task.add_done_callback(cancelled)
 
         if self.stopping or self._stopped.is_set():
             raise NotReadyError("the model is stopping")
-        self._loop.call_soon_threadsafe(run)
+        self.mailbox.post(create)
         return work
 
     def call(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:

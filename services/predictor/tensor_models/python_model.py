@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -52,6 +53,7 @@ from millrace.errors import (
 from millrace.oip.declared_tensors import check_inputs
 from millrace.oip.model_description import ModelDescription
 from millrace.oip.stream_infer import FINAL
+from millrace.oip.tensors import BYTES
 from millrace.python_tensors import BadResultError
 from millrace_protos import inference_pb2 as pb
 from services.predictor.counts import Outcome, RequestCounts
@@ -59,12 +61,14 @@ from services.predictor.engine.interface import EngineDeadError
 from services.predictor.models.served_model import VERSION
 from services.predictor.tensor_models.channel import Channel, ReaderLeftError
 from services.predictor.tensor_models.loop_thread import LoopThread
+from services.predictor.tensor_models.mailbox import Mailbox
 from services.predictor.tensor_models.python_code import PythonCode
 from services.predictor.tensor_models.python_request import Request, write_result
 
 logger = logging.getLogger(__name__)
 
-_UNREAD_RESPONSES = 4
+_UNREAD_RESPONSES = 16  # Small ones; a large one counts as four.
+_LARGE_WEIGHT, _SMALL_NUMBERS = 4, 1024
 
 
 class _Admission:
@@ -103,6 +107,7 @@ class PythonModel:
             self.thread.stop()
             raise
         self.thread.watch(timeout_s)
+        self._mailbox: Mailbox | None = None  # Of the event loop that uses the model.
         self._open: set[Channel[pb.ModelInferResponse]] = set()
         self.description = ModelDescription(
             platform="python",
@@ -157,14 +162,13 @@ class PythonModel:
         submitted_at = time.monotonic()
         await self._admission.enter(self.statistics.retry_after_ms)
         started_at = time.monotonic()
-        channel: Channel[pb.ModelInferResponse] = Channel(_UNREAD_RESPONSES)
-        loop = asyncio.get_running_loop()
+        mailbox = self._mailbox = self._mailbox or Mailbox(asyncio.get_running_loop())
+        channel: Channel[pb.ModelInferResponse] = Channel(_UNREAD_RESPONSES, mailbox, self.thread.mailbox)
 
         def ended(outcome: Outcome | None) -> None:
             if outcome is None:
                 channel.end(NotReadyError("the model is stopping"))
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(self._count, outcome or "cancelled", submitted_at, started_at)
+            mailbox.post(partial(self._count, outcome or "cancelled", submitted_at, started_at))
 
         try:
             work = self.thread.start(partial(self._run, request, channel), ended)
@@ -220,7 +224,16 @@ class PythonModel:
             return
         async with aclosing(results):
             async for result in results:
-                await channel.put(write_result(message, result))
+                response = write_result(message, result)
+                await channel.put(response, _weight(response))
+
+
+def _weight(response: pb.ModelInferResponse) -> int:
+    """How much of the unread responses one is; the sizes of texts are unknown."""
+    is_small = all(
+        output.datatype != BYTES and math.prod(output.shape) <= _SMALL_NUMBERS for output in response.outputs
+    )
+    return 1 if is_small else _LARGE_WEIGHT
 
 
 async def _load(name: str, folder: Path) -> PythonCode:
