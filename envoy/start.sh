@@ -1,10 +1,24 @@
 #!/usr/bin/env bash
 # Runs Envoy in its container, with the arguments given and the configuration beside this file, into which
-# GATEWAY_ALLOWED_ORIGINS is written as runner/envoy_config.py does it. Envoy itself cuts every call at SIGTERM; here it
+# GATEWAY_ALLOWED_ORIGINS is written as runner/envoy_config.py does it; refuses what runner/settings.py does. Envoy itself cuts every call at SIGTERM; here it
 # takes no new ones, and those in flight have DRAIN_S seconds first. At SIGHUP another Envoy, which reads all files anew,
 # takes over its sockets, and the one before goes on with the calls that it has, for RELOAD_PATIENCE_S. Bash alone: the
 # image has no curl.
 set -euo pipefail
+
+# Whether the settings of who may call are as runner/settings.py has them.
+check_callers() {
+  local host='[A-Za-z0-9.-]+'
+  if ! [[ ${GATEWAY_HOSTS:-} =~ ^(\*|$host(,$host)*)?$ ]]; then
+    echo "GATEWAY_HOSTS=$GATEWAY_HOSTS: is neither * nor a comma list of host names such as models.example.com" >&2
+    return 78
+  fi
+  if [[ ${GATEWAY_BIND:-127.0.0.1} != 127.* && ${GATEWAY_INSECURE:-false} != true ]]; then
+    echo "GATEWAY_BIND=$GATEWAY_BIND: everyone who reaches this address could read prompts, delete records and unload" \
+      "models; GATEWAY_INSECURE=true allows it, for example behind a proxy that checks its callers" >&2
+    return 78
+  fi
+}
 
 # The configuration with the origins of GATEWAY_ALLOWED_ORIGINS, whose letters mean nothing in YAML.
 configuration() {
@@ -92,6 +106,7 @@ workers=$((workers > 0 ? workers : 1))
 REST_BODIES_MIB=$((512 / workers))
 export REST_BODIES_MIB=$((REST_BODIES_MIB > 80 ? REST_BODIES_MIB : 80))
 config=${TMPDIR:-/tmp}/envoy.yaml
+check_callers
 configuration >"$config"
 arguments=("$@") epoch=0 before=
 launch

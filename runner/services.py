@@ -85,7 +85,7 @@ def plan(
         envoy=ProcessSpec(
             name="envoy",
             command=commands.get("envoy", _envoy_command(envoy_config)),
-            environment=inherited | _envoy(settings),
+            environment=inherited | gateway_environment(settings),
             port=settings.gateway_port,
             grace_s=_GRACE_S["envoy"],
             fatal_exit_codes=frozenset({_ENVOY_REFUSED}),
@@ -158,8 +158,11 @@ def _transformer(settings: StackSettings) -> Environment:
     }
 
 
-def _envoy(settings: StackSettings) -> Environment:
+def gateway_environment(settings: StackSettings) -> Environment:
+    """What Envoy's scripts and its page read."""
     return {
+        "GATEWAY_HOSTS": settings.gateway_hosts,
+        "GATEWAY_ALLOWED_ORIGINS": settings.gateway_allowed_origins,
         "TRACE_PAGE": settings.gateway_trace_page,
         "DEVELOPMENT": _lower(settings.development),
         "DIRECT_MODELS": str(direct_models(settings)),

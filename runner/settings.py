@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from dotenv import dotenv_values
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from millrace.errors import StartupError
@@ -36,6 +36,7 @@ _ENV_FILE = HOME / ".env"
 _PASSED_ON = ("TRANSFORMER_", "PREDICTOR_", "LOGGER_", "OTEL_", "HF_")
 
 _ORIGIN = r"https?://[A-Za-z0-9.\[\]:-]+"
+_HOST = r"[A-Za-z0-9.-]+"
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 MetricsPort = Annotated[int, Field(ge=0, le=65535)]  # 0: no page.
@@ -46,6 +47,10 @@ class StackSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_file=_ENV_FILE, env_ignore_empty=True, extra="ignore", frozen=True)
 
+    gateway_insecure: bool = Field(
+        False,
+        description="Whether the gateway may listen beyond loopback, where everyone who reaches it may do everything.",
+    )
     gateway_bind: IPv4Address = Field(
         IPv4Address(LOOPBACK), description="Address the gateway's public port listens on."
     )
@@ -55,6 +60,11 @@ class StackSettings(BaseSettings):
     gateway_trace_percent: int = Field(100, ge=0, le=100, description="Percentage of requests that Envoy traces.")
     gateway_allowed_origins: str = Field(
         "", description="Comma list of the origins (https://host:port) whose pages may call the gateway, or *."
+    )
+    gateway_hosts: str = Field(
+        "",
+        description="Comma list of the host names by which the gateway may be called, or *. Addresses, localhost and"
+        " names without a dot always may.",
     )
     gateway_trace_page: str = Field(
         "", description="Address of a trace for the playground's links, without the id at its end. Empty: no links."
@@ -82,6 +92,16 @@ class StackSettings(BaseSettings):
     )
     run_folder: Path = Field(HOME / ".run", description="Logs, payload database and derived configuration.")
 
+    @field_validator("gateway_bind")
+    @classmethod
+    def _is_open_on_purpose(cls, value: IPv4Address, info: ValidationInfo) -> IPv4Address:
+        if not value.is_loopback and not info.data.get("gateway_insecure"):
+            raise ValueError(
+                "everyone who reaches this address could read prompts, delete records and unload models;"
+                " GATEWAY_INSECURE=true allows it, for example behind a proxy that checks its callers"
+            )
+        return value
+
     @field_validator("otel_exporter_otlp_endpoint", "otel_exporter_otlp_traces_endpoint")
     @classmethod
     def _has_host_and_port(cls, value: str) -> str:
@@ -98,6 +118,13 @@ class StackSettings(BaseSettings):
         if not re.fullmatch(rf"(\*|{_ORIGIN}(,{_ORIGIN})*)?", value):
             raise ValueError("is neither * nor a comma list of origins such as https://host:port")
         return value
+
+    @field_validator("gateway_hosts")
+    @classmethod
+    def _lists_hosts(cls, value: str) -> str:
+        if not re.fullmatch(rf"(\*|{_HOST}(,{_HOST})*)?", value):
+            raise ValueError("is neither * nor a comma list of host names such as models.example.com")
+        return value.lower()
 
     @field_validator("gateway_trace_page")
     @classmethod

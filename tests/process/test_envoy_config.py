@@ -214,7 +214,7 @@ def test_what_only_the_transformer_may_say_is_taken_from_strangers(config: Confi
 
 @pytest.mark.parametrize("origins", ["", "*", "https://a.example", "https://a.example,http://[::1]:3000"])
 def test_the_container_allows_the_origins_that_the_local_runner_allows(tmp_path: Path, origins: str) -> None:
-    assert start(tmp_path, origins).returncode == 0
+    assert start(tmp_path, GATEWAY_ALLOWED_ORIGINS=origins).returncode == 0
     in_container = yaml.safe_load((tmp_path / "envoy.yaml").read_text())
     locally = envoy_config.derive(StackSettings(run_folder=tmp_path, gateway_allowed_origins=origins))
     assert cors(in_container) == cors(locally)
@@ -223,20 +223,47 @@ def test_the_container_allows_the_origins_that_the_local_runner_allows(tmp_path:
 
 @pytest.mark.parametrize("origins", ["a.example", "https://a.example, https://b.example", 'https://a"', "*,https://a"])
 def test_what_is_no_origin_is_refused_alike(tmp_path: Path, origins: str) -> None:
-    started = start(tmp_path, origins)
+    started = start(tmp_path, GATEWAY_ALLOWED_ORIGINS=origins)
     assert started.returncode != 0
     assert "neither * nor a comma list of origins" in started.stderr
     with pytest.raises(ValidationError, match="neither \\* nor a comma list of origins"):
         StackSettings(run_folder=tmp_path, gateway_allowed_origins=origins)
 
 
-def start(folder: Path, origins: str) -> subprocess.CompletedProcess[str]:
+@pytest.mark.parametrize("hosts", ["a.example,b", "*"])
+def test_hosts_are_accepted_alike(tmp_path: Path, hosts: str) -> None:
+    assert start(tmp_path, GATEWAY_HOSTS=hosts).returncode == 0
+    assert StackSettings(run_folder=tmp_path, gateway_hosts=hosts).gateway_hosts == hosts
+
+
+@pytest.mark.parametrize("hosts", ["a.example, b.example", "https://a.example", "*,a", "a:8080"])
+def test_what_is_no_host_is_refused_alike(tmp_path: Path, hosts: str) -> None:
+    started = start(tmp_path, GATEWAY_HOSTS=hosts)
+    assert started.returncode == 78
+    assert "neither * nor a comma list of host names" in started.stderr
+    with pytest.raises(ValidationError, match="neither \\* nor a comma list of host names"):
+        StackSettings(run_folder=tmp_path, gateway_hosts=hosts)
+
+
+def test_an_address_beyond_loopback_is_refused_alike_unless_that_is_meant(tmp_path: Path) -> None:
+    refused = start(tmp_path, GATEWAY_BIND="0.0.0.0")
+    assert refused.returncode == 78
+    assert refused.stderr.startswith("GATEWAY_BIND=0.0.0.0: everyone ")
+    assert "\n" not in refused.stderr.strip()
+    with pytest.raises(ValidationError) as error:
+        StackSettings(run_folder=tmp_path, gateway_bind=IPv4Address("0.0.0.0"))
+    assert error.value.errors()[0]["msg"].removeprefix("Value error, ") in refused.stderr
+    (tmp_path / "envoy").unlink()
+    assert start(tmp_path, GATEWAY_BIND="0.0.0.0", GATEWAY_INSECURE="true").returncode == 0
+
+
+def start(folder: Path, **settings: str) -> subprocess.CompletedProcess[str]:
     """Runs what the container runs, with `true` as its Envoy; the configuration is left in the folder."""
     (folder / "envoy").symlink_to("/bin/true")
     variables = {"PATH": f"{folder}:{os.environ['PATH']}", "TMPDIR": str(folder), "DRAIN_S": "1"}
     return subprocess.run(
         ["bash", envoy_config.ENVOY_FOLDER / "start.sh"],
-        env=variables | {"GATEWAY_ALLOWED_ORIGINS": origins},
+        env=variables | settings,
         capture_output=True,
         text=True,
         timeout=60,

@@ -19,6 +19,8 @@ from runner.settings import StackSettings
         ("GATEWAY_PORT", "http", "GATEWAY_PORT=http: "),
         ("GATEWAY_TRACE_PERCENT", "101", "GATEWAY_TRACE_PERCENT=101: "),
         ("GATEWAY_BIND", "localhost", "GATEWAY_BIND=localhost: "),
+        ("GATEWAY_BIND", "0.0.0.0", "GATEWAY_BIND=0.0.0.0: everyone who reaches this address could "),
+        ("GATEWAY_HOSTS", "a.example, b", "GATEWAY_HOSTS=a.example, b: is neither * nor a comma list of host names"),
         ("PREDICTORS", "0", "PREDICTORS=0: "),
         ("DEVICE", "tpu", "DEVICE=tpu: "),
         ("OTEL_EXPORTER_OTLP_ENDPOINT", "jaeger", "OTEL_EXPORTER_OTLP_ENDPOINT=jaeger: is not http://host:port"),
@@ -41,5 +43,6 @@ def test_the_environment_wins_over_the_file(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_address_for_everyone_is_reached_on_loopback(tmp_path: Path) -> None:
-    settings = StackSettings(gateway_bind=IPv4Address("0.0.0.0"), gateway_port=8081, run_folder=tmp_path)
+    address = IPv4Address("0.0.0.0")
+    settings = StackSettings(gateway_insecure=True, gateway_bind=address, gateway_port=8081, run_folder=tmp_path)
     assert settings.gateway == "127.0.0.1:8081"

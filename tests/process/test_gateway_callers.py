@@ -1,0 +1,131 @@
+"""Which web pages may call: those of the gateway and of the allowed origins, by a host name that no stranger owns.
+
+A page of another origin can send a form or `text/plain` without asking the gateway first. A page whose host name was
+made to lead to this machine (DNS rebinding) has the gateway's own origin; only the host name distinguishes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from tests.process.gateway_before_fakes import HOST, METADATA, OPENAI, ORIGIN, V2, Gateway, running_gateway
+
+GRPC, GRPC_WEB, REST, FORM = "application/grpc", "application/grpc-web+proto", "application/json", "text/plain"
+REQUESTS = [(METADATA, GRPC), (METADATA, GRPC_WEB), (OPENAI, REST), (OPENAI, FORM)]
+
+
+@pytest_asyncio.fixture(scope="module")
+async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
+    async with running_gateway(tmp_path_factory.mktemp("gateway")) as running:
+        yield running
+
+
+async def call(gateway: Gateway, path: str, content_type: str, host: str, *origins: str) -> tuple[str, str]:
+    """The status of an answer, gRPC's if it has one, and the hop that failed, if any."""
+
+    def send() -> tuple[str, str]:
+        connection = http.client.HTTPConnection(gateway.address, timeout=30)
+        try:
+            body = bytes(5) if content_type.startswith(GRPC) else b"{}"
+            connection.putrequest("POST", path, skip_host=True)
+            for name, value in (("host", host), ("content-type", content_type), ("content-length", str(len(body)))):
+                connection.putheader(name, value)
+            for origin in origins:
+                connection.putheader("origin", origin)
+            connection.endheaders(body)
+            response = connection.getresponse()
+            answer = response.read()
+            found = {name.lower(): value for name, value in response.getheaders()}
+            status = found.get("grpc-status", "") if content_type.startswith(GRPC) else str(response.status)
+            if not status:  # gRPC's status is in the trailers, which gRPC-Web writes into the body.
+                status = "0" if b"grpc-status:0" in answer or content_type == GRPC else "?"
+            return status, found.get("x-failed-hop", "")
+        finally:
+            connection.close()
+
+    return await asyncio.to_thread(send)
+
+
+def refused(content_type: str) -> tuple[str, str]:
+    return ("7" if content_type.startswith(GRPC) else "403"), "gateway"
+
+
+def served(content_type: str) -> tuple[str, str]:
+    return ("0" if content_type.startswith(GRPC) else "200"), ""
+
+
+@pytest.mark.parametrize(("path", "content_type"), REQUESTS)
+async def test_a_page_of_another_origin_is_refused(gateway: Gateway, path: str, content_type: str) -> None:
+    port = gateway.address.partition(":")[2]
+    others = [
+        "http://evil.example",
+        "null",
+        "",
+        f"http://127.0.0.1:{int(port) + 1}",
+        "http://127.0.0.1",
+        ORIGIN + ".evil",
+    ]
+    for origin in others:
+        assert await call(gateway, path, content_type, gateway.address, origin) == refused(content_type), origin
+    # Of two, the first is allowed.
+    assert await call(gateway, path, content_type, gateway.address, ORIGIN, others[0]) == refused(content_type)
+
+
+@pytest.mark.parametrize(("path", "content_type"), REQUESTS)
+async def test_the_gateway_s_own_page_and_allowed_ones_are_served(
+    gateway: Gateway, path: str, content_type: str
+) -> None:
+    own = f"http://{gateway.address}"
+    for host, origins in (
+        (gateway.address, ()),
+        (gateway.address, (own,)),
+        (gateway.address, (ORIGIN,)),
+        (gateway.address, (ORIGIN.upper(),)),
+        (HOST, (f"https://{HOST}",)),  # A proxy before the gateway ends TLS.
+        (HOST.upper(), (f"https://{HOST}",)),
+    ):
+        assert await call(gateway, path, content_type, host, *origins) == served(content_type), (host, origins)
+
+
+@pytest.mark.parametrize(("path", "content_type"), REQUESTS)
+async def test_a_name_that_a_stranger_may_own_is_refused_and_others_are_served(
+    gateway: Gateway, path: str, content_type: str
+) -> None:
+    for host in (
+        "evil.example",
+        "evil.example:8080",
+        "127.0.0.1.evil.example",
+        "localhost.",
+        f"{HOST}.evil",
+        "1.2.3.4.5",
+    ):
+        # Its page has the origin of its name.
+        for origins in ((), (f"http://{host}",)):
+            assert await call(gateway, path, content_type, host, *origins) == refused(content_type), host
+    for host in (
+        "localhost",
+        "localhost:1",
+        "a.localhost",
+        "envoy:8080",
+        "[::1]:8080",
+        "[::1]",
+        "10.0.0.1",
+        HOST,
+        f"{HOST}:9",
+    ):
+        assert await call(gateway, path, content_type, host) == served(content_type), host
+
+
+async def test_what_only_reads_is_refused_too_and_says_what_to_do(gateway: Gateway) -> None:
+    for path in ("/", V2, "/millrace/v1/payloads", "/nothing"):
+        answer = await gateway.request("GET", path, host="evil.example")
+        assert (answer.status, answer.headers["x-failed-hop"]) == (403, "gateway"), path
+        assert "GATEWAY_HOSTS" in answer.json["error"]
+    page = await gateway.request("POST", OPENAI, b"{}", origin="http://evil.example")
+    assert page.json["error"]["type"] == "permission_error"
+    assert "GATEWAY_ALLOWED_ORIGINS" in page.json["error"]["message"]
