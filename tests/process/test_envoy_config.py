@@ -95,6 +95,7 @@ def test_envoy_accepts_the_derived_file(tmp_path: Path, origins: str) -> None:
 
 def test_derived_addresses_follow_the_settings_and_nothing_else_changes(tmp_path: Path, config: Config) -> None:
     settings = StackSettings(
+        gateway_insecure=True,
         gateway_bind=IPv4Address("0.0.0.0"),
         gateway_port=18080,
         gateway_inner_port=18090,
