@@ -70,6 +70,11 @@ end
 local HOSTS, ANY_HOST = list_of("GATEWAY_HOSTS")
 local ORIGINS, ANY_ORIGIN = list_of("GATEWAY_ALLOWED_ORIGINS")
 
+-- Whether the operator's methods are refused but at the management listener; the routes refuse them, which see the method
+-- that a REST path means.
+local MANAGEMENT_IS_CLOSED = os.getenv("PUBLIC_MANAGEMENT") == "false"
+local MANAGEMENT_ADDRESS = ":" .. (os.getenv("MANAGEMENT_PORT") or "8081") .. "$"
+
 local held = 0 -- Bytes.
 local collected_at = 0 -- When what is dead was last looked for, in whole seconds.
 -- A hold lasts until its answer begins, or as long as the request's handle, which is the stream: one that is reset runs
@@ -233,6 +238,10 @@ end
 
 function envoy_on_request(handle)
   local headers = handle:headers()
+  if MANAGEMENT_IS_CLOSED and not handle:streamInfo():downstreamLocalAddress():find(MANAGEMENT_ADDRESS) then
+    handle:streamInfo():dynamicMetadata():set("millrace.management", "closed", true)
+    handle:clearRouteCache()
+  end
   local status, message, of_grpc = check_headers(headers)
   if (headers:get("content-type") or ""):find("^application/grpc") then
     if status == nil and #of_grpc > 0 then

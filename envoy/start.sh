@@ -6,16 +6,17 @@
 # image has no curl.
 set -euo pipefail
 
-# Whether the settings of who may call are as runner/settings.py has them.
+# Whether the settings of who may call are as runner/settings.py has them; closes management beyond loopback.
 check_callers() {
   local host='[A-Za-z0-9.-]+'
+  if [[ ${GATEWAY_BIND:-127.0.0.1} != 127.* ]]; then export PUBLIC_MANAGEMENT=false; fi
   if ! [[ ${GATEWAY_HOSTS:-} =~ ^(\*|$host(,$host)*)?$ ]]; then
     echo "GATEWAY_HOSTS=$GATEWAY_HOSTS: is neither * nor a comma list of host names such as models.example.com" >&2
     return 78
   fi
   if [[ ${GATEWAY_BIND:-127.0.0.1} != 127.* && ${GATEWAY_INSECURE:-false} != true ]]; then
-    echo "GATEWAY_BIND=$GATEWAY_BIND: everyone who reaches this address could read prompts, delete records and unload" \
-      "models; GATEWAY_INSECURE=true allows it, for example behind a proxy that checks its callers" >&2
+    echo "GATEWAY_BIND=$GATEWAY_BIND: everyone who reaches this address could use the models; GATEWAY_INSECURE=true" \
+      "allows it, for example behind a proxy that checks its callers" >&2
     return 78
   fi
 }

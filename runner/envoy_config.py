@@ -54,6 +54,7 @@ def _derive(settings: StackSettings, text: str) -> Config:
 
     listeners: dict[str, Address] = {
         "ingress": (str(settings.gateway_bind), settings.gateway_port),
+        "management": (LOOPBACK, settings.management_port),
         "inner": (LOOPBACK, settings.gateway_inner_port),
     }
     for listener in config["static_resources"]["listeners"]:

@@ -44,6 +44,7 @@ def free_settings(run_folder: Path, **overrides: Any) -> StackSettings:
             "transformer_metrics_port": base + 6,
             "logger_metrics_port": base + 7,
             "predictor_metrics_port": base + 8,
+            "management_port": base + 9,
             "models": DEFAULT_MODELS,
             "predictors": 1,
             "device": "cpu",

@@ -52,6 +52,7 @@ class Report:
         pages = [page for kind in stack.metrics_pages.values() for page in kind]
         request = json.dumps({"model": stack.settings.first_model, "prompt": "Once upon a time"})
         return [
+            ("management", f"127.0.0.1:{stack.settings.management_port}"),
             ("inner", stack.addresses["inner"]),
             ("admin", f"127.0.0.1:{stack.settings.gateway_admin_port}"),
             *(("metrics", f"http://{host}:{port}{path}") for host, port, path in pages),

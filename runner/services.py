@@ -161,6 +161,8 @@ def _transformer(settings: StackSettings) -> Environment:
 def gateway_environment(settings: StackSettings) -> Environment:
     """What Envoy's scripts and its page read."""
     return {
+        "PUBLIC_MANAGEMENT": _lower(settings.gateway_bind.is_loopback),
+        "MANAGEMENT_PORT": str(settings.management_port),
         "GATEWAY_HOSTS": settings.gateway_hosts,
         "GATEWAY_ALLOWED_ORIGINS": settings.gateway_allowed_origins,
         "TRACE_PAGE": settings.gateway_trace_page,

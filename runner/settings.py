@@ -55,6 +55,11 @@ class StackSettings(BaseSettings):
         IPv4Address(LOOPBACK), description="Address the gateway's public port listens on."
     )
     gateway_port: Port = Field(8080, description="The public port.")
+    management_port: Port = Field(
+        8081,
+        description="Port on loopback where load, unload, the payload log and the settings of logs and traces are"
+        " always served; the public port serves them only if it listens on loopback itself.",
+    )
     gateway_inner_port: Port = Field(8090, description="Port that leads from the transformer to the predictors.")
     gateway_admin_port: Port = Field(9901, description="Envoy's admin port.")
     gateway_trace_percent: int = Field(100, ge=0, le=100, description="Percentage of requests that Envoy traces.")
@@ -97,7 +102,7 @@ class StackSettings(BaseSettings):
     def _is_open_on_purpose(cls, value: IPv4Address, info: ValidationInfo) -> IPv4Address:
         if not value.is_loopback and not info.data.get("gateway_insecure"):
             raise ValueError(
-                "everyone who reaches this address could read prompts, delete records and unload models;"
+                "everyone who reaches this address could use the models;"
                 " GATEWAY_INSECURE=true allows it, for example behind a proxy that checks its callers"
             )
         return value
@@ -162,6 +167,7 @@ class StackSettings(BaseSettings):
         """Every port of the stack by the setting that chooses it."""
         ports = {
             "GATEWAY_PORT": (self.gateway_port,),
+            "MANAGEMENT_PORT": (self.management_port,),
             "GATEWAY_INNER_PORT": (self.gateway_inner_port,),
             "GATEWAY_ADMIN_PORT": (self.gateway_admin_port,),
             "TRANSFORMER_PORT": (self.transformer_port,),

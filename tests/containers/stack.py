@@ -70,7 +70,7 @@ class ComposeStack:
 
     def __init__(self, folder: Path) -> None:
         """`folder` is empty: it stands for a wheelhouse where this machine has none."""
-        # Three ports that no client's own can take; which is whose does not matter.
+        # Ports that no client's own can take; which is whose does not matter.
         ports = free_settings(folder)
         self.gateway = f"127.0.0.1:{ports.gateway_port}"
         self.jaeger_page = f"http://127.0.0.1:{ports.gateway_inner_port}"
@@ -82,6 +82,7 @@ class ComposeStack:
             "COMPOSE_PROJECT_NAME": _PROJECT,
             "IMAGE_TAG": "test",
             "GATEWAY_PORT": str(ports.gateway_port),
+            "MANAGEMENT_PORT": str(ports.management_port),
             "JAEGER_PORT": str(ports.gateway_inner_port),
             "LOCUST_PORT": str(ports.gateway_admin_port),
             "CA_BUNDLE": os.environ.get("PIP_CERT") or ssl.get_default_verify_paths().cafile or os.devnull,

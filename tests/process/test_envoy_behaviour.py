@@ -53,7 +53,8 @@ async def lonely_gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncItera
     settings = free_settings(folder)
     process = start_envoy(settings, folder)
     inner, admin = (f"127.0.0.1:{port}" for port in (settings.gateway_inner_port, settings.gateway_admin_port))
-    alone = Gateway(settings.gateway, FakeOpenAI(), inner, Collector(), admin, process, FakeHealth())
+    management = f"127.0.0.1:{settings.management_port}"
+    alone = Gateway(settings.gateway, FakeOpenAI(), inner, Collector(), admin, process, FakeHealth(), management)
     async with alone.channel() as channel:
         await asyncio.wait_for(channel.channel_ready(), 30)
     yield alone

@@ -60,7 +60,10 @@ def routes(config: Config, listener: str, host: str) -> dict[str, Config]:
     """Path or prefix → route, of one virtual host."""
     hosts = connection_manager(config, listener)["route_config"]["virtual_hosts"]
     (found,) = [one for one in hosts if one["name"] == host]
-    return {one["match"].get("path") or one["match"]["prefix"]: one for one in found["routes"]}
+    return {
+        one["match"].get("path") or one["match"].get("prefix") or one["match"]["safe_regex"]["regex"]: one
+        for one in found["routes"]
+    }
 
 
 def every_route(config: Config) -> list[tuple[str, Config]]:
@@ -98,6 +101,7 @@ def test_derived_addresses_follow_the_settings_and_nothing_else_changes(tmp_path
         gateway_insecure=True,
         gateway_bind=IPv4Address("0.0.0.0"),
         gateway_port=18080,
+        management_port=18081,
         gateway_inner_port=18090,
         gateway_admin_port=19901,
         gateway_trace_percent=5,
@@ -118,6 +122,7 @@ def test_derived_addresses_follow_the_settings_and_nothing_else_changes(tmp_path
 
     assert [addresses(one) for one in derived["static_resources"]["listeners"]] == [
         [("0.0.0.0", 18080)],
+        [("127.0.0.1", 18081)],
         [("127.0.0.1", 18090)],
     ]
     assert {name: addresses(cluster) for name, cluster in clusters(derived).items()} == {
