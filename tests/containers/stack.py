@@ -73,6 +73,7 @@ class ComposeStack:
         # Ports that no client's own can take; which is whose does not matter.
         ports = free_settings(folder)
         self.gateway = f"127.0.0.1:{ports.gateway_port}"
+        self.management = f"127.0.0.1:{ports.management_port}"
         self.jaeger_page = f"http://127.0.0.1:{ports.gateway_inner_port}"
         self.locust_page = f"http://127.0.0.1:{ports.gateway_admin_port}"
         self.times: list[tuple[str, float]] = []

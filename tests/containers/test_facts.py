@@ -84,8 +84,9 @@ def test_only_the_gateway_and_the_pages_are_published_and_on_loopback_alone(stac
             for binding in bindings or ():
                 assert binding["HostIp"] == "127.0.0.1", (service, port)
                 published.setdefault(service, []).append(port)
-    assert published == {"envoy": ["8080/tcp"], "jaeger": ["16686/tcp"], "locust": ["8089/tcp"]}
-    ports = {stack.gateway.rpartition(":")[2], *(p.rpartition(":")[2] for p in (stack.jaeger_page, stack.locust_page))}
+    assert published == {"envoy": ["8080/tcp", "8081/tcp"], "jaeger": ["16686/tcp"], "locust": ["8089/tcp"]}
+    pages = (stack.gateway, stack.management, stack.jaeger_page, stack.locust_page)
+    ports = {page.rpartition(":")[2] for page in pages}
     listening = [c.laddr for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     assert {address.ip for address in listening if str(address.port) in ports} == {"127.0.0.1"}
 

@@ -18,6 +18,6 @@ def test_the_second_gateway_of_the_readme(engine, tmp_path):
     told = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=60).stdout
     first, second = (json.loads(told)["services"][name] for name in ("envoy", "envoy-2"))
     assert {key for key in first.keys() | second.keys() if first.get(key) != second.get(key)} == {"ports", "networks"}
-    assert [port["published"] for port in second["ports"]] == ["8081"]
+    assert [port["published"] for port in second["ports"]] == ["8088"]
     assert second["networks"].keys() == first["networks"].keys()
     assert second["networks"]["models"]["aliases"] == ["envoy"]
