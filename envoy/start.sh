@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Runs Envoy in its container, with the arguments given and the configuration beside this file, into which
-# GATEWAY_ALLOWED_ORIGINS is written as runner/envoy_config.py does it; refuses what runner/settings.py does. Envoy itself cuts every call at SIGTERM; here it
-# takes no new ones, and those in flight have DRAIN_S seconds first. At SIGHUP another Envoy, which reads all files anew,
-# takes over its sockets, and the one before goes on with the calls that it has, for RELOAD_PATIENCE_S. Bash alone: the
-# image has no curl.
+# GATEWAY_ALLOWED_ORIGINS is written as runner/envoy_config.py does it; refuses the settings that runner/settings.py
+# refuses. Envoy itself cuts every call at SIGTERM; here it takes no new ones, and those in flight have DRAIN_S seconds
+# first. At SIGHUP another Envoy, which reads all files anew, takes over its sockets, and the one before goes on with the
+# calls that it has, for RELOAD_PATIENCE_S. Bash alone: the image has no curl.
 set -euo pipefail
 
 # Whether the settings of who may call are as runner/settings.py has them; closes management beyond loopback.

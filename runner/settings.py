@@ -49,7 +49,7 @@ class StackSettings(BaseSettings):
 
     gateway_insecure: bool = Field(
         False,
-        description="Whether the gateway may listen beyond loopback, where everyone who reaches it may do everything.",
+        description="Whether the gateway may listen beyond loopback, where everyone who reaches it may use the models.",
     )
     gateway_bind: IPv4Address = Field(
         IPv4Address(LOOPBACK), description="Address the gateway's public port listens on."
