@@ -20,6 +20,7 @@ from millrace.telemetry.identity import REQUEST_ID
 from millrace.telemetry.rpc import LINK
 from runner import envoy_config
 from runner.envoy_process import PREDECESSOR_LIFE_S
+from runner.services import gateway_environment
 from runner.settings import StackSettings
 from services.predictor.settings import PredictorSettings
 from services.transformer.settings import TransformerSettings
@@ -259,13 +260,24 @@ def test_an_address_beyond_loopback_is_refused_alike_unless_that_is_meant(tmp_pa
     with pytest.raises(ValidationError) as error:
         StackSettings(run_folder=tmp_path, gateway_bind=IPv4Address("0.0.0.0"))
     assert error.value.errors()[0]["msg"].removeprefix("Value error, ") in refused.stderr
-    (tmp_path / "envoy").unlink()
     assert start(tmp_path, GATEWAY_BIND="0.0.0.0", GATEWAY_INSECURE="true").returncode == 0
 
 
+@pytest.mark.parametrize(("bind", "is_open"), [("127.0.0.1", True), ("127.1.2.3", True), ("0.0.0.0", False)])
+def test_management_is_closed_alike_beyond_loopback(tmp_path: Path, bind: str, is_open: bool) -> None:
+    (tmp_path / "envoy").write_text("#!/bin/sh\necho management: $PUBLIC_MANAGEMENT\n")
+    (tmp_path / "envoy").chmod(0o755)
+    started = start(tmp_path, GATEWAY_BIND=bind, GATEWAY_INSECURE="true")
+    assert ("management: false" in started.stdout) == (not is_open)
+    settings = StackSettings(run_folder=tmp_path, gateway_insecure=True, gateway_bind=IPv4Address(bind))
+    assert (gateway_environment(settings)["PUBLIC_MANAGEMENT"] == "true") == is_open
+
+
 def start(folder: Path, **settings: str) -> subprocess.CompletedProcess[str]:
-    """Runs what the container runs, with `true` as its Envoy; the configuration is left in the folder."""
-    (folder / "envoy").symlink_to("/bin/true")
+    """Runs what the container runs, with `true` as its Envoy unless there is one in the folder, where the configuration
+    is left."""
+    if not (folder / "envoy").exists():
+        (folder / "envoy").symlink_to("/bin/true")
     variables = {"PATH": f"{folder}:{os.environ['PATH']}", "TMPDIR": str(folder), "DRAIN_S": "1"}
     return subprocess.run(
         ["bash", envoy_config.ENVOY_FOLDER / "start.sh"],
