@@ -141,13 +141,15 @@ local function error_body(api, status, message)
 end
 
 -- Whether a request may have come to this host. Whoever owns a name in the public DNS can make it lead to this machine,
--- and a page of that name then has the gateway's origin. An address, or a name without a dot, belongs to no stranger.
+-- and a page of that name then has the gateway's origin. An address, a name without a dot, and one under the top-level
+-- domains localhost and internal, such as host.docker.internal, belong to no stranger.
 local function is_our_host(authority)
   local host = authority:gsub(":%d*$", "")
   return not host:find(".", 1, true)
     or host:find("^%d+%.%d+%.%d+%.%d+$") ~= nil
     or host:find("^%[[%x:.]+%]$") ~= nil
     or host:find("%.localhost$") ~= nil
+    or host:find("%.internal$") ~= nil
     or HOSTS[host]
 end
 

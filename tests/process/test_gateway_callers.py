@@ -111,6 +111,7 @@ async def test_a_name_that_a_stranger_may_own_is_refused_and_others_are_served(
         "localhost",
         "localhost:1",
         "a.localhost",
+        "host.docker.internal:8080",
         "envoy:8080",
         "[::1]:8080",
         "[::1]",
