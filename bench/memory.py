@@ -14,10 +14,10 @@ import asyncio
 import time
 from collections import Counter, defaultdict
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import uvloop
 
 from bench.processes import roles
@@ -61,17 +61,12 @@ async def _measure(seconds: float) -> tuple[dict[str, list[tuple[float, float]]]
             if (now := time.monotonic() - began) >= seconds:
                 return readings, answers, failures
             for pid, role in roles(server.roots).items():
-                readings[role].append((now, _resident_mb(pid)))
+                readings[role].append((now, psutil.Process(pid).memory_info().rss / 2**20))
             begin = time.monotonic()
             load = await load_clients.measure(CONTENDERS[name].target(server, case), case, begin, begin + _TURN_S)
             answers[f"{name} {case}"] += len(load.took_s)
             failures.update(load.failures)
     raise AssertionError("cycle does not end")
-
-
-def _resident_mb(pid: int) -> float:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(status.partition("VmRSS:")[2].split()[0]) / 1024
 
 
 def _report(readings: list[tuple[float, float]], warm_up_s: float) -> dict[str, Any]:

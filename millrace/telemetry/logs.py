@@ -133,13 +133,19 @@ class _CallLogWriter(threading.Thread):
     def _write(self, lines: Sequence[_Line]) -> None:
         """As the handler writes them, but with one system call."""
         handler = self._handler
-        records = [record for record in map(_record, lines) if handler.filter(record)]
+        text, record = "", None
         with handler.lock or nullcontext():
+            for record in filter(handler.filter, map(_record, lines)):
+                try:
+                    text += handler.format(record) + handler.terminator
+                except Exception:
+                    handler.handleError(record)
             try:
-                handler.stream.write("".join(handler.format(record) + handler.terminator for record in records))
+                handler.stream.write(text)
                 handler.flush()
             except Exception:
-                handler.handleError(records[0])
+                if record is not None:
+                    handler.handleError(record)
 
     def close(self) -> None:
         self._is_closing.set()
