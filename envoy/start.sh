@@ -53,7 +53,13 @@ drain() {
   ask POST /drain_listeners >/dev/null || true
   local give_up_at=$((SECONDS + DRAIN_S))
   while ((SECONDS < give_up_at)) && [ "$(open_calls)" != 0 ]; do sleep 0.1; done
-  kill -TERM "$envoy" ${before:+"$before"} 2>/dev/null || true
+  local status=0
+  kill -TERM "$envoy" 2>/dev/null || true
+  wait "$envoy" || status=$?
+  # Only now: Envoy asks the one before it for its counters, and aborts when that one does not answer.
+  if [ -n "$before" ]; then kill -TERM "$before" 2>/dev/null || true; fi
+  wait
+  exit "$status"
 }
 
 # Envoy knows two generations at a time; a third would end the first.
