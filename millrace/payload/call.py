@@ -11,12 +11,13 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from millrace.clients import CLIENT
 from millrace.deadline import DEADLINE_MARGIN_S, PASSED
 from millrace.payload.parts import Tensors
 from millrace.payload.recording import Recording
 from millrace.payload.tap import PayloadTap
 from millrace.rpc.admission import call_metadata, error_of_call
-from millrace.rpc.call_context import CALL_ID, CLIENT, CallContext
+from millrace.rpc.call_context import CALL_ID, CallContext
 from millrace.rpc.handlers import Context
 from millrace.telemetry.identity import current_span_id, current_trace_id
 

@@ -1,6 +1,6 @@
 """What is known of a call besides its request: the method, the request's id, the metadata, the deadline.
 
-`CALL_ID` and `CLIENT` are set by the gateway, which overwrites or removes them whatever a caller sent.
+`CALL_ID` and the client are set by the gateway, which overwrites or removes them whatever a caller sent.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from millrace.clients import Client, client_of
 from millrace.deadline import NO_DEADLINE, Deadline
 from millrace.errors import InvalidRequestError
 from millrace.rpc.admission import call_metadata
@@ -18,7 +19,6 @@ from millrace.telemetry.identity import REQUEST_ID_METADATA, set_request_id
 
 MAX_REQUEST_ID = 256
 CALL_ID = "x-millrace-call-id"
-CLIENT = "x-millrace-client"
 _TIMEOUT_MS = "x-timeout-ms"
 _FIRST_TOKEN_TIMEOUT_MS = "x-first-token-timeout-ms"  # noqa: S105
 _MAX_TIMEOUT_MS = 99_999_999  # gRPC's own limit of digits in a timeout.
@@ -39,6 +39,11 @@ class CallContext:
     def elapsed_s(self) -> float:
         """Since the arrival."""
         return time.monotonic() - self.arrived
+
+    @property
+    def client(self) -> Client:
+        """Who calls."""
+        return client_of(self.metadata)
 
     def header(self, name: str) -> str:
         """The metadata's value by a name, several values joined by commas as in HTTP; "" for none."""

@@ -10,7 +10,7 @@ from tests.support.import_graph import imports, loaded_with, modules
 
 MILLRACE = (
     ("millrace.errors", "millrace.service_links"),
-    ("millrace.deadline", "millrace.sampling", "millrace.step_errors"),
+    ("millrace.clients", "millrace.deadline", "millrace.sampling", "millrace.step_errors"),
     ("millrace.models",),
     ("millrace.telemetry",),
     ("millrace.settings",),

@@ -20,8 +20,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from dataclasses import dataclass
 from functools import partial
 
+from millrace.clients import CLIENT
 from millrace.errors import OverloadedError
-from millrace.rpc.call_context import CLIENT
 from millrace.rpc.handlers import Context
 
 FREE_BYTES = 64 * 1024

@@ -1,0 +1,82 @@
+"""Who calls, and what this client may do and take: the gateway checks the key and passes both on with the call.
+
+The gateway sets the metadata `x-millrace-client`, a name, and `x-millrace-policy`, a Policy as JSON, and removes
+whatever a caller sent under these names. Without keys there is neither: everyone is ANYONE, who may do everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from millrace.errors import ForbiddenError, UnauthenticatedError
+
+CLIENT = "x-millrace-client"
+POLICY = "x-millrace-policy"
+
+
+class Policy(BaseModel):
+    """What a client may do and take; None is no limit."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    role: Literal["user", "admin"] = "user"
+    models: frozenset[str] | None = Field(None, description="The models that it may use; none given: all.")
+    weight: float = Field(1.0, gt=0, le=1000, allow_inf_nan=False, description="Its share where clients compete.")
+    requests_per_minute: int | None = Field(None, ge=1)
+    tokens_per_minute: int | None = Field(None, ge=1, description="Tokens of prompts and completions together.")
+    tokens_per_month: int | None = Field(None, ge=1, description="The same, by calendar month in UTC.")
+    streams: int | None = Field(None, ge=1, description="Requests in flight at once.")
+
+
+@dataclass(frozen=True)
+class Client:
+    """A caller; `name` is "" where the gateway asks for no keys."""
+
+    name: str
+    policy: Policy
+
+    @property
+    def is_admin(self) -> bool:
+        return self.policy.role == "admin"
+
+    def may_use(self, model: str) -> bool:
+        return self.policy.models is None or model in self.policy.models
+
+    def check_model(self, model: str) -> None:
+        """Raises ForbiddenError where the client may not use the model, whether it exists or not."""
+        if not self.may_use(model):
+            raise ForbiddenError(f"the key of {self.name} does not allow the model {model}")
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """By which the next hop knows the client."""
+        if not self.name:
+            return ()
+        return (CLIENT, self.name), (POLICY, self.policy.model_dump_json(exclude_defaults=True))
+
+
+ANYONE = Client("", Policy(role="admin"))
+
+
+def client_of(metadata: Iterable[tuple[str, str | bytes]] | Mapping[str, str]) -> Client:
+    """The client of a call by its metadata; raises UnauthenticatedError if a policy cannot be read."""
+    items = metadata.items() if isinstance(metadata, Mapping) else metadata
+    name = policy = ""
+    for key, value in items:
+        if key == CLIENT and isinstance(value, str):
+            name = value
+        elif key == POLICY and isinstance(value, str):
+            policy = value
+    return _client(name, policy) if name else ANYONE
+
+
+@lru_cache(maxsize=1024)
+def _client(name: str, policy: str) -> Client:
+    try:
+        return Client(name, Policy.model_validate_json(policy or "{}"))
+    except ValidationError:
+        raise UnauthenticatedError(f"the policy of the client {name} cannot be read") from None

@@ -1,0 +1,37 @@
+"""Who calls and what it may do, as the gateway passes it on."""
+
+import pytest
+
+from millrace.clients import ANYONE, CLIENT, POLICY, Client, Policy, client_of
+from millrace.errors import ForbiddenError, UnauthenticatedError
+
+
+def test_without_a_name_everyone_may_do_everything():
+    assert client_of([("te", "trailers"), (POLICY, '{"role":"user"}')]) is ANYONE
+    assert ANYONE.is_admin
+    ANYONE.check_model("any")
+    assert ANYONE.metadata() == ()
+
+
+def test_the_policy_travels_with_the_call():
+    client = Client("alice", Policy(models=frozenset({"a"}), weight=2, tokens_per_minute=1000, streams=3))
+    assert client_of(client.metadata()) == client
+    assert client_of(dict(client.metadata())) == client
+    assert not client.is_admin
+
+
+def test_a_name_alone_is_a_user_without_limits():
+    assert client_of([(CLIENT, "alice")]) == Client("alice", Policy())
+
+
+def test_a_model_that_the_policy_does_not_list_is_forbidden():
+    client = Client("alice", Policy(models=frozenset({"a"})))
+    client.check_model("a")
+    with pytest.raises(ForbiddenError, match="alice does not allow the model b"):
+        client.check_model("b")
+
+
+@pytest.mark.parametrize("policy", ["{", '{"role":"king"}', '{"weight":0}', '{"streams":0}', '{"wieght":1}', "[]"])
+def test_a_policy_that_cannot_be_read_allows_nothing(policy):
+    with pytest.raises(UnauthenticatedError, match="the policy of the client alice"):
+        client_of([(CLIENT, "alice"), (POLICY, policy)])
