@@ -57,6 +57,10 @@ load: $(DEV_DEPENDENCIES) ## Locust's browser UI against a running stack
 smoke: $(RUN_DEPENDENCIES) ## every endpoint of a model, against a running stack (MODEL=, GATEWAY_PORT=)
 	@exec $(VENV)/bin/python -m runner.smoke --model '$(MODEL)'
 
+.PHONY: key
+key: $(RUN_DEPENDENCIES) ## a key for a client (NAME=alice ROLE=user|admin)
+	@exec $(VENV)/bin/python -m runner.command key '$(NAME)' $(if $(ROLE),--role '$(ROLE)')
+
 .PHONY: bench
 bench: $(RUN_DEPENDENCIES) ## the engine beside its peers, installed once (BENCH="--rounds 3 --only llama-10M")
 	@exec $(VENV)/bin/python -m bench.engine $(BENCH)
@@ -110,7 +114,7 @@ check: $(DEV_DEPENDENCIES) ## format, lint, types, stub drift, settings page, En
 	  && diff -r --exclude=__init__.py --exclude=__pycache__ $$drift/millrace_protos millrace_protos \
 	  && cmp $$drift/envoy/descriptors.pb envoy/descriptors.pb && echo "stubs: as generated"
 	$(VENV)/bin/python -m docs.generate_settings --check
-	@$(VENV)/bin/envoy --mode validate --log-level error --config-yaml "$$(sed "s#/etc/envoy/#envoy/#" envoy/envoy.yaml)"
+	@LUA_PATH="envoy/?.lua" $(VENV)/bin/envoy --mode validate --log-level error --config-yaml "$$(sed "s#/etc/envoy/#envoy/#" envoy/envoy.yaml)"
 
 .PHONY: docs
 docs: $(DOCS) ## build the documentation into build/docs; a broken link fails

@@ -1,7 +1,6 @@
 -- The headers of every call, checked at the door, and what the transcoder leaves undone for REST clients.
 --
--- Requests of every protocol: a web page of another origin may not call, nor may one whose host's name was made to lead
--- here (403, PERMISSION_DENIED). What gRPC and the services parse out of headers is refused here where they could not
+-- Requests of every protocol: who may call is in callers.lua. What gRPC and the services parse out of headers is refused here where they could not
 -- (400, INVALID_ARGUMENT), and so are more headers than they take (431, RESOURCE_EXHAUSTED). Beyond that gRPC calls pass
 -- untouched.
 -- Requests of REST: the transcoder holds a body whole until its last byte has come, so the bytes that a worker of Envoy
@@ -13,6 +12,8 @@
 -- own headers go, a stream of lines says that it is one, and every error has its API's shape. Bodies are read of
 -- errors alone, so that streams stay unbuffered.
 
+local callers = require("callers")
+
 local METADATA = "millrace.rest"
 local INTERNAL = {
   "grpc-status",
@@ -23,7 +24,7 @@ local INTERNAL = {
   "x-http-status",
 }
 local MAX_HEADERS_BYTES = 16384 -- Of names and values together; the services take four times as much (millrace/rpc/server.py).
-local GRPC_STATUSES = { ["400"] = "3", ["403"] = "7", ["431"] = "8", ["501"] = "12" }
+local GRPC_STATUSES = { ["400"] = "3", ["401"] = "16", ["403"] = "7", ["431"] = "8", ["501"] = "12", ["503"] = "14" }
 local GRPC_ENCODINGS = { identity = true, gzip = true, deflate = true }
 local TIMEOUTS = { "x-timeout-ms", "x-first-token-timeout-ms" }
 -- Paths whose answers are lines of JSON.
@@ -57,23 +58,6 @@ local MAX_BODY_BYTES = 62914560 -- The transcoder's max_request_body_size.
 local SMALL_BODY_BYTES, TINY_BODY_BYTES = 65536, 8192
 local MAX_INFLATION = 100 -- The decompressor's max_inflate_ratio.
 local WITHOUT_BODY = { GET = true, HEAD = true, OPTIONS = true, DELETE = true }
-
--- The items of a comma list in an environment variable, and whether it is "*".
-local function list_of(variable)
-  local items, text = {}, os.getenv(variable) or ""
-  for item in text:gmatch("[^,%s]+") do
-    items[item:lower()] = true
-  end
-  return items, text == "*"
-end
-
-local HOSTS, ANY_HOST = list_of("GATEWAY_HOSTS")
-local ORIGINS, ANY_ORIGIN = list_of("GATEWAY_ALLOWED_ORIGINS")
-
--- Whether the operator's methods are refused but at the management listener; the routes refuse them, which see the method
--- that a REST path means.
-local MANAGEMENT_IS_CLOSED = os.getenv("PUBLIC_MANAGEMENT") == "false"
-local MANAGEMENT_ADDRESS = ":" .. (os.getenv("MANAGEMENT_PORT") or "8081") .. "$"
 
 local held = 0 -- Bytes.
 local collected_at = 0 -- When what is dead was last looked for, in whole seconds.
@@ -140,35 +124,6 @@ local function error_body(api, status, message)
   return '{"error":{"message":' .. message .. ',"type":"' .. kind .. '","code":null,"param":null}}'
 end
 
--- Whether a request may have come to this host. Whoever owns a name in the public DNS can make it lead to this machine,
--- and a page of that name then has the gateway's origin. An address, a name without a dot, and one under the top-level
--- domains localhost and internal, such as host.docker.internal, belong to no stranger.
-local function is_our_host(authority)
-  local host = authority:gsub(":%d*$", "")
-  return not host:find(".", 1, true)
-    or host:find("^%d+%.%d+%.%d+%.%d+$") ~= nil
-    or host:find("^%[[%x:.]+%]$") ~= nil
-    or host:find("%.localhost$") ~= nil
-    or host:find("%.internal$") ~= nil
-    or HOSTS[host]
-end
-
--- Why the page that sends a request may not call, if so. A browser names the page's origin in every request that could
--- change something, and in every one to another origin that could read an answer.
-local function check_caller(headers)
-  local authority, origin = (headers:get(":authority") or ""):lower(), headers:get("origin")
-  if not ANY_HOST and not is_our_host(authority) then
-    return "this gateway is not called by this host name; GATEWAY_HOSTS lists those that are allowed"
-  end
-  if origin == nil or ANY_ORIGIN then
-    return nil
-  end
-  origin = origin:lower()
-  if origin:match("^https?://(.+)$") ~= authority and not ORIGINS[origin] then
-    return "pages of this origin may not call; GATEWAY_ALLOWED_ORIGINS lists those that may"
-  end
-end
-
 -- Whether gRPC can decode the value of a header named "…-bin": base64, padded or not, without stray bits at its end.
 local function is_base64(value)
   local digits, padding = value:match("^([%w+/]*)(=*)$")
@@ -182,7 +137,6 @@ end
 -- The status and the message with which a call is refused for its headers, and the gRPC headers among them.
 local function check_headers(headers)
   local size, status, message = 0, nil, nil
-  local is_refused = check_caller(headers)
   local of_grpc = {}
   for name, value in pairs(headers) do -- To its end: Envoy takes no change of the headers before.
     size = size + #name + #value
@@ -202,9 +156,6 @@ local function check_headers(headers)
     if timeout and (#timeout > 8 or not timeout:find("^%d+$") or tonumber(timeout) == 0) then
       status, message = "400", name .. " is not a whole number from 1 to 99999999"
     end
-  end
-  if is_refused then
-    status, message = "403", is_refused
   end
   return status, message, of_grpc
 end
@@ -240,11 +191,11 @@ end
 
 function envoy_on_request(handle)
   local headers = handle:headers()
-  if MANAGEMENT_IS_CLOSED and not handle:streamInfo():downstreamLocalAddress():find(MANAGEMENT_ADDRESS) then
-    handle:streamInfo():dynamicMetadata():set("millrace.management", "closed", true)
-    handle:clearRouteCache()
-  end
   local status, message, of_grpc = check_headers(headers)
+  local status_of_caller, message_of_caller = callers.check(handle, headers)
+  if status_of_caller then
+    status, message = status_of_caller, message_of_caller
+  end
   if (headers:get("content-type") or ""):find("^application/grpc") then
     if status == nil and #of_grpc > 0 then
       status, message = check_grpc_headers(headers)
@@ -267,7 +218,7 @@ function envoy_on_request(handle)
   end
 
   if status ~= nil then
-    handle:respond({ [":status"] = status }, message)
+    handle:respond({ [":status"] = status, ["www-authenticate"] = status == "401" and "Bearer" or nil }, message)
     return
   end
   for _, name in ipairs(of_grpc) do -- Theirs would be taken for those of the gRPC call that this becomes.

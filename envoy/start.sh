@@ -5,6 +5,9 @@
 # first. At SIGHUP another Envoy, which reads all files anew, takes over its sockets, and the one before goes on with the
 # calls that it has, for RELOAD_PATIENCE_S. Bash alone: the image has no curl.
 set -euo pipefail
+# Where Envoy's scripts find those that they share.
+LUA_PATH="$(dirname "${BASH_SOURCE[0]}")/?.lua"
+export LUA_PATH
 
 # Whether the settings of who may call are as runner/settings.py has them; closes management beyond loopback.
 check_callers() {
@@ -14,9 +17,10 @@ check_callers() {
     echo "GATEWAY_HOSTS=$GATEWAY_HOSTS: is neither * nor a comma list of host names such as models.example.com" >&2
     return 78
   fi
-  if [[ ${GATEWAY_BIND:-127.0.0.1} != 127.* && ${GATEWAY_INSECURE:-false} != true ]]; then
-    echo "GATEWAY_BIND=$GATEWAY_BIND: everyone who reaches this address could use the models; GATEWAY_INSECURE=true" \
-      "allows it, for example behind a proxy that checks its callers" >&2
+  if [ -z "${GATEWAY_KEYS:-}" ]; then export KEY_DIGESTS=; fi
+  if [[ ${GATEWAY_BIND:-127.0.0.1} != 127.* && -z ${GATEWAY_KEYS:-} && ${GATEWAY_INSECURE:-false} != true ]]; then
+    echo "GATEWAY_BIND=$GATEWAY_BIND: everyone who reaches this address could use the models: set GATEWAY_KEYS;" \
+      "GATEWAY_INSECURE=true allows it, for example behind a proxy that checks its callers" >&2
     return 78
   fi
 }

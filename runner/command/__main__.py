@@ -7,12 +7,14 @@ import os
 import shutil
 import sys
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from millrace.errors import StartupError
 from runner import settings as stack_settings
-from runner.command import chat, records, start
+from runner.command import chat, keys, records, start
 from runner.command.gateway import Gateway
+from runner.report import short
 from runner.terminal import Painter, has_colours
 
 _UP = """Starts the whole stack as local processes, as `make up` does, and stops it at Ctrl-C.
@@ -37,6 +39,14 @@ A model without a chat template continues each line."""
 _SMOKE = """Calls every endpoint that a model should answer, and those that it must refuse, on a running stack: a table
 of pass and FAIL, and exit code 1 where one fails. As `make smoke`."""
 _LOAD = """Starts Locust's page, with which to put load on a running stack; Ctrl-C ends it. As `make load`."""
+_KEY = """Makes a key for a client, adds the key's digest to the key file, and prints the key, which is stored nowhere.
+A running gateway that has the file as GATEWAY_KEYS knows the key within two seconds.
+
+  millrace key alice
+  millrace key operator --role admin         may also load models, change settings and read every record
+  millrace key bob --models storyteller      may use this model alone
+
+docs/security.md lists what else an entry can have, such as limits."""
 _LOG = """Lists the newest records of the payload log, the newest last: time, model, status, prompt and answer tokens,
 milliseconds to the first token and in all, request id, prompt and answer.
 
@@ -119,6 +129,12 @@ def parser() -> argparse.ArgumentParser:
     smoke.add_argument("model", nargs="?", default="", metavar="MODEL", help="without it every model that is ready")
     command("load", _load, "open the load test's page", _LOAD)
 
+    key = command("key", _key, "make a client's key", _KEY, calls=False)
+    key.add_argument("name", metavar="NAME", help="of the client")
+    key.add_argument("--role", choices=("user", "admin"), default="user")
+    key.add_argument("--models", default="", metavar="A,B", help="without it all models")
+    key.add_argument("--file", type=Path, metavar="FILE", help="default: GATEWAY_KEYS, else keys/keys.yaml")
+
     log = command("log", _log, "list the requests so far", _LOG)
     log.add_argument("id", nargs="?", metavar="ID", help="show all of this record")
     log.add_argument("-n", "--number", type=_count, default=20, metavar="N", help="records (default 20, maximum 1000)")
@@ -180,6 +196,12 @@ def _load(options: argparse.Namespace) -> None:
     gateway = _gateway(options)
     gateway.check()
     start.run_load(gateway.address, stack_settings.load().locust_port)
+
+
+def _key(options: argparse.Namespace) -> None:
+    file = options.file or stack_settings.load().key_file or keys.FILE
+    key = keys.add(file, options.name, options.role, [name for name in options.models.split(",") if name])
+    print(f"{key}\nentry of {options.name} in {short(file)}; GATEWAY_KEYS={short(file)} makes the gateway ask for keys")
 
 
 def _log(options: argparse.Namespace) -> None:

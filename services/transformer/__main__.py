@@ -18,6 +18,7 @@ from millrace.rpc.threads import run_in_daemon_thread
 from millrace_protos import rest_pb2_grpc
 from millrace_protos.millrace_pb2_grpc import add_TextGenerationServicer_to_server
 from services.transformer.frontends.grpc import development
+from services.transformer.keys import KeyFile
 from services.transformer.settings import TransformerSettings
 from services.transformer.supervisor import supervise, tell_page
 
@@ -47,6 +48,7 @@ async def serve_worker(settings: TransformerSettings, page: int) -> None:
 
 
 async def _serve(settings: TransformerSettings) -> None:
+    keys = KeyFile(settings.keys, settings.key_digests) if settings.keys and settings.key_digests else None
     # transformers takes seconds to import: wrong settings are reported before that.
     _import_transformers()
     from services.transformer.frontends.grpc.inference_servicer import InferenceServicer
@@ -128,6 +130,8 @@ async def _serve(settings: TransformerSettings) -> None:
     server.own("links", links.run())
     if settings.direct_models is not None:
         server.own("direct-models", list_direct_models(settings.direct_models, catalogue))
+    if keys is not None:
+        server.own("keys", keys.follow())
     server.own("payload-log-health", watch_serving(log, _PAYLOAD_LOG, partial(server.set_serving, _PAYLOAD_LOG)))
     server.at_drain(catalogue.drain)
     server.at_stop(log.close)

@@ -126,6 +126,18 @@ class TransformerSettings(RecordingSettings):
             " predictor. Empty: all go through the transformer."
         ),
     )
+    keys: Path | None = Field(
+        None,
+        description=(
+            "YAML file of the clients' keys, see services/transformer/keys.py; it is read again when it changes. "
+            "Empty: the gateway asks for no key."
+        ),
+    )
+    key_digests: Path | None = Field(
+        None,
+        validate_default=True,
+        description="File in which the transformer gives the gateway what it needs of them; needed with keys.",
+    )
     development: bool = Field(
         False, description="Allow callers to kill the predictor of their request; for demonstrations only."
     )
@@ -139,6 +151,13 @@ class TransformerSettings(RecordingSettings):
         if info.data.get("protocol") == "v2" and _addresses(predictor) != (predictor,):
             raise ValueError(f"{predictor!r} is not host:port")
         return predictor
+
+    @field_validator("key_digests")
+    @classmethod
+    def _is_set_with_keys(cls, path: Path | None, info: ValidationInfo) -> Path | None:
+        if path is None and info.data.get("keys") is not None:
+            raise ValueError("needs a value where TRANSFORMER_KEYS has one")
+        return path
 
     @field_validator("predictor_replicas")
     @classmethod

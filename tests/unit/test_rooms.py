@@ -13,7 +13,7 @@ MILLRACE = (
     ("millrace.clients", "millrace.deadline", "millrace.sampling", "millrace.step_errors"),
     ("millrace.models",),
     ("millrace.telemetry",),
-    ("millrace.settings",),
+    ("millrace.settings", "millrace.watched_file"),
     ("millrace.rpc",),
     ("millrace.oip",),
     ("millrace.processor", "millrace.python_tensors"),
@@ -47,7 +47,7 @@ PREDICTOR = (
     ("services.predictor.__main__",),
 )
 TRANSFORMER = (
-    ("services.transformer.calls", "services.transformer.processes"),
+    ("services.transformer.calls", "services.transformer.keys", "services.transformer.processes"),
     ("services.transformer.predictors",),
     ("services.transformer.text",),
     ("services.transformer.models",),

@@ -127,7 +127,11 @@ class Catalogue:
         return model
 
     async def wait_for(self, name: str, version: str, call: CallContext) -> Model:
-        """As `find` for a request, which waits while the model is not ready, within its deadlines."""
+        """As `find` for a request, which waits while the model is not ready, within its deadlines.
+
+        Raises ForbiddenError where the caller's key does not allow the model.
+        """
+        call.client.check_model(name)
         with suppress(NotReadyError):
             return self.find(name, version)
         backoff = self._predictor.backoff(call.deadline)

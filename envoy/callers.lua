@@ -1,0 +1,195 @@
+-- Who calls: whether a web page may, whose key a call carries, and whether the operator's methods are closed to it.
+--
+-- A page of another origin may not call, nor may one whose host's name was made to lead here (403, PERMISSION_DENIED).
+-- With keys (GATEWAY_KEYS, GATEWAY_JWKS) a call needs one (401, UNAUTHENTICATED), but for health and the playground's
+-- files. The client's name and policy go on as headers (millrace/clients.py), the key does not. The transformer keeps the
+-- digests of the keys in a file, which is read again once a second (services/transformer/keys.py): a line each, with
+-- digest, name, role and the rest of the policy between tabs. Tokens (JWT) are verified by Envoy's jwt_authn before; an
+-- entry with the name of a token's subject gives its policy.
+
+local sha256 = require("sha256")
+
+local CLIENT, POLICY = "x-millrace-client", "x-millrace-policy"
+local FILE = os.getenv("KEY_DIGESTS") or ""
+local JWT = (os.getenv("GATEWAY_JWKS") or "") ~= "" and "envoy.filters.http.jwt_authn"
+local NEEDS_KEY = FILE ~= "" or JWT
+local MAX_KEY_BYTES = 512
+-- Paths that need no key: probes, and the playground, which asks for one.
+local OPEN_PATHS = {
+  ["/"] = true,
+  ["/favicon.ico"] = true,
+  ["/health"] = true,
+  ["/v2/health/live"] = true,
+  ["/v2/health/ready"] = true,
+  ["/inference.GRPCInferenceService/ServerLive"] = true,
+  ["/inference.GRPCInferenceService/ServerReady"] = true,
+}
+local OPEN_PREFIXES = { "^/playground/", "^/grpc%.health%.v1%.Health/" }
+
+-- The routes refuse what is closed, for they see the method that a REST path means: under `log` the payload log, under
+-- `settings` load and unload, the settings of logs and traces, and development.
+local MANAGEMENT = "millrace.management"
+-- Without keys: whether both are closed but at the management listener.
+local MANAGEMENT_IS_CLOSED = os.getenv("PUBLIC_MANAGEMENT") == "false"
+local MANAGEMENT_ADDRESS = ":" .. (os.getenv("MANAGEMENT_PORT") or "8081") .. "$"
+
+-- The items of a comma list in an environment variable, and whether it is "*".
+local function list_of(variable)
+  local items, text = {}, os.getenv(variable) or ""
+  for item in text:gmatch("[^,%s]+") do
+    items[item:lower()] = true
+  end
+  return items, text == "*"
+end
+
+local HOSTS, ANY_HOST = list_of("GATEWAY_HOSTS")
+local ORIGINS, ANY_ORIGIN = list_of("GATEWAY_ALLOWED_ORIGINS")
+
+local read_at, content = 0, nil -- In whole seconds; the file's text, nil while there is none.
+local client_of_digest, policy_of_name, client_of_key = {}, {}, {}
+
+local function with_role(role, policy)
+  return '{"role":"' .. role .. '"' .. (policy ~= "" and "," or "") .. policy .. "}"
+end
+
+local function read_again()
+  local now = os.time()
+  if now == read_at then
+    return
+  end
+  read_at = now
+  local file = io.open(FILE)
+  local text = file and file:read("*a")
+  if file then
+    file:close()
+  end
+  if text == content then
+    return
+  end
+  content, client_of_digest, policy_of_name, client_of_key = text, {}, {}, {}
+  for digest, name, role, policy in (text or ""):gmatch("(%x+)\t([^\t\n]+)\t(%a+)\t([^\t\n]*)\n") do
+    client_of_digest[digest] = { name = name, role = role, policy = with_role(role, policy) }
+    policy_of_name[name] = policy
+  end
+end
+
+-- The key of a call: that of `authorization`, if it is a Bearer's, else `x-api-key`.
+local function key_of(headers)
+  local scheme, key = (headers:get("authorization") or ""):match("^(%a+) +(%S+)$")
+  return scheme and scheme:lower() == "bearer" and key or headers:get("x-api-key")
+end
+
+-- The client that a verified token names, if there is one.
+local function client_of_token(handle)
+  local verified = JWT and handle:streamInfo():dynamicMetadata():get(JWT)
+  local payload = verified and verified["jwt"]
+  local name = payload and payload["sub"]
+  if type(name) ~= "string" or #name > 128 or not name:find("^[%w._:@|-]+$") then
+    return nil
+  end
+  local role = payload["millrace_role"] == "admin" and "admin" or "user"
+  return { name = name, role = role, policy = with_role(role, policy_of_name[name] or "") }
+end
+
+local function client_of(handle, key)
+  if key == nil then
+    return nil
+  end
+  local client = client_of_key[key]
+  if client == nil and #key <= MAX_KEY_BYTES then
+    client = client_of_digest[sha256(key)]
+    client_of_key[key] = client -- No more than there are digests.
+  end
+  return client or client_of_token(handle)
+end
+
+-- Whether a request may have come to this host. Whoever owns a name in the public DNS can make it lead to this machine,
+-- and a page of that name then has the gateway's origin. An address, a name without a dot, and one under the top-level
+-- domains localhost and internal, such as host.docker.internal, belong to no stranger.
+local function is_our_host(authority)
+  local host = authority:gsub(":%d*$", "")
+  return not host:find(".", 1, true)
+    or host:find("^%d+%.%d+%.%d+%.%d+$") ~= nil
+    or host:find("^%[[%x:.]+%]$") ~= nil
+    or host:find("%.localhost$") ~= nil
+    or host:find("%.internal$") ~= nil
+    or HOSTS[host]
+end
+
+-- Why the page that sends a request may not call, if so. A browser names the page's origin in every request that could
+-- change something, and in every one to another origin that could read an answer.
+local function check_page(headers)
+  local authority, origin = (headers:get(":authority") or ""):lower(), headers:get("origin")
+  if not ANY_HOST and not is_our_host(authority) then
+    return "this gateway is not called by this host name; GATEWAY_HOSTS lists those that are allowed"
+  end
+  if origin == nil or ANY_ORIGIN then
+    return nil
+  end
+  origin = origin:lower()
+  if origin:match("^https?://(.+)$") ~= authority and not ORIGINS[origin] then
+    return "pages of this origin may not call; GATEWAY_ALLOWED_ORIGINS lists those that may"
+  end
+end
+
+local function is_open(path)
+  if OPEN_PATHS[path] then
+    return true
+  end
+  for _, prefix in ipairs(OPEN_PREFIXES) do
+    if path:find(prefix) then
+      return true
+    end
+  end
+  return false
+end
+
+local function close(handle, part)
+  handle:streamInfo():dynamicMetadata():set(MANAGEMENT, part, true)
+  handle:clearRouteCache()
+end
+
+-- Replaces a call's key by its client; the status and the message with which the call is refused otherwise.
+local function check_key(handle, headers)
+  if FILE ~= "" then
+    read_again()
+  end
+  local key = key_of(headers)
+  local client = client_of(handle, key)
+  headers:remove("authorization")
+  headers:remove("x-api-key")
+  if client == nil then
+    if is_open((headers:get(":path") or ""):match("^[^?]*")) then
+      return nil, nil
+    elseif FILE ~= "" and content == nil then
+      return "503", "the transformer has not read the keys yet"
+    end
+    return "401", key and "this key is not known" or "a key is needed, as Authorization: Bearer or x-api-key"
+  end
+  headers:replace(CLIENT, client.name)
+  headers:replace(POLICY, client.policy)
+  if client.role ~= "admin" then
+    close(handle, "settings")
+  end
+  return nil, nil
+end
+
+local callers = {}
+
+-- The status and the message with which a call is refused for who sends it; nil for one that may call.
+function callers.check(handle, headers)
+  local is_refused = check_page(headers)
+  if is_refused then
+    return "403", is_refused
+  end
+  if NEEDS_KEY then
+    return check_key(handle, headers)
+  end
+  if MANAGEMENT_IS_CLOSED and not handle:streamInfo():downstreamLocalAddress():find(MANAGEMENT_ADDRESS) then
+    close(handle, "settings")
+    close(handle, "log")
+  end
+  return nil, nil
+end
+
+return callers

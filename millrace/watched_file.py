@@ -1,0 +1,76 @@
+"""An operator's file, read again when it changes; contents that cannot be used leave the last good ones in force."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from opentelemetry import metrics
+
+from millrace.errors import StartupError
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.5
+
+T = TypeVar("T")
+
+
+class WatchedFile(Generic[T]):
+    """`parse` turns the file's text into `value` and raises ValueError, with one line that names the fault.
+
+    If the first contents are not good, `value` is `default`, or without one the file raises StartupError.
+    """
+
+    def __init__(self, path: Path, parse: Callable[[str], T], default: T | None = None) -> None:
+        self._path = path
+        self._parse = parse
+        self._reloads = metrics.get_meter("millrace").create_counter("millrace.config.reloads")
+        self._seen = self._version()
+        try:
+            self.value = self._read()
+        except ValueError as error:
+            if default is None:
+                raise StartupError(f"{path}: {error}") from None
+            logger.error("%s: %s; what it said before stays in force", path, error)
+            self.value = default
+
+    async def watch(self, changed: Callable[[T], None]) -> None:
+        """Calls `changed`, in a thread, with every new value, until cancelled."""
+        while True:
+            await asyncio.sleep(POLL_S)
+            version = await asyncio.to_thread(self._version)
+            if version == self._seen:
+                continue
+            self._seen = version
+            try:
+                self.value = await asyncio.to_thread(self._read)
+                await asyncio.to_thread(changed, self.value)
+            except ValueError as error:
+                self._count("refused")
+                logger.error("%s: %s; what it said before stays in force", self._path, error)
+                continue
+            self._count("applied")
+            logger.info("%s was read again", self._path)
+
+    def _version(self) -> tuple[int, int, int] | None:
+        """Differs once the file was written or replaced."""
+        try:
+            status = self._path.stat()
+        except OSError:
+            return None
+        return status.st_mtime_ns, status.st_ino, status.st_size
+
+    def _read(self) -> T:
+        try:
+            text = self._path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+            raise ValueError(f"cannot be read: {reason}") from None
+        return self._parse(text)
+
+    def _count(self, outcome: str) -> None:
+        self._reloads.add(1, {"file": self._path.name, "outcome": outcome})

@@ -1,0 +1,34 @@
+"""`millrace key`: makes a key for a client, and adds its entry, which has the key's digest alone, to the key file."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from millrace.errors import StartupError
+from runner.settings import HOME
+
+FILE = HOME / "keys" / "keys.yaml"
+_NAME = r"[A-Za-z0-9._:@|-]{1,128}"
+
+
+def add(file: Path, name: str, role: str, models: Sequence[str]) -> str:
+    """Appends an entry and returns the key; raises StartupError with one line."""
+    if not re.fullmatch(_NAME, name):
+        raise StartupError(f"{name}: a client's name has 1 to 128 of A-Z a-z 0-9 . _ : @ | -")
+    key = "mr-" + secrets.token_urlsafe(32)
+    entry = f"- name: {name}\n  sha256: {hashlib.sha256(key.encode()).hexdigest()}\n  role: {role}\n"
+    if models:
+        entry += f"  models: [{', '.join(models)}]\n"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        before = file.read_text() if file.exists() else ""
+        new = file.with_name(f".{file.name}.new")
+        new.write_text(before + ("\n" if before and not before.endswith("\n") else "") + entry)
+        new.replace(file)
+    except OSError as error:
+        raise StartupError(f"{file} cannot be written: {error.strerror}") from None
+    return key

@@ -1,0 +1,147 @@
+"""The key file: the operator's list of clients, and the digests of their keys by which the gateway knows them.
+
+The operator's file (TRANSFORMER_KEYS) is YAML, a list of entries:
+
+    - name: alice
+      sha256: 2bd806c97f0e00af1a1fc3328fa763a9269723c8db8fac4f93af71db186d6e90
+      role: user              # or admin
+      models: [storyteller]   # all without this line
+      weight: 2
+      requests_per_minute: 600
+      tokens_per_minute: 20000
+      tokens_per_month: 5000000
+      streams: 8
+
+An entry has a name and `sha256`, the digest of the key, or `key`, the key itself. Two entries may share a name, so that
+a key can be replaced, if they differ in nothing else. The gateway reads the second file (TRANSFORMER_KEY_DIGESTS),
+which has no keys, and passes name and policy on with each call (envoy/callers.lua, millrace/clients.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import Field, StringConstraints, TypeAdapter, ValidationError, model_validator
+
+from millrace.clients import Policy
+from millrace.errors import StartupError
+from millrace.watched_file import WatchedFile
+
+MAX_ENTRIES = 10_000
+_LEAST_KEY, _MOST_KEY = 16, 512
+
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:@|-]{1,128}$")]
+Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Key = Annotated[str, StringConstraints(pattern=rf"^[!-~]{{{_LEAST_KEY},{_MOST_KEY}}}$")]
+
+
+class Entry(Policy):
+    """A client's key, with what it allows."""
+
+    name: Name
+    sha256: Digest | None = None
+    key: Key | None = Field(None, repr=False)
+
+    @model_validator(mode="after")
+    def _has_one_key(self) -> Entry:
+        if (self.sha256 is None) == (self.key is None):
+            raise ValueError("needs one of key and sha256")
+        return self
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the key in hexadecimal."""
+        return self.sha256 or hashlib.sha256((self.key or "").encode()).hexdigest()
+
+    @property
+    def policy(self) -> Policy:
+        return Policy(**self.model_dump(include=set(Policy.model_fields)))
+
+
+_ENTRIES: TypeAdapter[list[Entry]] = TypeAdapter(Annotated[list[Entry], Field(max_length=MAX_ENTRIES)])
+
+
+def parse_keys(text: str) -> list[Entry]:
+    """The entries of a key file; raises ValueError with one line that names the entry and never the key."""
+    try:
+        document: Any = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        raise ValueError(f"is not YAML{f', line {mark.line + 1}' if mark else ''}") from None
+    if not isinstance(document, list):
+        raise ValueError("is not a list of entries such as {name: alice, sha256: …}")
+    try:
+        entries = _ENTRIES.validate_python(document)
+    except ValidationError as error:
+        raise ValueError(_first_fault(error, document)) from None
+    policies: dict[str, Policy] = {}
+    names: dict[str, str] = {}
+    for entry in entries:
+        if policies.setdefault(entry.name, entry.policy) != entry.policy:
+            raise ValueError(f"the entries of {entry.name} differ in more than the key")
+        if names.setdefault(entry.digest, entry.name) != entry.name:
+            raise ValueError(f"{names[entry.digest]} and {entry.name} have the same key")
+    return entries
+
+
+def digests(entries: Sequence[Entry]) -> str:
+    """What the gateway reads: a line for each entry, with digest, name, role and the rest of the policy."""
+    lines = []
+    for entry in entries:
+        rest = entry.policy.model_dump_json(exclude={"role"}, exclude_defaults=True)[1:-1]
+        lines.append(f"{entry.digest}\t{entry.name}\t{entry.role}\t{rest}\n")
+    return "".join(lines)
+
+
+class KeyFile:
+    """The operator's file, which the gateway's follows.
+
+    A process that restarts while the operator's cannot be read leaves the gateway's as it is; StartupError if there is
+    none, or if it cannot be written.
+    """
+
+    def __init__(self, path: Path, gateway_file: Path) -> None:
+        self._gateway_file = gateway_file
+        unread: list[Entry] = []
+        self._file = WatchedFile(path, parse_keys, unread if gateway_file.exists() else None)
+        if self._file.value is unread:
+            return
+        try:
+            self._write(self._file.value)
+        except ValueError as error:
+            raise StartupError(str(error)) from None
+
+    async def follow(self) -> None:
+        """Keeps the gateway's file equal to the operator's, until cancelled."""
+        await self._file.watch(self._write)
+
+    def _write(self, entries: Sequence[Entry]) -> None:
+        _replace(self._gateway_file, digests(entries))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Replaces a file as a whole; raises ValueError if it cannot be written."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(text)
+        unfinished.replace(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _first_fault(error: ValidationError, document: list[Any]) -> str:
+    first = error.errors(include_input=False, include_url=False)[0]
+    place, message = first["loc"], first["msg"].removeprefix("Value error, ")
+    if not place or not isinstance(place[0], int):
+        return message
+    entry = document[place[0]]
+    name = entry.get("name") if isinstance(entry, dict) else None
+    named = f"entry {place[0] + 1}" + (f" ({name})" if isinstance(name, str) else "")
+    field = ".".join(str(part) for part in place[1:])
+    return f"{named}: {field + ': ' if field else ''}{message}"

@@ -1,0 +1,61 @@
+"""The operator's key file, and what the gateway reads of it."""
+
+import hashlib
+import json
+
+import pytest
+
+from millrace.clients import POLICY, Policy, client_of
+from services.transformer.keys import digests, parse_keys
+
+KEY = "mr-0123456789abcdef"
+DIGEST = hashlib.sha256(KEY.encode()).hexdigest()
+
+
+def test_an_entry_has_a_digest_and_a_policy():
+    (entry,) = parse_keys(f"- {{name: alice, sha256: {DIGEST}, models: [a, b], weight: 2, streams: 3}}")
+    assert entry.policy == Policy(models=frozenset({"a", "b"}), weight=2, streams=3)
+    digest, name, role, rest = digests([entry]).removesuffix("\n").split("\t")
+    assert (digest, name, role) == (DIGEST, "alice", "user")
+    assert client_of([("x-millrace-client", name), (POLICY, f'{{"role":"{role}",{rest}}}')]).policy == entry.policy
+    assert json.loads(f"{{{rest}}}").keys() == {"models", "weight", "streams"}
+
+
+def test_the_gateway_gets_the_digest_of_a_key_and_not_the_key():
+    entries = parse_keys(f"[{{name: root, key: {KEY}, role: admin}}]")
+    assert digests(entries) == f"{DIGEST}\troot\tadmin\t\n"
+    assert KEY not in repr(entries)
+
+
+def test_a_name_may_have_two_keys_of_one_policy():
+    other = "ab" * 32
+    first, second = parse_keys(f"[{{name: a, key: {KEY}, weight: 2}}, {{name: a, sha256: {other}, weight: 2}}]")
+    assert first.policy == second.policy
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("- {name: a", "is not YAML, line 1"),
+        ("", "is not a list"),
+        ("{a: 1}", "is not a list"),
+        ("[1]", "entry 1: "),
+        ("[{name: a}]", r"entry 1 \(a\): needs one of key and sha256"),
+        (f"[{{name: a, key: {KEY}, sha256: {DIGEST}}}]", "needs one of"),
+        ("[{name: a, key: short}]", r"entry 1 \(a\): key: "),
+        ("[{name: a, key: 'with space in the middle'}]", "key: "),
+        (f"[{{name: a, sha256: {DIGEST[1:]}}}]", "sha256: "),
+        (f"[{{name: a, sha256: {DIGEST.upper()}}}]", "sha256: "),
+        (f'[{{name: "a\\tb", key: {KEY}}}]', "name: "),
+        (f"[{{name: a, key: {KEY}, role: king}}]", "role: "),
+        (f"[{{name: a, key: {KEY}, wieght: 1}}]", "wieght: "),
+        (f"[{{name: a, key: {KEY}, streams: 0}}]", "streams: "),
+        (f"[{{name: a, key: {KEY}}}, {{name: b, key: {KEY}}}]", "a and b have the same key"),
+        (f"[{{name: a, key: {KEY}}}, {{name: a, key: {KEY}1, streams: 1}}]", "the entries of a differ"),
+    ],
+)
+def test_a_fault_is_named_in_one_line_without_the_key(text, fault):
+    with pytest.raises(ValueError, match=fault) as error:
+        parse_keys(text)
+    assert "\n" not in str(error.value)
+    assert KEY not in str(error.value)
