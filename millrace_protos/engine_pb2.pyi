@@ -131,6 +131,8 @@ class SequenceToGenerate(_message.Message):
     ALONE_FIELD_NUMBER: _builtins.int
     MOVED_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
     channel: _builtins.int
     number: _builtins.int
     request_id: _builtins.str
@@ -141,6 +143,8 @@ class SequenceToGenerate(_message.Message):
     alone: _builtins.bool
     moved: _builtins.bool
     prompt_logprobs: _builtins.int
+    client: _builtins.str
+    weight: _builtins.float
     @_builtins.property
     def input_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -159,10 +163,12 @@ class SequenceToGenerate(_message.Message):
         alone: _builtins.bool = ...,
         moved: _builtins.bool = ...,
         prompt_logprobs: _builtins.int | None = ...,
+        client: _builtins.str = ...,
+        weight: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token_timeout_s", b"_first_token_timeout_s", "_prompt_logprobs", b"_prompt_logprobs", "first_token_timeout_s", b"first_token_timeout_s", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_timeout_s", b"_first_token_timeout_s", "_prompt_logprobs", b"_prompt_logprobs", "alone", b"alone", "channel", b"channel", "deadline", b"deadline", "first_token_timeout_s", b"first_token_timeout_s", "input_ids", b"input_ids", "moved", b"moved", "number", b"number", "output_ids", b"output_ids", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_timeout_s", b"_first_token_timeout_s", "_prompt_logprobs", b"_prompt_logprobs", "alone", b"alone", "channel", b"channel", "client", b"client", "deadline", b"deadline", "first_token_timeout_s", b"first_token_timeout_s", "input_ids", b"input_ids", "moved", b"moved", "number", b"number", "output_ids", b"output_ids", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__first_token_timeout_s: _TypeAlias = _typing.Literal["first_token_timeout_s"]  # noqa: Y015
     _WhichOneofArgType__first_token_timeout_s: _TypeAlias = _typing.Literal["_first_token_timeout_s", b"_first_token_timeout_s"]  # noqa: Y015

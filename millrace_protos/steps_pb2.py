@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from millrace_protos import millrace_pb2 as millrace__protos_dot_millrace__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bmillrace_protos/steps.proto\x12\x0bmillrace.v1\x1a\x1emillrace_protos/millrace.proto\"O\n\x0cStepsRequest\x12,\n\x0bsubmissions\x18\x01 \x03(\x0b\x32\x17.millrace.v1.Submission\x12\x11\n\tcancelled\x18\x02 \x03(\r\"\xd9\x02\n\nSubmission\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x12\n\nprompt_ids\x18\x04 \x03(\r\x12\x12\n\noutput_ids\x18\x05 \x03(\r\x12\x10\n\x08sampling\x18\x06 \x01(\x0c\x12\x1c\n\x0fprompt_logprobs\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x16\n\ttimeout_s\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\"\n\x15\x66irst_token_timeout_s\x18\t \x01(\x01H\x02\x88\x01\x01\x12\r\n\x05\x61lone\x18\n \x01(\x08\x12\x13\n\x0b\x66ingerprint\x18\x0b \x01(\t\x12\x13\n\x0btraceparent\x18\x0c \x01(\t\x12\x0f\n\x07\x66ollows\x18\r \x01(\tB\x12\n\x10_prompt_logprobsB\x0c\n\n_timeout_sB\x18\n\x16_first_token_timeout_s\"\xb0\x02\n\x04Step\x12\x0f\n\x07numbers\x18\x01 \x03(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\'\n\x08\x61\x63\x63\x65pted\x18\x03 \x03(\x0b\x32\x15.millrace.v1.Accepted\x12!\n\x05\x62\x65gun\x18\x04 \x03(\x0b\x32\x12.millrace.v1.Begun\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.millrace.v1.TokenLogprobs\x12\r\n\x05\x61lone\x18\x06 \x03(\r\x12!\n\x05\x65nded\x18\x07 \x03(\x0b\x32\x12.millrace.v1.Ended\x12,\n\x05loads\x18\x08 \x01(\x0b\x32\x18.millrace.v1.EngineLoadsH\x00\x88\x01\x01\x12\x14\n\x07leaving\x18\t \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06_loadsB\n\n\x08_leaving\"=\n\x08\x41\x63\x63\x65pted\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x0c\n\x04span\x18\x03 \x01(\t\"i\n\x05\x42\x65gun\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12.\n\x06prompt\x18\x03 \x01(\x0b\x32\x19.millrace.v1.PromptScoresH\x00\x88\x01\x01\x42\t\n\x07_prompt\"<\n\x0cPromptScores\x12\x0e\n\x06\x63hosen\x18\x01 \x03(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x0b\n\x03top\x18\x03 \x03(\x02\"M\n\rTokenLogprobs\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0e\n\x06\x63hosen\x18\x02 \x01(\x02\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x0b\n\x03top\x18\x04 \x03(\x02\"\x88\x01\n\x05\x45nded\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.millrace.v1.Usage\x12+\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x17.millrace.v1.StepsErrorH\x00\x88\x01\x01\x42\x08\n\x06_error\"n\n\nStepsError\x12\x12\n\nclass_name\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0b\n\x03hop\x18\x03 \x01(\t\x12\x1b\n\x0eretry_after_ms\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x11\n\x0f_retry_after_ms\"6\n\x0b\x45ngineLoads\x12\'\n\x06models\x18\x01 \x03(\x0b\x32\x17.millrace.v1.EngineLoad\"~\n\nEngineLoad\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x0f\n\x07waiting\x18\x04 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x05 \x01(\r\x12\x12\n\ncache_free\x18\x06 \x01(\x02\x32I\n\x0ePredictorSteps\x12\x37\n\x03Run\x12\x19.millrace.v1.StepsRequest\x1a\x11.millrace.v1.Step(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bmillrace_protos/steps.proto\x12\x0bmillrace.v1\x1a\x1emillrace_protos/millrace.proto\"O\n\x0cStepsRequest\x12,\n\x0bsubmissions\x18\x01 \x03(\x0b\x32\x17.millrace.v1.Submission\x12\x11\n\tcancelled\x18\x02 \x03(\r\"\x89\x03\n\nSubmission\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x12\n\nprompt_ids\x18\x04 \x03(\r\x12\x12\n\noutput_ids\x18\x05 \x03(\r\x12\x10\n\x08sampling\x18\x06 \x01(\x0c\x12\x1c\n\x0fprompt_logprobs\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x16\n\ttimeout_s\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\"\n\x15\x66irst_token_timeout_s\x18\t \x01(\x01H\x02\x88\x01\x01\x12\r\n\x05\x61lone\x18\n \x01(\x08\x12\x13\n\x0b\x66ingerprint\x18\x0b \x01(\t\x12\x13\n\x0btraceparent\x18\x0c \x01(\t\x12\x0f\n\x07\x66ollows\x18\r \x01(\t\x12\x0e\n\x06\x63lient\x18\x0e \x01(\t\x12\x13\n\x06weight\x18\x0f \x01(\x01H\x03\x88\x01\x01\x42\x12\n\x10_prompt_logprobsB\x0c\n\n_timeout_sB\x18\n\x16_first_token_timeout_sB\t\n\x07_weight\"\xb0\x02\n\x04Step\x12\x0f\n\x07numbers\x18\x01 \x03(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\'\n\x08\x61\x63\x63\x65pted\x18\x03 \x03(\x0b\x32\x15.millrace.v1.Accepted\x12!\n\x05\x62\x65gun\x18\x04 \x03(\x0b\x32\x12.millrace.v1.Begun\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.millrace.v1.TokenLogprobs\x12\r\n\x05\x61lone\x18\x06 \x03(\r\x12!\n\x05\x65nded\x18\x07 \x03(\x0b\x32\x12.millrace.v1.Ended\x12,\n\x05loads\x18\x08 \x01(\x0b\x32\x18.millrace.v1.EngineLoadsH\x00\x88\x01\x01\x12\x14\n\x07leaving\x18\t \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06_loadsB\n\n\x08_leaving\"=\n\x08\x41\x63\x63\x65pted\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x0c\n\x04span\x18\x03 \x01(\t\"i\n\x05\x42\x65gun\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12.\n\x06prompt\x18\x03 \x01(\x0b\x32\x19.millrace.v1.PromptScoresH\x00\x88\x01\x01\x42\t\n\x07_prompt\"<\n\x0cPromptScores\x12\x0e\n\x06\x63hosen\x18\x01 \x03(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x0b\n\x03top\x18\x03 \x03(\x02\"M\n\rTokenLogprobs\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0e\n\x06\x63hosen\x18\x02 \x01(\x02\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x0b\n\x03top\x18\x04 \x03(\x02\"\x88\x01\n\x05\x45nded\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.millrace.v1.Usage\x12+\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x17.millrace.v1.StepsErrorH\x00\x88\x01\x01\x42\x08\n\x06_error\"n\n\nStepsError\x12\x12\n\nclass_name\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0b\n\x03hop\x18\x03 \x01(\t\x12\x1b\n\x0eretry_after_ms\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x11\n\x0f_retry_after_ms\"6\n\x0b\x45ngineLoads\x12\'\n\x06models\x18\x01 \x03(\x0b\x32\x17.millrace.v1.EngineLoad\"~\n\nEngineLoad\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x0f\n\x07waiting\x18\x04 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x05 \x01(\r\x12\x12\n\ncache_free\x18\x06 \x01(\x02\x32I\n\x0ePredictorSteps\x12\x37\n\x03Run\x12\x19.millrace.v1.StepsRequest\x1a\x11.millrace.v1.Step(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,25 +35,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STEPSREQUEST']._serialized_start=76
   _globals['_STEPSREQUEST']._serialized_end=155
   _globals['_SUBMISSION']._serialized_start=158
-  _globals['_SUBMISSION']._serialized_end=503
-  _globals['_STEP']._serialized_start=506
-  _globals['_STEP']._serialized_end=810
-  _globals['_ACCEPTED']._serialized_start=812
-  _globals['_ACCEPTED']._serialized_end=873
-  _globals['_BEGUN']._serialized_start=875
-  _globals['_BEGUN']._serialized_end=980
-  _globals['_PROMPTSCORES']._serialized_start=982
-  _globals['_PROMPTSCORES']._serialized_end=1042
-  _globals['_TOKENLOGPROBS']._serialized_start=1044
-  _globals['_TOKENLOGPROBS']._serialized_end=1121
-  _globals['_ENDED']._serialized_start=1124
-  _globals['_ENDED']._serialized_end=1260
-  _globals['_STEPSERROR']._serialized_start=1262
-  _globals['_STEPSERROR']._serialized_end=1372
-  _globals['_ENGINELOADS']._serialized_start=1374
-  _globals['_ENGINELOADS']._serialized_end=1428
-  _globals['_ENGINELOAD']._serialized_start=1430
-  _globals['_ENGINELOAD']._serialized_end=1556
-  _globals['_PREDICTORSTEPS']._serialized_start=1558
-  _globals['_PREDICTORSTEPS']._serialized_end=1631
+  _globals['_SUBMISSION']._serialized_end=551
+  _globals['_STEP']._serialized_start=554
+  _globals['_STEP']._serialized_end=858
+  _globals['_ACCEPTED']._serialized_start=860
+  _globals['_ACCEPTED']._serialized_end=921
+  _globals['_BEGUN']._serialized_start=923
+  _globals['_BEGUN']._serialized_end=1028
+  _globals['_PROMPTSCORES']._serialized_start=1030
+  _globals['_PROMPTSCORES']._serialized_end=1090
+  _globals['_TOKENLOGPROBS']._serialized_start=1092
+  _globals['_TOKENLOGPROBS']._serialized_end=1169
+  _globals['_ENDED']._serialized_start=1172
+  _globals['_ENDED']._serialized_end=1308
+  _globals['_STEPSERROR']._serialized_start=1310
+  _globals['_STEPSERROR']._serialized_end=1420
+  _globals['_ENGINELOADS']._serialized_start=1422
+  _globals['_ENGINELOADS']._serialized_end=1476
+  _globals['_ENGINELOAD']._serialized_start=1478
+  _globals['_ENGINELOAD']._serialized_end=1604
+  _globals['_PREDICTORSTEPS']._serialized_start=1606
+  _globals['_PREDICTORSTEPS']._serialized_end=1679
 # @@protoc_insertion_point(module_scope)

@@ -64,6 +64,8 @@ class Submission(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     FOLLOWS_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """The caller's name for the sequence, unique within the call."""
     model: _builtins.str
@@ -82,6 +84,10 @@ class Submission(_message.Message):
     """The parent of the predictor's span; empty: not traced."""
     follows: _builtins.str
     """The traceparent of the span of the call that this one resumes."""
+    client: _builtins.str
+    """See millrace/clients.py; empty: the gateway asks for no keys."""
+    weight: _builtins.float
+    """Of the client, see millrace/clients.py; 1 by default."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -104,10 +110,12 @@ class Submission(_message.Message):
         fingerprint: _builtins.str = ...,
         traceparent: _builtins.str = ...,
         follows: _builtins.str = ...,
+        client: _builtins.str = ...,
+        weight: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token_timeout_s", b"_first_token_timeout_s", "_prompt_logprobs", b"_prompt_logprobs", "_timeout_s", b"_timeout_s", "first_token_timeout_s", b"first_token_timeout_s", "prompt_logprobs", b"prompt_logprobs", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token_timeout_s", b"_first_token_timeout_s", "_prompt_logprobs", b"_prompt_logprobs", "_timeout_s", b"_timeout_s", "_weight", b"_weight", "first_token_timeout_s", b"first_token_timeout_s", "prompt_logprobs", b"prompt_logprobs", "timeout_s", b"timeout_s", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_timeout_s", b"_first_token_timeout_s", "_prompt_logprobs", b"_prompt_logprobs", "_timeout_s", b"_timeout_s", "alone", b"alone", "fingerprint", b"fingerprint", "first_token_timeout_s", b"first_token_timeout_s", "follows", b"follows", "model", b"model", "number", b"number", "output_ids", b"output_ids", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_timeout_s", b"_first_token_timeout_s", "_prompt_logprobs", b"_prompt_logprobs", "_timeout_s", b"_timeout_s", "_weight", b"_weight", "alone", b"alone", "client", b"client", "fingerprint", b"fingerprint", "first_token_timeout_s", b"first_token_timeout_s", "follows", b"follows", "model", b"model", "number", b"number", "output_ids", b"output_ids", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "timeout_s", b"timeout_s", "traceparent", b"traceparent", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__first_token_timeout_s: _TypeAlias = _typing.Literal["first_token_timeout_s"]  # noqa: Y015
     _WhichOneofArgType__first_token_timeout_s: _TypeAlias = _typing.Literal["_first_token_timeout_s", b"_first_token_timeout_s"]  # noqa: Y015
@@ -115,12 +123,16 @@ class Submission(_message.Message):
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__timeout_s: _TypeAlias = _typing.Literal["timeout_s"]  # noqa: Y015
     _WhichOneofArgType__timeout_s: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s"]  # noqa: Y015
+    _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
+    _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__first_token_timeout_s) -> _WhichOneofReturnType__first_token_timeout_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_s) -> _WhichOneofReturnType__timeout_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight) -> _WhichOneofReturnType__weight | None: ...
 
 Global___Submission: _TypeAlias = Submission  # noqa: Y015
 

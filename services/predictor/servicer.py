@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AbstractContextManager, aclosing, nullcontext
 
 from millrace import __version__
+from millrace.clients import client_of
 from millrace.errors import InvalidRequestError, NotFoundError, NotImplementedMethodError
 from millrace.oip.model_description import config_of, metadata_of
 from millrace.oip.settings_servicer import OpenInferenceBase
@@ -116,7 +117,7 @@ class InferenceServicer(OpenInferenceBase):
             check_request_id(request.id)
             serving = self._repository.get(request.model_name, request.model_version)
             timeout_s = first_token_timeout_s(call_metadata(context))
-            response = await serving.infer(request, deadline_of(context), timeout_s)
+            response = await serving.infer(request, deadline_of(context), timeout_s, client_of(call_metadata(context)))
             if recording is not None:
                 recording.end("OK", outputs=answer_tensors(response))
                 await recording.flushed()
@@ -126,11 +127,12 @@ class InferenceServicer(OpenInferenceBase):
         self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context
     ) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
         timeout_s = first_token_timeout_s(call_metadata(context))
+        client = client_of(call_metadata(context))
 
         async def answer(request: pb.ModelInferRequest) -> AsyncGenerator[pb.ModelInferResponse, None]:
             with self._recorded(request, context, "ModelStreamInfer") as recording:
                 serving = self._repository.get(request.model_name, request.model_version)
-                async with aclosing(serving.stream(request, deadline_of(context), timeout_s)) as responses:
+                async with aclosing(serving.stream(request, deadline_of(context), timeout_s, client)) as responses:
                     async for response in responses:
                         if recording is not None:
                             recording.chunk("", outputs=streamed_tensors(response))

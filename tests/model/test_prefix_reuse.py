@@ -63,6 +63,15 @@ async def test_tenants_do_not_learn_of_each_others_prompts(engine_of):
         assert cached(chunks) == held
 
 
+async def test_clients_do_not_learn_of_each_others_prompts_and_a_salt_divides_further(engine_of):
+    engine = engine_of(FakeRunner())
+    steps = [("a", "", 0), ("b", "", 0), ("a", "", 28), ("a", "s", 0), ("b", "s", 0), ("a", "s", 28), ("", "", 0)]
+    for client, salt, held in steps:
+        ids, chunks = await read_all(engine.submit(request(prompt=PROMPT, cache_salt=salt, client=client)))
+        assert ids == expected(PROMPT)
+        assert cached(chunks) == held
+
+
 async def test_tenants_at_the_same_time_do_not_wait_for_each_other(engine_of):
     runner = FakeRunner()
     engine = engine_of(runner, step_tokens=16)

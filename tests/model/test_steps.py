@@ -402,3 +402,29 @@ async def test_each_sequence_has_a_span_with_the_phases_of_its_engine(predictor,
         assert ended.events[3].name == "generation_end"
         assert "gen_ai.usage.output_tokens" not in ended.events[3].attributes, "only the engine knows how many"
     provider.shutdown()
+
+
+async def test_each_client_reuses_its_own_prompts_alone(predictor, caller):
+    prompt = list(range(3, 75))  # Two blocks and some.
+
+    async def cached_tokens(number, **fields):
+        caller.submit(number, prompt, **fields)
+        return (await caller.end_of(number)).usage.cached_tokens
+
+    assert await cached_tokens(1, client="a") == 0
+    assert await cached_tokens(2, client="b", weight=2.0) == 0
+    assert await cached_tokens(3, client="a") == 64
+    assert await cached_tokens(4) == 0
+
+
+async def test_a_predictor_that_is_called_directly_knows_the_client(predictor, caller):
+    prompt = list(range(3, 75))
+    message = inference_pb2.ModelInferRequest(model_name="llama", id="r")
+    add_input(message, Tensor("input_ids", "INT64", np.array(prompt)))
+    set_parameters(message.parameters, SAMPLING)
+    async with grpc.aio.insecure_channel(predictor.target) as channel:
+        stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+        await stub.ModelInfer(message, metadata=(("x-millrace-client", "a"),))
+    for number, (client, held) in enumerate([("", 0), ("b", 0), ("a", 64)], start=1):
+        caller.submit(number, prompt, client=client)
+        assert (await caller.end_of(number)).usage.cached_tokens == held

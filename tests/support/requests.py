@@ -17,7 +17,10 @@ def request(
     deadline: float = math.inf,
     first_token_timeout_s: float | None = None,
     alone: bool = False,
+    client: str = "",
     **parameters: Any,
 ) -> GenerationRequest:
     sampling = SamplingParameters(**{"max_tokens": 12, "seed": 3, **parameters})
-    return GenerationRequest(name, list(prompt), sampling, list(output_ids), deadline, first_token_timeout_s, alone)
+    return GenerationRequest(
+        name, list(prompt), sampling, list(output_ids), deadline, first_token_timeout_s, alone, client=client
+    )

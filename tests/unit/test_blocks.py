@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from services.predictor.engine.state.blocks import BlockManager, block_name, first_name
 
 
-def names_of(ids, salt="", size=4):
-    names = [first_name(salt)]
+def names_of(ids, salt="", size=4, client=""):
+    names = [first_name(client, salt)]
     for start in range(0, len(ids) - size + 1, size):
         names.append(block_name(names[-1], ids[start : start + size]))
     return names[1:]
@@ -159,3 +159,9 @@ def test_references_names_and_order_of_use_agree_with_a_plain_model(steps):
         assert blocks.idle(range(6)) == len(idle)
         for name in names:
             assert blocks.find([name])[0] == [block for block, given in named.items() if given == name]
+
+
+def test_names_differ_by_client_and_by_salt():
+    ids = range(4)
+    ways = [("", ""), ("a", ""), ("b", ""), ("", "a"), ("a", "b"), ("b", "a"), ("ab", "")]
+    assert len({names_of(ids, salt, client=client)[0] for client, salt in ways}) == len(ways)

@@ -63,6 +63,11 @@ def test_a_predictor_that_joins_or_leaves_moves_only_its_own_keys():
     assert all(after[key] == before[key] for key in keys if before[key] != four[3].address)
 
 
+def test_a_key_is_of_its_client():
+    keys = {prefix_key("m", salt, LONG, client) for client, salt in [("", ""), ("a", ""), ("b", ""), ("", "a")]}
+    assert len(keys) == 4
+
+
 def test_a_key_is_of_whole_blocks_of_the_beginning_of_the_model_and_of_the_salt():
     key = prefix_key("m", "", LONG[:128])
     assert prefix_key("m", "", LONG[:31]) is None

@@ -26,7 +26,8 @@ class GenerationRequest:
     interruption elsewhere, and precedes new ones in the queue. `deadline` is on the clock of time.monotonic(), infinity
     for none; `first_token_timeout_s` begins at the submission. `alone`: the request runs isolated; the engine computes
     nothing else until its next token. `prompt_logprobs`: how many of the likeliest tokens at each prompt position,
-    besides the prompt token's own log probability; None for neither.
+    besides the prompt token's own log probability; None for neither. `client` ("": there are no keys) shares cached
+    prefixes with itself alone; `weight` is that of its policy (millrace/clients.py).
     """
 
     id: str
@@ -38,6 +39,8 @@ class GenerationRequest:
     alone: bool = False
     moved: bool = False
     prompt_logprobs: int | None = None
+    client: str = ""
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)

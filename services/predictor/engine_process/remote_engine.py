@@ -251,6 +251,8 @@ def _submission(channel: int, number: int, request: GenerationRequest) -> engine
         alone=request.alone,
         moved=request.moved,
         prompt_logprobs=request.prompt_logprobs,
+        client=request.client,
+        weight=request.weight,
     )
 
 

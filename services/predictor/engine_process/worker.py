@@ -137,6 +137,8 @@ def _submit(message: engine_pb2.SequenceToGenerate, engine: ContinuousBatchingEn
         message.alone,
         message.moved,
         message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        message.client,
+        message.weight,
     )
     try:
         engine.generate(request, output)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from opentelemetry.metrics import Meter
 
+from millrace.clients import ANYONE, Client
 from millrace.deadline import Deadline
 from millrace.errors import DrainingError, MillraceError, StartupError
 from millrace.oip.model_description import FINGERPRINT, INPUT_IDS, OUTPUT_IDS, ModelDescription, TensorSpec
@@ -63,18 +64,26 @@ class GenerationModel:
         return self.engine.statistics
 
     async def infer(
-        self, request: pb.ModelInferRequest, deadline: Deadline, first_token_timeout_s: float | None = None
+        self,
+        request: pb.ModelInferRequest,
+        deadline: Deadline,
+        first_token_timeout_s: float | None = None,
+        client: Client = ANYONE,
     ) -> pb.ModelInferResponse:
-        with self._generation(request, deadline, first_token_timeout_s) as (slot, observed):
+        with self._generation(request, deadline, first_token_timeout_s, client) as (slot, observed):
             chunks = [observed.take(await slot.read())]
             while chunks[-1].finish_reason is None:
                 chunks.append(observed.take(await slot.read()))
         return write_response(request, merged(chunks))
 
     async def stream(
-        self, request: pb.ModelInferRequest, deadline: Deadline, first_token_timeout_s: float | None = None
+        self,
+        request: pb.ModelInferRequest,
+        deadline: Deadline,
+        first_token_timeout_s: float | None = None,
+        client: Client = ANYONE,
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
-        with self._generation(request, deadline, first_token_timeout_s) as (slot, observed):
+        with self._generation(request, deadline, first_token_timeout_s, client) as (slot, observed):
             ended = False
             while not ended:
                 chunk = observed.take(await slot.read())
@@ -107,10 +116,10 @@ class GenerationModel:
 
     @contextmanager
     def _generation(
-        self, request: pb.ModelInferRequest, deadline: Deadline, first_token_timeout_s: float | None
+        self, request: pb.ModelInferRequest, deadline: Deadline, first_token_timeout_s: float | None, client: Client
     ) -> Iterator[tuple[OutputSlot, ObservedGeneration]]:
         """Submits a request; yields its output slot and its telemetry. Leaving the block cancels the request."""
-        slot = self.engine.submit(read_request(self._loaded, request, deadline, first_token_timeout_s))
+        slot = self.engine.submit(read_request(self._loaded, request, deadline, first_token_timeout_s, client))
         with self.telemetry.observed(slot.timeline) as observed:
             try:
                 yield slot, observed

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.clients import ANYONE, Client
 from millrace.deadline import Deadline
 from millrace.errors import InvalidRequestError
 from millrace.oip.model_description import INPUT_IDS, OUTPUT_IDS
@@ -44,6 +45,7 @@ def read_request(
     request: inference_pb2.ModelInferRequest,
     deadline: Deadline,
     first_token_timeout_s: float | None,
+    client: Client = ANYONE,
 ) -> GenerationRequest:
     """Validates a request completely, so that the engine never sees an invalid one."""
     _check_lengths(request, model.engine.limits)
@@ -81,6 +83,8 @@ def read_request(
         deadline.at,
         first_token_timeout_s,
         prompt_logprobs=prompt_logprobs,
+        client=client.name,
+        weight=client.policy.weight,
     )
 
 
@@ -111,6 +115,8 @@ def read_submission(model: LoadedModel, message: steps_pb2.Submission, deadline:
         message.alone,
         moved=bool(output_ids),
         prompt_logprobs=_prompt_logprobs(prompt_logprobs, len(input_ids), limits),
+        client=message.client,
+        weight=message.weight if message.HasField("weight") else 1.0,
     )
 
 

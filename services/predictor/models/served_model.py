@@ -2,7 +2,7 @@
 
 `infer` answers a request with one response, `stream` with any number of them, each with the parameter
 `triton_final_response`. Both raise MillraceError. Cancelling `infer` or closing the generator of `stream` cancels the
-request. `first_token_timeout_s` concerns generation models. Both run on the event loop and never block it.
+request. `first_token_timeout_s` and `client` concern generation models. Both run on the event loop and never block it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
+from millrace.clients import ANYONE, Client
 from millrace.deadline import Deadline
 from millrace.oip.model_description import ModelDescription
 from millrace_protos import inference_pb2 as pb
@@ -31,12 +32,20 @@ class ServedModel(Protocol):
     def statistics(self) -> RequestCounts: ...
 
     async def infer(
-        self, request: pb.ModelInferRequest, deadline: Deadline, first_token_timeout_s: float | None = None
+        self,
+        request: pb.ModelInferRequest,
+        deadline: Deadline,
+        first_token_timeout_s: float | None = None,
+        client: Client = ANYONE,
     ) -> pb.ModelInferResponse:
         """Returns the one response to a request."""
 
     def stream(
-        self, request: pb.ModelInferRequest, deadline: Deadline, first_token_timeout_s: float | None = None
+        self,
+        request: pb.ModelInferRequest,
+        deadline: Deadline,
+        first_token_timeout_s: float | None = None,
+        client: Client = ANYONE,
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
         """Yields the responses to a request as they become available."""
 

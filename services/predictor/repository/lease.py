@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, aclosing, contextmanager
 from types import TracebackType
 from typing import Any
 
+from millrace.clients import ANYONE, Client
 from millrace.deadline import Deadline
 from millrace.errors import NotReadyError, OtherWeightsError
 from millrace.oip.declared_tensors import check_requested_outputs
@@ -40,23 +41,31 @@ class Serving:
         self.fingerprint = model.description.parameters.get(FINGERPRINT, "")
 
     async def infer(
-        self, request: pb.ModelInferRequest, deadline: Deadline, first_token_timeout_s: float | None = None
+        self,
+        request: pb.ModelInferRequest,
+        deadline: Deadline,
+        first_token_timeout_s: float | None = None,
+        client: Client = ANYONE,
     ) -> pb.ModelInferResponse:
         with self._counted(request, deadline) as counted:
             check_requested_outputs(request)
             with _Wait(self):
-                response = await self.model.infer(request, deadline, first_token_timeout_s)
+                response = await self.model.infer(request, deadline, first_token_timeout_s, client)
             self._sign(response)
             counted.response(response)
             return response
 
     async def stream(
-        self, request: pb.ModelInferRequest, deadline: Deadline, first_token_timeout_s: float | None = None
+        self,
+        request: pb.ModelInferRequest,
+        deadline: Deadline,
+        first_token_timeout_s: float | None = None,
+        client: Client = ANYONE,
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
         is_first, wait = True, _Wait(self)
         with self._counted(request, deadline) as counted:
             check_requested_outputs(request)
-            async with aclosing(self.model.stream(request, deadline, first_token_timeout_s)) as responses:
+            async with aclosing(self.model.stream(request, deadline, first_token_timeout_s, client)) as responses:
                 while True:
                     with wait:
                         response = await anext(responses, None)

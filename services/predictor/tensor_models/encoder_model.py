@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from millrace.clients import ANYONE, Client
 from millrace.deadline import NO_DEADLINE, Deadline
 from millrace.errors import MillraceError, StartupError
 from millrace.oip.model_description import INPUT_IDS, ModelDescription
@@ -60,7 +61,11 @@ class EncoderModel:
         return self._worker.counts
 
     async def infer(
-        self, request: pb.ModelInferRequest, deadline: Deadline, first_token_timeout_s: float | None = None
+        self,
+        request: pb.ModelInferRequest,
+        deadline: Deadline,
+        first_token_timeout_s: float | None = None,
+        client: Client = ANYONE,
     ) -> pb.ModelInferResponse:
         vectors = await self._run(read_rows(request, self._output, self._limits), deadline)
         response = pb.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
@@ -68,7 +73,11 @@ class EncoderModel:
         return response
 
     async def stream(
-        self, request: pb.ModelInferRequest, deadline: Deadline, first_token_timeout_s: float | None = None
+        self,
+        request: pb.ModelInferRequest,
+        deadline: Deadline,
+        first_token_timeout_s: float | None = None,
+        client: Client = ANYONE,
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
         response = await self.infer(request, deadline)
         response.parameters[FINAL].bool_param = True

@@ -41,6 +41,7 @@ from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 
+from millrace.clients import ANYONE, Client
 from millrace.deadline import Deadline
 from millrace.errors import (
     HopBrokenError,
@@ -118,7 +119,11 @@ class PythonModel:
         logger.info("model %s: %s of %s", name, "a generator" if self._code.streams else "a function", folder)
 
     async def infer(
-        self, request: pb.ModelInferRequest, deadline: Deadline, first_token_timeout_s: float | None = None
+        self,
+        request: pb.ModelInferRequest,
+        deadline: Deadline,
+        first_token_timeout_s: float | None = None,
+        client: Client = ANYONE,
     ) -> pb.ModelInferResponse:
         answer = None
         async with aclosing(self._answers(request)) as answers:
@@ -133,7 +138,11 @@ class PythonModel:
         return answer
 
     async def stream(
-        self, request: pb.ModelInferRequest, deadline: Deadline, first_token_timeout_s: float | None = None
+        self,
+        request: pb.ModelInferRequest,
+        deadline: Deadline,
+        first_token_timeout_s: float | None = None,
+        client: Client = ANYONE,
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
         async with aclosing(self._answers(request)) as answers:
             async for response, last in answers:

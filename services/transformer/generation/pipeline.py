@@ -102,6 +102,7 @@ class Pipeline:
         prompt_ids = await self._shared_ids(request, model)
         if request.prompt_logprobs is not None:
             check_size(len(prompt_ids), request.prompt_logprobs, request.choices)
+        caller = request.call.client
         return Generation(
             model.name,
             request.call.request_id,
@@ -110,6 +111,8 @@ class Pipeline:
             model.dialect,
             model.resumes,
             request.prompt_logprobs,
+            caller.name,
+            caller.policy.weight,
         )
 
     async def _shared_ids(self, request: TextRequest, model: TextModel) -> list[int]:

@@ -30,15 +30,14 @@ class Candidate(NamedTuple):
     in_flight: int
 
 
-def prefix_key(model: str, cache_salt: str, prompt_ids: Sequence[int]) -> bytes | None:
-    """Identifies the beginning of a prompt; None if it is too short to be cached."""
+def prefix_key(model: str, cache_salt: str, prompt_ids: Sequence[int], client: str = "") -> bytes | None:
+    """Identifies the beginning of a client's prompt; None if it is too short to be cached."""
     count = min(len(prompt_ids) // _BLOCK_TOKENS, _MOST_BLOCKS) * _BLOCK_TOKENS
     if not count:
         return None
     ids = np.array(prompt_ids[:count], dtype=np.int32).tobytes()
-    return (
-        hashlib.blake2b(ids, key=cache_salt.encode()[:64], person=b"prefix", digest_size=16).digest() + model.encode()
-    )
+    digest = hashlib.blake2b(ids, key=cache_salt.encode()[:64], person=b"prefix", digest_size=16).digest()
+    return b"\0".join((digest + model.encode(), client.encode())) if client else digest + model.encode()
 
 
 def choose(candidates: Sequence[Candidate], key: bytes | None) -> int:

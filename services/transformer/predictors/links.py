@@ -237,7 +237,7 @@ class Links:
         if len(serving) == 1:
             return serving[0]
         candidates = [Candidate(link.address, link.in_flight(generation.model)) for link in serving]
-        key = prefix_key(generation.model, generation.sampling.cache_salt, generation.prompt_ids)
+        key = prefix_key(generation.model, generation.sampling.cache_salt, generation.prompt_ids, generation.client)
         return serving[choose(candidates, key)]
 
     def can_resume(self, model: str, fingerprint: str) -> bool:

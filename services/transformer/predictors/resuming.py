@@ -176,6 +176,8 @@ class TokenStream:
             fingerprint=self._progress.fingerprint,
             traceparent=span.traceparent,
             follows=span.follows,
+            client=generation.client,
+            weight=generation.weight,
         )
         if not output_ids and (left_s := self._first_token.left_s) is not None:
             submission.first_token_timeout_s = left_s

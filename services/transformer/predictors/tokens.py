@@ -16,6 +16,7 @@ class Generation:
     """A generation, however many calls it takes; `resumes`: a call can resume after the ids of an earlier one.
 
     `prompt_logprobs` requests log probabilities of the prompt too, see millrace/oip/prompt_logprobs.py.
+    `client` and `weight` are the caller's, see millrace/clients.py.
     """
 
     model: str
@@ -25,6 +26,8 @@ class Generation:
     dialect: Dialect = OURS
     resumes: bool = True
     prompt_logprobs: int | None = None
+    client: str = ""
+    weight: float = 1.0
 
 
 @dataclass(slots=True)

@@ -120,7 +120,7 @@ class Sequence:
         """The names of its first `count` blocks, all of which are full."""
         names = self._block_names
         for index in range(len(names), count):
-            before = names[-1] if names else first_name(self.request.sampling.cache_salt)
+            before = names[-1] if names else first_name(self.request.client, self.request.sampling.cache_salt)
             names.append(block_name(before, self.ids[index * block_tokens : (index + 1) * block_tokens]))
         return names[:count]
 
