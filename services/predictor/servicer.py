@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AbstractContextManager, aclosing, nullcontext
 
 from millrace import __version__
-from millrace.clients import client_of
+from millrace.clients import ANYONE, Client, client_of
 from millrace.errors import InvalidRequestError, NotFoundError, NotImplementedMethodError
 from millrace.oip.model_description import config_of, metadata_of
 from millrace.oip.settings_servicer import OpenInferenceBase
@@ -21,6 +21,7 @@ from millrace.rpc.handlers import Context
 from millrace_protos import inference_pb2 as pb
 from services.predictor.models.served_model import VERSION
 from services.predictor.repository.entry import State
+from services.predictor.repository.lease import Serving
 from services.predictor.repository.repository import ModelRepository
 
 _SERVICE = "inference.GRPCInferenceService"
@@ -61,17 +62,17 @@ class InferenceServicer(OpenInferenceBase):
         return pb.ServerReadyResponse(ready=self._repository.ready)
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
-        return pb.ModelReadyResponse(ready=self._repository.is_ready(request.name, request.version))
+        return pb.ModelReadyResponse(ready=self._is_ready(request, context))
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
         return pb.ServerMetadataResponse(name="millrace-predictor", version=__version__, extensions=_EXTENSIONS)
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
-        model = self._repository.get(request.name, request.version).model
+        model = self._serving(request.name, request.version, context).model
         return metadata_of(model.name, [VERSION], model.description)
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
-        model = self._repository.get(request.name, request.version).model
+        model = self._serving(request.name, request.version, context).model
         config = config_of(model.name, model.description)
         # The transformer loads the model's tokenizer from there.
         config.parameters[_SOURCE].string_value = self._repository.source(request.name)
@@ -79,9 +80,10 @@ class InferenceServicer(OpenInferenceBase):
 
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
         if request.name:
-            served = [self._repository.get(request.name, request.version)]
+            served = [self._serving(request.name, request.version, context)]
         elif request.version in ("", VERSION):
-            served = list(self._repository.served)
+            client = _client_of(context)
+            served = [serving for serving in self._repository.served if client.may_use(serving.model.name)]
         else:
             raise NotFoundError(f"no model has a version {request.version!r}, only {VERSION}")
         return pb.ModelStatisticsResponse(model_stats=[serving.statistics() for serving in served])
@@ -89,8 +91,9 @@ class InferenceServicer(OpenInferenceBase):
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
         _check_repository_name(request.repository_name)
         response = pb.RepositoryIndexResponse()
+        client = _client_of(context)
         for row in await self._repository.index():
-            if row.state is State.READY or not request.ready:
+            if client.may_use(row.name) and (row.state is State.READY or not request.ready):
                 response.models.add(name=row.name, version=VERSION, state=row.state, reason=row.reason)
         return response
 
@@ -115,7 +118,7 @@ class InferenceServicer(OpenInferenceBase):
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
         with self._recorded(request, context, "ModelInfer") as recording:
             check_request_id(request.id)
-            serving = self._repository.get(request.model_name, request.model_version)
+            serving = self._serving(request.model_name, request.model_version, context)
             timeout_s = first_token_timeout_s(call_metadata(context))
             response = await serving.infer(request, deadline_of(context), timeout_s, client_of(call_metadata(context)))
             if recording is not None:
@@ -131,7 +134,7 @@ class InferenceServicer(OpenInferenceBase):
 
         async def answer(request: pb.ModelInferRequest) -> AsyncGenerator[pb.ModelInferResponse, None]:
             with self._recorded(request, context, "ModelStreamInfer") as recording:
-                serving = self._repository.get(request.model_name, request.model_version)
+                serving = self._serving(request.model_name, request.model_version, context)
                 async with aclosing(serving.stream(request, deadline_of(context), timeout_s, client)) as responses:
                     async for response in responses:
                         if recording is not None:
@@ -143,6 +146,15 @@ class InferenceServicer(OpenInferenceBase):
             async for response in responses:
                 yield response
 
+    def _serving(self, name: str, version: str, context: Context) -> Serving:
+        """The model that a call names; raises NotFoundError, and ForbiddenError where its client may not use it."""
+        _client_of(context).check_model(name)
+        return self._repository.get(name, version)
+
+    def _is_ready(self, request: pb.ModelReadyRequest, context: Context) -> bool:
+        _client_of(context).check_model(request.name)
+        return self._repository.is_ready(request.name, request.version)
+
     def _recorded(
         self, request: pb.ModelInferRequest, context: Context, method: str
     ) -> AbstractContextManager[Recording | None]:
@@ -152,6 +164,11 @@ class InferenceServicer(OpenInferenceBase):
         call = call_context(context, f"{_SERVICE}/{method}", request.id)
         inputs = request_tensors(request)
         return recorded(self._tap, call, request.model_name, inputs=inputs)
+
+
+def _client_of(context: Context) -> Client:
+    """Who calls: of a request that the transformer records, the transformer, which has checked its own caller."""
+    return ANYONE if is_recorded(context) else client_of(call_metadata(context))
 
 
 def _check_repository_name(name: str) -> None:
