@@ -17,7 +17,9 @@ from opentelemetry import metrics, propagate, trace
 from opentelemetry.metrics import Meter
 from opentelemetry.trace import Span, SpanKind, Tracer
 
+from millrace.clients import CLIENT
 from millrace.telemetry.identity import (
+    CLIENT_NAME,
     PROTOCOL,
     REQUEST_ID,
     REQUEST_ID_METADATA,
@@ -36,6 +38,9 @@ _PROBES = (
     "/millrace.rest.v1.OpenInference/Live",
     "/millrace.rest.v1.OpenInference/Ready",
 )
+# Names of clients are few where they come from a key file; subjects of tokens may be many.
+_MAX_CLIENTS = 100
+_OTHER_CLIENTS = "other"
 
 
 class CallTelemetry:
@@ -44,6 +49,15 @@ class CallTelemetry:
     def __init__(self, tracer: Tracer | None = None, meter: Meter | None = None) -> None:
         self.tracer = tracer or trace.get_tracer("millrace")
         self.duration = duration_histogram(meter or metrics.get_meter("millrace"), "rpc.server.call.duration")
+        self._clients: set[str] = set()
+
+    def label_of(self, client: str) -> str:
+        """The name of a client in metrics, which keep the first hundred apart."""
+        if client not in self._clients:
+            if len(self._clients) >= _MAX_CLIENTS:
+                return _OTHER_CLIENTS
+            self._clients.add(client)
+        return client
 
     def of(self, method: str, streams: bool) -> MethodTelemetry | None:
         """That of one method's calls; None for a method whose calls are not observed."""
@@ -72,14 +86,17 @@ class MethodTelemetry:
         """A call that begins now, in the task that serves it."""
         return ObservedCall(self, metadata)
 
-    def measure(self, protocol: str, code: StatusCode, duration_s: float) -> None:
-        self.server.duration.record(duration_s, self._labels[protocol, code])
+    def measure(self, protocol: str, code: StatusCode, duration_s: float, client: str) -> None:
+        labels = self._labels[protocol, code]
+        if client:
+            labels = labels | {CLIENT_NAME: self.server.label_of(client)}
+        self.server.duration.record(duration_s, labels)
 
 
 class ObservedCall:
     """One call, from its first moment to its end, in the task that serves it."""
 
-    __slots__ = ("_began", "_first_message_s", "_is_measured", "_method", "_protocol", "_span")
+    __slots__ = ("_began", "_client", "_first_message_s", "_is_measured", "_method", "_protocol", "_span")
 
     def __init__(self, method: MethodTelemetry, metadata: Metadata) -> None:
         self._began = time.monotonic()
@@ -89,6 +106,7 @@ class ObservedCall:
         carrier = {key: value for key, value in metadata if isinstance(value, str)}
         parent = propagate.extract(carrier)
         request_id = carrier.get(REQUEST_ID_METADATA, "")
+        self._client = carrier.get(CLIENT, "")
         self._span = self._start(parent, carrier, request_id)
         self._is_measured = not is_tracing_suppressed(parent)
         # Never detached: a call runs in a task, and so in a context, of its own.
@@ -105,13 +123,17 @@ class ObservedCall:
         method, duration_s = self._method, time.monotonic() - self._began
         end_span(self._span, code, is_server=True, streams=method.streams)
         if self._is_measured:
-            method.measure(self._protocol, code, duration_s)
+            method.measure(self._protocol, code, duration_s, self._client)
         level = method.level if self._is_measured else logging.DEBUG
         named = {"rpc.method": method.name, PROTOCOL: self._protocol}
+        if self._client:
+            named[CLIENT_NAME] = self._client
         log_call(level, named, code, duration_s, current_request_id(), self._span, self._first_message_s)
 
     def _start(self, parent: otel_context.Context, carrier: Mapping[str, str], request_id: str) -> Span:
         method = self._method
         attributes = method.span_attributes[self._protocol] | {REQUEST_ID: request_id}
+        if self._client:
+            attributes[CLIENT_NAME] = self._client
         links = links_to(carrier[LINK]) if LINK in carrier else ()
         return method.server.tracer.start_span(method.name, parent, SpanKind.SERVER, attributes, links)

@@ -17,6 +17,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 REQUEST_ID = "millrace.request_id"
 REQUEST_ID_METADATA = "x-request-id"
 PROTOCOL = "millrace.protocol"
+CLIENT_NAME = "millrace.client"
 MODEL = "gen_ai.request.model"
 # What the gateway's transcoder adds to a REST request; from clients it is not accepted.
 _TRANSCODED = "x-envoy-original-path"
