@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from ipaddress import IPv6Address, IPv6Network
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -17,6 +18,7 @@ from millrace.errors import ForbiddenError, UnauthenticatedError
 
 CLIENT = "x-millrace-client"
 POLICY = "x-millrace-policy"
+_FORWARDED_FOR = "x-forwarded-for"
 
 
 class Policy(BaseModel):
@@ -72,6 +74,32 @@ def client_of(metadata: Iterable[tuple[str, str | bytes]] | Mapping[str, str]) -
         elif key == POLICY and isinstance(value, str):
             policy = value
     return _client(name, policy) if name else ANYONE
+
+
+def caller_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
+    """By which callers are told apart: the client's name, or without keys the address that the gateway saw.
+
+    "" of what comes from another service. IPv6 addresses of one /64 are one caller: a single host has as many.
+    """
+    name = forwarded = ""
+    for key, value in metadata:
+        if key == CLIENT and isinstance(value, str):
+            name = value
+        elif key == _FORWARDED_FOR and isinstance(value, str):
+            forwarded = value
+    # The gateway appends the address; the caller may have sent everything before it.
+    return name or _network(forwarded.rpartition(",")[2].strip())
+
+
+@lru_cache(maxsize=1024)
+def _network(address: str) -> str:
+    if ":" not in address:
+        return address
+    try:
+        parsed = IPv6Address(address)
+    except ValueError:
+        return address
+    return str(parsed.ipv4_mapped or IPv6Network((parsed, 64), strict=False))
 
 
 @lru_cache(maxsize=1024)

@@ -71,7 +71,15 @@ class ServiceSettings(BaseSettings):
         ge=1,
         description=(
             "Maximum of open calls without a request in flight, such as an idle ModelStreamInfer; beyond it "
-            "the one that has been idle longest ends."
+            "the one that has been idle longest ends, of the caller that has most."
+        ),
+    )
+    max_idle_calls_per_client: int = Field(
+        1024,
+        ge=1,
+        description=(
+            "Maximum of such calls of one caller, which is a client's name or, without keys, an address; beyond it "
+            "the caller's longest idle one ends."
         ),
     )
     idle_timeout: float = Field(

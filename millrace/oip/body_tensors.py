@@ -20,7 +20,7 @@ from millrace.errors import InvalidRequestError
 from millrace.oip.json_tensors import tensor_of
 from millrace.oip.tensors import BYTES, checked_shape, dtype_of
 from millrace.oip.wire_fields import field_head
-from millrace.rpc.admission import MAX_MESSAGE_BYTES
+from millrace.rpc.byte_budget import MAX_MESSAGE_BYTES
 
 HEADER_LENGTH = "inference-header-content-length"
 BINARY_SIZE, BINARY, BINARY_ALL = "binary_data_size", "binary_data", "binary_data_output"

@@ -29,7 +29,7 @@ from millrace.payload.drops import DAMAGED, REFUSED, TOO_LARGE, Drops
 from millrace.payload.outbox.merge import EndedRecord, Merger, ended_at, fit
 from millrace.payload.outbox.segments import SpoolReader
 from millrace.payload.outbox.spool import Spool
-from millrace.rpc.admission import MAX_MESSAGE_BYTES
+from millrace.rpc.byte_budget import MAX_MESSAGE_BYTES
 from millrace_protos.millrace_pb2 import AppendRequest
 from millrace_protos.spool_pb2 import Append
 

@@ -23,8 +23,8 @@ from grpc_reflection.v1alpha import reflection as reflection_v1alpha
 from grpc_reflection.v1alpha import reflection_pb2 as reflection_v1alpha_pb2
 from grpc_reflection.v1alpha import reflection_pb2_grpc as reflection_v1alpha_grpc
 
-from millrace.rpc.admission import MAX_MESSAGE_BYTES, Admission
-from millrace.rpc.byte_budget import ByteBudget
+from millrace.rpc.admission import Admission
+from millrace.rpc.byte_budget import MAX_MESSAGE_BYTES, ByteBudget
 from millrace.rpc.call_telemetry import CallTelemetry
 from millrace.rpc.hand_over import RETIRE, report_listening
 from millrace.rpc.handlers import CallInterceptor
@@ -118,10 +118,11 @@ class Server:
     ) -> Server:
         """As a service's settings say."""
         budget = ByteBudget(settings.request_memory)
+        idle = (settings.max_idle_calls, settings.idle_timeout)
         return cls(
             *(hop, settings.host, settings.port, settings.drain_s, public_services),
             shares_port=settings.listen != "alone",
-            admission=Admission(max_calls, budget, settings.max_idle_calls, settings.idle_timeout),
+            admission=Admission(max_calls, budget, *idle, max_idle_of_one=settings.max_idle_calls_per_client),
             loop_timeout_s=settings.loop_timeout,
             metrics_port=settings.metrics_port,
         )

@@ -6,7 +6,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from millrace.rpc.admission import RETRY_AFTER_MS, Admission
+from millrace.rpc.admission import Admission
+from millrace.rpc.byte_budget import RETRY_AFTER_MS
 from millrace.rpc.server import Server
 
 MAX_CALLS = 2

@@ -6,13 +6,19 @@ from __future__ import annotations
 import asyncio
 import base64
 import http.client
+import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from opentelemetry.propagate import extract
+from opentelemetry.trace import get_current_span
 
+from millrace.clients import caller_of
+from millrace.telemetry.suppression import is_tracing_suppressed
 from millrace_protos import inference_pb2, inference_pb2_grpc
 from runner import envoy_config
 from tests.process.gateway_before_fakes import METADATA, OPENAI, ORIGIN, Gateway, running_gateway
@@ -141,10 +147,55 @@ async def test_headers_that_the_gateway_lets_pass_no_service_refuses(gateway: Ga
         assert answer.status == 200, answer.body
 
 
-async def test_the_trace_that_the_services_keep_to_themselves_is_nobody_else_s(gateway: Gateway) -> None:
-    untraced = "00-00000000000000000000000000000001-0000000000000001-00"
-    answer = await gateway.request("POST", OPENAI, b"{}", traceparent=untraced)
-    assert answer.json["metadata"]["traceparent"].split("-")[1] not in untraced
+async def test_no_caller_chooses_the_address_by_which_services_tell_callers_apart(gateway: Gateway) -> None:
+    forged = {"x-forwarded-for": "198.51.100.7", "x-envoy-external-address": "198.51.100.7"}
+    callers = set()
+    for headers in ({}, forged, {"x-forwarded-for": "198.51.100.7, "}, {"x-millrace-client": "198.51.100.7"}):
+        answer = await gateway.request("POST", OPENAI, b"{}", **headers)
+        callers.add(caller_of(answer.json["metadata"].items()))
+    [caller] = callers  # Envoy has the machine's own address for one that comes by loopback.
+    assert ip_address(caller) != ip_address("198.51.100.7")
+
+
+UNTRACED = "00-00000000000000000000000000000001-0000000000000001-00"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [("traceparent", UNTRACED)],
+        [("traceparent", UNTRACED.replace("-00", "-01", 2))],
+        [("Traceparent", UNTRACED.upper())],
+        [("traceparent", f"{UNTRACED}-more")],
+        [("traceparent", f" {UNTRACED} ")],
+        [("traceparent", UNTRACED.replace("00-", "cc-", 1))],
+        [("traceparent", UNTRACED), ("traceparent", UNTRACED)],
+        [("traceparent", "junk"), ("traceparent", UNTRACED)],
+        [("traceparent", UNTRACED), ("tracestate", "millrace=1"), ("baggage", "trace_id=1")],
+        [("x-caller-traceparent", UNTRACED)],
+        [("x-caller-traceparent", UNTRACED), ("traceparent", "junk")],
+        [("x-caller-traceparent", UNTRACED), ("x-caller-traceparent", UNTRACED)],
+    ],
+)
+async def test_the_trace_that_the_services_keep_to_themselves_is_nobody_else_s(
+    gateway: Gateway, headers: list[tuple[str, str]]
+) -> None:
+    def send() -> dict[str, str]:
+        connection = gateway.connect()
+        try:
+            connection.putrequest("POST", OPENAI)
+            for name, value in (*headers, ("content-length", "2")):
+                connection.putheader(name, value)
+            connection.endheaders(b"{}")
+            received: dict[str, str] = json.loads(connection.getresponse().read())["metadata"]
+            return received
+        finally:
+            connection.close()
+
+    received = await asyncio.to_thread(send)
+    context = extract(received)
+    assert get_current_span(context).get_span_context().is_valid
+    assert not is_tracing_suppressed(context)
 
 
 async def test_what_grpc_cannot_parse_of_one_call_harms_no_later_one(tmp_path: Path) -> None:

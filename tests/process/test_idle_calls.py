@@ -50,9 +50,9 @@ class Served:
             while not (idle in (None, self.admission.idle) and in_flight in (None, self.admission.in_flight)):  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
 
-    def open(self):
+    def open(self, metadata=()):
         """A stream that asks nothing, as most begin."""
-        call = self.stub.ModelStreamInfer()
+        call = self.stub.ModelStreamInfer(metadata=metadata)
         return call, asyncio.ensure_future(call.read())
 
     async def opened(self, count):
@@ -171,3 +171,20 @@ async def test_a_stream_that_asks_nothing_for_too_long_ends_and_one_that_waits_f
     assert served.admission.in_flight == 1
     served.servicer.go.set()
     assert await asyncio.wait_for(call.code(), 30) is grpc.StatusCode.DEADLINE_EXCEEDED  # Idle from its answer on.
+
+
+@pytest.mark.parametrize("key", ["x-millrace-client", "x-forwarded-for"])
+async def test_a_caller_that_opens_too_many_streams_loses_its_own(serve, key):
+    served = await serve(max_idle_of_one=MAX_IDLE // 2)
+    patient, read = served.open(((key, "patient"),))
+    await served.until(idle=1)
+    greedy = []
+    for number in range(3 * MAX_IDLE):
+        greedy.append(served.open(((key, "greedy"),)))
+        await served.until(idle=1 + min(number + 1, MAX_IDLE // 2))
+    for call, _ in greedy[: -MAX_IDLE // 2]:
+        assert await asyncio.wait_for(call.code(), 30) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert not any(call.done() for call, _ in greedy[-MAX_IDLE // 2 :])
+    served.servicer.go.set()
+    await patient.write(ModelInferRequest(id="still here"))
+    assert (await asyncio.wait_for(read, 30)).infer_response.id == "still here"

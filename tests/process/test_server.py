@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from millrace.errors import StartupError
-from millrace.rpc.admission import MAX_MESSAGE_BYTES
+from millrace.rpc.byte_budget import MAX_MESSAGE_BYTES
 from millrace.rpc.hand_over import RETIRE
 from millrace.rpc.server import Server
 from millrace_protos import millrace_pb2, reflection_v1_pb2, reflection_v1_pb2_grpc

@@ -2,7 +2,7 @@
 
 import pytest
 
-from millrace.clients import ANYONE, CLIENT, POLICY, Client, Policy, client_of
+from millrace.clients import ANYONE, CLIENT, POLICY, Client, Policy, caller_of, client_of
 from millrace.errors import ForbiddenError, UnauthenticatedError
 
 
@@ -35,3 +35,20 @@ def test_a_model_that_the_policy_does_not_list_is_forbidden():
 def test_a_policy_that_cannot_be_read_allows_nothing(policy):
     with pytest.raises(UnauthenticatedError, match="the policy of the client alice"):
         client_of([(CLIENT, "alice"), (POLICY, policy)])
+
+
+@pytest.mark.parametrize(
+    ("metadata", "caller"),
+    [
+        ([], ""),
+        ([("x-forwarded-for", "192.0.2.7")], "192.0.2.7"),
+        ([("x-forwarded-for", "192.0.2.7"), (CLIENT, "alice")], "alice"),
+        ([("x-forwarded-for", "alice, 10.0.0.1,192.0.2.7")], "192.0.2.7"),
+        ([("x-forwarded-for", "forged"), ("x-forwarded-for", "192.0.2.7")], "192.0.2.7"),
+        ([("x-forwarded-for", "2001:db8::1:2:3:4")], "2001:db8::/64"),
+        ([("x-forwarded-for", "::ffff:192.0.2.7")], "192.0.2.7"),
+        ([("x-forwarded-for", "not:an:address")], "not:an:address"),
+    ],
+)
+def test_callers_are_told_apart_by_their_name_or_by_the_address_that_the_gateway_saw(metadata, caller):
+    assert caller_of(metadata) == caller

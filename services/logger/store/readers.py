@@ -20,8 +20,9 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from dataclasses import dataclass
 from functools import partial
 
-from millrace.clients import CLIENT
+from millrace import clients
 from millrace.errors import OverloadedError
+from millrace.rpc.admission import call_metadata
 from millrace.rpc.handlers import Context
 
 FREE_BYTES = 64 * 1024
@@ -29,7 +30,6 @@ MAX_BYTES = 64 * 1024 * 1024
 MAX_READERS, MAX_READERS_OF_ONE = 128, 48
 COME_BACK_MS = 1000
 _WAIT_S = 10.0
-_FORWARDED_FOR = "x-forwarded-for"
 
 # Lends memory for so many bytes of records until the block ends.
 Reader = Callable[[int], AbstractAsyncContextManager[None]]
@@ -123,12 +123,8 @@ class Readers:
 
 
 def caller_of(context: Context) -> str:
-    """Identifies the caller: the client that the gateway names, else the gateway's address of it, else the peer's."""
-    metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-    if client := metadata.get(CLIENT):
-        return client
-    # The gateway appends the address that it saw; the caller may have sent everything before it.
-    return metadata.get(_FORWARDED_FOR, "").rpartition(",")[2].strip() or context.peer().rpartition(":")[0]
+    """Identifies the caller, by the peer's address where the call has not come through the gateway."""
+    return clients.caller_of(call_metadata(context)) or context.peer().rpartition(":")[0]
 
 
 def _subtract(counter: Counter[str], key: str, count: int) -> None:

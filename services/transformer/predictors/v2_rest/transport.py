@@ -28,7 +28,7 @@ from millrace.errors import (
     TooLargeError,
     from_http_status,
 )
-from millrace.rpc.admission import MAX_MESSAGE_BYTES
+from millrace.rpc.byte_budget import MAX_MESSAGE_BYTES
 from millrace.telemetry.http import HttpCall, HttpClientSpans
 
 CONNECTIONS = 128

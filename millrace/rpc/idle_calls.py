@@ -1,0 +1,177 @@
+"""Calls that wait for a message and have no request in flight, and which of them end.
+
+There are those that may be idle, such as streams of requests and watches of health, and those whose only message has
+yet to come. Each kind is bounded in all and for each caller, so that a call that is about to ask ends no stream.
+Beyond a caller's own bound its longest idle call ends, beyond the bound in all the longest idle call of the caller that
+has most: what one caller opens ends none of another that has fewer. Callers without a name (`caller_of` in
+millrace/clients.py) are other services, and have no bound of their own.
+
+A call also ends after its own limit of idleness. gRPC holds the parts of a message until it is complete. Beyond
+`max_unfinished` bytes in all, calls end, those that began to wait last first. Of those that have waited for longest, as
+many stay as cannot hold more than that: they began before the memory was taken.
+
+Owned by the event loop. Callers are told apart only while there are more calls of a kind than one caller may have:
+until then a call that waits for its message costs an entry of a dictionary and no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import ItemsView, Mapping
+from operator import itemgetter
+from typing import Protocol
+
+from millrace.errors import DeadlineError, MillraceError, OverloadedError
+from millrace.rpc.byte_budget import MAX_MESSAGE_BYTES, RETRY_AFTER_MS, ByteBudget
+from millrace.rpc.unfinished_messages import UnfinishedMessages
+
+_SWEEP_S = 1.0
+_LOOK_S = 0.05
+_SETTLE_S = 0.5
+_GROWTH_BYTES = 16 * 1024 * 1024
+_ARRIVAL_S = 0.05  # What has been arriving for a shorter time is most likely about to be whole.
+
+
+class IdleCall(Protocol):
+    """A call, equal to itself alone; `end` removes it from here."""
+
+    may_be_idle: bool  # As it is meant to be.
+    may_arrive: bool  # Its next message is a stranger's.
+    idle_limit_s: float
+
+    @property
+    def caller(self) -> str: ...
+
+    def end(self, error: MillraceError) -> None: ...
+
+
+class IdleCalls:
+    """See the module."""
+
+    def __init__(self, most: int, most_of_one: int, max_unfinished: int, budget: ByteBudget) -> None:
+        self.messages = UnfinishedMessages()
+        self._budget = budget
+        self._open = _Kind(most, most_of_one)
+        self._unsent = _Kind(most, most_of_one)
+        self._sweep: asyncio.TimerHandle | None = None
+        self._look: asyncio.TimerHandle | None = None
+        self._max_unfinished = max_unfinished
+        self._unfinished_limit = max_unfinished
+        self._settles_at = 0.0
+        self._looks = False
+        self._evicted = 0  # Since memory was below its limit, the last time.
+
+    def __len__(self) -> int:
+        return len(self._open) + len(self._unsent)
+
+    def add(self, call: IdleCall) -> None:
+        """The call waits from now on."""
+        loop = asyncio.get_running_loop()
+        surplus = (self._open if call.may_be_idle else self._unsent).add(call, loop.time())
+        if surplus is not None:
+            surplus.end(OverloadedError("too many calls are open that ask nothing", retry_after_ms=RETRY_AFTER_MS))
+        if self._sweep is None:
+            self._sweep = loop.call_later(_SWEEP_S, self._end_overdue)
+        if self._look is None:
+            self._look = loop.call_later(_LOOK_S, self._look_at_memory)
+
+    def discard(self, call: IdleCall) -> None:
+        (self._open if call.may_be_idle else self._unsent).discard(call)
+
+    def _all(self) -> tuple[tuple[IdleCall, float], ...]:
+        """Each with the time since when it waits."""
+        return (*self._open.items(), *self._unsent.items())
+
+    def _end_overdue(self) -> None:
+        loop = asyncio.get_running_loop()
+        now, self._sweep = loop.time(), None
+        for call, since in self._all():
+            if now - since >= call.idle_limit_s:
+                call.end(DeadlineError(f"nothing was asked for {call.idle_limit_s:g} s"))
+        if len(self):
+            self._sweep = loop.call_later(_SWEEP_S, self._end_overdue)
+
+    def _look_at_memory(self) -> None:
+        """Ends calls whose messages take too much memory before they are whole: those that began to arrive last."""
+        loop, self._look = asyncio.get_running_loop(), None
+        if not len(self):
+            self._evicted, self._unfinished_limit, self._looks = 0, self._max_unfinished, False
+            return
+        if not self._looks:  # Not where every call has its message at once.
+            self._looks = True
+            self.messages.begin()
+        unfinished = self.messages.estimate()
+        if unfinished > self._unfinished_limit:
+            self._evict(max(1 + unfinished // MAX_MESSAGE_BYTES, 2 * self._evicted), loop.time() - _ARRIVAL_S)
+            # What they held is not free at once: more end where it still grows.
+            self._unfinished_limit = unfinished + _GROWTH_BYTES
+            self._settles_at = loop.time() + _SETTLE_S
+            self._budget.trim_after(_LOOK_S)
+        elif loop.time() >= self._settles_at:
+            self._evicted, self._unfinished_limit = 0, self._max_unfinished
+        self._look = loop.call_later(_LOOK_S, self._look_at_memory)
+
+    def _evict(self, count: int, idle_before: float) -> None:
+        suspects = [(since, call) for call, since in self._all() if since <= idle_before and call.may_arrive]
+        suspects.sort(key=itemgetter(0), reverse=True)
+        suspects = suspects[: max(0, len(suspects) - self._max_unfinished // MAX_MESSAGE_BYTES)]
+        error = OverloadedError(
+            "messages that are not whole take all the memory that they may", retry_after_ms=RETRY_AFTER_MS
+        )
+        for _, call in suspects[:count]:
+            call.end(error)
+        self._evicted = min(count, len(suspects))
+
+
+class _Kind:
+    """The calls of one kind, those first that have been idle for longest."""
+
+    def __init__(self, most: int, most_of_one: int) -> None:
+        self._most = most
+        self._most_of_one = min(most, most_of_one)
+        self._since: dict[IdleCall, float] = {}
+        self._of: dict[str, dict[IdleCall, float]] = {}  # By caller, while they are told apart.
+
+    def __len__(self) -> int:
+        return len(self._since)
+
+    def items(self) -> ItemsView[IdleCall, float]:
+        return self._since.items()
+
+    def add(self, call: IdleCall, now: float) -> IdleCall | None:
+        """Returns the call that has to end for it, if one has to."""
+        self._since[call] = now
+        if len(self._since) <= self._most_of_one and not self._of:
+            return None
+        return self._surplus(call, now)
+
+    def discard(self, call: IdleCall) -> None:
+        if self._since.pop(call, None) is None or not self._of:
+            return
+        caller = call.caller
+        of_caller = self._of[caller]
+        del of_caller[call]
+        if not of_caller:
+            del self._of[caller]
+        if len(self._since) <= self._most_of_one // 2:
+            self._of.clear()
+
+    def _surplus(self, call: IdleCall, now: float) -> IdleCall | None:
+        if self._of:
+            self._of.setdefault(call.caller, {})[call] = now
+        else:
+            for each, since in self._since.items():
+                self._of.setdefault(each.caller, {})[each] = since
+        own = self._of[call.caller]
+        if call.caller and len(own) > self._most_of_one:
+            return next(iter(own))
+        if len(self._since) > self._most:
+            return self._longest_of_the_greediest()
+        return None
+
+    def _longest_of_the_greediest(self) -> IdleCall:
+        def greed(calls: Mapping[IdleCall, float]) -> tuple[int, float]:
+            return len(calls), -next(iter(calls.values()))
+
+        greediest: Mapping[IdleCall, float] = max(self._of.values(), key=greed)
+        return next(iter(greediest))

@@ -1,0 +1,118 @@
+"""Which of the calls that ask nothing end, where there are too many: a caller's own, never those of one with fewer."""
+
+import random
+from collections import Counter
+
+from millrace.errors import OverloadedError
+from millrace.rpc.byte_budget import ByteBudget
+from millrace.rpc.idle_calls import IdleCalls
+
+MOST, MOST_OF_ONE = 12, 4
+
+
+class Call:
+    """A stream that waits, or a call whose message has yet to come."""
+
+    def __init__(self, calls, caller, may_be_idle=True):
+        self.calls = calls
+        self.caller = caller
+        self.may_be_idle = may_be_idle
+        self.may_arrive = True
+        self.idle_limit_s = 3600.0
+        self.error = None
+
+    def end(self, error):
+        self.calls.discard(self)
+        self.error = error
+
+
+def new():
+    return IdleCalls(MOST, MOST_OF_ONE, max_unfinished=1 << 30, budget=ByteBudget())
+
+
+def opened(calls, caller, count, may_be_idle=True):
+    made = [Call(calls, caller, may_be_idle) for _ in range(count)]
+    for call in made:
+        calls.add(call)
+    return made
+
+
+def ended(made):
+    return [number for number, call in enumerate(made) if call.error is not None]
+
+
+async def test_beyond_a_caller_s_own_bound_its_longest_idle_call_ends():
+    calls = new()
+    bob = opened(calls, "bob", 1)
+    alice = opened(calls, "alice", MOST_OF_ONE + 2)
+    assert ended(alice) == [0, 1]
+    assert isinstance(alice[0].error, OverloadedError)
+    assert alice[0].error.retry_after_ms
+    assert ended(bob) == []
+    assert len(calls) == MOST_OF_ONE + 1
+
+
+async def test_beyond_the_bound_in_all_the_caller_with_most_calls_loses_one():
+    calls = new()
+    first = opened(calls, "first", 1)
+    greedy = [opened(calls, name, MOST_OF_ONE - 1) for name in ("a", "b", "c")]
+    greediest = opened(calls, "d", MOST - len(calls))
+    assert len(calls) == MOST
+    more = opened(calls, "a", 1)
+    assert ended(greedy[0]) == [0]  # It has most now, and its longest idle one ends.
+    last = opened(calls, "new", 1)
+    # Three have as many: the one whose call has been idle for longest.
+    assert [ended(made) for made in (*greedy, greediest, more, first, last)] == [[0, 1], [], [], [], [], [], []]
+    assert len(calls) == MOST
+
+
+async def test_other_services_have_no_bound_of_their_own():
+    calls = new()
+    inner = opened(calls, "", MOST)
+    assert ended(inner) == []
+    opened(calls, "", 1)
+    assert ended(inner) == [0]
+
+
+async def test_a_call_that_is_about_to_ask_ends_no_stream():
+    calls = new()
+    streams = opened(calls, "alice", MOST_OF_ONE)
+    unsent = opened(calls, "alice", MOST_OF_ONE + 1, may_be_idle=False)
+    assert (ended(streams), ended(unsent)) == ([], [0])
+
+
+async def test_a_caller_whose_calls_asked_has_room_again():
+    calls = new()
+    alice = opened(calls, "alice", MOST_OF_ONE)
+    for call in alice[:2]:
+        calls.discard(call)
+    opened(calls, "alice", 2)
+    assert ended(alice) == []
+    for call in alice[:2]:
+        calls.add(call)  # They wait again, and for a shorter time than the others.
+    assert ended(alice) == [2, 3]
+
+
+async def test_the_bounds_hold_whatever_comes_and_goes():
+    draw = random.Random(7)
+    calls, made = new(), []
+    for _ in range(5000):
+        if draw.random() < 0.4 and made:
+            calls.discard(made.pop(draw.randrange(len(made))))
+        else:
+            before = Counter(call.caller for call in made)
+            [call] = opened(calls, draw.choice(["a", "a", "a", "b", "c", "d", ""]), 1)
+            made.append(call)
+            lost = [call for call in made if call.error is not None]
+            before[call.caller] += 1
+            if before[call.caller] > MOST_OF_ONE and call.caller:
+                assert [one.caller for one in lost] == [call.caller]
+            elif sum(before.values()) > MOST:
+                [one] = lost
+                assert before[one.caller] == max(before.values())
+            else:
+                assert not lost
+            made = [call for call in made if call.error is None]
+        assert len(calls) == len(made) <= MOST
+        of_each = Counter(call.caller for call in made)
+        assert all(count <= MOST_OF_ONE for caller, count in of_each.items() if caller)
