@@ -43,6 +43,11 @@ class Client:
     policy: Policy
 
     @property
+    def is_limited(self) -> bool:
+        """Whether its requests are counted."""
+        return self.policy.requests_per_minute is not None or self.policy.streams is not None
+
+    @property
     def is_admin(self) -> bool:
         return self.policy.role == "admin"
 

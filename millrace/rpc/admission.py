@@ -20,9 +20,10 @@ from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from millrace.clients import caller_of
+from millrace.clients import Client, caller_of, client_of
 from millrace.errors import MillraceError, NotReadyError, OverloadedError
 from millrace.rpc.byte_budget import COPIES, MAX_MESSAGE_BYTES, RETRY_AFTER_MS, SMALL_BYTES, ByteBudget
+from millrace.rpc.client_limits import ClientLimits
 from millrace.rpc.idle_calls import IdleCalls
 from millrace.telemetry.identity import Metadata
 
@@ -71,6 +72,7 @@ class Admission:
         self._idle_timeout_s = idle_timeout_s
         self._open: set[Call] = set()
         self._in_flight = 0
+        self._limits = ClientLimits()
         self._idle = IdleCalls(max_idle, max_idle_of_one, max_unfinished, self.budget)
         self._is_over = False
 
@@ -121,6 +123,7 @@ class Call:
         self.error: MillraceError | None = None  # What the service ends it with.
         self._bytes = 0
         self._requests = 0
+        self._limited: Client | None = None  # Whose requests are counted too, once there is one.
         self._receives = False
         self._is_cut = False
 
@@ -148,6 +151,9 @@ class Call:
         admission._idle.discard(self)
         if self._requests and self._is_counted:
             admission._in_flight -= 1
+        if self._limited is not None:
+            for _ in range(self._requests):
+                admission._limits.finish(self._limited)
         self._requests = 0
         if self._bytes:
             admission.budget.release(self._bytes)
@@ -186,6 +192,11 @@ class Call:
 
     def begin(self) -> None:
         """Counts one more request of the call as in flight; raises OverloadedError."""
+        if self._limited is None and self._is_counted:
+            client = client_of(self.metadata)
+            self._limited = client if client.is_limited else None
+        if self._limited is not None:
+            self._admission._limits.begin(self._limited)
         if not self._requests:
             if self._is_counted:
                 self._admission.check_room()
@@ -198,6 +209,8 @@ class Call:
         if not self._requests:
             return  # The call has ended.
         self._requests -= 1
+        if self._limited is not None:
+            self._admission._limits.finish(self._limited)
         if not self._requests:
             if self._is_counted:
                 self._admission._in_flight -= 1

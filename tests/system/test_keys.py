@@ -25,10 +25,16 @@ from tests.support.stacks import StackPool
 from tests.system.calls import channel, each, rest, text_request
 from tests.waiting import until
 
-KEYS = {name: "mr-" + secrets.token_urlsafe(32) for name in ("root", "alice", "bob", "stranger", "later")}
+KEYS = {
+    name: "mr-" + secrets.token_urlsafe(32)
+    for name in ("root", "alice", "bob", "stranger", "later", "metered", "narrow")
+}
+METERED = 600  # Tokens in a minute.
 ENTRIES: list[dict[str, Any]] = [
     {"name": "root", "key": KEYS["root"], "role": "admin"},
     {"name": "alice", "key": KEYS["alice"], "models": ["storyteller"]},
+    {"name": "metered", "key": KEYS["metered"], "tokens_per_minute": METERED},
+    {"name": "narrow", "key": KEYS["narrow"], "streams": 1},
     {"name": "bob", "key": KEYS["bob"], "models": ["normalizer"]},
 ]
 STREAMS = 64
@@ -120,6 +126,7 @@ async def test_by_grpc(keyed: tuple[Stack, Path], who: str, port: str) -> None:
 
 COMPLETION = {"model": MODEL, "prompt": "Once", "max_tokens": 2}
 TENSOR = {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["Once"]}
+TEN_TOKENS = COMPLETION | {"max_tokens": 10, "ignore_eos": True}
 REST: dict[str, tuple[str, str, Any]] = {
     "completion": ("POST", "/v1/completions", COMPLETION),
     "events": ("POST", "/v1/completions", COMPLETION | {"stream": True}),
@@ -190,6 +197,43 @@ async def test_keys_change_under_streams(keyed: tuple[Stack, Path]) -> None:
                 return not await refused("alice")
 
             await until(restored)
+
+
+async def test_what_a_key_allows_in_a_minute_is_not_exceeded_by_many_callers(keyed: tuple[Stack, Path]) -> None:
+    stack, _ = keyed
+    refusals: list[str] = []
+
+    async def caller() -> int:
+        tokens = 0
+        for _ in range(20):
+            answer = await rest(stack.gateway, "POST", "/v1/completions", TEN_TOKENS, **bearer("metered"))
+            if answer.status == 200:
+                tokens += answer.json["usage"]["total_tokens"]
+            else:
+                assert (answer.status, answer.json["error"]["type"]) == (429, "rate_limit_error")
+                assert 1 <= int(answer.headers["retry-after"]) <= 61
+                refusals.append(answer.json["error"]["message"])
+        return tokens
+
+    used = sum(await asyncio.gather(*(caller() for _ in range(20))))
+    assert METERED - 50 < used <= METERED
+    assert any("the key of metered has" in refusal for refusal in refusals)
+
+
+async def test_requests_of_a_key_at_once(keyed: tuple[Stack, Path]) -> None:
+    stack, _ = keyed
+    request = millrace_pb2.GenerateRequest(model=MODEL, prompt="Once", max_tokens=500, ignore_eos=True)
+    async with channel(stack.gateway) as open_channel:
+        stub, options = TextGenerationStub(open_channel), {"metadata": tuple(bearer("narrow").items()), "timeout": 60}
+        first = stub.Generate(request, **options)
+        await first.read()
+        assert await status_of(last_of(stub.Generate(request, **options))) == "RESOURCE_EXHAUSTED"
+        first.cancel()
+
+        async def is_free() -> bool:
+            return await status_of(last_of(stub.Generate(request, **options))) == OK
+
+        await until(is_free)
 
 
 async def test_no_key_is_written_anywhere(keyed: tuple[Stack, Path]) -> None:

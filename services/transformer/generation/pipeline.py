@@ -21,6 +21,7 @@ from services.transformer.generation.chunks import Assembler, TextChunk
 from services.transformer.generation.recording import recorded_generation
 from services.transformer.generation.requests import TextRequest
 from services.transformer.generation.telemetry import GenerationTelemetry
+from services.transformer.generation.token_quota import TokenQuota
 from services.transformer.models.catalogue import Catalogue
 from services.transformer.models.models import TextModel
 from services.transformer.predictors.first_token import FirstToken
@@ -52,6 +53,7 @@ class Pipeline:
         self._bodies = bodies
         self._reports_cached_tokens = reports_cached_tokens
         self._admission = Admission()
+        self._quota = TokenQuota()
         self._telemetry = GenerationTelemetry(catalogue.lists)
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
@@ -67,13 +69,17 @@ class Pipeline:
                 with self._admission.admitted(request, model) as admitted:
                     async with first_token.in_time():
                         generation = await self._prepared(request, model)
-                    with closing(self._generator.open(generation, request.call.deadline, first_token)) as tokens:
+                    with (
+                        self._quota.reserved(request.call.client, *_size_of(generation)) as reservation,
+                        closing(self._generator.open(generation, request.call.deadline, first_token)) as tokens,
+                    ):
                         async with first_token.in_time():
                             token_chunk = await tokens.read()
                         # Once is enough: one set of weights gives the whole answer.
                         self._catalogue.answered_by(model.name, token_chunk.fingerprint)
                         assembler = _assembler(request, model, generation)
                         while True:
+                            reservation.generated += len(token_chunk.token_ids)
                             chunk = assembler.take(token_chunk, request.call.elapsed_s)
                             admitted.chunk(chunk)
                             if request.prompt_only:
@@ -144,6 +150,11 @@ class Pipeline:
         text = await tokenizer.render(request.messages, context_length, options, self._bodies, deadline)
         # The template has written the special tokens already.
         return await tokenizer.encode(text, context_length, add_special_tokens=False)
+
+
+def _size_of(generation: Generation) -> tuple[int, int]:
+    """Tokens of the prompt, and at most of the answer."""
+    return len(generation.prompt_ids), generation.sampling.max_tokens or 0
 
 
 def _assembler(request: TextRequest, model: TextModel, generation: Generation) -> Assembler:

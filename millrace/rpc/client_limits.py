@@ -1,0 +1,101 @@
+"""What a client's key allows it at once and in a minute (millrace/clients.py), counted by one process of a service.
+
+The minute slides: of any 60 s in a row no more is granted than the limit. A client without limits costs nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from millrace.clients import Client
+from millrace.errors import OverloadedError
+
+_SLOTS = 61  # Seconds, the one that has begun among them.
+_MAX_CLIENTS = 1000  # Beyond these, those that nothing is known of any more are forgotten.
+_RETRY_AFTER_MS = 1000
+
+
+class SlidingMinute:
+    """Amounts of the last minute, by seconds."""
+
+    def __init__(self) -> None:
+        self._slots = [0] * _SLOTS
+        self._second = 0  # The latest that has a slot.
+        self.used = 0
+
+    def advance(self, now: float) -> None:
+        """Forgets what is older than a minute; `now` never decreases."""
+        second = int(now)
+        for old in range(self._second + 1, min(second, self._second + _SLOTS) + 1):
+            self.used -= self._slots[old % _SLOTS]
+            self._slots[old % _SLOTS] = 0
+        self._second = max(second, self._second)
+
+    def add(self, amount: int, second: int | None = None) -> int:
+        """Adds to the present second, or to an earlier one if it is remembered; returns the second."""
+        at = self._second if second is None else second
+        if self._second - _SLOTS < at <= self._second:
+            self._slots[at % _SLOTS] += amount
+            self.used += amount
+        return at
+
+    def wait_s(self, amount: int, limit: int) -> float:
+        """Seconds until `amount` more fits, if nothing else is added."""
+        left = self.used + amount - limit
+        for age in range(_SLOTS):
+            if left <= 0:
+                return age
+            left -= self._slots[(self._second + 1 + age) % _SLOTS]
+        return _SLOTS
+
+
+@dataclass
+class _Usage:
+    in_flight: int = 0
+    requests: SlidingMinute = field(default_factory=SlidingMinute)
+
+
+class ClientLimits:
+    """Requests in flight and in a minute, by client. Owned by the event loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._clients: dict[str, _Usage] = {}
+
+    def begin(self, client: Client) -> None:
+        """Counts one more request in flight; raises OverloadedError beyond a limit."""
+        policy, usage = client.policy, self._usage(client.name)
+        if policy.streams is not None and usage.in_flight >= policy.streams:
+            raise OverloadedError(
+                f"{client.name} has {usage.in_flight} requests in flight, its key allows no more",
+                retry_after_ms=_RETRY_AFTER_MS,
+            )
+        if policy.requests_per_minute is not None:
+            usage.requests.advance(self._clock())
+            if usage.requests.used >= policy.requests_per_minute:
+                wait_s = usage.requests.wait_s(1, policy.requests_per_minute)
+                raise OverloadedError(
+                    f"{client.name} has made the {policy.requests_per_minute} requests that its key allows in a minute",
+                    retry_after_ms=int(1000 * wait_s),
+                )
+            usage.requests.add(1)
+        usage.in_flight += 1
+
+    def finish(self, client: Client) -> None:
+        """A request that `begin` counted has ended."""
+        self._usage(client.name).in_flight -= 1
+
+    def _usage(self, name: str) -> _Usage:
+        usage = self._clients.get(name)
+        if usage is None:
+            if len(self._clients) >= _MAX_CLIENTS:
+                self._forget()
+            usage = self._clients[name] = _Usage()
+        return usage
+
+    def _forget(self) -> None:
+        for usage in self._clients.values():
+            usage.requests.advance(self._clock())
+        self._clients = {name: usage for name, usage in self._clients.items() if usage.in_flight or usage.requests.used}

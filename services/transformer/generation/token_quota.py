@@ -1,0 +1,74 @@
+"""Tokens a minute by client: a generation reserves its prompt and what it may generate at most, and settles at its end.
+
+So generations that run at the same time cannot exceed the limit together. A cancelled one is charged for its prompt and
+what it had generated. The counts are those of one process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from millrace.clients import Client
+from millrace.errors import InvalidRequestError, OverloadedError
+from millrace.rpc.client_limits import SlidingMinute
+
+_MAX_CLIENTS = 1000  # As millrace/rpc/client_limits.py.
+
+
+class Reservation:
+    """The tokens of one generation; `generated` is to be kept up to date."""
+
+    def __init__(self) -> None:
+        self.generated = 0
+
+
+class TokenQuota:
+    """Owned by the event loop; one for all generations."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._minutes: dict[str, SlidingMinute] = {}
+
+    @contextmanager
+    def reserved(self, client: Client, prompt_tokens: int, max_tokens: int) -> Iterator[Reservation]:
+        """Holds the tokens of the generation in the block.
+
+        Raises OverloadedError where the client has to wait, and InvalidRequestError where it asks for more than its key
+        allows in a minute.
+        """
+        reservation, limit = Reservation(), client.policy.tokens_per_minute
+        if limit is None:
+            yield reservation
+            return
+        wanted = prompt_tokens + max_tokens
+        if wanted > limit:
+            raise InvalidRequestError(
+                f"prompt and max_tokens are {wanted} tokens, the key of {client.name} allows {limit} in a minute",
+                param="max_tokens",
+            )
+        minute = self._minute(client.name)
+        minute.advance(self._clock())
+        if minute.used + wanted > limit:
+            left = max(0, limit - minute.used)
+            raise OverloadedError(
+                f"prompt and max_tokens are {wanted} tokens, the key of {client.name} has {left} left of {limit} in a minute",
+                retry_after_ms=int(1000 * minute.wait_s(wanted, limit)),
+            )
+        second = minute.add(wanted)
+        try:
+            yield reservation
+        finally:
+            minute.advance(self._clock())
+            minute.add(min(0, prompt_tokens + reservation.generated - wanted), second)
+
+    def _minute(self, name: str) -> SlidingMinute:
+        minute = self._minutes.get(name)
+        if minute is None:
+            if len(self._minutes) >= _MAX_CLIENTS:
+                for each in self._minutes.values():
+                    each.advance(self._clock())
+                self._minutes = {name: each for name, each in self._minutes.items() if each.used}
+            minute = self._minutes[name] = SlidingMinute()
+        return minute
