@@ -61,6 +61,10 @@ smoke: $(RUN_DEPENDENCIES) ## every endpoint of a model, against a running stack
 key: $(RUN_DEPENDENCIES) ## a key for a client (NAME=alice ROLE=user|admin)
 	@exec $(VENV)/bin/python -m runner.command key '$(NAME)' $(if $(ROLE),--role '$(ROLE)')
 
+.PHONY: certs
+certs: $(DEV_DEPENDENCIES) ## certificates for development in .run/certs (NAMES="host …", ASK_CLIENTS=1)
+	@exec $(VENV)/bin/python -m runner.command certs $(NAMES) $(if $(ASK_CLIENTS),--ask-clients)
+
 .PHONY: bench
 bench: $(RUN_DEPENDENCIES) ## the engine beside its peers, installed once (BENCH="--rounds 3 --only llama-10M")
 	@exec $(VENV)/bin/python -m bench.engine $(BENCH)

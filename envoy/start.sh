@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Runs Envoy in its container, with the arguments given and the configuration beside this file, into which
-# GATEWAY_ALLOWED_ORIGINS is written as runner/envoy_config.py does it; refuses the settings that runner/settings.py
-# refuses. Envoy itself cuts every call at SIGTERM; here it takes no new ones, and those in flight have DRAIN_S seconds
-# first. At SIGHUP another Envoy, which reads all files anew, takes over its sockets, and the one before goes on with the
-# calls that it has, for RELOAD_PATIENCE_S. Bash alone: the image has no curl.
+# GATEWAY_ALLOWED_ORIGINS, GATEWAY_TLS and GATEWAY_JWKS are written as runner/envoy_config.py does it; refuses the settings
+# that runner/ refuses. Envoy itself cuts every call at SIGTERM; here it takes no new ones, and those in flight have
+# DRAIN_S seconds first. At SIGHUP another Envoy, which reads all files anew, takes over its sockets, and the one before
+# goes on with the calls that it has, for RELOAD_PATIENCE_S. Bash alone: the image has no curl.
 set -euo pipefail
 # Where Envoy's scripts find those that they share.
 LUA_PATH="$(dirname "${BASH_SOURCE[0]}")/?.lua"
@@ -25,7 +25,53 @@ check_callers() {
   fi
 }
 
-# The configuration with the origins of GATEWAY_ALLOWED_ORIGINS, whose letters mean nothing in YAML.
+# Whether the files of GATEWAY_TLS and GATEWAY_JWKS are there, as runner/gateway_access.py has it.
+check_access() {
+  local path='^[^"\\[:cntrl:]]*$' uri="^[A-Za-z0-9._~:/?#@!\$&'()*+,;=%-]+$" name
+  for name in GATEWAY_TLS GATEWAY_JWKS; do
+    if ! [[ ${!name:-} =~ $path ]]; then
+      echo "$name=${!name}: is a path without quotation marks and backslashes" >&2
+      return 78
+    fi
+  done
+  if [ -n "${GATEWAY_TLS:-}" ] && ! [[ -r $GATEWAY_TLS/tls.crt && -r $GATEWAY_TLS/tls.key &&
+    (! -e $GATEWAY_TLS/ca.crt || -r $GATEWAY_TLS/ca.crt) ]]; then
+    echo "GATEWAY_TLS=$GATEWAY_TLS: is no folder with a tls.crt and a tls.key that user $(id -u) can read;" \
+      "\`make certs\` makes them for development, and containers need compose.tls.yaml" >&2
+    return 78
+  fi
+  if [ -z "${GATEWAY_JWKS:-}" ]; then return 0; fi
+  if ! [[ -r $GATEWAY_JWKS && $(<"$GATEWAY_JWKS") == *'"keys"'* ]]; then
+    echo "GATEWAY_JWKS=$GATEWAY_JWKS: is no file with a JSON Web Key Set, {\"keys\": […]}" >&2
+    return 78
+  fi
+  for name in GATEWAY_JWT_ISSUER GATEWAY_JWT_AUDIENCE; do
+    if ! [[ ${!name:-} =~ $uri ]]; then
+      echo "$name=${!name:-}: GATEWAY_JWKS needs it, a name or a URI as in the tokens" >&2
+      return 78
+    fi
+  done
+}
+
+# A file beside this one with the values of settings, whose letters mean nothing in YAML, and the lines behind their marks.
+filled() {
+  local text name jwks_folder=
+  text=$(<"$(dirname "${BASH_SOURCE[0]}")/$1")
+  if [ -n "${GATEWAY_TLS:-}" ]; then
+    text=${text//'#TLS '/}
+    if [ -e "$GATEWAY_TLS/ca.crt" ]; then text=${text//'#CLIENTS '/}; fi
+    text=${text//'<GATEWAY_TLS>'/"$GATEWAY_TLS"}
+  fi
+  if [ -n "${GATEWAY_JWKS:-}" ]; then
+    text=${text//'#JWT '/}
+    jwks_folder=$(dirname "$GATEWAY_JWKS")
+    text=${text//'<GATEWAY_JWKS_FOLDER>'/"$jwks_folder"}
+    for name in GATEWAY_JWKS GATEWAY_JWT_ISSUER GATEWAY_JWT_AUDIENCE; do text=${text//"<$name>"/"${!name}"}; done
+  fi
+  printf '%s\n' "${text//'<STATE>'/"$state"}"
+}
+
+# The configuration with the origins of GATEWAY_ALLOWED_ORIGINS; writes the secrets that it names as well.
 configuration() {
   local origins=${GATEWAY_ALLOWED_ORIGINS:-} origin='https?://[][A-Za-z0-9.:-]+' matchers text
   if ! [[ $origins =~ ^(\*|$origin(,$origin)*)?$ ]]; then
@@ -33,7 +79,12 @@ configuration() {
     return 78
   fi
   matchers=${origins:+"{exact: \"${origins//,/'"}, {exact: "'}\"}"}
-  text=$(<"$(dirname "${BASH_SOURCE[0]}")/envoy.yaml")
+  check_access || return
+  if [ -n "${GATEWAY_TLS:-}" ]; then
+    filled certificate.yaml >"$state/certificate.yaml" || return
+    filled client_authority.yaml >"$state/client_authority.yaml" || return
+  fi
+  text=$(filled envoy.yaml) || return
   printf '%s\n' "${text/'[]  # GATEWAY_ALLOWED_ORIGINS'/"[$matchers]"}"
 }
 
@@ -116,7 +167,8 @@ workers=$((workers > 0 ? workers : 1))
 # Each worker bounds the bodies of REST requests by itself, and takes one of 60 MiB at least (rest_errors.lua).
 REST_BODIES_MIB=$((512 / workers))
 export REST_BODIES_MIB=$((REST_BODIES_MIB > 80 ? REST_BODIES_MIB : 80))
-config=${TMPDIR:-/tmp}/envoy.yaml
+state=${TMPDIR:-/tmp}
+config=$state/envoy.yaml
 check_callers
 configuration >"$config"
 arguments=("$@") epoch=0 before=

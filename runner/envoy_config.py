@@ -1,9 +1,9 @@
 """Derives the local Envoy's configuration from `envoy/envoy.yaml`, and has Envoy validate it.
 
 It replaces the addresses of listeners, clusters and the admin page, adds one endpoint for each predictor, and sets the
-folder of referenced files, the percentage of traced requests, and the origins whose pages may call. Everything else,
-including every limit, is the same as with docker compose, unless a test passes a `Change`, which shortens limits that
-it cannot wait for. An unreadable file raises StartupError with one line.
+folder of referenced files, the percentage of traced requests, the origins whose pages may call, and TLS and JWT
+(gateway_access.py). Everything else, including every limit, is the same as with docker compose, unless a test passes a
+`Change`, which shortens limits that it cannot wait for. An unreadable file raises StartupError with one line.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import yaml
 
 import envoy
 from millrace.errors import StartupError
+from runner import gateway_access
 from runner.settings import LOOPBACK, ROOT, StackSettings
 
 ENVOY_FOLDER = ROOT / "envoy"
@@ -34,6 +35,7 @@ Change = Callable[[Config], None]
 def derive(settings: StackSettings, change: Change | None = None) -> Config:
     """The configuration of the stack that `settings` describes; `change` is applied last."""
     path = ENVOY_FOLDER / "envoy.yaml"
+    gateway_access.check(settings)
     try:
         config = _derive(settings, path.read_text())
     except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError, AttributeError) as error:
@@ -46,6 +48,7 @@ def derive(settings: StackSettings, change: Change | None = None) -> Config:
 
 def _derive(settings: StackSettings, text: str) -> Config:
     origins = json.dumps(allowed_origins(settings.gateway_allowed_origins))
+    text = gateway_access.fill(text, settings)
     config: Config = _with_local_files(yaml.safe_load(text.replace(NO_ORIGINS, origins)))
     admin = (LOOPBACK, settings.gateway_admin_port)
     config["admin"]["address"] = _address(admin)
@@ -54,7 +57,8 @@ def _derive(settings: StackSettings, text: str) -> Config:
     )
 
     listeners: dict[str, Address] = {
-        "ingress": (str(settings.gateway_bind), settings.gateway_port),
+        "ingress": (str(settings.gateway_plain_bind), settings.gateway_port),
+        "tls": (str(settings.gateway_bind), settings.gateway_tls_port),
         "management": (LOOPBACK, settings.management_port),
         "inner": (LOOPBACK, settings.gateway_inner_port),
     }
@@ -79,8 +83,10 @@ def _derive(settings: StackSettings, text: str) -> Config:
 
 
 def write(settings: StackSettings, path: Path, change: Change | None = None) -> None:
-    """Writes the derived configuration as YAML."""
-    path.write_text(yaml.safe_dump(derive(settings, change), sort_keys=False, width=120))
+    """Writes the derived configuration as YAML, and its certificates into the run folder."""
+    config = yaml.safe_dump(derive(settings, change), sort_keys=False, width=120)
+    gateway_access.write_secrets(settings, ENVOY_FOLDER)
+    path.write_text(config)
 
 
 def lua_path() -> dict[str, str]:

@@ -45,6 +45,7 @@ def free_settings(run_folder: Path, **overrides: Any) -> StackSettings:
             "logger_metrics_port": base + 7,
             "predictor_metrics_port": base + 8,
             "management_port": base + 9,
+            "gateway_tls_port": base + 10,
             "models": DEFAULT_MODELS,
             "predictors": 1,
             "device": "cpu",

@@ -64,6 +64,7 @@ class Report:
         stack = self._stack
         request = {"model": stack.settings.first_model, "stream": True, "prompt": "Once upon a time"}
         return [
+            *([("with TLS", f"https://{stack.settings.gateway_with_tls}/")] if stack.settings.gateway_tls else []),
             ("playground", f"http://{stack.gateway}/"),
             ("call", f"curl -N http://{stack.gateway}/v1/completions -d '{json.dumps(request)}'"),
             ("check", self._check()),

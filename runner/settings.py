@@ -57,7 +57,22 @@ class StackSettings(BaseSettings):
     gateway_bind: IPv4Address = Field(
         IPv4Address(LOOPBACK), description="Address the gateway's public port listens on."
     )
-    gateway_port: Port = Field(8080, description="The public port.")
+    gateway_port: Port = Field(
+        8080, description="The public port without TLS; if GATEWAY_TLS is set, never beyond loopback."
+    )
+    gateway_tls: str = Field(
+        "",
+        description="Folder with tls.crt and tls.key, for a public port with TLS; with a ca.crt too, clients need a"
+        " certificate of that authority. Changed files count at once. Empty: no TLS.",
+    )
+    gateway_tls_port: Port = Field(8443, description="The public port with TLS, where GATEWAY_TLS is set.")
+    gateway_jwks: str = Field(
+        "",
+        description="File with the JSON Web Key Set whose tokens are accepted as keys. A changed file counts within"
+        " 2 s. In containers, a path there. Empty: no tokens.",
+    )
+    gateway_jwt_issuer: str = Field("", description="The issuer (iss) of the tokens of GATEWAY_JWKS.")
+    gateway_jwt_audience: str = Field("", description="Who the tokens of GATEWAY_JWKS must be for (aud).")
     management_port: Port = Field(
         8081,
         description="Port on loopback where load, unload, the payload log and the settings of logs and traces are"
@@ -135,6 +150,20 @@ class StackSettings(BaseSettings):
             raise ValueError("is neither * nor a comma list of host names such as models.example.com")
         return value.lower()
 
+    @field_validator("gateway_tls", "gateway_jwks")
+    @classmethod
+    def _is_a_path(cls, value: str) -> str:
+        if not re.fullmatch(r"[^\"\\\x00-\x1f\x7f]*", value):
+            raise ValueError("is a path without quotation marks and backslashes")
+        return value
+
+    @field_validator("gateway_jwt_issuer", "gateway_jwt_audience")
+    @classmethod
+    def _is_a_name(cls, value: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9._~:/?#@!$&'()*+,;=%-]*", value):
+            raise ValueError("is no name or URI as in the tokens")
+        return value
+
     @field_validator("gateway_trace_page")
     @classmethod
     def _is_an_address(cls, value: str) -> str:
@@ -159,9 +188,20 @@ class StackSettings(BaseSettings):
 
     @property
     def gateway(self) -> str:
-        """Where a client on this machine reaches the gateway."""
-        host = LOOPBACK if self.gateway_bind.is_unspecified else self.gateway_bind
+        """Where a client on this machine reaches the gateway, without TLS."""
+        host = LOOPBACK if self.gateway_plain_bind.is_unspecified else self.gateway_plain_bind
         return f"{host}:{self.gateway_port}"
+
+    @property
+    def gateway_plain_bind(self) -> IPv4Address:
+        """Where the port without TLS listens: with TLS, never beyond loopback."""
+        return IPv4Address(LOOPBACK) if self.gateway_tls and not self.gateway_bind.is_loopback else self.gateway_bind
+
+    @property
+    def gateway_with_tls(self) -> str:
+        """The same with TLS; empty without."""
+        host = LOOPBACK if self.gateway_bind.is_unspecified else self.gateway_bind
+        return f"{host}:{self.gateway_tls_port}" if self.gateway_tls else ""
 
     @property
     def otel_address(self) -> tuple[str, int]:
@@ -176,6 +216,7 @@ class StackSettings(BaseSettings):
         """Every port of the stack by the setting that chooses it."""
         ports = {
             "GATEWAY_PORT": (self.gateway_port,),
+            "GATEWAY_TLS_PORT": (self.gateway_tls_port if self.gateway_tls else 0,),
             "MANAGEMENT_PORT": (self.management_port,),
             "GATEWAY_INNER_PORT": (self.gateway_inner_port,),
             "GATEWAY_ADMIN_PORT": (self.gateway_admin_port,),

@@ -264,7 +264,7 @@ class Stack:
 
 def _check_same_places(before: StackSettings, after: StackSettings) -> None:
     """Raises StartupError for a changed setting that needs a restart: ports, the folder, the number of processes."""
-    fixed = ("gateway_bind", "predictors", "run_folder", *map(str.lower, before.ports() | after.ports()))
+    fixed = ("gateway_bind", "gateway_tls", "predictors", "run_folder", *map(str.lower, before.ports() | after.ports()))
     for name in fixed:
         old, new = getattr(before, name), getattr(after, name)
         if old != new:
@@ -278,7 +278,8 @@ def check_ports(settings: StackSettings) -> None:
     with ExitStack() as held:  # All at the same time: that finds a port chosen twice.
         for setting, ports in settings.ports().items():
             for port in ports:
-                host = str(settings.gateway_bind) if setting == "GATEWAY_PORT" else LOOPBACK
+                binds = {"GATEWAY_PORT": settings.gateway_plain_bind, "GATEWAY_TLS_PORT": settings.gateway_bind}
+                host = str(binds.get(setting, LOOPBACK))
                 probe = held.enter_context(socket.socket())
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 try:

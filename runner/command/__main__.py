@@ -12,7 +12,7 @@ from typing import Any
 
 from millrace.errors import StartupError
 from runner import settings as stack_settings
-from runner.command import chat, keys, records, start
+from runner.command import certificates, chat, keys, records, start
 from runner.command.gateway import Gateway
 from runner.report import short
 from runner.terminal import Painter, has_colours
@@ -47,6 +47,14 @@ A running gateway that has the file as GATEWAY_KEYS knows the key within two sec
   millrace key bob --models storyteller      may use this model alone
 
 docs/security.md lists what else an entry can have, such as limits."""
+_CERTS = """Makes an authority, and by it certificates of the gateway and of a client, for development. As `make certs`.
+
+  millrace certs                             for localhost, 127.0.0.1 and ::1
+  millrace certs models.example.com          for this name too; list it in GATEWAY_HOSTS
+  millrace certs --ask-clients               the gateway accepts only clients that show a certificate
+
+A gateway that uses the folder takes the new certificate at once; whether it asks clients for theirs it decides when it
+starts or is reloaded."""
 _LOG = """Lists the newest records of the payload log, the newest last: time, model, status, prompt and answer tokens,
 milliseconds to the first token and in all, request id, prompt and answer.
 
@@ -135,6 +143,11 @@ def parser() -> argparse.ArgumentParser:
     key.add_argument("--models", default="", metavar="A,B", help="without it all models")
     key.add_argument("--file", type=Path, metavar="FILE", help="default: GATEWAY_KEYS, else keys/keys.yaml")
 
+    certs = command("certs", _certs, "make certificates for development", _CERTS, calls=False)
+    certs.add_argument("names", nargs="*", metavar="NAME", help="host names and addresses of the gateway")
+    certs.add_argument("--folder", type=Path, default=certificates.FOLDER, help="for GATEWAY_TLS (default .run/certs)")
+    certs.add_argument("--ask-clients", action="store_true", help="write ca.crt too: clients need a certificate")
+
     log = command("log", _log, "list the requests so far", _LOG)
     log.add_argument("id", nargs="?", metavar="ID", help="show all of this record")
     log.add_argument("-n", "--number", type=_count, default=20, metavar="N", help="records (default 20, maximum 1000)")
@@ -202,6 +215,12 @@ def _key(options: argparse.Namespace) -> None:
     file = options.file or stack_settings.load().key_file or keys.FILE
     key = keys.add(file, options.name, options.role, [name for name in options.models.split(",") if name])
     print(f"{key}\nentry of {options.name} in {short(file)}; GATEWAY_KEYS={short(file)} makes the gateway ask for keys")
+
+
+def _certs(options: argparse.Namespace) -> None:
+    folder = options.folder.absolute()
+    certificates.make(folder, options.names, ask_clients=options.ask_clients)
+    print(certificates.next_steps(folder, stack_settings.load(), ask_clients=options.ask_clients))
 
 
 def _log(options: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.containers.stack import ROOT, ComposeStack
 
-OVERLAYS = ("compose.gpu.yaml", "compose.observability.yaml", "compose.workers.yaml")
+OVERLAYS = ("compose.gpu.yaml", "compose.observability.yaml", "compose.tls.yaml", "compose.workers.yaml")
 SETS = [("compose.yaml", *some) for count in range(len(OVERLAYS) + 1) for some in combinations(OVERLAYS, count)]
 
 
@@ -35,6 +35,9 @@ def test_compose_accepts_it(compose, files):
         if with_metrics
         else not {"prometheus", "grafana"} & services.keys()
     )
+    published = {(port["host_ip"], port["target"]) for port in services["envoy"]["ports"]}
+    with_tls = "compose.tls.yaml" in files
+    assert published == {("127.0.0.1", port) for port in (8080, 8081, *([8443] if with_tls else []))}
     with_workers = "compose.workers.yaml" in files
     assert ("locust-worker" in services) == with_workers
     assert services["locust"]["command"][0] == ("--master" if with_workers else "--host")

@@ -144,6 +144,7 @@ class Gateway:
     process: Process
     health: FakeHealth  # The transformer's.
     management: str
+    tls: str  # Empty without GATEWAY_TLS.
 
     async def request(self, method: str, path: str, body: bytes = b"", **headers: str) -> Answer:
         return await asyncio.to_thread(self._request, method, path, body, headers)
@@ -225,15 +226,18 @@ def start_envoy(
 
 @asynccontextmanager
 async def running_gateway(
-    folder: Path, change: envoy_config.Change | None = None, environment: Mapping[str, str] | None = None
+    folder: Path,
+    change: envoy_config.Change | None = None,
+    environment: Mapping[str, str] | None = None,
+    **settings_of_test: Any,
 ) -> AsyncIterator[Gateway]:
-    """Envoy with a fake behind each of its clusters; `environment` is added to its own."""
+    """Envoy with a fake behind each of its clusters; `environment` is added to its own, the rest are settings."""
     collector, otlp = Collector(), grpc.aio.server()
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, otlp)
     endpoint = f"http://127.0.0.1:{otlp.add_insecure_port('127.0.0.1:0')}"
     await otlp.start()
     callers = {"gateway_allowed_origins": ORIGIN, "gateway_hosts": HOST}
-    settings = free_settings(folder, **callers, otel_exporter_otlp_endpoint=endpoint)
+    settings = free_settings(folder, **callers | {"otel_exporter_otlp_endpoint": endpoint} | settings_of_test)
     openai = FakeOpenAI()
     ports = {
         "transformer": settings.transformer_port,
@@ -249,7 +253,8 @@ async def running_gateway(
     inner, admin = (f"127.0.0.1:{port}" for port in (settings.gateway_inner_port, settings.gateway_admin_port))
     try:
         management = f"127.0.0.1:{settings.management_port}"
-        yield Gateway(settings.gateway, openai, inner, collector, admin, process, healths["transformer"], management)
+        addresses = (management, settings.gateway_with_tls)
+        yield Gateway(settings.gateway, openai, inner, collector, admin, process, healths["transformer"], *addresses)
     finally:
         await readiness.close()
         await process.stop()

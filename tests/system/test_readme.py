@@ -21,8 +21,17 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = "\n".join(page.read_text() for page in PAGES)
 BUF = ROOT / ".tools" / "node_modules" / ".bin"
 PATH = f"{BUF}{os.pathsep}{os.environ['PATH']}"
-# Not to be had, a download of gigabytes, or what the fixture runs with other ports.
-NOT_RUN = ("grpcurl", "MODELS=", "PREDICTORS=", "TRANSFORMER_PAYLOAD_REDACT=")
+# Not to be had, a download of gigabytes, containers, what the fixture runs with other ports, or what
+# tests/process/test_gateway_tls.py runs.
+NOT_RUN = (
+    "make certs",
+    "curl --cacert",
+    "docker compose -f",
+    "grpcurl",
+    "MODELS=",
+    "PREDICTORS=",
+    "TRANSFORMER_PAYLOAD_REDACT=",
+)
 
 
 def blocks(language: str) -> list[str]:

