@@ -3,7 +3,8 @@
 A separate logger, with its own file on this machine. `append`: records of 4 KB, sent in the transformer's way and by as
 many senders, until the last is acknowledged; the aim is at least 5,000 a second, on two cores shared with the senders.
 `query`: a file of 1,000,000 small records, and for each filter alone the first page of 100, until its last record is at
-the client; the aim is at most 50 ms at the 95th percentile. `tap`: the event loop's time for a chunk while the threads
+the client; the aim is at most 50 ms at the 95th percentile. `usage`: the sums of the same records, spread over 30 days,
+by client and model, and of one client's month; the same aim. `tap`: the event loop's time for a chunk while the threads
 behind the tap write and ship; the aim is at most 20 us at the 99th percentile.
 
 `python -m bench.payload_store` writes bench/results/payload_store.json; 6 minutes and 3 GB of temporary files.
@@ -38,15 +39,23 @@ from millrace_protos.millrace_pb2 import (
     PayloadChunk,
     PayloadRecord,
     QueryPayloadsRequest,
+    Usage,
+    UsageRequest,
 )
 from runner.free_ports import free_settings
 
 _ROOT = Path(__file__).resolve().parent.parent
-_AIMS = {"append_records_a_second": 5000, "query_p95_ms": 50, "tap_chunk_p99_us": 20}
+_AIMS = {"append_records_a_second": 5000, "query_p95_ms": 50, "usage_p95_ms": 50, "tap_chunk_p99_us": 20}
 _PAGE = 100
 _STATUSES = ("OK",) * 17 + ("CANCELLED", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED")
 _MODELS = ("storyteller",) * 8 + ("normalizer", "digits")
 _IN_FLIGHT = 1024
+_MONTH_US = 30 * 24 * 3600 * 1_000_000
+_USAGE: dict[str, dict[str, str]] = {
+    "by_client_and_model": {},
+    "by_day": {"group": "day"},
+    "one_client": {"client": "client-7", "group": ""},
+}
 _OPEN, _CHUNKS, _PACE_S = 32, 400, 0.01
 
 
@@ -56,11 +65,14 @@ def main() -> None:
     options.add_argument("--senders", type=int, default=2)
     options.add_argument("--kept", type=int, default=1_000_000, help="records that are queried")
     options.add_argument("--queries", type=int, default=100, help="by each filter")
-    options.add_argument("--only", choices=("append", "query", "tap"), help="the others stay as the file has them")
+    options.add_argument(
+        "--only", choices=("append", "query", "usage", "tap"), help="the others stay as the file has them"
+    )
     arguments = options.parse_args()
     parts: dict[str, Callable[[], Coroutine[Any, Any, dict[str, Any]]]] = {
         "append": lambda: _append(arguments.appended, arguments.senders),
         "query": lambda: _query(arguments.kept, arguments.queries),
+        "usage": lambda: _usage(arguments.kept, arguments.queries),
         "tap": _tap,
     }
     report = json.loads(arguments.out.read_text()) if arguments.only else {}
@@ -130,13 +142,13 @@ async def _send(channel: grpc.aio.Channel, requests: Iterable[bytes], count: int
     await reader
 
 
-def _requests(source: str, count: int, text_bytes: int) -> Iterator[bytes]:
-    """Serialized AppendRequests of one source, with records 10 ms apart."""
+def _requests(source: str, count: int, text_bytes: int, apart_us: int = 10_000) -> Iterator[bytes]:
+    """Serialized AppendRequests of one source, with records so far apart."""
     dice = random.Random(source)  # noqa: S311
-    record_id, now_us = 0, time.time_ns() // 1000 - count * 10_000
+    record_id, now_us = 0, time.time_ns() // 1000 - count * apart_us
     text = "x" * (text_bytes // 3)  # A third each for the prompt, the answer and its one chunk.
     for sequence in range(1, count + 1):
-        now_us += 10_000
+        now_us += apart_us
         record_id = next_id(now_us // 1000, record_id)
         record = PayloadRecord(
             record_id=str(as_uuid7(record_id)),
@@ -151,6 +163,7 @@ def _requests(source: str, count: int, text_bytes: int) -> Iterator[bytes]:
             duration_ms=dice.expovariate(1 / 500),
             trace_id=f"{dice.getrandbits(128):032x}",
             client=f"client-{dice.randrange(100)}",
+            usage=Usage(prompt_tokens=dice.randrange(1000), completion_tokens=4),
             chunks=[PayloadChunk(offset_ms=30, text=text or "there was a fox.", token_ids=range(4))],
         )
         record.time.FromMicroseconds(now_us)
@@ -171,6 +184,22 @@ async def _query(count: int, queries: int) -> dict[str, Any]:
                     pass
                 times.append((time.monotonic() - started) * 1000)
             report[name] = {"median_ms": round(quantile(times, 0.5), 2), "p95_ms": round(quantile(times, 0.95), 2)}
+        return report
+
+
+async def _usage(count: int, queries: int) -> dict[str, Any]:
+    async with _logger() as (_, channel):
+        await _send(channel, _requests("used", count, 0, _MONTH_US // count), count)
+        stub = millrace_pb2_grpc.PayloadLogStub(channel)
+        report: dict[str, Any] = {"records": count, "queries_by_each": queries}
+        for name, asked in _USAGE.items():
+            times = []
+            for _ in range(queries):
+                started = time.monotonic()
+                groups = (await stub.Usage(UsageRequest(**asked))).groups
+                times.append((time.monotonic() - started) * 1000)
+            measured = {"median_ms": round(quantile(times, 0.5), 2), "p95_ms": round(quantile(times, 0.95), 2)}
+            report[name] = {"groups": len(groups), **measured}
         return report
 
 

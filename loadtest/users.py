@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import grpc
 from locust import User, between, task
 
+from millrace.rpc.caller_key import with_key
 from millrace_protos import inference_pb2, inference_pb2_grpc, millrace_pb2, millrace_pb2_grpc
 
 PROMPTS = (
@@ -53,7 +54,7 @@ def target_of(host: str) -> tuple[str, bool]:
 
 
 class GrpcUser(User):
-    """A user with a gRPC channel to the host; `authority` is the authority of its calls."""
+    """A user with a gRPC channel to the host; its calls have the key of MILLRACE_KEY, and `authority` as authority."""
 
     abstract = True
     host = "http://127.0.0.1:8080"
@@ -68,12 +69,14 @@ class GrpcUser(User):
         if self.authority:
             options.append(("grpc.default_authority", self.authority))
         if secure:
-            self.channel = grpc.secure_channel(target, grpc.ssl_channel_credentials(), options)
+            channel = grpc.secure_channel(target, grpc.ssl_channel_credentials(), options)
         else:
-            self.channel = grpc.insecure_channel(target, options)
+            channel = grpc.insecure_channel(target, options)
+        self._channel = channel
+        self.channel = with_key(channel)
 
     def on_stop(self) -> None:
-        self.channel.close()
+        self._channel.close()
 
     @contextmanager
     def measured(self, name: str) -> Iterator[dict[str, Any]]:

@@ -941,6 +941,190 @@ class TailPayloadsRequest(_message.Message):
 Global___TailPayloadsRequest: _TypeAlias = TailPayloadsRequest  # noqa: Y015
 
 @_typing.final
+class UsageRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SINCE_FIELD_NUMBER: _builtins.int
+    UNTIL_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    client: _builtins.str
+    """Of this client alone."""
+    model: _builtins.str
+    """Of this model alone."""
+    group: _builtins.str
+    """A comma list of `client`, `model` and `day`; default "client,model". Empty: one group of all."""
+    @_builtins.property
+    def since(self) -> _timestamp_pb2.Timestamp:
+        """Requests that arrived at or after, and before. Counts are by the hour of UTC: `since` is rounded down to a whole
+        hour, `until` up.
+        """
+
+    @_builtins.property
+    def until(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        since: _timestamp_pb2.Timestamp | None = ...,
+        until: _timestamp_pb2.Timestamp | None = ...,
+        client: _builtins.str | None = ...,
+        model: _builtins.str | None = ...,
+        group: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_client", b"_client", "_group", b"_group", "_model", b"_model", "_since", b"_since", "_until", b"_until", "client", b"client", "group", b"group", "model", b"model", "since", b"since", "until", b"until"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_client", b"_client", "_group", b"_group", "_model", b"_model", "_since", b"_since", "_until", b"_until", "client", b"client", "group", b"group", "model", b"model", "since", b"since", "until", b"until"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__client: _TypeAlias = _typing.Literal["client"]  # noqa: Y015
+    _WhichOneofArgType__client: _TypeAlias = _typing.Literal["_client", b"_client"]  # noqa: Y015
+    _WhichOneofReturnType__group: _TypeAlias = _typing.Literal["group"]  # noqa: Y015
+    _WhichOneofArgType__group: _TypeAlias = _typing.Literal["_group", b"_group"]  # noqa: Y015
+    _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
+    _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
+    _WhichOneofReturnType__since: _TypeAlias = _typing.Literal["since"]  # noqa: Y015
+    _WhichOneofArgType__since: _TypeAlias = _typing.Literal["_since", b"_since"]  # noqa: Y015
+    _WhichOneofReturnType__until: _TypeAlias = _typing.Literal["until"]  # noqa: Y015
+    _WhichOneofArgType__until: _TypeAlias = _typing.Literal["_until", b"_until"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__client) -> _WhichOneofReturnType__client | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__group) -> _WhichOneofReturnType__group | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__model) -> _WhichOneofReturnType__model | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__since) -> _WhichOneofReturnType__since | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__until) -> _WhichOneofReturnType__until | None: ...
+
+Global___UsageRequest: _TypeAlias = UsageRequest  # noqa: Y015
+
+@_typing.final
+class UsageResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUPS_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    UNTIL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___UsageGroup]:
+        """In the order of what they are grouped by; at most 10,000."""
+
+    @_builtins.property
+    def since(self) -> _timestamp_pb2.Timestamp:
+        """As it was rounded."""
+
+    @_builtins.property
+    def until(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        groups: _abc.Iterable[Global___UsageGroup] | None = ...,
+        since: _timestamp_pb2.Timestamp | None = ...,
+        until: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_since", b"_since", "_until", b"_until", "since", b"since", "until", b"until"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_since", b"_since", "_until", b"_until", "groups", b"groups", "since", b"since", "until", b"until"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__since: _TypeAlias = _typing.Literal["since"]  # noqa: Y015
+    _WhichOneofArgType__since: _TypeAlias = _typing.Literal["_since", b"_since"]  # noqa: Y015
+    _WhichOneofReturnType__until: _TypeAlias = _typing.Literal["until"]  # noqa: Y015
+    _WhichOneofArgType__until: _TypeAlias = _typing.Literal["_until", b"_until"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__since) -> _WhichOneofReturnType__since | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__until) -> _WhichOneofReturnType__until | None: ...
+
+Global___UsageResponse: _TypeAlias = UsageResponse  # noqa: Y015
+
+@_typing.final
+class UsageGroup(_message.Message):
+    """Counts are set even where they are 0."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLIENT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    DAY_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    FAILED_REQUESTS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    client: _builtins.str
+    """Set in groups by client; empty without keys."""
+    model: _builtins.str
+    """Set in groups by model; empty for failures of models that never answered."""
+    day: _builtins.str
+    """Set in groups by day: of UTC, such as 2026-05-04."""
+    requests: _builtins.int
+    failed_requests: _builtins.int
+    """Of these, with a status that is neither OK nor CANCELLED."""
+    prompt_tokens: _builtins.int
+    cached_tokens: _builtins.int
+    """Of the prompt tokens."""
+    completion_tokens: _builtins.int
+    seconds: _builtins.float
+    """From each request's arrival to its end, waiting included."""
+    def __init__(
+        self,
+        *,
+        client: _builtins.str | None = ...,
+        model: _builtins.str | None = ...,
+        day: _builtins.str | None = ...,
+        requests: _builtins.int | None = ...,
+        failed_requests: _builtins.int | None = ...,
+        prompt_tokens: _builtins.int | None = ...,
+        cached_tokens: _builtins.int | None = ...,
+        completion_tokens: _builtins.int | None = ...,
+        seconds: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_client", b"_client", "_completion_tokens", b"_completion_tokens", "_day", b"_day", "_failed_requests", b"_failed_requests", "_model", b"_model", "_prompt_tokens", b"_prompt_tokens", "_requests", b"_requests", "_seconds", b"_seconds", "cached_tokens", b"cached_tokens", "client", b"client", "completion_tokens", b"completion_tokens", "day", b"day", "failed_requests", b"failed_requests", "model", b"model", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "seconds", b"seconds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_client", b"_client", "_completion_tokens", b"_completion_tokens", "_day", b"_day", "_failed_requests", b"_failed_requests", "_model", b"_model", "_prompt_tokens", b"_prompt_tokens", "_requests", b"_requests", "_seconds", b"_seconds", "cached_tokens", b"cached_tokens", "client", b"client", "completion_tokens", b"completion_tokens", "day", b"day", "failed_requests", b"failed_requests", "model", b"model", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cached_tokens: _TypeAlias = _typing.Literal["cached_tokens"]  # noqa: Y015
+    _WhichOneofArgType__cached_tokens: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__client: _TypeAlias = _typing.Literal["client"]  # noqa: Y015
+    _WhichOneofArgType__client: _TypeAlias = _typing.Literal["_client", b"_client"]  # noqa: Y015
+    _WhichOneofReturnType__completion_tokens: _TypeAlias = _typing.Literal["completion_tokens"]  # noqa: Y015
+    _WhichOneofArgType__completion_tokens: _TypeAlias = _typing.Literal["_completion_tokens", b"_completion_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__day: _TypeAlias = _typing.Literal["day"]  # noqa: Y015
+    _WhichOneofArgType__day: _TypeAlias = _typing.Literal["_day", b"_day"]  # noqa: Y015
+    _WhichOneofReturnType__failed_requests: _TypeAlias = _typing.Literal["failed_requests"]  # noqa: Y015
+    _WhichOneofArgType__failed_requests: _TypeAlias = _typing.Literal["_failed_requests", b"_failed_requests"]  # noqa: Y015
+    _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
+    _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_tokens: _TypeAlias = _typing.Literal["prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__prompt_tokens: _TypeAlias = _typing.Literal["_prompt_tokens", b"_prompt_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__requests: _TypeAlias = _typing.Literal["requests"]  # noqa: Y015
+    _WhichOneofArgType__requests: _TypeAlias = _typing.Literal["_requests", b"_requests"]  # noqa: Y015
+    _WhichOneofReturnType__seconds: _TypeAlias = _typing.Literal["seconds"]  # noqa: Y015
+    _WhichOneofArgType__seconds: _TypeAlias = _typing.Literal["_seconds", b"_seconds"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cached_tokens) -> _WhichOneofReturnType__cached_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__client) -> _WhichOneofReturnType__client | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__completion_tokens) -> _WhichOneofReturnType__completion_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__day) -> _WhichOneofReturnType__day | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__failed_requests) -> _WhichOneofReturnType__failed_requests | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__model) -> _WhichOneofReturnType__model | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_tokens) -> _WhichOneofReturnType__prompt_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__requests) -> _WhichOneofReturnType__requests | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seconds) -> _WhichOneofReturnType__seconds | None: ...
+
+Global___UsageGroup: _TypeAlias = UsageGroup  # noqa: Y015
+
+@_typing.final
 class AppendRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -133,6 +133,11 @@ class PayloadLogStub:
                 request_serializer=millrace__protos_dot_millrace__pb2.DeletePayloadsRequest.SerializeToString,
                 response_deserializer=millrace__protos_dot_millrace__pb2.DeletePayloadsResponse.FromString,
                 _registered_method=True)
+        self.Usage = channel.unary_unary(
+                '/millrace.v1.PayloadLog/Usage',
+                request_serializer=millrace__protos_dot_millrace__pb2.UsageRequest.SerializeToString,
+                response_deserializer=millrace__protos_dot_millrace__pb2.UsageResponse.FromString,
+                _registered_method=True)
 
 
 class PayloadLogServicer:
@@ -169,6 +174,13 @@ class PayloadLogServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Usage(self, request, context):
+        """What requests took, in groups. Counts each request that a service recorded once, whether its record is kept or not.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PayloadLogServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -191,6 +203,11 @@ def add_PayloadLogServicer_to_server(servicer, server):
                     servicer.Delete,
                     request_deserializer=millrace__protos_dot_millrace__pb2.DeletePayloadsRequest.FromString,
                     response_serializer=millrace__protos_dot_millrace__pb2.DeletePayloadsResponse.SerializeToString,
+            ),
+            'Usage': grpc.unary_unary_rpc_method_handler(
+                    servicer.Usage,
+                    request_deserializer=millrace__protos_dot_millrace__pb2.UsageRequest.FromString,
+                    response_serializer=millrace__protos_dot_millrace__pb2.UsageResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -302,6 +319,33 @@ class PayloadLog:
             '/millrace.v1.PayloadLog/Delete',
             millrace__protos_dot_millrace__pb2.DeletePayloadsRequest.SerializeToString,
             millrace__protos_dot_millrace__pb2.DeletePayloadsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Usage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.PayloadLog/Usage',
+            millrace__protos_dot_millrace__pb2.UsageRequest.SerializeToString,
+            millrace__protos_dot_millrace__pb2.UsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -85,6 +85,8 @@ class PayloadLogStub:
     """Deletes every record with the key permanently; without such records it succeeds. Records that reach the log
     later are not counted; they are dropped if their requests arrived before the deletion.
     """
+    Usage: _grpc.UnaryUnaryMultiCallable[_millrace_pb2.UsageRequest, _millrace_pb2.UsageResponse]
+    """What requests took, in groups. Counts each request that a service recorded once, whether its record is kept or not."""
 
 @_typing.type_check_only
 class PayloadLogAsyncStub(PayloadLogStub):
@@ -103,6 +105,8 @@ class PayloadLogAsyncStub(PayloadLogStub):
     """Deletes every record with the key permanently; without such records it succeeds. Records that reach the log
     later are not counted; they are dropped if their requests arrived before the deletion.
     """
+    Usage: _aio.UnaryUnaryMultiCallable[_millrace_pb2.UsageRequest, _millrace_pb2.UsageResponse]  # type: ignore[assignment]
+    """What requests took, in groups. Counts each request that a service recorded once, whether its record is kept or not."""
 
 class PayloadLogServicer(metaclass=_abc_1.ABCMeta):
     """Reads and deletes the records of requests."""
@@ -142,6 +146,14 @@ class PayloadLogServicer(metaclass=_abc_1.ABCMeta):
         """Deletes every record with the key permanently; without such records it succeeds. Records that reach the log
         later are not counted; they are dropped if their requests arrived before the deletion.
         """
+
+    @_abc_1.abstractmethod
+    def Usage(
+        self,
+        request: _millrace_pb2.UsageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_millrace_pb2.UsageResponse, _abc.Awaitable[_millrace_pb2.UsageResponse]]:
+        """What requests took, in groups. Counts each request that a service recorded once, whether its record is kept or not."""
 
 def add_PayloadLogServicer_to_server(servicer: PayloadLogServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -40,7 +40,9 @@ _new_tuple = tuple.__new__  # A chunk's part is made without a call of Python's:
 
 
 class Recording:
-    """One request's record in the making; `resumes` and `fingerprint` may be set until it ends.
+    """One request's record in the making; `resumes`, `fingerprint` and `prompt_tokens` may be set until it ends.
+
+    An answer that is cut short, by its caller or an error, has a usage of `prompt_tokens` and its chunks' tokens.
 
     As a context manager it ends with the block: an error as that error, anything else that has not
     been ended as CANCELLED.
@@ -49,6 +51,8 @@ class Recording:
     def __init__(self, tap: PayloadTap, number: int) -> None:
         self.resumes = 0
         self.fingerprint = ""
+        self.prompt_tokens = 0
+        self._tokens = 0
         record_id = as_uuid7(number)
         self.record_id = str(record_id)
         self._id = record_id.bytes
@@ -99,6 +103,7 @@ class Recording:
             count = len(token_ids)
             if count and self._ttft_ms is None:
                 self._ttft_ms = offset_ms
+            self._tokens += count
             if not self._keeps_answer:
                 return
             cost = PART_BYTES + len(text) + TOKEN_BYTES * (count + len(logprobs))
@@ -130,6 +135,8 @@ class Recording:
         self._open = False
         if not self._keeps_answer:
             text, outputs = None, ()
+        if usage is None and self.prompt_tokens:
+            usage = Usage(prompt_tokens=self.prompt_tokens, completion_tokens=self._tokens)
         duration_ms = (time.monotonic() - self._arrived) * 1000
         try:
             outputs = self._within_memory(outputs)
@@ -164,7 +171,7 @@ class Recording:
 
     def _begin(self, time_us: int, protocol: str, fields: Fields, inputs: Tensors) -> None:
         try:
-            mode = self._tap.rules.mode(fields.model, fields.request_id)
+            mode = self._tap.rules.mode(fields.model, fields.request_id, fields.client)
             if mode is Mode.OFF:
                 return
             self._keeps_answer = mode.keeps_response

@@ -5,7 +5,8 @@ patterns need and belongs on the writer thread, before anything is written.
 
 A mode keeps what comes in (prompt, parameters, inputs), what goes out (text, chunks, outputs), both or neither;
 status, usage, times and ids are kept by every mode but `off`. Sampling keeps or leaves out whole requests by a
-hash of their id, so that all records of one id, of whichever process, share their fate.
+hash of their id, so that all records of one id, of whichever process, share their fate. What a client that has a
+key uses must be known: of its requests that are left out, the metadata is kept.
 """
 
 from __future__ import annotations
@@ -85,11 +86,12 @@ class PayloadRules:
     tensor_bytes: int = 0
     tensor_digest: Digest = Digest.OFF
 
-    def mode(self, model: str, request_id: str) -> Mode:
-        """What is kept of a request; OFF where it is sampled out."""
-        if self.sample < 1.0 and _fraction(request_id) >= self.sample:
-            return Mode.OFF
-        return self.models.get(model, self.default)
+    def mode(self, model: str, request_id: str, client: str = "") -> Mode:
+        """What is kept of a request; where it is sampled out METADATA of a named client's, OFF of others'."""
+        mode = self.models.get(model, self.default)
+        if mode is not Mode.OFF and self.sample < 1.0 and _fraction(request_id) >= self.sample:
+            return Mode.METADATA if client else Mode.OFF
+        return mode
 
     @property
     def redacts_answers(self) -> bool:

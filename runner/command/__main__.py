@@ -12,7 +12,7 @@ from typing import Any
 
 from millrace.errors import StartupError
 from runner import settings as stack_settings
-from runner.command import certificates, chat, keys, records, start
+from runner.command import certificates, chat, keys, records, start, usage
 from runner.command.gateway import Gateway
 from runner.report import short
 from runner.terminal import Painter, has_colours
@@ -63,6 +63,14 @@ milliseconds to the first token and in all, request id, prompt and answer.
   millrace log --follow
   millrace log --json | jq .text
   millrace log ID                            all of one record, by its own or its request's id"""
+_USAGE = """Shows what requests took: how many there were and failed, their tokens, and the seconds from arrival to end.
+
+  millrace usage                             for each client and model, since the log began
+  millrace usage --since 30d --group day
+  millrace usage --since 2026-05-01T00:00Z --client ann --group model
+  millrace usage --json | jq .completion_tokens
+
+Times are rounded to whole hours, outwards; days are those of UTC. With a user's key it is the usage of that client."""
 _TRACE = """Shows the calls of one trace with each hop's status and times, and the link to its spans.
 
 ID is the id of a trace, of a request (the answer's x-request-id) or of a record, or a traceparent. The spans are at a
@@ -102,7 +110,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="millrace",
         description="Starts a stack that serves language models, and talks to a running one.",
-        epilog="`millrace COMMAND --help` has examples of each.",
+        epilog="`millrace COMMAND --help` has examples of each. Those that call a stack send the key of MILLRACE_KEY.",
     )
     commands = top.add_subparsers(metavar="COMMAND", required=True)
 
@@ -163,6 +171,15 @@ def parser() -> argparse.ArgumentParser:
     ):
         log.add_argument(f"--{name}", help=f"only records {text}")
     log.add_argument("--contains", dest="text_contains", metavar="TEXT", help="only records whose text contains it")
+
+    used = command("usage", _usage, "sum up tokens and requests", _USAGE)
+    used.add_argument("--since", type=_since, metavar="TIME", help="90s, 15m, 24h, 7d ago, or a time in ISO 8601")
+    used.add_argument("--until", type=_since, metavar="TIME", help="before this time; as --since")
+    used.add_argument("--client", help="only this client's")
+    used.add_argument("--model", help="only this model's")
+    groups = "comma list of client, model, day; default client,model; all for one line"
+    used.add_argument("--group", metavar="NAMES", help=groups)
+    used.add_argument("--json", action="store_true", help="print each group as a line of JSON")
 
     trace = command("trace", _trace, "show one trace", _TRACE)
     trace.add_argument("id", metavar="ID", help="of a trace, a request or a record, or a traceparent")
@@ -235,6 +252,19 @@ def _log(options: argparse.Namespace) -> None:
     read = records.follow if options.follow else records.latest
     for record in read(gateway, options.number, filters):
         print(records.as_json(record) if options.json else records.as_line(record, paint, width), flush=options.follow)
+
+
+def _usage(options: argparse.Namespace) -> None:
+    names = ("since", "until", "client", "model", "group")
+    asked = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    if options.group == "all":
+        asked["group"] = ""
+    response = usage.usage(_gateway(options), asked)
+    if options.json:
+        for group in response.groups:
+            print(usage.as_json(group))
+    else:
+        print(usage.as_table(response, _painter()))
 
 
 def _trace(options: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""The gateway of a running stack, for the command's gRPC calls."""
+"""The gateway of a running stack, for the command's gRPC calls, which have the key of MILLRACE_KEY."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 
 from millrace.errors import StartupError
+from millrace.rpc.caller_key import with_key
 from millrace_protos import inference_pb2, millrace_pb2_grpc
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 
@@ -22,7 +23,7 @@ class Gateway:
     def __init__(self, address: str) -> None:
         self.address = address
         options = (("grpc.max_receive_message_length", _MAX_MESSAGE), ("grpc.enable_http_proxy", 0))
-        self._channel = grpc.insecure_channel(address, options=options)
+        self._channel = with_key(grpc.insecure_channel(address, options=options))
         self.inference: Any = GRPCInferenceServiceStub(self._channel)
         self.text: Any = millrace_pb2_grpc.TextGenerationStub(self._channel)
         self.log: Any = millrace_pb2_grpc.PayloadLogStub(self._channel)

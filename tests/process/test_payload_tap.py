@@ -89,6 +89,20 @@ async def test_which_weights_answered_and_how_often_it_resumed_may_be_set_until_
     assert (record.resumes, record.fingerprint) == (2, "abc")
 
 
+@pytest.mark.parametrize("mode", [Mode.ALL, Mode.METADATA])
+async def test_an_answer_that_is_cut_short_has_the_usage_so_far(taps, ingest, mode):
+    tap = taps.start(ingest.target, PayloadRules(default=mode))
+    with begin(tap) as recording:
+        assert await recording.flushed()
+        recording.prompt_tokens = 7
+        recording.chunk("Once ", [5, 6])
+        recording.chunk("upon", [7])
+    begin(tap).end("CANCELLED")  # Before its first token.
+    cut, before = sorted(await recorded(tap, ingest), key=lambda record: -record.usage.prompt_tokens)
+    assert (cut.status, cut.usage) == ("CANCELLED", Usage(prompt_tokens=7, completion_tokens=3))
+    assert not before.HasField("usage")
+
+
 async def test_only_the_first_end_counts(taps, ingest):
     tap = taps.start(ingest.target)
     with begin(tap) as recording:

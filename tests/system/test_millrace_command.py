@@ -128,6 +128,17 @@ async def test_a_prompt_is_answered_and_recorded(served: Served) -> None:
         assert "millrace.v1.TextGeneration/Generate: OK length" in shown
 
 
+async def test_usage_is_summed_up(served: Served) -> None:
+    served.output("chat", "--max-tokens", "3", "Tell me of a quiet heron.")
+    await record_of(served, "Tell me of a quiet heron.")
+    title, line = served.output("usage", "--since", "1h", "--model", "teller").splitlines()
+    assert title.split()[:3] == ["client", "model", "requests"]
+    assert line.split()[:2] == ["-", "teller"]
+    [total] = map(json.loads, served.output("usage", "--group", "all", "--json").splitlines())
+    assert int(total["requests"]) >= 1
+    assert int(total["completion_tokens"]) >= 1
+
+
 async def test_the_log_is_followed(served: Served) -> None:
     process = await served.start("log", "--follow", "-n", "1", "--contains", "a small owl", "--json")
     assert process.stdout is not None

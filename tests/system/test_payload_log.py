@@ -1,6 +1,7 @@
 """Every request leaves one record, whatever became of it; and the stream never notices."""
 
 import asyncio
+import json
 import stat
 
 import grpc
@@ -60,6 +61,38 @@ async def test_a_refused_and_a_cancelled_request_are_recorded_as_what_they_are(s
     (record,) = await records(stack.gateway, request_id="cancelled")
     assert record.status == "CANCELLED"
     assert record.text
+    assert record.usage.prompt_tokens > 0
+    assert record.usage.completion_tokens == sum(len(chunk.token_ids) for chunk in record.chunks) > 0
+
+
+async def test_usage_grows_by_what_an_answer_took(stack):
+    async def usage(query="?group=model&model=storyteller"):
+        answer = await rest(stack.gateway, "GET", f"/millrace/v1/usage{query}")
+        assert answer.status == 200, answer.body
+        [group] = json.loads(answer.body)["groups"]
+        return group
+
+    responses = await generate(stack.gateway, model="storyteller", prompt="Once", max_tokens=3, request_id="used")
+    await records(stack.gateway, request_id="used")
+    before = await usage()
+    assert before["model"] == "storyteller"
+    assert int(before["requests"]) >= 1
+    await generate(stack.gateway, model="storyteller", prompt="Once", max_tokens=5, ignore_eos=True)
+
+    async def grown():
+        return int((await usage())["completion_tokens"]) >= int(before["completion_tokens"]) + 5
+
+    await until(grown)
+    after = await usage()
+    assert int(after["prompt_tokens"]) >= int(before["prompt_tokens"]) + responses[-1].usage.prompt_tokens
+    assert after["seconds"] > before["seconds"]
+    assert await usage("?group=&since=2020-01-01T00:00:00Z&until=2020-02-01T00:00:00Z") == {
+        **dict.fromkeys(("requests", "failed_requests", "prompt_tokens", "cached_tokens", "completion_tokens"), "0"),
+        "seconds": 0,
+    }
+    assert (await rest(stack.gateway, "GET", "/millrace/v1/usage?group=none")).status == 400
+    # Calls of the log are on no record.
+    assert not [one for one in await query(stack.gateway, page_size=1000) if "usage" in one.gateway.path]
 
 
 async def test_the_database_is_its_owners_alone(stack):

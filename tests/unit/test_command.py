@@ -11,14 +11,14 @@ import pytest
 
 from millrace.errors import StartupError
 from millrace_protos import millrace_pb2 as pb
-from runner.command import records, start
+from runner.command import records, start, usage
 from runner.command.__main__ import main, parse
 from runner.command.chat import Conversation, Sampling
 from runner.settings import ROOT
 from runner.terminal import Painter
 
 PLAIN = Painter(coloured=False)
-COMMANDS = ("up", "serve", "down", "chat", "smoke", "load", "certs", "log", "trace")
+COMMANDS = ("up", "serve", "down", "chat", "smoke", "load", "key", "certs", "log", "usage", "trace")
 NOW = datetime(2026, 5, 4, 12, tzinfo=UTC)
 
 
@@ -57,6 +57,7 @@ def test_settings_and_options_may_be_mixed() -> None:
         ["log", "-n", "0"],
         ["log", "-n", "1001"],
         ["log", "--since", "soon"],
+        ["usage", "--since", "soon"],
         ["trace"],
         ["trace", "x", "y"],
         ["up", "--all"],
@@ -142,6 +143,24 @@ def test_a_conversation_is_remembered_where_the_model_has_a_template() -> None:
     alone = Conversation("m", False)
     alone.answered("a", "b")
     assert (alone.request("c").prompt, len(alone.request("c").messages)) == ("c", 0)
+
+
+def test_usage_is_a_table_of_its_groups() -> None:
+    sums = {"failed_requests": 1, "prompt_tokens": 12345, "cached_tokens": 0, "completion_tokens": 67, "seconds": 8.25}
+    response = pb.UsageResponse(
+        groups=[
+            pb.UsageGroup(client="", model="storyteller", requests=1000, **sums),
+            pb.UsageGroup(client="ann\x1b", model="", requests=2, **sums),
+        ]
+    )
+    assert usage.as_table(response, PLAIN).splitlines() == [
+        "client   model        requests  failed  prompt  cached  completion  seconds",
+        "-        storyteller     1,000       1  12,345       0          67      8.2",
+        "ann\\x1b  -                   2       1  12,345       0          67      8.2",
+    ]
+    assert usage.as_table(pb.UsageResponse(), PLAIN) == "no requests"
+    total = pb.UsageResponse(groups=[pb.UsageGroup(requests=3, **sums)])
+    assert usage.as_table(total, PLAIN).splitlines()[0].split()[0] == "requests"
 
 
 def test_the_documentation_lists_every_command() -> None:

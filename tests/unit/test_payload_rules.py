@@ -86,6 +86,13 @@ def test_a_sample_is_the_same_wherever_it_is_taken_and_has_its_size():
     assert PayloadRules(sample=0.5).mode("m", "half \ud800 a pair") in Mode
 
 
+def test_of_a_named_client_s_requests_the_metadata_is_kept_whatever_the_sample():
+    rules = PayloadRules(sample=0.0, models={"off": Mode.OFF})
+    assert rules.mode("m", "r", "ann") is Mode.METADATA
+    assert rules.mode("m", "r") is Mode.OFF
+    assert rules.mode("off", "r", "ann") is Mode.OFF
+
+
 def test_metadata_is_what_is_named_and_never_a_secret():
     assert parse_metadata("X-User, x-tenant") == {"x-user", "x-tenant"}
     assert parse_metadata("") == frozenset()

@@ -2,7 +2,8 @@
 
 A record waits in a spool until the logger has it, and the record of a request in flight is written at its end. So a
 deletion covers, besides the records in the store, every later record with its key whose request arrived before the
-deletion. Deletions are kept for as long as sequences (`removing.forget_some`), up to a maximum number.
+deletion. Deletions are kept for as long as sequences (`removing.forget_some`), up to a maximum number. A client's own
+deletion covers its own records alone, and above the maximum it displaces none of those with fewer.
 
 Belongs to the writer's thread.
 """
@@ -10,6 +11,7 @@ Belongs to the writer's thread.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 import sqlalchemy as sql
 
@@ -19,38 +21,64 @@ from services.logger.store.filters import columns_of
 MAX_DELETIONS = 100_000
 _MAX_KEPT = 63  # Characters: fewer than a digest has.
 _KEYS = ("record_id", "request_id", "client")
+_OF = " of "  # In the table's column `key`: between the name of the key and the client whose records are covered.
+
+_Key = tuple[str, str]  # The key's name and the stored form of its value.
 
 
 class Deletions:
     """The table `deletions`, with a copy in memory, where every new record is looked up."""
 
     def __init__(self) -> None:
-        self._times: dict[tuple[str, str], int] = {}  # The time of each request, oldest first.
+        # The time of each request, oldest first, by the client whose records are covered; "" covers everyone's.
+        self._times: dict[str, dict[_Key, int]] = {}
+        self._count = 0
 
     def load(self, connection: sql.Connection) -> None:
-        rows = connection.exec_driver_sql("SELECT key, value, time_us FROM deletions ORDER BY time_us").all()
-        self._times = {(row.key, row.value): row.time_us for row in rows}
+        self._times, self._count = {}, 0
+        for row in connection.exec_driver_sql("SELECT key, value, time_us FROM deletions ORDER BY time_us"):
+            key, _, client = row.key.partition(_OF)
+            self._put(client, (key, row.value), row.time_us)
 
-    def add(self, connection: sql.Connection, key: str, value: str, now_us: int) -> None:
-        """Adds a deletion; above the maximum the oldest is dropped."""
+    def add(self, connection: sql.Connection, key: str, value: str, client: str, now_us: int) -> None:
+        """Adds a deletion of a client's records, or of everyone's if it is empty; above the maximum an old one goes."""
         value = _kept(value)
-        self._times.pop((key, value), None)
-        self._times[key, value] = now_us
+        self._put(client, (key, value), now_us)
         connection.exec_driver_sql(
-            "INSERT OR REPLACE INTO deletions (key, value, time_us) VALUES (?, ?, ?)", (key, value, now_us)
+            "INSERT OR REPLACE INTO deletions (key, value, time_us) VALUES (?, ?, ?)",
+            (_column(key, client), value, now_us),
         )
-        if len(self._times) > MAX_DELETIONS:
-            oldest = next(iter(self._times))
-            del self._times[oldest]
-            connection.exec_driver_sql("DELETE FROM deletions WHERE key = ? AND value = ?", oldest)
+        if self._count > MAX_DELETIONS:
+            most = max(self._times, key=lambda one: len(self._times[one]))
+            key, value = next(iter(self._times[most]))
+            self._drop(most, (key, value))
+            connection.exec_driver_sql("DELETE FROM deletions WHERE key = ? AND value = ?", (_column(key, most), value))
 
     def cover(self, record: PayloadRecord) -> bool:
         """Whether a record that arrives now was deleted before it arrived."""
-        if not self._times:
-            return False
-        times = [self._times.get((key, _kept(getattr(record, key)))) for key in _KEYS]
-        known = [time_us for time_us in times if time_us is not None]
-        return bool(known) and (times[0] is not None or columns_of(record)["time_us"] <= max(known))
+        return any(_covers(self._times[client], record) for client in {"", record.client} if client in self._times)
+
+    def _put(self, client: str, key: _Key, time_us: int) -> None:
+        self._drop(client, key)
+        self._times.setdefault(client, {})[key] = time_us
+        self._count += 1
+
+    def _drop(self, client: str, key: _Key) -> None:
+        times = self._times.get(client, {})
+        if times.pop(key, None) is not None:
+            self._count -= 1
+            if not times:
+                del self._times[client]
+
+
+def _covers(deleted: Mapping[_Key, int], record: PayloadRecord) -> bool:
+    times = [deleted.get((key, _kept(getattr(record, key)))) for key in _KEYS]
+    known = [time_us for time_us in times if time_us is not None]
+    return bool(known) and (times[0] is not None or columns_of(record)["time_us"] <= max(known))
+
+
+def _column(key: str, client: str) -> str:
+    return f"{key}{_OF}{client}" if client else key
 
 
 def _kept(value: str) -> str:

@@ -69,7 +69,8 @@ class Readers:
         """Registers a call of a caller that reads, which gets memory by `Reader`."""
         count, total = self._readers[caller], self._readers.total()
         if count >= self._max_of_one or total >= self._max_readers:
-            message = f"{total} calls read records, {count} of them this caller's, which is the limit"
+            # Without the number of others' calls, which is not the caller's to know.
+            message = f"{count} calls of this caller read records, and with those of others as many as may"
             raise OverloadedError(message, retry_after_ms=COME_BACK_MS)
         self._readers[caller] += 1
         try:
@@ -104,7 +105,7 @@ class Readers:
             else:
                 self._give_back(caller, size)  # It was granted at the last moment.
             if isinstance(error, TimeoutError):
-                message = f"{self.lent_bytes} bytes of records wait for callers that do not read them"
+                message = "too many bytes of records wait for callers that do not read them"
                 raise OverloadedError(message, retry_after_ms=COME_BACK_MS) from None
             raise
 

@@ -1,4 +1,4 @@
-"""Finds records: statements on the tables of schema.py, and page tokens.
+"""Finds records: statements on the tables of tables.py, and page tokens.
 
 Newest first means by the records' times, then by the order of commit. If few records pass a filter, they are looked up
 in its index and sorted; if many records pass every filter, the newest are scanned for those that pass all, so a page is
@@ -16,6 +16,7 @@ from __future__ import annotations
 import base64
 import json
 import struct
+import uuid
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from google.protobuf.message_factory import GetMessageClass
 from millrace.errors import DeadlineError, InvalidRequestError
 from millrace_protos.millrace_pb2 import PayloadRecord
 from services.logger.store.filters import Filters
-from services.logger.store.schema import NOT_OF_CALL, OF_CALL_FOR_NOW, calls, now_us, records
+from services.logger.store.tables import NOT_OF_CALL, OF_CALL_FOR_NOW, calls, now_us, records
 
 # This many rows are looked up and sorted in a few milliseconds.
 FEW = 2000
@@ -35,8 +36,9 @@ FEW = 2000
 RECORD_LATE_S = 10.0
 _BYTES_PER_READ = 16 * 1024 * 1024  # Of records in the order of commit.
 
-# The first byte distinguishes it from the tokens of earlier versions.
-_TOKEN, _TOKEN_VERSION = struct.Struct(">Bqq"), 2
+# The first byte distinguishes it from the tokens of earlier versions. A record's own id, and not its position: the gaps
+# between positions would tell a client how many records others have.
+_TOKEN, _TOKEN_VERSION = struct.Struct(">Bq16s"), 3
 
 Row = sql.Row[Any]
 
@@ -125,15 +127,16 @@ def page_statement(
     # The other columns are read only for the chosen rows.
     chosen = sql.select(records.c.position).where(*clauses).order_by(*_newest_first()).limit(limit)
     size = sql.func.length(records.c.body).label("size")
-    columns = (records.c.position, records.c.time_us, records.c.of_call, size, calls.c.time_us.label("called_us"))
-    rows = sql.select(*columns).select_from(_with_calls())
+    columns = (records.c.position, records.c.record_id, records.c.time_us, records.c.of_call, size)
+    rows = sql.select(*columns, calls.c.time_us.label("called_us")).select_from(_with_calls())
     return rows.where(records.c.position.in_(chosen)).order_by(*_newest_first())
 
 
-def by_record_id(record_id: str) -> sql.Select[Any]:
-    """The position and size of the record with this id."""
+def by_record_id(record_id: str, client: str | None) -> sql.Select[Any]:
+    """The position and size of the record with this id, if it is the client's; None: anyone's."""
     columns = (records.c.position, sql.func.length(records.c.body).label("size"))
-    return sql.select(*columns).where(records.c.record_id == record_id)
+    chosen = sql.select(*columns).where(records.c.record_id == record_id)
+    return chosen if client is None else chosen.where(records.c.client == client)
 
 
 def after(connection: sql.Connection, position: int, limit: int) -> list[Stored]:
@@ -159,18 +162,20 @@ def may_be_replaced(row: Row) -> bool:
 
 def token_of(row: Row) -> str:
     """The page token that continues after a row."""
-    return base64.urlsafe_b64encode(_TOKEN.pack(_TOKEN_VERSION, row.time_us, row.position)).rstrip(b"=").decode()
+    packed = _TOKEN.pack(_TOKEN_VERSION, row.time_us, uuid.UUID(row.record_id).bytes)
+    return base64.urlsafe_b64encode(packed).rstrip(b"=").decode()
 
 
-def place_of(page_token: str) -> Place:
-    """The place where a page token continues."""
+def place_of(connection: sql.Connection, page_token: str) -> Place:
+    """The place where a page token continues; if its record was deleted, among the records of earlier microseconds."""
     try:
-        version, *place = _TOKEN.unpack(base64.urlsafe_b64decode(page_token + "=="))
+        version, time_us, record_id = _TOKEN.unpack(base64.urlsafe_b64decode(page_token + "=="))
     except (ValueError, struct.error):
         version = None
     if version != _TOKEN_VERSION:
         raise InvalidRequestError("page_token is invalid")
-    return Place(*place)
+    found = connection.execute(by_record_id(str(uuid.UUID(bytes=record_id)), None)).one_or_none()
+    return Place(time_us, found.position if found else 0)
 
 
 def whole_rows() -> sql.Select[Any]:

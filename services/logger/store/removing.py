@@ -1,4 +1,4 @@
-"""Removes records from the tables of schema.py (deletion, expiry, forgetting), and returns the file's free space.
+"""Removes records from the tables of tables.py (deletion, expiry, forgetting), and returns the file's free space.
 
 Each function does a bounded part of its work, so that others can write in between, and returns whether there was work.
 The first three run within the transaction of their connection.
@@ -12,7 +12,8 @@ from typing import Any
 
 import sqlalchemy as sql
 
-from services.logger.store.schema import BUSY_MS, EACH, column, now_us, records
+from services.logger.store.schema import BUSY_MS
+from services.logger.store.tables import EACH, column, now_us, records
 
 _RECORDS = 200
 _SEQUENCES = 10_000

@@ -4,7 +4,8 @@ Above the size, refused requests are deleted first if they take more than an eig
 the client that uses most space: see `removing.expire_some`.
 
 Records that a sink has not confirmed are deleted too; a warning has their number. The received sequences of a source
-and the ids of deleted calls are kept for as long as a spool might send them again.
+and the ids of deleted calls are kept for as long as a spool might send them again. The sums of usage have an age of
+their own.
 
 One task on the event loop, owned by the caller of `run`; deletions run on the store's writer thread.
 """
@@ -16,8 +17,8 @@ import logging
 from collections.abc import Callable, Sequence
 
 from millrace.errors import NotReadyError
-from services.logger.store.schema import now_us
 from services.logger.store.store import SqliteStore
+from services.logger.store.tables import now_us
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,10 @@ _REMEMBERED_US = 30 * _DAY_US
 
 
 class Retention:
-    """Keeps a store below an age in days (0: no limit) and a size in bytes; `sinks` are names of cursors."""
+    """Keeps a store below an age in days (0: no limit) and a size in bytes; `sinks` are names of cursors.
+
+    `usage_days` is the age of the sums of usage (0: no limit).
+    """
 
     def __init__(
         self,
@@ -36,12 +40,14 @@ class Retention:
         max_bytes: int,
         sinks: Sequence[str] = (),
         now_us: Callable[[], int] = now_us,
+        usage_days: float = 0,
     ) -> None:
         self._store = store
         self._age_us = int(days * _DAY_US)
         self._max_bytes = max_bytes
         self._sinks = sinks
         self._now_us = now_us
+        self._usage_us = int(usage_days * _DAY_US)
 
     async def run(self) -> None:
         """Applies the limits every ten seconds, until cancelled; retries while the store does not answer."""
@@ -69,5 +75,7 @@ class Retention:
             if unsent:
                 logger.warning("%d deleted records were not confirmed by every sink", unsent)
         await self._store.forget(now - max(self._age_us, _REMEMBERED_US))
+        if self._usage_us:
+            await self._store.forget_usage(now - self._usage_us)
         await self._store.give_back()
         return expired

@@ -25,7 +25,7 @@ from millrace.errors import StartupError
 from millrace_protos.millrace_pb2 import PayloadRecord
 from services.logger.store import reading, schema
 from services.logger.store.filters import Filters
-from services.logger.store.schema import records
+from services.logger.store.tables import records
 
 _ROWS = 500
 _BYTES = 4 * 1024 * 1024

@@ -1,4 +1,4 @@
-"""The store of payload records: by key, by filter and in the order of commit, in the file of schema.py.
+"""The store of payload records: by key, by filter and in the order of commit, in the file of schema.py; and usage.
 
 `append` returns after the commit; a (source, sequence) or record_id that has arrived before has no effect, even if its
 record was deleted. Reads return the newest first, by the records' times, except `after`, which reads in the order of
@@ -11,7 +11,7 @@ small steps, between which others can write.
 If the database's files are removed, a new database is created, and writes to the old one are not acknowledged.
 
 Errors: StartupError if the file cannot be used, NotReadyError if the database stops answering, InvalidRequestError for
-an invalid page token, DeadlineError if a text search takes too long.
+an invalid page token, DeadlineError if a text search or the sum of usage takes too long.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import sqlalchemy as sql
 from sqlalchemy.exc import DatabaseError
 
 from millrace.errors import NotReadyError, StartupError
-from millrace_protos.millrace_pb2 import AppendRequest, PayloadRecord
-from services.logger.store import reading, removing, schema, writing
+from millrace_protos.millrace_pb2 import AppendRequest, PayloadRecord, UsageResponse
+from services.logger.store import reading, removing, schema, tables, usage, writing
 from services.logger.store.deletions import Deletions
 from services.logger.store.filters import Filters
 from services.logger.store.readers import FREE_BYTES, Reader
@@ -70,6 +70,7 @@ class SqliteStore:
         self._commits = commits or Commits()
         self._search_s = search_s
         self._deletions = Deletions()
+        self._usage = usage.UsageSums()
         self._lost_after: int | None = None  # The last position of a removed database, until its successor exists.
         self._open()
         self._writer = ThreadPoolExecutor(1, "store-writer")
@@ -85,6 +86,7 @@ class SqliteStore:
         self._reading = schema.open_for_reading(self._path, _READERS)
         with self._writing.connect() as connection:
             self._deletions.load(connection)  # The first read creates the log beside the file.
+            self._usage.load(connection)
         self._files = schema.files_of(self._path)
 
     def _check_files(self) -> None:
@@ -134,7 +136,7 @@ class SqliteStore:
 
     def _add(self, requests: Sequence[AppendRequest]) -> Sequence[AppendRequest]:
         with self._writing.begin() as connection:
-            return writing.append(connection, requests, schema.now_us(), self._deletions)
+            return writing.append(connection, requests, tables.now_us(), self._deletions, self._usage)
 
     async def add_calls(self, calls: Sequence[PayloadRecord], reached: Collection[str] = ()) -> list[PayloadRecord]:
         """Commits calls that the gateway logged: records with `gateway` and, if there is one, `call_id`.
@@ -142,11 +144,13 @@ class SqliteStore:
         A call is joined to the services' records with its call_id. Without such a record it is a record of its own
         until one arrives; these are returned. `reached` has the record_ids of calls that a service may record.
         """
-        return await self._write(writing.add_calls, calls, reached, schema.now_us()) if calls else []
+        return await self._write(writing.add_calls, calls, reached, tables.now_us()) if calls else []
 
-    async def get(self, record_id: str, lender: Reader | None = None) -> AsyncGenerator[Found, None]:
-        """Yields the record with this id, if there is one; `lender` as in `query`."""
-        for row in await self._select(reading.by_record_id(record_id)):
+    async def get(
+        self, record_id: str, lender: Reader | None = None, client: str | None = None
+    ) -> AsyncGenerator[Found, None]:
+        """Yields the record with this id, if there is one and it is the client's; `lender` as in `query`."""
+        for row in await self._select(reading.by_record_id(record_id, client)):
             async with _loan(lender, row.size):
                 if (found := await self._read(reading.one, row.position)) is not None:
                     yield found
@@ -159,7 +163,7 @@ class SqliteStore:
         `lender` bounds the large records in memory. Raises DeadlineError, which states the progress, if a text search
         takes too long.
         """
-        before = reading.place_of(page_token) if page_token else None
+        before = await self._read(reading.place_of, page_token) if page_token else None
         rows_per_read = _ROWS_PER_READ if filters.text else min(limit, _ROWS_PER_READ)
         give_up_at, looked_through = time.monotonic() + self._search_s, 0
         async with aclosing(self._batches(filters, before, rows_per_read, lender)) as batches:
@@ -193,16 +197,24 @@ class SqliteStore:
                 return
             before = Place(rows[-1].time_us, rows[-1].position)
 
-    async def delete(self, **key: str) -> int:
+    async def usage(self, query: usage.UsageQuery) -> UsageResponse:
+        """What requests took; raises InvalidRequestError if there are too many groups."""
+        return await self._read(usage.select, query, self._search_s)
+
+    async def delete(self, of_client: str | None = None, /, **key: str) -> int:
         """Deletes every record with one key permanently: record_id, request_id or client; returns their number.
 
-        Records that arrive later are dropped if their requests arrived before the deletion.
+        With `of_client`, only those of a client. Records that arrive later are dropped if their requests arrived before
+        the deletion.
         """
         ((column, value),) = key.items()
         # Registered first, so that records that arrive meanwhile are covered.
-        await self._write(self._deletions.add, column, value, schema.now_us())
+        await self._write(self._deletions.add, column, value, of_client or "", tables.now_us())
+        chosen = tables.records.c[column] == value
+        if of_client is not None:
+            chosen &= tables.records.c.client == of_client
         deleted = 0
-        while batch := await self._write(removing.delete_some, schema.records.c[column] == value):
+        while batch := await self._write(removing.delete_some, chosen):
             deleted += batch
         if deleted:
             await self.give_back()
@@ -220,7 +232,7 @@ class SqliteStore:
         return await self._read(schema.last_position)
 
     async def cursors(self) -> dict[str, int]:
-        return {row.name: row.position for row in await self._select(sql.select(schema.cursors))}
+        return {row.name: row.position for row in await self._select(sql.select(tables.cursors))}
 
     async def move_cursor(self, name: str, position: int) -> None:
         """Saves a reader's position under its name; returns after the commit."""
@@ -244,6 +256,11 @@ class SqliteStore:
             pass
         await self._write(self._deletions.load)
 
+    async def forget_usage(self, before_us: int) -> None:
+        """Forgets the usage of hours that ended before a time."""
+        while await self._write(usage.forget_some, before_us):
+            pass
+
     async def give_back(self) -> None:
         """Returns deleted records' space to the file system, and removes their contents from the write-ahead log."""
         while await self._run_writing(removing.give_back_some, self._writing):
@@ -253,7 +270,7 @@ class SqliteStore:
     async def check(self) -> None:
         """Raises NotReadyError unless the store answers."""
         await self._run_writing(lambda: None)
-        await self._select(sql.select(schema.records.c.position).limit(1))
+        await self._select(sql.select(tables.records.c.position).limit(1))
 
     async def close(self) -> None:
         """Ends the threads after their current work and closes the database."""

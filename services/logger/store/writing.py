@@ -1,4 +1,4 @@
-"""Writes to the tables of schema.py; each function runs within the transaction of its connection.
+"""Writes to the tables of tables.py; each function runs within the transaction of its connection.
 
 Thousands of rows arrive each second: the driver gets them as tuples, many in one statement, and any number of keys is
 one parameter, a JSON list.
@@ -18,7 +18,8 @@ from millrace_protos.millrace_pb2 import AppendRequest, PayloadRecord
 from services.logger.store.deletions import Deletions
 from services.logger.store.filters import columns_of
 from services.logger.store.removing import take_no_more_of_calls
-from services.logger.store.schema import EACH, NOT_OF_CALL, OF_CALL, OF_CALL_FOR_NOW, column
+from services.logger.store.tables import EACH, NOT_OF_CALL, OF_CALL, OF_CALL_FOR_NOW, column
+from services.logger.store.usage import UsageSums
 
 _COLUMNS = (*columns_of(PayloadRecord()), "of_call", "refused", "body")
 _RECORDS = f"records ({', '.join(_COLUMNS)})"
@@ -28,20 +29,28 @@ _Row = tuple[Any, ...]
 
 
 def append(
-    connection: sql.Connection, requests: Sequence[AppendRequest], now_us: int, deletions: Deletions
+    connection: sql.Connection,
+    requests: Sequence[AppendRequest],
+    now_us: int,
+    deletions: Deletions,
+    usage: UsageSums,
 ) -> list[AppendRequest]:
-    """Adds the services' records that are new and not covered by a deletion; returns their requests."""
+    """Adds the services' records that are new and not covered by a deletion; returns their requests.
+
+    The sums of usage include those that a deletion covers.
+    """
     new: list[AppendRequest] = []
     for source in dict.fromkeys(request.source for request in requests):
-        new += _append_of_source(
-            connection, source, [one for one in requests if one.source == source], now_us, deletions
-        )
+        arrived = _new_of_source(connection, source, [one for one in requests if one.source == source], now_us)
+        usage.add(connection, [request.record for request in arrived])
+        new += _append_new(connection, arrived, deletions)
     return new
 
 
-def _append_of_source(
-    connection: sql.Connection, source: str, requests: Iterable[AppendRequest], now_us: int, deletions: Deletions
-) -> Iterable[AppendRequest]:
+def _new_of_source(
+    connection: sql.Connection, source: str, requests: Iterable[AppendRequest], now_us: int
+) -> list[AppendRequest]:
+    """The requests of a source that have not arrived before, with records that are not there; marks them as arrived."""
     by_sequence: dict[int, AppendRequest] = {}
     for request in requests:
         by_sequence.setdefault(request.sequence, request)
@@ -62,14 +71,20 @@ def _append_of_source(
     known = f"SELECT record_id FROM records WHERE record_id IN {EACH}"  # noqa: S608
     for record_id in column(connection, known, json.dumps(list(by_id))):
         del by_id[record_id]
-    deleted = [request.record for request in by_id.values() if deletions.cover(request.record)]
-    for record in deleted:
-        del by_id[record.record_id]
-    records = [request.record for request in by_id.values()]
-    _replace_calls(connection, [*records, *deleted])
+    return list(by_id.values())
+
+
+def _append_new(
+    connection: sql.Connection, requests: Sequence[AppendRequest], deletions: Deletions
+) -> list[AppendRequest]:
+    """Adds the records that no deletion covers; returns their requests."""
+    deleted = [request.record for request in requests if deletions.cover(request.record)]
+    covered = {record.record_id for record in deleted}
+    new = [request for request in requests if request.record.record_id not in covered]
+    _replace_calls(connection, [request.record for request in requests])
     _take_no_more_of(connection, deleted)
-    _insert(connection, _RECORDS, [_row(record, NOT_OF_CALL) for record in records])
-    return by_id.values()
+    _insert(connection, _RECORDS, [_row(request.record, NOT_OF_CALL) for request in new])
+    return new
 
 
 def _replace_calls(connection: sql.Connection, new: Iterable[PayloadRecord]) -> None:

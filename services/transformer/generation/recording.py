@@ -49,6 +49,7 @@ class RecordedGeneration:
         if chunk.resumed:
             recording.resumes += 1
         recording.fingerprint = chunk.fingerprint
+        recording.prompt_tokens = chunk.prompt_tokens
         recording.chunk(chunk.text, chunk.token_ids, chunk.logprobs)
         if chunk.finish_reason is not None:
             recording.end("OK", finish_reason=chunk.finish_reason, usage=chunk.usage)

@@ -1,0 +1,67 @@
+"""Programs that call a gateway send the environment's key with every kind of call, and nothing without it."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from millrace.rpc.caller_key import headers, key_interceptors, with_key
+
+KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+
+
+class Echo(grpc.GenericRpcHandler):
+    """Answers every call with the `authorization` that came with it."""
+
+    def service(self, details):
+        kind = details.method.removeprefix("/echo/")
+        own = dict(details.invocation_metadata).get("authorization", "none").encode()
+
+        async def one(request, context):
+            return own
+
+        async def several(request, context):
+            yield own
+
+        answer = several if kind.endswith("stream") else one
+        return getattr(grpc, f"{kind}_rpc_method_handler")(answer)
+
+
+@pytest.fixture
+async def target():
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((Echo(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield f"127.0.0.1:{port}"
+    await server.stop(None)
+
+
+@pytest.mark.parametrize(("key", "expected"), [("k", b"Bearer k"), (" k\n", b"Bearer k"), ("", b"none")])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_every_kind_of_call_has_the_key(target, monkeypatch, kind, key, expected):
+    monkeypatch.setenv("MILLRACE_KEY", key)
+    takes_stream, gives_stream = kind.startswith("stream"), kind.endswith("stream")
+
+    def call_with_threads():
+        with with_key(grpc.insecure_channel(target)) as channel:
+            method = getattr(channel, kind)(f"/echo/{kind}")
+            answer = method(iter([b""]) if takes_stream else b"", timeout=10, metadata=(("x-own", "1"),))
+            return next(answer) if gives_stream else answer
+
+    assert await asyncio.to_thread(call_with_threads) == expected
+    async with grpc.aio.insecure_channel(target, interceptors=key_interceptors()) as channel:
+        method = getattr(channel, kind)(f"/echo/{kind}")
+
+        async def requests():
+            yield b""
+
+        call = method(requests() if takes_stream else b"", timeout=10)
+        assert (await anext(aiter(call)) if gives_stream else await call) == expected
+
+
+def test_http_has_the_key_too(monkeypatch):
+    monkeypatch.setenv("MILLRACE_KEY", "k")
+    assert headers() == {"authorization": "Bearer k"}
+    monkeypatch.delenv("MILLRACE_KEY")
+    assert headers() == {}

@@ -1,0 +1,223 @@
+"""Usage counts each request that a service recorded once: by client, model and time, whatever becomes of the record."""
+
+import sqlite3
+from datetime import UTC, datetime
+
+import pytest
+
+from millrace.errors import DeadlineError, InvalidRequestError
+from millrace_protos.millrace_pb2 import PayloadRecord, Usage, UsageRequest
+from services.logger.store import usage
+from services.logger.store.retention import Retention
+from services.logger.store.store import SqliteStore
+from services.logger.store.usage import UsageQuery
+from tests.process.test_logger_store import append_request, record_id, timestamp
+
+DAY_NS = 86_400 * 10**9
+HOUR_NS = 3600 * 10**9
+START_NS = 20_000 * DAY_NS  # 2024-10-04.
+ANN = (("x-millrace-client", "ann"), ("x-millrace-policy", "{}"))
+
+
+def taken(number, at_ns=START_NS, tokens=(10, 4, 3), **fields):
+    prompt, cached, completion = tokens
+    own = {"client": "ann", "model": "m", "status": "OK", "duration_ms": 1500.0} | fields
+    own["usage"] = Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=completion)
+    return append_request(number, time_ns=at_ns, **own)
+
+
+async def groups(store, **asked):
+    """The groups as plain values, without those of the key that are not set."""
+    response = await store.usage(UsageQuery.of(UsageRequest(**asked)))
+    return [{field.name: value for field, value in group.ListFields()} for group in response.groups]
+
+
+def sums(requests=0, failed=0, prompt=0, cached=0, completion=0, seconds=0.0):
+    return {
+        "requests": requests,
+        "failed_requests": failed,
+        "prompt_tokens": prompt,
+        "cached_tokens": cached,
+        "completion_tokens": completion,
+        "seconds": seconds,
+    }
+
+
+async def test_sums_are_of_each_client_and_model(store):
+    await store.append(
+        [
+            taken(1),
+            taken(2, tokens=(1, 0, 2), duration_ms=500),
+            taken(3, model="n"),
+            taken(4, client="bob", status="CANCELLED"),
+            taken(5, client="bob", status="INTERNAL", tokens=(0, 0, 0)),
+        ]
+    )
+    assert await groups(store) == [
+        {"client": "ann", "model": "m"} | sums(2, 0, 11, 4, 5, 2.0),
+        {"client": "ann", "model": "n"} | sums(1, 0, 10, 4, 3, 1.5),
+        {"client": "bob", "model": "m"} | sums(2, 1, 10, 4, 3, 3.0),
+    ]
+    assert await groups(store, group="model", client="ann") == [
+        {"model": "m"} | sums(2, 0, 11, 4, 5, 2.0),
+        {"model": "n"} | sums(1, 0, 10, 4, 3, 1.5),
+    ]
+    assert await groups(store, group="", model="m") == [sums(4, 1, 21, 8, 8, 5.0)]
+    assert await groups(store, group="", client="nobody") == [sums()]
+    assert await groups(store, client="nobody") == []
+
+
+async def test_periods_are_whole_hours_and_days_those_of_utc(store):
+    times = {1: 0, 2: HOUR_NS - 1000, 3: HOUR_NS, 4: DAY_NS - 1000, 5: DAY_NS}
+    await store.append([taken(n, START_NS + offset_ns) for n, offset_ns in times.items()])
+
+    async def count(**asked):
+        (group,) = await groups(store, group="", **asked)
+        return group["requests"]
+
+    assert await count(since=timestamp(START_NS + 1000)) == 5
+    assert await count(since=timestamp(START_NS + HOUR_NS)) == 3
+    assert await count(until=timestamp(START_NS + HOUR_NS)) == 2
+    assert await count(until=timestamp(START_NS + HOUR_NS + 1)) == 3
+    assert await count(until=timestamp(START_NS)) == 0
+    far = timestamp(0)
+    far.seconds = 2**62
+    assert await count(until=far) == 5
+    assert await count(since=far) == 0
+    days = await groups(store, group="day, client")
+    assert [(group["day"], group["client"], group["requests"]) for group in days] == [
+        ("2024-10-04", "ann", 4),
+        ("2024-10-05", "ann", 1),
+    ]
+    rounded = await store.usage(
+        UsageQuery.of(UsageRequest(since=timestamp(START_NS + 1), until=timestamp(START_NS + 1)))
+    )
+    assert (rounded.since, rounded.until) == (timestamp(START_NS), timestamp(START_NS + HOUR_NS))
+
+
+async def test_a_record_counts_once_however_often_it_is_sent(store):
+    await store.append([taken(1), taken(1)])
+    await store.append([taken(1)])
+    moved = taken(2)
+    moved.record.record_id = record_id(1)
+    await store.append([moved])
+    assert await groups(store, group="") == [sums(1, 0, 10, 4, 3, 1.5)]
+
+
+@pytest.mark.parametrize("order", ["call first", "record first"])
+async def test_the_gateway_s_line_of_a_call_counts_nothing_more(store, order):
+    call = PayloadRecord(record_id=record_id(99), client="ann", call_id="c", status="OK")
+    call.time.FromNanoseconds(START_NS)
+    record = taken(1, call_id="c")
+    if order == "call first":
+        await store.add_calls([call], {call.record_id})
+        assert await groups(store, group="") == [sums()]
+        await store.append([record])
+    else:
+        await store.append([record])
+        await store.add_calls([call], {call.record_id})
+    assert await groups(store, group="") == [sums(1, 0, 10, 4, 3, 1.5)]
+
+
+async def test_neither_deletion_nor_retention_changes_what_was_used(store, tmp_path):
+    await store.append([taken(1), taken(2)])
+    await store.delete(client="ann")
+    await store.append([taken(3)])  # Which the deletion covers.
+    await Retention(store, days=1, max_bytes=1 << 30).apply()
+    assert await groups(store, group="") == [sums(3, 0, 30, 12, 9, 4.5)]
+    await store.close()
+    again = SqliteStore(tmp_path / "payloads.sqlite3")
+    await again.append([taken(3), taken(4)])
+    assert await groups(again, group="") == [sums(4, 0, 40, 16, 12, 6.0)]
+    await again.close()
+
+
+async def test_sums_are_forgotten_at_an_age_of_their_own(store, monkeypatch):
+    monkeypatch.setattr(usage, "_FORGOTTEN_AT_ONCE", 2)
+    await store.append(
+        [taken(n, START_NS + n * HOUR_NS, client=client) for n, client in enumerate(["ann", "bob", "cy"] * 4)][1:]
+    )
+    now_us = (START_NS + 30 * HOUR_NS) // 1000
+    await Retention(store, days=0, max_bytes=1 << 30, now_us=lambda: now_us, usage_days=1).apply()
+    kept = await groups(store, group="client")
+    assert [(group["client"], group["requests"]) for group in kept] == [("ann", 2), ("bob", 2), ("cy", 2)]
+
+
+async def test_names_that_never_answered_add_no_rows(store, tmp_path):
+    await store.append([taken(n, model=f"made up {n}", status="NOT_FOUND", tokens=(0, 0, 0)) for n in range(1, 50)])
+    await store.append([taken(50), taken(51, status="NOT_FOUND")])
+    assert [(group["model"], group["requests"]) for group in await groups(store)] == [("", 49), ("m", 2)]
+    await store.close()
+    again = SqliteStore(tmp_path / "payloads.sqlite3")
+    await again.append([taken(52, status="RESOURCE_EXHAUSTED", tokens=(0, 0, 0))])
+    assert [(group["model"], group["failed_requests"]) for group in await groups(again)] == [("", 49), ("m", 2)]
+    await again.close()
+
+
+async def test_times_that_are_no_numbers_count_nothing(store):
+    durations = [float("nan"), float("inf"), -1.0, 1e300, 1000.0]
+    await store.append([taken(n, duration_ms=duration_ms) for n, duration_ms in enumerate(durations, 1)])
+    (group,) = await groups(store, group="")
+    assert (group["requests"], group["seconds"]) == (5, 10**9 + 1)
+
+
+@pytest.mark.parametrize("group", ["client,clients", "model,model", "hour", "client;DROP TABLE usage"])
+async def test_groups_that_are_none_are_refused(payload_log, group):
+    with pytest.raises(InvalidRequestError, match="client, model, day"):
+        await payload_log.Usage(UsageRequest(group=group))
+
+
+async def test_more_groups_than_may_be_are_refused_and_never_cut_off(store, monkeypatch):
+    monkeypatch.setattr(usage, "MAX_GROUPS", 3)
+    await store.append([taken(n, client=f"c{n}") for n in range(1, 4)])
+    assert len(await groups(store)) == 3
+    await store.append([taken(4, client="c4")])
+    with pytest.raises(InvalidRequestError, match="more than 3 groups"):
+        await groups(store)
+    assert await groups(store, group="") == [sums(4, 0, 40, 16, 12, 6.0)]
+
+
+async def test_a_sum_that_takes_too_long_ends_and_the_connection_serves_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(usage, "_STEPS", 1)
+    store = SqliteStore(tmp_path / "payloads.sqlite3", search_s=0)
+    await store.append([taken(n, client=f"c{n}") for n in range(1, 50)])
+    for _ in range(5):
+        with pytest.raises(DeadlineError, match="choose a shorter period"):
+            await groups(store)
+    assert [one.position for one in await store.after(0, 100)] == list(range(1, 50))
+    await store.close()
+
+
+async def test_a_user_sees_its_own_usage_and_an_admin_everyone_s(store, payload_log):
+    await store.append([taken(1), taken(2, client="bob")])
+    admin = (("x-millrace-client", "root"), ("x-millrace-policy", '{"role": "admin"}'))
+    for metadata, clients in ((ANN, ["ann"]), (admin, ["ann", "bob"]), ((), ["ann", "bob"])):
+        response = await payload_log.Usage(UsageRequest(), metadata=metadata)
+        assert [group.client for group in response.groups] == clients
+    response = await payload_log.Usage(UsageRequest(group=""), metadata=ANN)
+    assert [group.requests for group in response.groups] == [1]
+
+
+async def test_a_client_s_month_is_one_range_of_the_key(store, tmp_path):
+    await store.append([taken(1)])
+    with sqlite3.connect(tmp_path / "payloads.sqlite3") as connection:
+        for asked in ({"client": "ann"}, {}):
+            month = timestamp(int(datetime(2024, 10, 1, tzinfo=UTC).timestamp()) * 10**9)
+            query = UsageQuery.of(UsageRequest(since=month, group="client", **asked))
+            rows = connection.execute(f"EXPLAIN QUERY PLAN {query.statement()}", query.parameters())
+            plan = [row[3] for row in rows]
+            assert "SEARCH usage USING PRIMARY KEY (client=? AND hour>?)" in plan, plan
+            assert not [line for line in plan if line.startswith("SCAN usage")], plan
+
+
+async def test_a_file_of_version_3_counts_from_its_migration_on(tmp_path):
+    path = tmp_path / "payloads.sqlite3"
+    store = SqliteStore(path)
+    await store.append([taken(1)])
+    await store.close()
+    with sqlite3.connect(path) as connection:
+        connection.executescript("DROP TABLE usage; PRAGMA user_version = 3")
+    store = SqliteStore(path)
+    await store.append([taken(1), taken(2)])
+    assert await groups(store, group="") == [sums(1, 0, 10, 4, 3, 1.5)]
+    await store.close()
