@@ -81,7 +81,7 @@ def test_tokens_are_reserved_and_settled():
     clock = Clock()
     quota, client = TokenQuota(clock), alice(tokens_per_minute=100)
     with quota.reserved(client, 10, 50) as first:
-        with pytest.raises(OverloadedError, match="has 40 left of 100") as error, quota.reserved(client, 10, 50):
+        with pytest.raises(OverloadedError, match="alice has 40 left") as error, quota.reserved(client, 10, 50):
             pass
         assert error.value.retry_after_ms == 61_000
         first.generated = 5
@@ -102,7 +102,7 @@ def test_a_cancelled_generation_is_charged_for_what_it_had():
     cancelled = generation()
     next(cancelled)
     cancelled.close()
-    with pytest.raises(OverloadedError, match="has 50 left of 100"), quota.reserved(client, 1, 50):
+    with pytest.raises(OverloadedError, match="alice has 50 left"), quota.reserved(client, 1, 50):
         pass
     clock.now += 61
     with quota.reserved(client, 30, 70):

@@ -53,7 +53,7 @@ class TokenQuota:
         if minute.used + wanted > limit:
             left = max(0, limit - minute.used)
             raise OverloadedError(
-                f"prompt and max_tokens are {wanted} tokens, the key of {client.name} has {left} left of {limit} a minute",
+                f"prompt and max_tokens are {wanted} tokens, of {limit} a minute {client.name} has {left} left",
                 retry_after_ms=int(1000 * minute.wait_s(wanted, limit)),
             )
         second = minute.add(wanted)
