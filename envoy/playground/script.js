@@ -9,10 +9,39 @@ const byId = (id) => document.getElementById(id);
 
 // ---------------------------------------------------------------- calls
 
+// Where the gateway wants a key: kept for this tab alone.
+const KEY = "key";
+let asking = null;
+
+/** Asks for a key, once for all calls that want one; whether there is one then. */
+function askForKey() {
+  asking ??= new Promise((resolve) => {
+    const dialog = byId("key-dialog");
+    byId("key-form").onsubmit = (event) => {
+      event.preventDefault();
+      sessionStorage.setItem(KEY, byId("key").value.trim());
+      dialog.close();
+    };
+    dialog.onclose = () => {
+      asking = null;
+      resolve(sessionStorage.getItem(KEY) !== null);
+    };
+    dialog.showModal();
+  });
+  return asking;
+}
+
 /** An answer that is not an error, with the error's own text where it is one. */
 async function call(path, options = {}) {
-  const response = await fetch(path, options);
+  const key = sessionStorage.getItem(KEY);
+  const headers = key === null ? options.headers : { ...options.headers, authorization: `Bearer ${key}` };
+  const response = await fetch(path, { ...options, headers });
   if (response.ok) return response;
+  if (response.status === 401) {
+    // Another call may have got a newer key meanwhile.
+    if (key !== null && key === sessionStorage.getItem(KEY)) sessionStorage.removeItem(KEY);
+    if (sessionStorage.getItem(KEY) !== null || (await askForKey())) return call(path, options);
+  }
   const text = await response.text();
   let message = text;
   try {

@@ -204,3 +204,25 @@ async def test_errors_are_told_whether_they_come_before_the_answer_or_within(gat
     await stack.kill("transformer")
     await expect(error).to_be_visible()
     await until(lambda: page.locator("#generate").is_enabled())
+
+
+async def test_it_asks_for_a_key_once(browser, tmp_path, new_stack):
+    key = "mr-" + "k" * 40
+    (tmp_path / "keys.yaml").write_text(f"[{{name: alice, key: {key}}}]")
+    stack = await new_stack(gateway_keys=str(tmp_path / "keys.yaml"), models="storyteller=models/storyteller")
+    context = await browser.new_context()
+    page = await context.new_page()
+    page.set_default_timeout(15_000)
+    await page.goto(f"http://{stack.gateway}/")
+    dialog = page.locator("#key-dialog")
+    for given in ("a-wrong-key-of-mine", key):
+        await expect(dialog).to_be_visible()
+        await page.fill("#key", given)
+        await page.keyboard.press("Enter")
+    await expect(page.locator("#model option")).not_to_have_count(0)
+    await expect(dialog).to_be_hidden()
+    await page.click("#generate")
+    await expect(page.locator("#finish")).not_to_have_text("–")
+    await page.click("#tab-log")
+    await expect(page.locator("#records tr")).to_have_count(1)
+    await context.close()
