@@ -222,7 +222,7 @@ async def test_it_asks_for_a_key_once(browser, tmp_path, new_stack):
     await expect(page.locator("#model option")).not_to_have_count(0)
     await expect(dialog).to_be_hidden()
     await page.click("#generate")
-    await expect(page.locator("#finish")).not_to_have_text("–")
+    await expect(page.locator("#finish")).not_to_have_text("\u2013")
     await page.click("#tab-log")
     await expect(page.locator("#records tr")).to_have_count(1)
     await context.close()
