@@ -215,15 +215,18 @@ class ContinuousBatchingEngine:
         self._pace.observe(len(rows) - len(chunks), chunks, elapsed_s)
 
     def _schedule(self) -> list[Row]:
-        """The rows of this step; sequences that are cancelled or past their deadline end first."""
+        """The rows of this step; sequences that are cancelled, late or crowded out of the queue end first."""
         now = time.monotonic()
         with self._changed:
-            sequences = self._scheduler.sequences
+            sequences, crowded_out = self._scheduler.sequences, set(self._scheduler.crowded_out)
             contended = self._scheduler.contended
         for sequence in sequences:
             if sequence.slot.cancelled:
                 self._cancel(sequence)
             elif (error := sequence.overdue(now)) is not None:
+                self._end(sequence, "failed", error)
+            elif sequence in crowded_out:
+                error = OverloadedError("the queue is full", retry_after_ms=self._estimate.retry_after_ms)
                 self._end(sequence, "failed", error)
             elif contended and sequence.timeline.started is None and self._estimate.is_hopeless(sequence, now):
                 self._end(sequence, "failed", self._too_late())
