@@ -42,7 +42,7 @@ from services.predictor.engine.load.pace import PrefillPace
 from services.predictor.engine.load.progress import ProgressWatch
 from services.predictor.engine.load.queue_estimate import QueueEstimate
 from services.predictor.engine.runners.interface import ModelRunner
-from services.predictor.engine.scheduler import Scheduler
+from services.predictor.engine.scheduler import Scheduler, queue_full
 from services.predictor.engine.state.sequence import Row, Sequence
 from services.predictor.engine.state.slot import MergingSlot, Reader, SequenceOutput, wake
 from services.predictor.engine.step import Result, StepRunner
@@ -226,8 +226,7 @@ class ContinuousBatchingEngine:
             elif (error := sequence.overdue(now)) is not None:
                 self._end(sequence, "failed", error)
             elif sequence in crowded_out:
-                error = OverloadedError("the queue is full", retry_after_ms=self._estimate.retry_after_ms)
-                self._end(sequence, "failed", error)
+                self._end(sequence, "failed", queue_full(self._estimate.retry_after_ms))
             elif contended and sequence.timeline.started is None and self._estimate.is_hopeless(sequence, now):
                 self._end(sequence, "failed", self._too_late())
         with self._changed:

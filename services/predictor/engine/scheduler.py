@@ -303,7 +303,7 @@ class Scheduler:
         """Makes a place in a full queue; refuses the newcomer if its client has the most there."""
         sequence = self._shares.crowded_out(newcomer.request, self.waiting)
         if sequence is None:
-            raise OverloadedError("the queue is full", retry_after_ms=retry_after_ms)
+            raise queue_full(retry_after_ms)
         self.waiting.remove(sequence)
         self._shares.leave(sequence, running=False)
         self.crowded_out.append(sequence)
@@ -346,3 +346,7 @@ class Scheduler:
         # It is the one to give way, and there is no block for it.
         self.preempt(sequence)
         return 0
+
+
+def queue_full(retry_after_ms: int) -> OverloadedError:
+    return OverloadedError("the queue is full", retry_after_ms=retry_after_ms)
