@@ -42,7 +42,8 @@ from services.predictor.engine.load.pace import PrefillPace
 from services.predictor.engine.load.progress import ProgressWatch
 from services.predictor.engine.load.queue_estimate import QueueEstimate
 from services.predictor.engine.runners.interface import ModelRunner
-from services.predictor.engine.scheduler import Scheduler, queue_full
+from services.predictor.engine.scheduler import Scheduler
+from services.predictor.engine.state.in_flight import queue_full
 from services.predictor.engine.state.sequence import Row, Sequence
 from services.predictor.engine.state.slot import MergingSlot, Reader, SequenceOutput, wake
 from services.predictor.engine.step import Result, StepRunner

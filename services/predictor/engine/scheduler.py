@@ -17,64 +17,30 @@ sequences the others have a step.
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Iterable
-from itertools import count as counter
 
-from millrace.errors import InvalidRequestError, OverloadedError
 from services.predictor.engine.state.blocks import BlockManager
-from services.predictor.engine.state.holdings import Holdings
-from services.predictor.engine.state.sequence import Row, Sequence, precedence
-from services.predictor.engine.state.shares import Shares
-from services.predictor.engine.state.step_limits import StepLimits
+from services.predictor.engine.state.in_flight import InFlight
+from services.predictor.engine.state.sequence import Row, Sequence
 
 # Maximum of prompt positions that one step scores, in all its rows together: each needs the logits of the whole
 # vocabulary, which take memory and delay the step's other rows.
 _MAX_SCORED = 64
 
 
-class Scheduler:
-    """Owns the queue of waiting sequences, the list of running ones (oldest first), and their blocks.
-
-    `step_tokens` is the maximum that a step computes, except that an encoder's prompt, which cannot be divided, may
-    exceed it. `reuses_prefixes`: the contents of a block depend only on the ids up to its end.
-    """
+class Scheduler(InFlight):
+    """Plans steps, and preempts where slots, blocks or memory run short."""
 
     def __init__(
         self, blocks: BlockManager, max_running: int, max_waiting: int, step_tokens: int, reuses_prefixes: bool = True
     ) -> None:
-        self.blocks = blocks
-        # Both sorted by `precedence`.
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
-        # Refused after all, for clients with fewer: they end before the next step.
-        self.crowded_out: list[Sequence] = []
-        self.preempted = 0
-        self._limits = StepLimits(max(step_tokens, max_running), max_running)
-        self._holdings = Holdings(blocks, reuses_prefixes)
-        self._shares = Shares()
-        self._alone: list[Sequence] = []  # Isolated ones whose next token is not there yet, in order of arrival.
+        super().__init__(blocks, max_running, max_waiting, step_tokens, reuses_prefixes)
         self._gave_way = False  # Whether the latest step was that of an isolated sequence.
         self._full = False  # Whether the latest step had no blocks for the next sequence.
         self._closed = False  # Whether this step starts no more sequences.
         self._took_slot = False  # Whether this step has preempted a sequence for another client's.
         self._left_out = False  # Whether the latest step left out the rows of clients.
-        self._max_waiting = max_waiting
-        self._arrivals = counter()
         self._scores_left = 0  # Prompt positions that this step can still score.
-
-    @property
-    def step_tokens(self) -> int:
-        return self._limits.tokens
-
-    @property
-    def max_running(self) -> int:
-        return self._limits.running
-
-    @property
-    def streams(self) -> int:
-        """The number of running sequences that lack only their next token."""
-        return sum(sequence.remaining == 1 for sequence in self.running)
 
     @property
     def prompts(self) -> int:
@@ -114,31 +80,11 @@ class Scheduler:
         oldest = self.running[0] if self.running and not self._shares.competing else None
         return [sequence for sequence in self.running if sequence is oldest or sequence.remaining == 1]
 
-    @property
-    def sequences(self) -> list[Sequence]:
-        """All sequences that have not ended, the running ones first."""
-        return [*self.running, *self.waiting, *self.crowded_out]
-
-    def add(self, sequence: Sequence, retry_after_ms: int) -> None:
-        """Queues a sequence; refuses it if it can never fit or if the queue is full."""
-        if not sequence.ids:
-            raise InvalidRequestError("the prompt is empty")
-        if self.blocks.blocks_for(sequence.longest) > self.blocks.total:
-            held = self.blocks.total * self.blocks.block_tokens
-            raise InvalidRequestError(f"prompt and max_tokens need {sequence.longest} tokens, the cache holds {held}")
-        ahead = len(self.waiting) + len(self.running)
-        if len(self.waiting) >= self._max_waiting and ahead >= self.max_running:
-            self._crowd_out(sequence, retry_after_ms)
-        sequence.number = next(self._arrivals)
-        self._shares.arrive(sequence)
-        insort(self.waiting, sequence, key=precedence)
-        if sequence.alone:
-            self._alone.append(sequence)
-
     def schedule(self, prefill_tokens: int) -> list[Row]:
         """The rows of the next step: an isolated sequence, or all that decode and up to `prefill_tokens` of prompts."""
         rows: dict[Sequence, Row] = {}
         self._scores_left = _MAX_SCORED
+        self._took_slot = False
         alone = self._next_alone() if self._alone else None
         if alone is not None:
             self._plan(alone, min(alone.remaining, max(self.step_tokens, alone.indivisible)), rows)
@@ -150,31 +96,6 @@ class Scheduler:
                 self._compose(prefill_tokens, rows)
         self._shares.charge(rows.values())
         return list(rows.values())
-
-    def complete(self, row: Row) -> None:
-        """Records that a row's ids have been computed: other sequences can reuse their blocks."""
-        self._holdings.complete(row)
-
-    def remove(self, sequence: Sequence, forget: bool = False) -> list[int]:
-        """Removes a sequence that has ended; returns the blocks that are void now. With `forget` none is reusable."""
-        if sequence in self.crowded_out:
-            self.crowded_out.remove(sequence)
-        else:
-            ran = sequence in self.running
-            (self.running if ran else self.waiting).remove(sequence)
-            self._shares.leave(sequence, ran)
-        if sequence in self._alone:
-            self._alone.remove(sequence)
-        return self._holdings.release(sequence, forget)
-
-    def preempt(self, sequence: Sequence) -> None:
-        """Frees the blocks of a running sequence and returns it to its place in the queue."""
-        self.running.remove(sequence)
-        self._holdings.release(sequence)
-        self._shares.preempt(sequence)
-        insort(self.waiting, sequence, key=precedence)
-        sequence.preempt()
-        self.preempted += 1
 
     def make_room(self, rows: list[Row]) -> Sequence | None:
         """Reduces the load after a step ran out of memory: first smaller steps, then fewer sequences at once.
@@ -190,14 +111,6 @@ class Scheduler:
         # Otherwise it would return in the next step, and no sequence would make progress.
         self._limits.running = len(self.running)
         return None
-
-    def regain(self) -> None:
-        """Called after a step that fit: undoes, gradually, what `make_room` reduced."""
-        self._limits.regain()
-
-    def restore(self) -> None:
-        """Undoes all of it, when nothing runs."""
-        self._limits.restore()
 
     def _next_alone(self) -> Sequence | None:
         """The sequence that has the next step to itself: an isolated one that runs or begins."""
@@ -225,7 +138,7 @@ class Scheduler:
                 else:
                     self._plan(sequence, 1, rows)
         given = budget = min(self.step_tokens - len(rows), prefill_tokens + left_out)
-        self._full = self._closed = self._took_slot = False
+        self._full = self._closed = False
         for client in self._turns():
             if client not in resting:
                 for sequence in self._of(client, self.running):
@@ -278,6 +191,7 @@ class Scheduler:
         return client is not None and not self._took_slot and self._shares.slot_for(client, self.running) is not None
 
     def _take_slot(self, client: str | None, rows: dict[Sequence, Row]) -> None:
+        """Makes sure of the slot that `_has_slot` promised."""
         if client is None or len(self.running) < self.max_running:
             return
         giver = self._shares.slot_for(client, self.running)
@@ -299,27 +213,9 @@ class Scheduler:
         rows.pop(sequence, None)
         self.preempt(sequence)
 
-    def _crowd_out(self, newcomer: Sequence, retry_after_ms: int) -> None:
-        """Makes a place in a full queue; refuses the newcomer if its client has the most there."""
-        sequence = self._shares.crowded_out(newcomer.request, self.waiting)
-        if sequence is None:
-            raise queue_full(retry_after_ms)
-        self.waiting.remove(sequence)
-        self._shares.leave(sequence, running=False)
-        self.crowded_out.append(sequence)
-
-    def _running_alone(self) -> Sequence | None:
-        return next((sequence for sequence in self._alone if sequence.alone and sequence in self.running), None)
-
     def _has_blocks(self, sequence: Sequence, cached: list[int]) -> bool:
         """Whether there are blocks for the known ids of a sequence that would start; the only one always fits."""
         return not self.running or self._holdings.missing(sequence, cached) <= 0
-
-    def _start(self, sequence: Sequence, cached: list[int]) -> None:
-        self.waiting.remove(sequence)
-        self._shares.start(sequence)
-        insort(self.running, sequence, key=precedence)
-        self._holdings.start(sequence, cached)
 
     def _plan(self, sequence: Sequence, count: int, rows: dict[Sequence, Row]) -> int:
         """Adds a row of up to `count` ids, as far as there are blocks; returns the number of its ids."""
@@ -346,7 +242,3 @@ class Scheduler:
         # It is the one to give way, and there is no block for it.
         self.preempt(sequence)
         return 0
-
-
-def queue_full(retry_after_ms: int) -> OverloadedError:
-    return OverloadedError("the queue is full", retry_after_ms=retry_after_ms)

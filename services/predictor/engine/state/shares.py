@@ -26,6 +26,7 @@ _QUANTUM = 1024
 # A client with so many times as many running sequences per weight leaves steps to another's prompt.
 _HEAVY = 4
 _DEBTS_KEPT = 256
+_LEAST_WEIGHT = 1e-6
 
 
 class _Account:
@@ -63,7 +64,7 @@ class Shares:
 
     def arrive(self, sequence: Sequence) -> None:
         """Counts a new sequence among the waiting ones."""
-        name, weight = sequence.request.client, sequence.request.weight
+        name, weight = sequence.request.client, _weight(sequence.request)
         account = self._accounts.get(name)
         if account is None:
             account = self._accounts[name] = _Account(weight, self._debts.pop(name, 0.0))
@@ -178,7 +179,7 @@ class Shares:
             return None
         name = max(self._accounts, key=lambda name: self._accounts[name].waiting / self._accounts[name].weight)
         most = self._accounts[name]
-        if most is own or most.waiting / most.weight <= ((own.waiting if own else 0) + 1) / request.weight:
+        if most is own or most.waiting / most.weight <= ((own.waiting if own else 0) + 1) / _weight(request):
             return None
         mine = (sequence for sequence in reversed(waiting) if sequence.request.client == name)
         return next((one for one in mine if one.timeline.started is None and not one.request.moved), None)
@@ -186,7 +187,7 @@ class Shares:
     def stretched(self, request: GenerationRequest, own: int) -> int:
         """How many sequences of all clients are served until `own` of this request's client are."""
         others = sum(account.weight for name, account in self._accounts.items() if name != request.client)
-        return math.ceil(own * (1 + others / request.weight))
+        return math.ceil(own * (1 + others / _weight(request)))
 
     def _level(self, account: _Account) -> float:
         """The service to which a client without waiting sequences is lifted when one arrives."""
@@ -205,6 +206,10 @@ class Shares:
     @staticmethod
     def _newest(client: str, running: Rows[Sequence]) -> Sequence:
         return next(sequence for sequence in reversed(running) if sequence.request.client == client)
+
+
+def _weight(request: GenerationRequest) -> float:
+    return max(_LEAST_WEIGHT, request.weight)
 
 
 def _may_take(taker: _Account, giver: _Account) -> bool:
