@@ -43,6 +43,7 @@ from services.predictor.engine.load.progress import ProgressWatch
 from services.predictor.engine.load.queue_estimate import QueueEstimate
 from services.predictor.engine.runners.interface import ModelRunner
 from services.predictor.engine.scheduler import Scheduler
+from services.predictor.engine.state.in_flight import queue_full
 from services.predictor.engine.state.sequence import Row, Sequence
 from services.predictor.engine.state.slot import MergingSlot, Reader, SequenceOutput, wake
 from services.predictor.engine.step import Result, StepRunner
@@ -215,16 +216,18 @@ class ContinuousBatchingEngine:
         self._pace.observe(len(rows) - len(chunks), chunks, elapsed_s)
 
     def _schedule(self) -> list[Row]:
-        """The rows of this step; sequences that are cancelled or past their deadline end first."""
+        """The rows of this step; sequences that are cancelled, late or crowded out of the queue end first."""
         now = time.monotonic()
         with self._changed:
-            sequences = self._scheduler.sequences
+            sequences, crowded_out = self._scheduler.sequences, set(self._scheduler.crowded_out)
             contended = self._scheduler.contended
         for sequence in sequences:
             if sequence.slot.cancelled:
                 self._cancel(sequence)
             elif (error := sequence.overdue(now)) is not None:
                 self._end(sequence, "failed", error)
+            elif sequence in crowded_out:
+                self._end(sequence, "failed", queue_full(self._estimate.retry_after_ms))
             elif contended and sequence.timeline.started is None and self._estimate.is_hopeless(sequence, now):
                 self._end(sequence, "failed", self._too_late())
         with self._changed:

@@ -104,6 +104,9 @@ def read_submission(model: LoadedModel, message: steps_pb2.Submission, deadline:
         parameters = None
     if not isinstance(parameters, dict):
         raise InvalidRequestError("sampling must be a JSON object")
+    weight = message.weight if message.HasField("weight") else 1.0
+    if not 0 < weight < math.inf:
+        raise InvalidRequestError(f"weight must be positive, not {weight:g}")
     prompt_logprobs = message.prompt_logprobs if message.HasField("prompt_logprobs") else None
     return GenerationRequest(
         message.request_id or str(uuid.uuid4()),
@@ -116,7 +119,7 @@ def read_submission(model: LoadedModel, message: steps_pb2.Submission, deadline:
         moved=bool(output_ids),
         prompt_logprobs=_prompt_logprobs(prompt_logprobs, len(input_ids), limits),
         client=message.client,
-        weight=message.weight if message.HasField("weight") else 1.0,
+        weight=weight,
     )
 
 

@@ -56,6 +56,10 @@ class BlockManager:
         """The number of blocks for `tokens` tokens."""
         return -(-tokens // self.block_tokens)
 
+    def references(self, block: int) -> int:
+        """How many sequences hold a block."""
+        return self._references[block]
+
     def find(self, names: Iterable[bytes]) -> tuple[list[int], bool]:
         """The blocks of the longest known run of `names`, and whether the next one is being computed."""
         found: list[int] = []

@@ -179,6 +179,11 @@ class Row:
         return range(first, max(first, min(self.start + self.count, self.sequence.to_score)))
 
 
+def precedence(sequence: Sequence) -> tuple[bool, int]:
+    """The order of service: first come, first served, with requests that resume an interrupted answer first."""
+    return not sequence.request.moved, sequence.number
+
+
 def detached_sequence(ids: list[int], start_ids: Ids[int] = ()) -> Sequence:
     """A sequence for self-tests and probes, without a request or a reader."""
     sampling = SamplingParameters()

@@ -1,0 +1,209 @@
+"""Clients that compete share the engine by weight: a light one hardly notices a heavy one."""
+
+import pytest
+
+from millrace.errors import OverloadedError
+from millrace.sampling import SamplingParameters
+from services.predictor.engine.interface import GenerationRequest
+from services.predictor.engine.scheduler import Scheduler
+from services.predictor.engine.state.blocks import BlockManager
+from services.predictor.engine.state.sequence import Sequence
+from services.predictor.engine.state.slot import MergingSlot
+
+SIZE = 4
+
+
+def sequence_of(client, prompt=4, max_tokens=100, weight=1.0, alone=False, moved=False):
+    sequence_of.made += 1
+    ids = [1000 * sequence_of.made + i for i in range(prompt)]
+    sampling = SamplingParameters(max_tokens=max_tokens, seed=1)
+    name = f"{client}{sequence_of.made}"
+    request = GenerationRequest(name, ids, sampling, alone=alone, moved=moved, client=client, weight=weight)
+    return Sequence(request, MergingSlot(sampling), frozenset())
+
+
+sequence_of.made = 0
+
+
+def scheduler_of(blocks=2000, max_running=8, max_waiting=400, step_tokens=64):
+    return Scheduler(BlockManager(blocks + 1, SIZE), max_running, max_waiting, step_tokens)
+
+
+def added(scheduler, count, client, **given):
+    made = [sequence_of(client, **given) for _ in range(count)]
+    for one in made:
+        scheduler.add(one, 5)
+    return made
+
+
+def step(scheduler, prefill_tokens=64):
+    """Runs a step that goes well; the number of ids computed for each sequence."""
+    rows = scheduler.schedule(prefill_tokens)
+    for row in rows:
+        scheduler.complete(row)
+        if row.samples and row.sequence.append(7) is not None:
+            scheduler.remove(row.sequence)
+    return {row.sequence: row.count for row in rows}
+
+
+def running(scheduler, client):
+    return [one for one in scheduler.running if one.request.client == client]
+
+
+def test_one_stream_beside_200_has_its_prompt_in_the_next_step_and_a_token_in_every_one():
+    scheduler = scheduler_of(max_running=64, step_tokens=512)
+    heavy = added(scheduler, 200, "heavy", max_tokens=40)
+    for _ in range(10):
+        step(scheduler, 512)
+    (light,) = added(scheduler, 1, "light", prompt=20, max_tokens=30)
+    served = []
+    while light in scheduler.sequences:
+        served.append(step(scheduler, 512))
+    assert served[0] == {light: 20}  # The others leave this step to it.
+    assert all(light in one for one in served)
+    assert all(len(one) == 64 for one in served[1:])
+    assert scheduler.preempted == 1
+    assert heavy[63].timeline.preemptions == 1
+
+
+def test_a_long_prompt_has_every_other_step_to_itself():
+    scheduler = scheduler_of(step_tokens=32)
+    heavy = added(scheduler, 20, "heavy")
+    while scheduler.streams < 8:
+        step(scheduler)
+    (light,) = added(scheduler, 1, "light", prompt=100)
+    served = [step(scheduler, 20) for _ in range(4)]
+    assert [sum(one in heavy for one in rows) for rows in served] == [0, 7, 0, 7]
+    assert [rows[light] for rows in served] == [28, 20, 27, 20]
+
+
+def test_the_prompts_of_a_heavy_client_delay_no_light_one():
+    scheduler = scheduler_of(step_tokens=16)
+    added(scheduler, 4, "heavy", prompt=400)
+    step(scheduler)
+    (light,) = added(scheduler, 1, "light", prompt=6)
+    assert light in step(scheduler)
+
+
+def test_weights_share_the_slots():
+    scheduler = scheduler_of(max_running=8)
+    added(scheduler, 30, "one")
+    step(scheduler)
+    added(scheduler, 30, "three", weight=3.0)
+    for _ in range(30):
+        step(scheduler)
+    assert len(running(scheduler, "one")) == 2
+    assert len(running(scheduler, "three")) == 6
+    # Nothing goes back and forth.
+    preempted = scheduler.preempted
+    for _ in range(30):
+        step(scheduler)
+    assert scheduler.preempted == preempted
+
+
+def test_a_client_that_returns_has_neither_credit_nor_less_debt():
+    scheduler = scheduler_of(max_running=4)
+    added(scheduler, 40, "busy", max_tokens=30)
+    (idle,) = added(scheduler, 1, "idle", max_tokens=1)
+    for _ in range(60):
+        step(scheduler)
+    assert idle not in scheduler.sequences
+    added(scheduler, 20, "idle", max_tokens=30)
+    counts = {"busy": 0, "idle": 0}
+    for _ in range(60):
+        for one, count in step(scheduler).items():
+            counts[one.request.client] += count
+    # It catches up on nothing.
+    assert counts["idle"] == pytest.approx(counts["busy"], rel=0.3)
+
+
+def test_who_leaves_and_returns_keeps_its_debt():
+    scheduler = scheduler_of(max_running=2, step_tokens=4096)
+    added(scheduler, 20, "short", max_tokens=20)
+    step(scheduler)
+    (long,) = added(scheduler, 1, "long", prompt=3000, max_tokens=1)
+    assert step(scheduler, 4096)[long] == 3000
+    assert long not in scheduler.sequences
+    again, _ = added(scheduler, 2, "long", prompt=3000, max_tokens=1)
+    for _ in range(20):
+        assert again not in step(scheduler, 4096)
+
+
+def test_blocks_are_shared_as_slots_are():
+    scheduler = scheduler_of(blocks=64, max_running=8)
+    heavy = added(scheduler, 8, "heavy", prompt=20, max_tokens=80)
+    for _ in range(12):
+        step(scheduler)
+    assert scheduler.blocks.free < 8
+    (light,) = added(scheduler, 1, "light", prompt=40, max_tokens=40)
+    assert light in step(scheduler)
+    while light in scheduler.sequences:
+        # The growth of the others does not take its blocks back.
+        assert light in step(scheduler)
+    assert light.timeline.preemptions == 0
+    while scheduler.sequences:
+        step(scheduler)
+    assert all(len(one.output_ids) == 80 for one in heavy)
+    assert scheduler.blocks.free == scheduler.blocks.total
+
+
+def test_nobody_gives_blocks_in_vain():
+    scheduler = scheduler_of(blocks=64, max_running=8)
+    added(scheduler, 4, "heavy", prompt=40, max_tokens=20)
+    while scheduler.streams < 4:
+        step(scheduler)
+    # It would have more than its share.
+    (light,) = added(scheduler, 1, "light", prompt=200, max_tokens=40)
+    assert light not in step(scheduler)
+    assert scheduler.preempted == 0
+
+
+def test_an_isolated_sequence_of_a_light_client_gets_a_slot():
+    scheduler = scheduler_of()
+    added(scheduler, 20, "heavy")
+    for _ in range(3):
+        step(scheduler)
+    (light,) = added(scheduler, 1, "light", alone=True)
+    step(scheduler)
+    assert step(scheduler) == {light: 4}
+
+
+def test_the_client_with_the_most_in_a_full_queue_gives_way():
+    scheduler = scheduler_of(max_running=2, max_waiting=4)
+    heavy = added(scheduler, 2, "heavy")
+    step(scheduler)
+    heavy += added(scheduler, 4, "heavy")
+    with pytest.raises(OverloadedError):
+        added(scheduler, 1, "heavy")
+    first, second = added(scheduler, 2, "light")
+    assert scheduler.crowded_out == [heavy[5], heavy[4]]
+    assert scheduler.waiting == [heavy[2], heavy[3], first, second]
+    assert set(scheduler.sequences) == {*heavy, first, second}
+    # Both have two there.
+    for client in "heavy", "light":
+        with pytest.raises(OverloadedError):
+            added(scheduler, 1, client)
+    for one in list(scheduler.crowded_out):
+        scheduler.remove(one)
+    assert heavy[5] not in scheduler.sequences
+
+
+def test_what_has_begun_or_is_resumed_does_not_give_way():
+    scheduler = scheduler_of(max_running=1, max_waiting=2)
+    added(scheduler, 1, "heavy")
+    step(scheduler)
+    added(scheduler, 2, "heavy", moved=True)
+    with pytest.raises(OverloadedError):
+        added(scheduler, 1, "light")
+
+
+def test_the_queue_before_a_light_client_is_its_own():
+    scheduler = scheduler_of(max_running=2)
+    added(scheduler, 2, "heavy")
+    step(scheduler)
+    added(scheduler, 20, "heavy")
+    assert scheduler.queue_before(sequence_of("heavy")) == 20
+    assert scheduler.queue_before(sequence_of("light")) == 0
+    added(scheduler, 1, "light")
+    assert scheduler.queue_before(sequence_of("light")) == 2
+    assert scheduler.queue_before(sequence_of("heavy")) == 21

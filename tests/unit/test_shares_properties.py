@@ -1,0 +1,84 @@
+"""Whatever clients submit: everything ends, service stays close by weight, and one client alone is served as before."""
+
+from collections import Counter
+from unittest.mock import patch
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.predictor.engine.state import shares
+from tests.unit.test_shares import added, scheduler_of, sequence_of, step
+
+SLOTS = 4
+QUANTUM = 64
+LONGEST = 60
+SEQUENCES = st.lists(
+    st.tuples(st.integers(0, 12), st.sampled_from("abc"), st.integers(1, 30), st.integers(1, 10), st.integers(0, 9)),
+    min_size=1,
+    max_size=30,
+)
+
+
+@given(SEQUENCES, st.integers(10, 60), st.integers(4, 32), st.dictionaries(st.sampled_from("abc"), st.floats(0.1, 10)))
+def test_every_sequence_ends_and_those_that_decode_miss_no_two_steps(arrivals, blocks, step_tokens, weights):
+    scheduler = scheduler_of(blocks, SLOTS, step_tokens=step_tokens)
+    arrivals = sorted(arrivals, key=lambda arrival: arrival[0])
+    steps = 0
+    before: list = []
+    while arrivals or scheduler.sequences:
+        while arrivals and arrivals[0][0] <= steps:
+            _, client, prompt, more, alone = arrivals.pop(0)
+            weight = weights.get(client, 1.0)
+            added(scheduler, 1, client, prompt=prompt, max_tokens=more, weight=weight, alone=alone == 0)
+        decoding = [one for one in scheduler.running if one.remaining == 1]
+        served = step(scheduler, 16)
+        assert served or not (scheduler.running or scheduler.waiting)
+        assert len(scheduler.running) <= SLOTS
+        passed_by = [one for one in decoding if one not in served and one in scheduler.running]
+        isolated = next(iter(served)).request.alone if len(served) == 1 else False
+        if not isolated:
+            assert not set(passed_by) & set(before)
+            before = passed_by
+        steps += 1
+        assert steps < 3000
+    assert scheduler.blocks.free == scheduler.blocks.total
+    assert not scheduler._shares._accounts
+    assert not scheduler._shares._debts
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=5, max_size=5),
+    st.sampled_from([1.0, 2.0, 5.0]),
+)
+def test_backlogged_clients_are_served_by_weight(requests, weight):
+    scheduler = scheduler_of(max_running=SLOTS, step_tokens=32)
+    for prompt, more in 12 * requests:
+        added(scheduler, 1, "a", prompt=prompt, max_tokens=more)
+        added(scheduler, 1, "b", prompt=2 * prompt, max_tokens=more, weight=weight)
+    counts: Counter[str] = Counter()
+    with patch.object(shares, "_QUANTUM", QUANTUM):
+        while {one.request.client for one in scheduler.waiting} == set("ab"):
+            for one, count in step(scheduler, 16).items():
+                counts[one.request.client] += count
+            # Sequences that have a slot run to their end, unless the other client has fewer than its share.
+            assert abs(counts["a"] - counts["b"] / weight) <= QUANTUM + SLOTS * LONGEST
+
+
+@given(SEQUENCES, st.integers(10, 60), st.integers(4, 32), st.integers(1, 3))
+def test_one_client_is_served_first_come_first_served(arrivals, blocks, step_tokens, before):
+    """As without names, also after it competed with another."""
+    plain, named = (scheduler_of(blocks, SLOTS, step_tokens=step_tokens) for _ in range(2))
+    others = added(named, before, "other", max_tokens=2)
+    while any(one in named.sequences for one in others):
+        step(named)
+    made: dict = {}
+    for _, _, prompt, more, alone in arrivals:
+        one, other = (sequence_of(name, prompt, more, alone=alone == 0) for name in ("", "named"))
+        made[one] = made[other] = len(made)
+        plain.add(one, 5)
+        named.add(other, 5)
+    while plain.sequences:
+        assert [(made[one], n) for one, n in step(plain, 16).items()] == [
+            (made[one], n) for one, n in step(named, 16).items()
+        ]
+    assert not named.sequences
