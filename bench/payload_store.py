@@ -4,8 +4,8 @@ A separate logger, with its own file on this machine. `append`: records of 4 KB,
 many senders, until the last is acknowledged; the aim is at least 5,000 a second, on two cores shared with the senders.
 `query`: a file of 1,000,000 small records, and for each filter alone the first page of 100, until its last record is at
 the client; the aim is at most 50 ms at the 95th percentile. `usage`: the sums of as many records of 100 clients, spread
-over 30 days, by client and model, by day, and of one client; the aim is the same for the last. `tap`: the event loop's time for a chunk while the threads
-behind the tap write and ship; the aim is at most 20 us at the 99th percentile.
+over 30 days, by client and model, by day, and of one client; the aim is the same for the last. `tap`: the event loop's
+time for a chunk while the threads behind the tap write and ship; the aim is at most 20 us at the 99th percentile.
 
 `python -m bench.payload_store` writes bench/results/payload_store.json; 6 minutes and 3 GB of temporary files.
 """
