@@ -177,6 +177,7 @@ def gateway_environment(settings: StackSettings) -> Environment:
         "DEVELOPMENT": _lower(settings.development),
         "DIRECT_MODELS": str(direct_models(settings)),
         "KEY_DIGESTS": str(key_digests(settings) or ""),
+        "GATEWAY_JWKS": settings.gateway_jwks,
         # Each worker limits the bodies of REST requests separately, and accepts one of 60 MiB at least
         # (rest_errors.lua).
         "REST_BODIES_MIB": str(max(80, 512 // _envoy_workers())),

@@ -69,7 +69,7 @@ class StackSettings(BaseSettings):
     gateway_jwks: str = Field(
         "",
         description="File with the JSON Web Key Set whose tokens are accepted as keys. A changed file counts within"
-        " 2 s. In containers, a path there. Empty: no tokens.",
+        " 2 s. In containers, one in the folder keys. Empty: no tokens.",
     )
     gateway_jwt_issuer: str = Field("", description="The issuer (iss) of the tokens of GATEWAY_JWKS.")
     gateway_jwt_audience: str = Field("", description="Who the tokens of GATEWAY_JWKS must be for (aud).")

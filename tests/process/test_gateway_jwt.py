@@ -1,11 +1,12 @@
-"""Tokens of GATEWAY_JWKS name the caller in the gateway's metadata; the key set changes at the cost of no call."""
+"""Tokens of GATEWAY_JWKS: who gets through, as whom; the key set changes at the cost of no call."""
 
 from __future__ import annotations
 
+import json
 import time
+import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -17,6 +18,7 @@ from tests.support.tokens import AUDIENCE, ISSUER, SigningKey, publish, publish_
 from tests.waiting import until
 
 TAKES_EFFECT_S = 2.0
+LISTENERS = 2  # Each fetches for itself.
 FIRST, SECOND = SigningKey("first"), SigningKey("second")
 REFUSED = {
     "expired": FIRST.token(exp=int(time.time()) - 3600),
@@ -34,16 +36,6 @@ REFUSED = {
 }
 
 
-def show_the_caller(config: dict[str, Any]) -> None:
-    """The gateway's answers name the subject of the token."""
-    for listener in config["static_resources"]["listeners"]:
-        if listener["name"] == "ingress":
-            manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
-            value = "%DYNAMIC_METADATA(envoy.filters.http.jwt_authn:jwt:sub)%"
-            header = {"header": {"key": "x-subject", "value": value}}
-            manager["route_config"].setdefault("response_headers_to_add", []).append(header)
-
-
 @pytest.fixture(scope="module")
 def key_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("access") / "jwks.json"
@@ -54,44 +46,62 @@ def key_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(scope="module")
 async def gateway(tmp_path_factory: pytest.TempPathFactory, key_set: Path) -> AsyncIterator[Gateway]:
     settings = {"gateway_jwks": str(key_set), "gateway_jwt_issuer": ISSUER, "gateway_jwt_audience": AUDIENCE}
-    async with running_gateway(tmp_path_factory.mktemp("jwt"), show_the_caller, **settings) as running:
-        await until(lambda: is_known(running, FIRST))
+    async with running_gateway(tmp_path_factory.mktemp("jwt"), **settings) as running:
+        assert await is_known(running, FIRST)  # At once: a call that finds no keys yet fetches them itself.
+        await until(lambda: has_fetched(running))
         yield running
 
 
-async def subject(gateway: Gateway, **headers: str) -> str | None:
-    """Whom the gateway takes the caller for; None if for nobody."""
+def has_fetched(gateway: Gateway) -> bool:
+    """Whether the key set has been fetched apart from calls, which is what is kept."""
+    name = "http.ingress.jwt_authn.jwks_fetch_success"
+    with urllib.request.urlopen(f"http://{gateway.admin}/stats?filter=^{name}$", timeout=10) as stats:
+        return int(stats.read().decode().rpartition(":")[2]) > LISTENERS
+
+
+async def caller(gateway: Gateway, **headers: str) -> str | None:
+    """As whom a service sees a call; None if the gateway refuses it as nobody's."""
     answer = await gateway.request("POST", OPENAI, b"{}", **headers)
+    if answer.status == 401:
+        assert answer.json["error"]["type"] == "authentication_error"
+        return None
     assert answer.status == 200
-    return answer.headers.get("x-subject")
+    return str(answer.json["metadata"]["x-millrace-client"])
 
 
 async def is_known(gateway: Gateway, key: SigningKey) -> bool:
-    return await subject(gateway, authorization=f"Bearer {key.token()}") == "alice"
+    return await caller(gateway, authorization=f"Bearer {key.token()}") == "alice"
 
 
 async def test_a_token_names_the_caller_and_goes_no_further(gateway: Gateway) -> None:
     token = FIRST.token(aud=["others", AUDIENCE], millrace_role="admin")
     for headers in ({"authorization": f"Bearer {token}"}, {"x_api_key": token}):
         answer = await gateway.request("POST", OPENAI, b"{}", **headers)
-        assert answer.headers["x-subject"] == "alice"
+        assert json.loads(answer.json["metadata"]["x-millrace-policy"])["role"] == "admin"
+        assert answer.json["metadata"]["x-millrace-client"] == "alice"
         assert token not in str(answer.json["metadata"])
     async with gateway.channel() as channel:
         stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
         call = stub.ServerMetadata(
             inference_pb2.ServerMetadataRequest(), metadata=(("authorization", f"Bearer {token}"),)
         )
-        assert dict(await call.initial_metadata())["x-subject"] == "alice"
-        assert "authorization" not in (await call).extensions
+        received = (await call).extensions
+        assert "x-millrace-client" in received
+        assert "authorization" not in received
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.ServerMetadata(
+                inference_pb2.ServerMetadataRequest(), metadata=(("authorization", f"Bearer {REFUSED['expired']}"),)
+            )
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
     # Another key beside it is not in its way.
-    assert await subject(gateway, authorization="Bearer sk-1", x_api_key=token) == "alice"
-    assert await subject(gateway) is None
+    assert await caller(gateway, authorization="Bearer sk-1", x_api_key=token) == "alice"
+    assert await caller(gateway) is None
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 async def test_what_is_no_valid_token_names_nobody(gateway: Gateway, kind: str) -> None:
-    assert await subject(gateway, authorization=f"Bearer {REFUSED[kind]}") is None
-    assert await subject(gateway, x_api_key=REFUSED[kind]) is None
+    assert await caller(gateway, authorization=f"Bearer {REFUSED[kind]}") is None
+    assert await caller(gateway, x_api_key=REFUSED[kind]) is None
 
 
 async def test_a_new_key_set_counts_within_two_seconds_and_costs_no_stream(gateway: Gateway, key_set: Path) -> None:
