@@ -5,7 +5,7 @@
 runs one attack in a process of its own, at the lowest priority: the attacker's own work must not be taken for the
 stack's. It prints one JSON object: how many requests it began, what came of them, and the errors of honest calls that
 shared its connection. Requests are bounded in number and in time. What an attacker is answered does not matter here;
-what its neighbours see does: neighbours.py.
+what its neighbours see does: neighbours.py. Those made of frames and bytes are in floods.py.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import asyncio
 import json
 import sys
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -27,9 +25,12 @@ from millrace_protos import inference_pb2 as pb
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from services.transformer.processes.body_worker import stay_behind
+from tests.fuzz import floods
+from tests.fuzz.target import ATTACKS, MEGABYTE, Report, Target, attack
 from tests.system.calls import channel, text_request
 
-MEGABYTE = 1 << 20
+__all__ = ["ATTACKS", "UNREADABLE", "floods"]
+
 UNREADABLE = "unreadable"  # A model in the repository, whose tokenizer is no tokenizer.
 _LARGEST = 57 * MEGABYTE  # Just below what the gateway passes on.
 _IDENTITY = "identity"
@@ -37,97 +38,6 @@ _TEXT_MODEL = "storyteller"
 _INFER = "/inference.GRPCInferenceService/ModelInfer"
 _GENERATE = "/millrace.v1.TextGeneration/Generate"
 _FRAME_HEAD = 5
-
-
-@dataclass
-class Report:
-    """What an attack did: requests begun, answers by status, and failures of honest calls on its own connections."""
-
-    begun: int = 0
-    answers: Counter[str] = field(default_factory=Counter)
-    honest_errors: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Target:
-    """One attack's gateway (host:port), and when it ends (monotonic seconds)."""
-
-    gateway: str
-    ends_at: float
-    report: Report
-
-    @property
-    def left_s(self) -> float:
-        return max(0.0, self.ends_at - time.monotonic())
-
-    async def repeat(self, at_once: int, call: Callable[[], Awaitable[str]]) -> None:
-        """Has `at_once` callers make the call again and again until the end; a call that outlasts it is cancelled."""
-
-        async def caller() -> None:
-            while self.left_s:
-                self.report.begun += 1
-                try:
-                    self.report.answers[await call()] += 1
-                except grpc.aio.AioRpcError as error:
-                    self.report.answers[error.code().name] += 1
-                except (OSError, EOFError) as error:
-                    self.report.answers[type(error).__name__] += 1
-
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self.left_s + 0.01):
-                await asyncio.gather(*(caller() for _ in range(at_once)))
-
-    async def post(
-        self,
-        path: str,
-        body: bytes,
-        content_type: str = "application/json",
-        host: str = "gateway",
-        declared: int | None = None,
-        **headers: str,
-    ) -> str:
-        """The HTTP status of one POST over HTTP/1.1 on a connection of its own; underscores in names become dashes.
-
-        A body of which more bytes are `declared` never ends: the connection is held until an answer comes.
-        """
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        reader, writer = await self._connect()
-        try:
-            lines = [f"POST {path} HTTP/1.1", f"host: {host}", f"content-type: {content_type}"]
-            lines += [
-                f"content-length: {declared or len(body)}",
-                *(f"{name}: {value}" for name, value in named.items()),
-                "",
-                "",
-            ]
-            writer.write("\r\n".join(lines).encode("latin-1"))
-            with suppress(ConnectionError):  # The answer to what is too large comes before all of it has been read.
-                for start in range(0, len(body), MEGABYTE):
-                    writer.write(body[start : start + MEGABYTE])
-                    await writer.drain()
-            status = (await reader.readline()).split(b" ")
-            return status[1].decode() if len(status) > 1 else "closed"
-        finally:
-            writer.close()
-
-    async def grpc_post(self, path: str, message: bytes, host: str = "gateway", **headers: str) -> str:
-        """The same for a gRPC message over HTTP/1.1, which lets any header through."""
-        framed = b"\0" + len(message).to_bytes(4, "big") + message
-        return await self.post(path, framed, "application/grpc", host, te="trailers", **headers)
-
-    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        host, _, port = self.gateway.rpartition(":")
-        return await asyncio.open_connection(host, int(port))
-
-
-Attack = Callable[[Target], Awaitable[None]]
-ATTACKS: dict[str, Attack] = {}
-
-
-def attack(run: Attack) -> Attack:
-    """Registers an attack by its function's name."""
-    ATTACKS[run.__name__] = run
-    return run
 
 
 # ---------------------------------------------------------------------------------------------- headers

@@ -17,7 +17,7 @@ from tests.fuzz.neighbours import attacked_stack, beside
 
 SECONDS = 2.0
 # What each exhausts if it can: the header table, a core in Python, a core in a template, an event loop, memory of the
-# gateway, memory of the predictor, idle calls, slots of a model.
+# gateway, memory of the predictor, idle calls, slots of a model; then connections, streams and frames.
 ONE_OF_A_KIND = (
     "malformed_timeouts",
     "long_lists_for_many_choices",
@@ -27,6 +27,11 @@ ONE_OF_A_KIND = (
     "large_good_tensors",
     "idle_streams",
     "quick_cancels",
+    "slow_headers",
+    "slow_readers",
+    "rapid_resets",
+    "header_bombs",
+    "continuation_floods",
 )
 RUN = tuple(ATTACKS) if os.environ.get("FULL") == "1" else ONE_OF_A_KIND
 # Where health checks give up, and far above what an answer takes beside any attack on a machine that is busy.
