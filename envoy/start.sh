@@ -18,8 +18,8 @@ check_callers() {
     return 78
   fi
   if [ -z "${GATEWAY_KEYS:-}" ]; then export KEY_DIGESTS=; fi
-  if [[ ${GATEWAY_BIND:-127.0.0.1} != 127.* && -z ${GATEWAY_KEYS:-} && ${GATEWAY_INSECURE:-false} != true ]]; then
-    echo "GATEWAY_BIND=$GATEWAY_BIND: everyone who reaches this address could use the models: set GATEWAY_KEYS;" \
+  if [[ ${GATEWAY_BIND:-127.0.0.1} != 127.* && -z ${GATEWAY_KEYS:-}${GATEWAY_JWKS:-} && ${GATEWAY_INSECURE:-false} != true ]]; then
+    echo "GATEWAY_BIND=$GATEWAY_BIND: everyone who reaches this address could use the models: set GATEWAY_KEYS or GATEWAY_JWKS;" \
       "GATEWAY_INSECURE=true allows it, for example behind a proxy that checks its callers" >&2
     return 78
   fi

@@ -54,6 +54,11 @@ class StackSettings(BaseSettings):
     gateway_keys: str = Field(
         "", description="YAML file of the clients' keys (docs/security.md). Empty: a call needs no key."
     )
+    gateway_jwks: str = Field(
+        "",
+        description="File with the JSON Web Key Set whose tokens are accepted as keys. A changed file counts within"
+        " 2 s. In containers, one in the folder keys. Empty: no tokens.",
+    )
     gateway_bind: IPv4Address = Field(
         IPv4Address(LOOPBACK), description="Address the gateway's public port listens on."
     )
@@ -66,11 +71,6 @@ class StackSettings(BaseSettings):
         " certificate of that authority. Changed files count at once. Empty: no TLS.",
     )
     gateway_tls_port: Port = Field(8443, description="The public port with TLS, where GATEWAY_TLS is set.")
-    gateway_jwks: str = Field(
-        "",
-        description="File with the JSON Web Key Set whose tokens are accepted as keys. A changed file counts within"
-        " 2 s. In containers, one in the folder keys. Empty: no tokens.",
-    )
     gateway_jwt_issuer: str = Field("", description="The issuer (iss) of the tokens of GATEWAY_JWKS.")
     gateway_jwt_audience: str = Field("", description="Who the tokens of GATEWAY_JWKS must be for (aud).")
     management_port: Port = Field(
@@ -119,9 +119,9 @@ class StackSettings(BaseSettings):
     @classmethod
     def _is_open_on_purpose(cls, value: IPv4Address, info: ValidationInfo) -> IPv4Address:
         known = info.data
-        if not (value.is_loopback or known.get("gateway_keys") or known.get("gateway_insecure")):
+        if not (value.is_loopback or any(map(known.get, ("gateway_keys", "gateway_jwks", "gateway_insecure")))):
             raise ValueError(
-                "everyone who reaches this address could use the models: set GATEWAY_KEYS;"
+                "everyone who reaches this address could use the models: set GATEWAY_KEYS or GATEWAY_JWKS;"
                 " GATEWAY_INSECURE=true allows it, for example behind a proxy that checks its callers"
             )
         return value
