@@ -16,7 +16,7 @@ from millrace.rpc.server import READY, Server
 from millrace.rpc.service import run_service
 from millrace.rpc.threads import run_in_daemon_thread
 from millrace_protos import rest_pb2_grpc
-from millrace_protos.millrace_pb2_grpc import add_TextGenerationServicer_to_server
+from millrace_protos.millrace_pb2_grpc import PayloadLogStub, add_TextGenerationServicer_to_server
 from services.transformer.frontends.grpc import development
 from services.transformer.keys import KeyFile
 from services.transformer.settings import TransformerSettings
@@ -59,7 +59,9 @@ async def _serve(settings: TransformerSettings) -> None:
     from services.transformer.frontends.openai.embeddings import Embedder
     from services.transformer.frontends.openai.servicer import OpenAIServicer
     from services.transformer.frontends.v2_rest.servicer import OpenInferenceServicer
+    from services.transformer.generation.month_budget import MonthBudget, used_by_log
     from services.transformer.generation.pipeline import Pipeline
+    from services.transformer.generation.token_quota import TokenQuota
     from services.transformer.inference.infer import Inference
     from services.transformer.models.catalogue import Catalogue
     from services.transformer.models.direct_models import list_direct_models
@@ -96,7 +98,8 @@ async def _serve(settings: TransformerSettings) -> None:
     processors = {source.name: RunningProcessor(source, work) for source in settings.processors}
     catalogue = Catalogue(settings.models, predictor, replicas, pool, processors)
     generator = ResumingGenerator(links, predictor, settings.resume_limit)
-    pipeline = Pipeline(catalogue, generator, tap, bodies, settings.cached_tokens == "all")
+    quota = TokenQuota(MonthBudget(used_by_log(PayloadLogStub(log))))
+    pipeline = Pipeline(catalogue, generator, tap, bodies, settings.cached_tokens == "all", quota)
     public = (*_OWN, _PAYLOAD_LOG, *development.services(settings.development))
     server = Server.of("transformer", settings, public, settings.max_calls)
 

@@ -27,13 +27,14 @@ from tests.waiting import until
 
 KEYS = {
     name: "mr-" + secrets.token_urlsafe(32)
-    for name in ("root", "alice", "bob", "stranger", "later", "metered", "narrow")
+    for name in ("root", "alice", "bob", "stranger", "later", "metered", "monthly", "narrow")
 }
 METERED = 600  # Tokens in a minute.
 ENTRIES: list[dict[str, Any]] = [
     {"name": "root", "key": KEYS["root"], "role": "admin"},
     {"name": "alice", "key": KEYS["alice"], "models": ["storyteller"]},
     {"name": "metered", "key": KEYS["metered"], "tokens_per_minute": METERED},
+    {"name": "monthly", "key": KEYS["monthly"], "tokens_per_month": 5},
     {"name": "narrow", "key": KEYS["narrow"], "streams": 1},
     {"name": "bob", "key": KEYS["bob"], "models": ["normalizer"]},
 ]
@@ -218,6 +219,25 @@ async def test_what_a_key_allows_in_a_minute_is_not_exceeded_by_many_callers(key
     used = sum(await asyncio.gather(*(caller() for _ in range(20))))
     assert METERED - 50 < used <= METERED
     assert any("a minute metered has" in refusal for refusal in refusals)
+
+
+async def test_the_month_of_a_key_is_that_of_the_log(keyed: tuple[Stack, Path]) -> None:
+    stack, _ = keyed
+
+    async def statuses() -> list[int]:
+        answers = [
+            await rest(stack.gateway, "POST", "/v1/completions", TEN_TOKENS, **bearer("monthly")) for _ in range(2)
+        ]
+        return [answer.status for answer in answers]
+
+    assert await statuses() == [200, 429]
+
+    async def is_counted() -> bool:
+        usage = await rest(stack.gateway, "GET", "/millrace/v1/usage?group=client", None, **bearer("monthly"))
+        groups = usage.json.get("groups", [])
+        return [(group["client"], group["completion_tokens"]) for group in groups] == [("monthly", "10")]
+
+    await until(is_counted)
 
 
 async def test_requests_of_a_key_at_once(keyed: tuple[Stack, Path]) -> None:

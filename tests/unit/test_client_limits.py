@@ -1,12 +1,15 @@
-"""What a key allows at once and in a minute."""
+"""What a key allows at once, in a minute and in a month."""
+
+from datetime import UTC, datetime
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.clients import Client, Policy
-from millrace.errors import InvalidRequestError, OverloadedError
+from millrace.errors import InvalidRequestError, NotReadyError, OverloadedError
 from millrace.rpc.client_limits import ClientLimits, SlidingMinute
+from services.transformer.generation.month_budget import READ_AGAIN_S, MonthBudget
 from services.transformer.generation.token_quota import TokenQuota
 
 
@@ -79,7 +82,7 @@ def test_clients_that_are_gone_are_forgotten():
 
 def test_tokens_are_reserved_and_settled():
     clock = Clock()
-    quota, client = TokenQuota(clock), alice(tokens_per_minute=100)
+    quota, client = TokenQuota(clock=clock), alice(tokens_per_minute=100)
     with quota.reserved(client, 10, 50) as first:
         with pytest.raises(OverloadedError, match="alice has 40 left") as error, quota.reserved(client, 10, 50):
             pass
@@ -92,7 +95,7 @@ def test_tokens_are_reserved_and_settled():
 
 def test_a_cancelled_generation_is_charged_for_what_it_had():
     clock = Clock()
-    quota, client = TokenQuota(clock), alice(tokens_per_minute=100)
+    quota, client = TokenQuota(clock=clock), alice(tokens_per_minute=100)
 
     def generation():
         with quota.reserved(client, 30, 70) as reservation:
@@ -117,7 +120,7 @@ def test_what_no_minute_allows_is_refused_for_good():
 
 def test_together_they_never_exceed_the_limit():
     clock, charged = Clock(), 0
-    quota, client = TokenQuota(clock), alice(tokens_per_minute=10_000)
+    quota, client = TokenQuota(clock=clock), alice(tokens_per_minute=10_000)
     for _ in range(200):
         try:
             with quota.reserved(client, 100, 400) as reservation:
@@ -126,3 +129,62 @@ def test_together_they_never_exceed_the_limit():
         except OverloadedError:
             continue
     assert charged == 10_000
+
+
+class Log:
+    """What the logger counts, and how often it is asked."""
+
+    def __init__(self, used):
+        self.used = used
+        self.asked = []
+
+    async def __call__(self, client, since):
+        self.asked.append((client, since))
+        if self.used is None:
+            raise NotReadyError("no logger is ready")
+        return self.used
+
+
+MAY = datetime(2026, 5, 31, 23, 0, tzinfo=UTC)
+
+
+async def test_the_tokens_of_a_month_are_those_of_the_log_and_those_since():
+    clock, log = Clock(), Log(60)
+    budget, client = MonthBudget(log, lambda: MAY, clock), alice(tokens_per_month=100)
+    quota = TokenQuota(budget, clock)
+    await quota.check_month(client)
+    with quota.reserved(client, 10, 50) as reservation:
+        reservation.generated = 30
+    with pytest.raises(OverloadedError, match="alice has used the 100 tokens") as error:
+        await quota.check_month(client)
+    assert error.value.retry_after_ms == 3_600_000
+    assert log.asked == [("alice", datetime(2026, 5, 1, tzinfo=UTC))]
+    clock.now += READ_AGAIN_S
+    log.used = 99
+    await quota.check_month(client)
+    assert len(log.asked) == 2
+
+
+async def test_a_new_month_begins_with_nothing_used():
+    now, log = [MAY], Log(100)
+    budget, client = MonthBudget(log, lambda: now[0], Clock()), alice(tokens_per_month=100)
+    with pytest.raises(OverloadedError):
+        await budget.check(client)
+    now[0] = datetime(2026, 6, 1, tzinfo=UTC)
+    log.used = 0
+    await budget.check(client)
+    assert log.asked[-1] == ("alice", now[0])
+
+
+async def test_without_the_logger_generations_are_served():
+    log = Log(None)
+    budget, client = MonthBudget(log, lambda: MAY, Clock()), alice(tokens_per_month=100)
+    await budget.check(client)
+    await budget.check(client)
+    assert len(log.asked) == 1
+
+
+async def test_a_client_without_a_budget_asks_nothing():
+    log = Log(0)
+    await MonthBudget(log, lambda: MAY, Clock()).check(alice())
+    assert log.asked == []

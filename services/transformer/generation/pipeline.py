@@ -46,6 +46,7 @@ class Pipeline:
         tap: PayloadTap,
         bodies: BodyProcesses,
         reports_cached_tokens: bool = False,
+        quota: TokenQuota | None = None,
     ) -> None:
         self._catalogue = catalogue
         self._generator = generator
@@ -53,7 +54,7 @@ class Pipeline:
         self._bodies = bodies
         self._reports_cached_tokens = reports_cached_tokens
         self._admission = Admission()
-        self._quota = TokenQuota()
+        self._quota = quota or TokenQuota()
         self._telemetry = GenerationTelemetry(catalogue.lists)
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
@@ -69,6 +70,7 @@ class Pipeline:
                 with self._admission.admitted(request, model) as admitted:
                     async with first_token.in_time():
                         generation = await self._prepared(request, model)
+                        await self._quota.check_month(request.call.client)
                     with (
                         self._quota.reserved(request.call.client, *_size_of(generation)) as reservation,
                         closing(self._generator.open(generation, request.call.deadline, first_token)) as tokens,

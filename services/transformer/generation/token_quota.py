@@ -1,4 +1,4 @@
-"""Tokens a minute by client: a generation reserves its prompt and what it may generate at most, and settles at its end.
+"""Tokens by client, in a minute: a generation reserves its prompt and what it may generate, and settles at its end.
 
 So generations that run at the same time cannot exceed the limit together. A cancelled one is charged for its prompt and
 what it had generated. The counts are those of one process.
@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from millrace.clients import Client
 from millrace.errors import InvalidRequestError, OverloadedError
 from millrace.rpc.client_limits import SlidingMinute
+from services.transformer.generation.month_budget import MonthBudget
 
 _MAX_CLIENTS = 1000  # As millrace/rpc/client_limits.py.
 
@@ -27,9 +28,15 @@ class Reservation:
 class TokenQuota:
     """Owned by the event loop; one for all generations."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, month: MonthBudget | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._month = month
         self._clock = clock
         self._minutes: dict[str, SlidingMinute] = {}
+
+    async def check_month(self, client: Client) -> None:
+        """Raises OverloadedError where the client has used the tokens of its month (month_budget.py)."""
+        if self._month is not None:
+            await self._month.check(client)
 
     @contextmanager
     def reserved(self, client: Client, prompt_tokens: int, max_tokens: int) -> Iterator[Reservation]:
@@ -38,9 +45,21 @@ class TokenQuota:
         Raises OverloadedError where the client has to wait, and InvalidRequestError where it asks for more than its key
         allows in a minute.
         """
-        reservation, limit = Reservation(), client.policy.tokens_per_minute
+        reservation = Reservation()
+        with self._in_minute(client, prompt_tokens, max_tokens, reservation):
+            try:
+                yield reservation
+            finally:
+                if self._month is not None:
+                    self._month.add(client, prompt_tokens + reservation.generated)
+
+    @contextmanager
+    def _in_minute(
+        self, client: Client, prompt_tokens: int, max_tokens: int, reservation: Reservation
+    ) -> Iterator[None]:
+        limit = client.policy.tokens_per_minute
         if limit is None:
-            yield reservation
+            yield
             return
         wanted = prompt_tokens + max_tokens
         if wanted > limit:
@@ -58,7 +77,7 @@ class TokenQuota:
             )
         second = minute.add(wanted)
         try:
-            yield reservation
+            yield
         finally:
             minute.advance(self._clock())
             minute.add(min(0, prompt_tokens + reservation.generated - wanted), second)
