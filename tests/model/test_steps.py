@@ -157,6 +157,7 @@ async def test_log_probabilities_earlier_output_and_scores_of_the_prompt(predict
         ({"sampling": {"temperature": 9}}, "InvalidRequestError", "temperature"),
         ({"sampling": [1]}, "InvalidRequestError", "sampling must be a JSON object"),
         ({"output_ids": [1] * 13}, "InvalidRequestError", "output_ids has 13 tokens, max_tokens is 12"),
+        ({"weight": 0.0}, "InvalidRequestError", "weight must be positive, not 0"),
         ({"fingerprint": "another"}, "OtherWeightsError", "has other weights here"),
         ({"timeout_s": 0.0}, "DeadlineError", ""),
     ],
