@@ -1,0 +1,174 @@
+"""What keys, TLS and limits cost a call, and what a client with many streams costs one with few; through the gateway.
+
+`calls`: `ModelInfer` of 64 bytes by 16 callers, calls a second at a stack as `make up` starts it (`off`) and at one
+with TLS and a key that has limits it does not reach (`on`), both running, in turns. `first_token`: milliseconds to the
+first message of a `Generate` of the bundled model, one after another with a key of its own, alone (`quiet`) and
+`beside` 200 streams of another client of the same weight, which a process of its own keeps running.
+
+`python -m bench.keys` writes bench/results/keys.json; three minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import secrets
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import grpc
+import yaml
+
+from bench.runs import machine, parser, running_stack, write
+from bench.statistics import paired_ratios, quantile
+from bench.tensor_cases import CASES, INFER
+from millrace_protos.millrace_pb2 import GenerateRequest
+from millrace_protos.millrace_pb2_grpc import TextGenerationStub
+from runner.command import certificates
+
+_CASE = "tiny"
+_CLIENTS = ("light", "heavy")
+_STREAMS = 200
+_SETTLE_S, _PAUSE_S = 3.0, 0.05
+_HIGH = 100_000_000  # A limit out of reach.
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+def main() -> None:
+    options = parser(__doc__, "keys")
+    options.add_argument("--rounds", type=int, default=9)
+    options.add_argument("--seconds", type=float, default=3.0, help="of a measurement of calls")
+    options.add_argument("--requests", type=int, default=20, help="of the light client in each round of first tokens")
+    options.add_argument("--heavy", nargs=2, metavar=("ADDRESS", "KEY"), help=argparse.SUPPRESS)
+    given = options.parse_args()
+    if given.heavy:
+        asyncio.run(_heavy(*given.heavy))
+        return
+    report = asyncio.run(_measure(given))
+    write(given.out, {"machine": machine(), **report})
+    print(yaml.safe_dump(report, sort_keys=False))
+
+
+async def _measure(given: argparse.Namespace) -> dict[str, Any]:
+    keys = {name: "mr-" + secrets.token_urlsafe(32) for name in _CLIENTS}
+    limits = {"requests_per_minute": _HIGH, "tokens_per_minute": _HIGH, "streams": 10_000}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "keys.yaml").write_text(yaml.safe_dump([{"name": n, "key": k, **limits} for n, k in keys.items()]))
+        certificates.make(folder / "tls", ())
+        models = "storyteller=models/storyteller,echo=models/identity"
+        secured = {"gateway_keys": str(folder / "keys.yaml"), "gateway_tls": str(folder / "tls")}
+        async with running_stack(models=models) as off, running_stack(models=models, **secured) as on:
+            authority = grpc.ssl_channel_credentials((folder / "tls" / "authority.crt").read_bytes())
+            own: Metadata = (("authorization", f"Bearer {keys['light']}"),)
+            async with AsyncExitStack() as opened:
+                ways = {
+                    "off": (await opened.enter_async_context(grpc.aio.insecure_channel(off.gateway)), ()),
+                    "on": (
+                        await opened.enter_async_context(
+                            grpc.aio.secure_channel(on.settings.gateway_with_tls, authority)
+                        ),
+                        own,
+                    ),
+                }
+                calls = await _calls(given, ways)
+                first_token = await _first_tokens(given, ways["on"], on.gateway, keys["heavy"])
+    return {"calls": calls, "first_token": first_token}
+
+
+async def _calls(given: argparse.Namespace, ways: dict[str, tuple[grpc.aio.Channel, Metadata]]) -> dict[str, Any]:
+    per_s: dict[str, list[float]] = defaultdict(list)
+    for number in range(-1, given.rounds):
+        for name in random.sample(tuple(ways), len(ways)):
+            rate = await _rate(*ways[name], given.seconds)
+            if number >= 0:  # The first round warms up.
+                per_s[name].append(rate)
+    rates = {name: round(median(values), 1) for name, values in per_s.items()}
+    return {"per_s": rates, "on_to_off": round(median(paired_ratios(per_s["on"], per_s["off"])), 3)}
+
+
+async def _rate(channel: grpc.aio.Channel, metadata: Metadata, seconds: float) -> float:
+    call, request = channel.unary_unary(INFER), CASES[_CASE].request("echo")
+    ends, answers = time.monotonic() + seconds, 0
+
+    async def caller() -> None:
+        nonlocal answers
+        while time.monotonic() < ends:
+            await call(request, metadata=metadata, timeout=30)
+            answers += 1
+
+    began = time.monotonic()
+    await asyncio.gather(*(caller() for _ in range(CASES[_CASE].callers)))
+    return answers / (time.monotonic() - began)
+
+
+async def _first_tokens(
+    given: argparse.Namespace, way: tuple[grpc.aio.Channel, Metadata], gateway: str, key: str
+) -> dict[str, Any]:
+    times: dict[str, list[float]] = defaultdict(list)
+    for _ in range(2):
+        times["quiet"] += await _first_token_ms(*way, given.requests)
+        async with _running_heavy(gateway, key):
+            times["beside"] += await _first_token_ms(*way, given.requests)
+    cases = {
+        case: {"p50_ms": round(median(ms), 1), "p95_ms": round(quantile(ms, 0.95), 1)} for case, ms in times.items()
+    }
+    return cases | {"beside_to_quiet": round(median(times["beside"]) / median(times["quiet"]), 2)}
+
+
+async def _first_token_ms(channel: grpc.aio.Channel, metadata: Metadata, count: int) -> list[float]:
+    stub, found = TextGenerationStub(channel), []
+    for number in range(count):
+        request = GenerateRequest(model="storyteller", prompt=f"Once upon a time {number}", max_tokens=8)
+        began = time.monotonic()
+        call = stub.Generate(request, metadata=metadata, timeout=60)
+        await call.read()
+        found.append(1000 * (time.monotonic() - began))
+        async for _ in call:
+            pass
+        await asyncio.sleep(_PAUSE_S)
+    return found
+
+
+@asynccontextmanager
+async def _running_heavy(gateway: str, key: str) -> AsyncIterator[None]:
+    command = (sys.executable, "-m", "bench.keys", "--heavy", gateway, key)
+    process = await asyncio.create_subprocess_exec(*command)
+    try:
+        await asyncio.sleep(_SETTLE_S)
+        yield
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+async def _heavy(gateway: str, key: str) -> None:
+    """Streams one after another, until the process ends."""
+    async with grpc.aio.insecure_channel(gateway) as channel:
+        stub, metadata = TextGenerationStub(channel), (("authorization", f"Bearer {key}"),)
+
+        async def stream(number: int) -> None:
+            while True:
+                request = GenerateRequest(
+                    model="storyteller", prompt=f"A fox {number}", max_tokens=64, ignore_eos=True, chunk_tokens=64
+                )
+                try:
+                    async for _ in stub.Generate(request, metadata=metadata, timeout=60):
+                        pass
+                except grpc.aio.AioRpcError:  # Refused: the queue is full.
+                    await asyncio.sleep(_PAUSE_S)
+
+        await asyncio.gather(*(stream(number) for number in range(_STREAMS)))
+
+
+if __name__ == "__main__":
+    main()
