@@ -144,7 +144,7 @@ class Gateway:
     process: Process
     health: FakeHealth  # The transformer's.
     management: str
-    tls: str  # Empty without GATEWAY_TLS.
+    tls: str = ""  # Empty without GATEWAY_TLS.
 
     async def request(self, method: str, path: str, body: bytes = b"", **headers: str) -> Answer:
         return await asyncio.to_thread(self._request, method, path, body, headers)

@@ -164,6 +164,19 @@ async def test_by_rest(keyed: tuple[Stack, Path], who: str, header: str) -> None
         assert (name, answer.status) == (name, STATUSES[who].get(name, otherwise)), answer.body
 
 
+async def test_a_client_sees_the_models_alone_that_its_key_allows(keyed: tuple[Stack, Path]) -> None:
+    stack, _ = keyed
+    answer = await rest(stack.gateway, "GET", "/v1/models", None, **bearer("alice"))
+    assert [card["id"] for card in answer.json["data"]] == [MODEL]
+    for path in ("/v1/models/normalizer", "/v2/models/normalizer", "/v2/models/normalizer/config"):
+        assert (await rest(stack.gateway, "GET", path, None, **bearer("alice"))).status == 403
+        assert (await rest(stack.gateway, "GET", path, None, **bearer("root"))).status == 200
+    index = await rest(stack.gateway, "POST", "/v2/repository/index", {}, **bearer("alice"))
+    assert [model["name"] for model in index.json] == [MODEL]
+    # The only one that it may use needs no name.
+    assert (await rest(stack.gateway, "POST", "/v1/completions", {"prompt": "Once"}, **bearer("alice"))).status == 200
+
+
 async def test_keys_change_under_streams(keyed: tuple[Stack, Path]) -> None:
     stack, path = keyed
 

@@ -14,10 +14,12 @@ import grpc
 from google.protobuf.message import Message
 
 from millrace import __version__
+from millrace.clients import Client, client_of
 from millrace.errors import RequestFailedError
 from millrace.oip.model_description import config_of, metadata_of
 from millrace.oip.settings_servicer import OpenInferenceBase
 from millrace.oip.stream_infer import errors_as_status, multiplex
+from millrace.rpc.admission import call_metadata
 from millrace.rpc.call_context import CallContext, call_context, deadline_of
 from millrace.rpc.handlers import Context
 from millrace_protos import inference_pb2 as pb
@@ -107,6 +109,7 @@ class InferenceServicer(OpenInferenceBase):
         return pb.ServerMetadataResponse(name="millrace", version=__version__, extensions=_EXTENSIONS)
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
+        _client(context).check_model(request.name)
         model = self._catalogue.find(request.name, request.version)
         if isinstance(model, TextModel):
             return metadata_of(model.name, model.versions, text_tensors.describe(model))
@@ -123,6 +126,7 @@ class InferenceServicer(OpenInferenceBase):
         return await self._predictor.backoff(call.deadline).retry(lambda: self.ModelMetadata(request, context))
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
+        _client(context).check_model(request.name)
         model = self._catalogue.find(request.name, request.version)
         if isinstance(model, TextModel):
             return pb.ModelConfigResponse(config=config_of(model.name, text_tensors.describe(model)))
@@ -149,9 +153,9 @@ class InferenceServicer(OpenInferenceBase):
     # ------------------------------------------------------------------ the repository
 
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
-        response = pb.RepositoryIndexResponse()
+        response, may_use = pb.RepositoryIndexResponse(), _client(context).may_use
         for name, model_state in self._catalogue.states.items():
-            if model_state.state == READY or not request.ready:
+            if may_use(name) and (model_state.state == READY or not request.ready):
                 response.models.add(
                     name=name, version=model_state.version, state=model_state.state, reason=model_state.reason
                 )
@@ -194,6 +198,10 @@ class InferenceServicer(OpenInferenceBase):
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         add_GRPCInferenceServiceServicer_to_server(self, server)
         server.add_registered_method_handlers(SERVICE, handlers)
+
+
+def _client(context: Context) -> Client:
+    return client_of(call_metadata(context))
 
 
 def serialized(answer: Message | bytes) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any, Literal
 
+from millrace.clients import Client
 from millrace.errors import InvalidRequestError, NotFoundError, NotReadyError
 from millrace.oip.model_description import FINGERPRINT
 from services.transformer.models.catalogue import Catalogue
@@ -20,10 +21,10 @@ class OpenAIModels:
         self._catalogue = catalogue
         self._started = int(time.time())
 
-    def cards(self) -> list[dict[str, Any]]:
-        """All models that are loaded; one that loads is listed when it has."""
+    def cards(self, client: Client) -> list[dict[str, Any]]:
+        """All models that are loaded and that the client may use; one that loads is listed when it has."""
         cards = []
-        for name in self._catalogue.names:
+        for name in filter(client.may_use, self._catalogue.names):
             try:
                 cards.append(self.card(name))
             except (NotFoundError, NotReadyError):
@@ -45,11 +46,12 @@ class OpenAIModels:
         card["max_model_len"] = length  # As vLLM names it.
         return card | ({FINGERPRINT: model.fingerprint} if model.fingerprint else {})
 
-    def resolve(self, name: str, kind: Kind) -> str:
+    def resolve(self, name: str, kind: Kind, client: Client) -> str:
         """The model that a request names, or the only one of a kind where it names none; raises InvalidRequestError."""
         if name:
             return name
-        names = [card["id"] for card in self.cards() if card["kind"] == kind] or self._catalogue.names
+        loaded = [card["id"] for card in self.cards(client) if card["kind"] == kind]
+        names = loaded or [name for name in self._catalogue.names if client.may_use(name)]
         if len(names) != 1:
             raise InvalidRequestError(f"name a model; there are {', '.join(names) or 'none'}", param="model")
         return str(names[0])

@@ -14,7 +14,9 @@ from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
 
 from millrace import __version__
+from millrace.clients import client_of
 from millrace.errors import NotReadyError
+from millrace.rpc.admission import call_metadata
 from millrace.rpc.call_context import CallContext, call_context
 from millrace.rpc.handlers import Context
 from millrace_protos import rest_pb2, rest_pb2_grpc
@@ -70,10 +72,11 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
 
     @rest_errors(openai_error)
     async def Models(self, request: Empty, context: Context) -> AsyncGenerator[HttpBody, None]:
-        yield json_body({"object": "list", "data": self._models.cards()})
+        yield json_body({"object": "list", "data": self._models.cards(client_of(call_metadata(context)))})
 
     @rest_errors(openai_error)
     async def Model(self, request: rest_pb2.ModelRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
+        client_of(call_metadata(context)).check_model(request.model)
         yield json_body(self._models.card(request.model))
 
     @rest_errors(openai_error)
@@ -172,14 +175,14 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
 
     async def _tokenizer_for(self, name: str, call: CallContext) -> tuple[TextTokenizer, int | None]:
         """The tokenizer of a model, of the only one that generates where none is named, and the model's context."""
-        name = self._models.resolve(name, "generation")
+        name = self._models.resolve(name, "generation", call.client)
         return tokenizer_of(await self._catalogue.wait_for(name, "", call))
 
     async def _read(self, cls: type[RequestT], request: HttpBody, call: CallContext, kind: Kind) -> RequestT:
         """The request in a body, with its model's name; one that is refused is on record."""
         with self._pipeline.recording_refusals(call):
             parsed = await self._parsed(cls, request, call)
-            parsed.model = self._models.resolve(parsed.model, kind)
+            parsed.model = self._models.resolve(parsed.model, kind, call.client)
             return parsed
 
     async def _parsed(self, cls: type[RequestT], request: HttpBody, call: CallContext) -> RequestT:
