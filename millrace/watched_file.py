@@ -1,9 +1,13 @@
-"""An operator's file, read again when it changes; contents that cannot be used leave the last good ones in force."""
+"""Files between processes: an operator's file that is read again when it changes, and one that others read.
+
+Contents of the operator's that cannot be used leave the last good ones in force.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -74,3 +78,11 @@ class WatchedFile(Generic[T]):
 
     def _count(self, outcome: str) -> None:
         self._reloads.add(1, {"file": self._path.name, "outcome": outcome})
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file that others read: they see the whole old text or the whole new one. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(text)
+    unfinished.replace(path)

@@ -20,7 +20,6 @@ which has no keys, and passes name and policy on with each call (envoy/callers.l
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,7 +29,7 @@ from pydantic import Field, StringConstraints, TypeAdapter, ValidationError, mod
 
 from millrace.clients import Policy
 from millrace.errors import StartupError
-from millrace.watched_file import WatchedFile
+from millrace.watched_file import WatchedFile, replace_file
 
 MAX_ENTRIES = 10_000
 _LEAST_KEY, _MOST_KEY = 16, 512
@@ -121,18 +120,10 @@ class KeyFile:
         await self._file.watch(self._write)
 
     def _write(self, entries: Sequence[Entry]) -> None:
-        _replace(self._gateway_file, digests(entries))
-
-
-def _replace(path: Path, text: str) -> None:
-    """Replaces a file as a whole; raises ValueError if it cannot be written."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(text)
-        unfinished.replace(path)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written: {error.strerror}") from None
+        try:
+            replace_file(self._gateway_file, digests(entries))
+        except OSError as error:
+            raise ValueError(f"{self._gateway_file} cannot be written: {error.strerror}") from None
 
 
 def _first_fault(error: ValidationError, document: list[Any]) -> str:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-from collections.abc import Iterable
 from pathlib import Path
 
+from millrace.watched_file import replace_file
 from services.transformer.models.catalogue import Catalogue
 
 logger = logging.getLogger(__name__)
@@ -28,17 +27,10 @@ async def list_direct_models(path: Path, catalogue: Catalogue) -> None:
         names = sorted(catalogue.direct_names)
         if names != written:
             try:
-                await asyncio.to_thread(_replace, path, names)
+                await asyncio.to_thread(replace_file, path, "".join(f"{name}\n" for name in names))
                 written = names
             except OSError as error:
                 logger.warning("%s cannot be written, all calls go through the transformer: %s", path, error.strerror)
                 await asyncio.sleep(_RETRY_S)
                 continue
         await changed.wait()
-
-
-def _replace(path: Path, names: Iterable[str]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text("".join(f"{name}\n" for name in names))
-    unfinished.replace(path)
