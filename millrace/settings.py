@@ -75,7 +75,7 @@ class ServiceSettings(BaseSettings):
         ),
     )
     max_idle_calls_per_client: int = Field(
-        1024,
+        3072,
         ge=1,
         description=(
             "Maximum of such calls of one caller, which is a client's name or, without keys, an address; beyond it "

@@ -65,7 +65,7 @@ class Admission:
         max_idle: int = 4096,
         idle_timeout_s: float = 3600.0,
         max_unfinished: int = 2 * MAX_MESSAGE_BYTES,
-        max_idle_of_one: int = 1024,
+        max_idle_of_one: int = 3072,
     ) -> None:
         self.budget = budget or ByteBudget()
         self._max_calls = max_calls

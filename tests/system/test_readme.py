@@ -22,9 +22,11 @@ TEXT = "\n".join(page.read_text() for page in PAGES)
 BUF = ROOT / ".tools" / "node_modules" / ".bin"
 PATH = f"{BUF}{os.pathsep}{os.environ['PATH']}"
 # Not to be had, a download of gigabytes, containers, what the fixture runs with other ports, or what
-# tests/process/test_gateway_tls.py runs.
+# tests/process/test_gateway_tls.py and tests/system/test_keys.py run.
 NOT_RUN = (
     "make certs",
+    "make key",
+    'curl http://127.0.0.1:8080/v1/models -H "Authorization',
     "curl --cacert",
     "docker compose -f",
     "grpcurl",
@@ -145,6 +147,10 @@ def test_the_commands_of_the_readme_work(make_up, command):
         assert '"text_output"' in output
     elif "/metrics" in command:
         assert 'gen_ai_server_time_to_first_token_seconds_count{gen_ai_operation_name="' in output
+    elif "/usage" in command:
+        while '"groups"' not in output:  # Until a record is committed, or pytest's timeout.
+            time.sleep(0.05)
+            output = run(["bash", "-c", command], make_up)
     elif "export" in command:
         assert (make_up.folder / "payloads.parquet").stat().st_size > 1000
     else:
@@ -154,7 +160,7 @@ def test_the_commands_of_the_readme_work(make_up, command):
 
 
 def test_the_commands_of_the_readme_are_all_looked_at():
-    assert len(COMMANDS) == 8
+    assert len(COMMANDS) == 9
     assert all(any(block.startswith(start) for block in blocks("sh")) for start in NOT_RUN)
 
 
