@@ -130,10 +130,10 @@ async def _first_token_ms(channel: grpc.aio.Channel, metadata: Metadata, count: 
     for number in range(count):
         request = GenerateRequest(model="storyteller", prompt=f"Once upon a time {number}", max_tokens=8)
         began = time.monotonic()
-        call = stub.Generate(request, metadata=metadata, timeout=60)
-        await call.read()
+        messages = aiter(stub.Generate(request, metadata=metadata, timeout=60))
+        await anext(messages)
         found.append(1000 * (time.monotonic() - began))
-        async for _ in call:
+        async for _ in messages:
             pass
         await asyncio.sleep(_PAUSE_S)
     return found
