@@ -1,8 +1,8 @@
 -- The headers of every call, checked at the door, and what the transcoder leaves undone for REST clients.
 --
--- Requests of every protocol: who may call is in callers.lua. What gRPC and the services parse out of headers is refused here where they could not
--- (400, INVALID_ARGUMENT), and so are more headers than they take (431, RESOURCE_EXHAUSTED). Beyond that gRPC calls pass
--- untouched.
+-- Requests of every protocol: who may call is in callers.lua. What gRPC and the services parse out of headers is refused
+-- here where they could not (400, INVALID_ARGUMENT), and so are more headers than they take (431, RESOURCE_EXHAUSTED).
+-- Beyond that gRPC calls pass untouched.
 -- Requests of REST: the transcoder holds a body whole until its last byte has come, so the bytes that a worker of Envoy
 -- holds, or has promised to, are bounded (429). The service keeps the deadlines of the headers x-timeout-ms and
 -- x-first-token-timeout-ms, so that it can say in the stream that one passed; the gRPC deadline, a second after the

@@ -18,6 +18,7 @@ from millrace.errors import ForbiddenError, UnauthenticatedError
 
 CLIENT = "x-millrace-client"
 POLICY = "x-millrace-policy"
+NAME_PATTERN = r"^[A-Za-z0-9._:@|-]{1,128}$"  # Of a client's name; envoy/callers.lua has it for the subjects of tokens.
 _FORWARDED_FOR = "x-forwarded-for"
 
 
@@ -71,13 +72,7 @@ ANYONE = Client("", Policy(role="admin"))
 
 def client_of(metadata: Iterable[tuple[str, str | bytes]] | Mapping[str, str]) -> Client:
     """The client of a call by its metadata; raises UnauthenticatedError if a policy cannot be read."""
-    items = metadata.items() if isinstance(metadata, Mapping) else metadata
-    name = policy = ""
-    for key, value in items:
-        if key == CLIENT and isinstance(value, str):
-            name = value
-        elif key == POLICY and isinstance(value, str):
-            policy = value
+    name, policy = _values(metadata.items() if isinstance(metadata, Mapping) else metadata, CLIENT, POLICY)
     return _client(name, policy) if name else ANYONE
 
 
@@ -86,14 +81,20 @@ def caller_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
 
     "" of what comes from another service. IPv6 addresses of one /64 are one caller: a single host has as many.
     """
-    name = forwarded = ""
-    for key, value in metadata:
-        if key == CLIENT and isinstance(value, str):
-            name = value
-        elif key == _FORWARDED_FOR and isinstance(value, str):
-            forwarded = value
+    name, forwarded = _values(metadata, CLIENT, _FORWARDED_FOR)
     # The gateway appends the address; the caller may have sent everything before it.
     return name or _network(forwarded.rpartition(",")[2].strip())
+
+
+def _values(metadata: Iterable[tuple[str, str | bytes]], first: str, second: str) -> tuple[str, str]:
+    """The last values of two names, "" for none, in one pass."""
+    of_first = of_second = ""
+    for key, value in metadata:
+        if key == first and isinstance(value, str):
+            of_first = value
+        elif key == second and isinstance(value, str):
+            of_second = value
+    return of_first, of_second
 
 
 @lru_cache(maxsize=1024)

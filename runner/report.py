@@ -61,12 +61,11 @@ class Report:
         ]
 
     def _next_steps(self) -> list[tuple[str, str]]:
-        stack = self._stack
-        request = {"model": stack.settings.first_model, "stream": True, "prompt": "Once upon a time"}
-        settings = stack.settings
+        stack, settings = self._stack, self._stack.settings
+        request = {"model": settings.first_model, "stream": True, "prompt": "Once upon a time"}
         key = " -H 'Authorization: Bearer KEY'" if settings.gateway_keys or settings.gateway_jwks else ""
         return [
-            *([("with TLS", f"https://{stack.settings.gateway_with_tls}/")] if stack.settings.gateway_tls else []),
+            *([("with TLS", f"https://{settings.gateway_with_tls}/")] if settings.gateway_tls else []),
             ("playground", f"http://{stack.gateway}/"),
             ("call", f"curl -N http://{stack.gateway}/v1/completions{key} -d '{json.dumps(request)}'"),
             ("check", self._check()),

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from millrace.clients import Client, client_of
 from millrace.deadline import NO_DEADLINE, Deadline
@@ -40,7 +41,7 @@ class CallContext:
         """Since the arrival."""
         return time.monotonic() - self.arrived
 
-    @property
+    @cached_property
     def client(self) -> Client:
         """Who calls."""
         return client_of(self.metadata)

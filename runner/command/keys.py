@@ -8,16 +8,16 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
+from millrace.clients import NAME_PATTERN
 from millrace.errors import StartupError
 from runner.settings import HOME
 
 FILE = HOME / "keys" / "keys.yaml"
-_NAME = r"[A-Za-z0-9._:@|-]{1,128}"
 
 
 def add(file: Path, name: str, role: str, models: Sequence[str]) -> str:
     """Appends an entry and returns the key; raises StartupError with one line."""
-    if not re.fullmatch(_NAME, name):
+    if not re.fullmatch(NAME_PATTERN, name):
         raise StartupError(f"{name}: a client's name has 1 to 128 of A-Z a-z 0-9 . _ : @ | -")
     key = "mr-" + secrets.token_urlsafe(32)
     entry = f"- name: {name}\n  sha256: {hashlib.sha256(key.encode()).hexdigest()}\n  role: {role}\n"

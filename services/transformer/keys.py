@@ -27,14 +27,14 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError, model_validator
 
-from millrace.clients import Policy
+from millrace.clients import NAME_PATTERN, Policy
 from millrace.errors import StartupError
 from millrace.watched_file import WatchedFile, replace_file
 
 MAX_ENTRIES = 10_000
 _LEAST_KEY, _MOST_KEY = 16, 512
 
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:@|-]{1,128}$")]
+Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Key = Annotated[str, StringConstraints(pattern=rf"^[!-~]{{{_LEAST_KEY},{_MOST_KEY}}}$")]
 
