@@ -76,7 +76,8 @@ class StackSettings(BaseSettings):
     management_port: Port = Field(
         8081,
         description="Port on loopback where load, unload, the payload log and the settings of logs and traces are"
-        " always served; the public port serves them only if it listens on loopback itself.",
+        " served. Without keys the public port serves them only if it listens on loopback itself; with keys, a key"
+        " decides at both.",
     )
     gateway_inner_port: Port = Field(8090, description="Port that leads from the transformer to the predictors.")
     gateway_admin_port: Port = Field(9901, description="Envoy's admin port.")
