@@ -188,12 +188,18 @@ async def test_a_client_sees_the_models_alone_that_its_key_allows(keyed: tuple[S
 
 async def test_keys_change_under_streams(keyed: tuple[Stack, Path]) -> None:
     stack, path = keyed
+    started = asyncio.Semaphore(0)
 
     async def stream(open_channel: grpc.aio.Channel) -> int:
         request = millrace_pb2.GenerateRequest(model=MODEL, prompt="Once", max_tokens=200, ignore_eos=True)
         metadata = tuple(bearer("alice").items())
         responses = TextGenerationStub(open_channel).Generate(request, metadata=metadata, timeout=TIMEOUT_S)
-        return sum([len(response.token_ids) async for response in responses])
+        tokens = 0
+        async for response in responses:
+            if tokens == 0:
+                started.release()
+            tokens += len(response.token_ids)
+        return tokens
 
     async def refused(name: str) -> bool:
         answer = await rest(stack.gateway, "GET", "/v1/models", None, **bearer(name))
@@ -202,6 +208,8 @@ async def test_keys_change_under_streams(keyed: tuple[Stack, Path]) -> None:
     async with channel(stack.gateway) as open_channel:
         streams = [asyncio.create_task(stream(open_channel)) for _ in range(STREAMS)]
         try:
+            for _ in streams:
+                await asyncio.wait_for(started.acquire(), TIMEOUT_S)
             write(path, [*ENTRIES[:1], ENTRIES[1] | {"key": KEYS["later"]}])
             changed = time.monotonic()
             while not await refused("alice"):
