@@ -7,6 +7,7 @@
 -- digest, name, role and the rest of the policy between tabs. Tokens (JWT) are verified by Envoy's jwt_authn before; an
 -- entry with the name of a token's subject gives its policy.
 
+local rate_limits = require("rate_limits")
 local sha256 = require("sha256")
 
 local CLIENT, POLICY = "x-millrace-client", "x-millrace-policy"
@@ -68,7 +69,12 @@ local function read_again()
   end
   content, client_of_digest, policy_of_name, client_of_key = text, {}, {}, {}
   for digest, name, role, policy in (text or ""):gmatch("(%x+)\t([^\t\n]+)\t(%a+)\t([^\t\n]*)\n") do
-    client_of_digest[digest] = { name = name, role = role, policy = with_role(role, policy) }
+    client_of_digest[digest] = {
+      name = name,
+      role = role,
+      policy = with_role(role, policy),
+      limit = rate_limits.limit_of(policy),
+    }
     policy_of_name[name] = policy
   end
 end
@@ -88,7 +94,8 @@ local function client_of_token(handle)
     return nil
   end
   local role = payload["millrace_role"] == "admin" and "admin" or "user"
-  return { name = name, role = role, policy = with_role(role, policy_of_name[name] or "") }
+  local policy = policy_of_name[name] or ""
+  return { name = name, role = role, policy = with_role(role, policy), limit = rate_limits.limit_of(policy) }
 end
 
 -- jwt_authn has removed the header of a token that is valid, so that such a call may have no key.
@@ -159,8 +166,9 @@ local function check_key(handle, headers)
   local client = client_of(handle, key)
   headers:remove("authorization")
   headers:remove("x-api-key")
+  local path = (headers:get(":path") or ""):match("^[^?]*")
   if client == nil then
-    if is_open((headers:get(":path") or ""):match("^[^?]*")) then
+    if is_open(path) then
       return nil, nil
     elseif FILE ~= "" and content == nil then
       return "503", "the transformer has not read the keys yet"
@@ -171,6 +179,9 @@ local function check_key(handle, headers)
   headers:replace(POLICY, client.policy)
   if client.role ~= "admin" then
     close(handle, "settings")
+  end
+  if client.limit and not is_open(path) then
+    rate_limits.mark(handle, client)
   end
   return nil, nil
 end

@@ -13,6 +13,7 @@
 -- errors alone, so that streams stay unbuffered.
 
 local callers = require("callers")
+local rate_limits = require("rate_limits")
 
 local METADATA = "millrace.rest"
 local INTERNAL = {
@@ -255,6 +256,7 @@ function envoy_on_request(handle)
 end
 
 function envoy_on_response(handle)
+  rate_limits.rename(handle)
   local rest = handle:streamInfo():dynamicMetadata():get(METADATA)
   if rest == nil then
     return

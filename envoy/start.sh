@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs Envoy in its container, with the arguments given and the configuration beside this file, into which
-# GATEWAY_ALLOWED_ORIGINS, GATEWAY_TLS and GATEWAY_JWKS are written as runner/envoy_config.py does it; refuses the settings
-# that runner/ refuses. Envoy itself cuts every call at SIGTERM; here it takes no new ones, and those in flight have
+# GATEWAY_ALLOWED_ORIGINS, GATEWAY_TLS, GATEWAY_JWKS and GATEWAY_RATE_LIMIT_SERVICE are written as runner/envoy_config.py
+# does it; refuses the settings that runner/ refuses. Envoy itself cuts every call at SIGTERM; here it takes no new ones, and those in flight have
 # DRAIN_S seconds first. At SIGHUP another Envoy, which reads all files anew, takes over its sockets, and the one before
 # goes on with the calls that it has, for RELOAD_PATIENCE_S. Bash alone: the image has no curl.
 set -euo pipefail
@@ -53,6 +53,19 @@ check_access() {
   done
 }
 
+# Whether the settings of the rate limit service are as runner/settings.py has them.
+check_rate_limits() {
+  local endpoint='^([A-Za-z0-9.-]+:[1-9][0-9]{0,4})?$' service=${GATEWAY_RATE_LIMIT_SERVICE:-}
+  if ! [[ $service =~ $endpoint ]] || [[ ${service##*:} -gt 65535 ]]; then
+    echo "GATEWAY_RATE_LIMIT_SERVICE=$service: is not host:port" >&2
+    return 78
+  fi
+  if ! [[ ${GATEWAY_RATE_LIMIT_REQUIRED:-false} =~ ^(true|false)$ ]]; then
+    echo "GATEWAY_RATE_LIMIT_REQUIRED=$GATEWAY_RATE_LIMIT_REQUIRED: is neither true nor false" >&2
+    return 78
+  fi
+}
+
 # A file beside this one with the values of settings, whose letters mean nothing in YAML, and the lines behind their marks.
 filled() {
   local text name jwks_folder=
@@ -68,6 +81,12 @@ filled() {
     text=${text//'<GATEWAY_JWKS_FOLDER>'/"$jwks_folder"}
     for name in GATEWAY_JWKS GATEWAY_JWT_ISSUER GATEWAY_JWT_AUDIENCE; do text=${text//"<$name>"/"${!name}"}; done
   fi
+  if [ -n "${GATEWAY_RATE_LIMIT_SERVICE:-}" ]; then
+    text=${text//'#LIMITS '/}
+    text=${text//'<GATEWAY_RATE_LIMIT_HOST>'/"${GATEWAY_RATE_LIMIT_SERVICE%:*}"}
+    text=${text//'<GATEWAY_RATE_LIMIT_PORT>'/"${GATEWAY_RATE_LIMIT_SERVICE##*:}"}
+    text=${text//'<GATEWAY_RATE_LIMIT_REQUIRED>'/"${GATEWAY_RATE_LIMIT_REQUIRED:-false}"}
+  fi
   printf '%s\n' "${text//'<STATE>'/"$state"}"
 }
 
@@ -80,6 +99,7 @@ configuration() {
   fi
   matchers=${origins:+"{exact: \"${origins//,/'"}, {exact: "'}\"}"}
   check_access || return
+  check_rate_limits || return
   if [ -n "${GATEWAY_TLS:-}" ]; then
     filled certificate.yaml >"$state/certificate.yaml" || return
     filled client_authority.yaml >"$state/client_authority.yaml" || return

@@ -1,7 +1,8 @@
-"""What GATEWAY_TLS and GATEWAY_JWKS switch on in the gateway's configuration, as envoy/start.sh does in a container.
+"""What GATEWAY_TLS, GATEWAY_JWKS and GATEWAY_RATE_LIMIT_SERVICE switch on in the gateway's configuration, as
+envoy/start.sh does in a container.
 
-Lines of `envoy/envoy.yaml` behind the marks #TLS, #CLIENTS and #JWT are read where the setting is there, and <NAME> in
-them is a setting's value. The certificates are files of their own beside the derived configuration, because Envoy reads
+Lines of `envoy/envoy.yaml` behind the marks #TLS, #CLIENTS, #JWT and #LIMITS are read where the setting is there, and
+<NAME> in them is a setting's value. The certificates are files of their own beside the derived configuration, because Envoy reads
 only such secrets again when they change. Whether the files of the settings can be used is checked before Envoy starts:
 StartupError with one line.
 """
@@ -56,6 +57,16 @@ def fill(text: str, settings: StackSettings) -> str:
             "<GATEWAY_JWKS>": str(file),
             "<GATEWAY_JWT_ISSUER>": settings.gateway_jwt_issuer,
             "<GATEWAY_JWT_AUDIENCE>": settings.gateway_jwt_audience,
+        }
+        for mark, value in values.items():
+            text = text.replace(mark, value)
+    if settings.gateway_rate_limit_service:
+        host, _, port = settings.gateway_rate_limit_service.rpartition(":")
+        values = {
+            "#LIMITS ": "",
+            "<GATEWAY_RATE_LIMIT_HOST>": host,
+            "<GATEWAY_RATE_LIMIT_PORT>": port,
+            "<GATEWAY_RATE_LIMIT_REQUIRED>": str(settings.gateway_rate_limit_required).lower(),
         }
         for mark, value in values.items():
             text = text.replace(mark, value)

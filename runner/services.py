@@ -178,6 +178,7 @@ def gateway_environment(settings: StackSettings) -> Environment:
         "DIRECT_MODELS": str(direct_models(settings)),
         "KEY_DIGESTS": str(key_digests(settings) or ""),
         "GATEWAY_JWKS": settings.gateway_jwks,
+        "GATEWAY_RATE_LIMIT_SERVICE": settings.gateway_rate_limit_service,
         # Each worker limits the bodies of REST requests separately, and accepts one of 60 MiB at least
         # (rest_errors.lua).
         "REST_BODIES_MIB": str(max(80, 512 // _envoy_workers())),

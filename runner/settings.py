@@ -37,6 +37,8 @@ _PASSED_ON = ("TRANSFORMER_", "PREDICTOR_", "LOGGER_", "OTEL_", "HF_")
 
 _ORIGIN = r"https?://[A-Za-z0-9.\[\]:-]+"
 _HOST = r"[A-Za-z0-9.-]+"
+_HOST_AND_PORT = rf"{_HOST}:([1-9][0-9]{{0,4}})"
+_MAX_PORT = 65535
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 MetricsPort = Annotated[int, Field(ge=0, le=65535)]  # 0: no page.
@@ -73,6 +75,14 @@ class StackSettings(BaseSettings):
     gateway_tls_port: Port = Field(8443, description="The public port with TLS, where GATEWAY_TLS is set.")
     gateway_jwt_issuer: str = Field("", description="The issuer (iss) of the tokens of GATEWAY_JWKS.")
     gateway_jwt_audience: str = Field("", description="Who the tokens of GATEWAY_JWKS must be for (aud).")
+    gateway_rate_limit_service: str = Field(
+        "",
+        description="host:port of a rate limit service that speaks Envoy's protocol and counts the requests of clients"
+        " with requests_per_minute for all gateways and processes. Empty: each process counts its own.",
+    )
+    gateway_rate_limit_required: bool = Field(
+        False, description="Whether those clients' calls are refused (503) while that service does not answer."
+    )
     management_port: Port = Field(
         8081,
         description="Port on loopback where load, unload, the payload log and the settings of logs and traces are"
@@ -150,6 +160,14 @@ class StackSettings(BaseSettings):
         if not re.fullmatch(rf"(\*|{_HOST}(,{_HOST})*)?", value):
             raise ValueError("is neither * nor a comma list of host names such as models.example.com")
         return value.lower()
+
+    @field_validator("gateway_rate_limit_service")
+    @classmethod
+    def _is_an_endpoint(cls, value: str) -> str:
+        endpoint = re.fullmatch(_HOST_AND_PORT, value)
+        if value and (endpoint is None or int(endpoint[1]) > _MAX_PORT):
+            raise ValueError("is not host:port")
+        return value
 
     @field_validator("gateway_tls", "gateway_jwks")
     @classmethod

@@ -1,4 +1,5 @@
-"""TLS and tokens are configured alike by the container's entry point and by the local runner, and refused alike."""
+"""TLS, tokens and the rate limit service are configured alike by the container's entry point and by the local runner,
+and refused alike."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from millrace.errors import StartupError
 from runner import envoy_config, gateway_access
@@ -19,6 +21,7 @@ from tests.support.tokens import AUDIENCE, ISSUER, SigningKey, publish
 
 Config = dict[str, Any]
 JWT = "envoy.filters.http.jwt_authn"
+LIMITS = "envoy.filters.http.ratelimit"
 
 
 @pytest.fixture
@@ -32,6 +35,8 @@ def access(tmp_path: Path) -> dict[str, str]:
         "GATEWAY_JWKS": str(folder / "jwks.json"),
         "GATEWAY_JWT_ISSUER": f"{ISSUER}/a?b=c&d=#e",
         "GATEWAY_JWT_AUDIENCE": AUDIENCE,
+        "GATEWAY_RATE_LIMIT_SERVICE": "limits.example:8081",
+        "GATEWAY_RATE_LIMIT_REQUIRED": "true",
     }
 
 
@@ -45,14 +50,16 @@ def listeners(config: Config) -> dict[str, Config]:
 
 def parts(config: Config) -> list[Any]:
     """What the settings add."""
-    of_tokens = [one for one in connection_manager(config, "ingress")["http_filters"] if one["name"] == JWT]
-    clusters = [one for one in config["static_resources"]["clusters"] if one["name"] == "jwks"]
+    added = [one for one in connection_manager(config, "ingress")["http_filters"] if one["name"] in (JWT, LIMITS)]
+    clusters = [one for one in config["static_resources"]["clusters"] if one["name"] in ("jwks", "rate_limits")]
     own = [listeners(config).get(name, {}) for name in ("tls", "jwks")]
     sockets = [(chain.get("transport_socket")) for one in own for chain in one.get("filter_chains", ())]
-    return [config.get("node"), of_tokens, clusters, sockets, listeners(config).get("jwks")]
+    return [config.get("node"), added, clusters, sockets, listeners(config).get("jwks")]
 
 
-@pytest.mark.parametrize("switched_on", [("GATEWAY_TLS",), ("GATEWAY_JWKS", "GATEWAY_JWT"), ("GATEWAY_",)])
+@pytest.mark.parametrize(
+    "switched_on", [("GATEWAY_TLS",), ("GATEWAY_JWKS", "GATEWAY_JWT"), ("GATEWAY_RATE",), ("GATEWAY_",)]
+)
 def test_the_container_has_what_the_local_runner_has(
     tmp_path: Path, access: dict[str, str], switched_on: tuple[str, ...]
 ) -> None:
@@ -67,6 +74,8 @@ def test_the_container_has_what_the_local_runner_has(
     assert written == [secret.read_text().rstrip("\n") for secret in secrets if secret.exists()]
     assert ("tls" in listeners(local)) == ("GATEWAY_TLS" in access)
     assert ("jwks" in listeners(local)) == ("GATEWAY_JWKS" in access)
+    limits = [one["typed_config"] for one in parts(local)[1] if one["name"] == LIMITS]
+    assert [limit["failure_mode_deny"] for limit in limits] == [True] * ("GATEWAY_RATE_LIMIT_SERVICE" in access)
     checked = validate("--config-path", str(tmp_path / "local.yaml"))
     assert checked.returncode == 0, checked.stderr
     assert "deprecated" not in checked.stderr.lower()
@@ -155,6 +164,24 @@ def test_letters_that_would_leave_their_place_are_refused_alike(
         refused = start(tmp_path, **access | {name: value})
         assert refused.returncode == 78, value
         with pytest.raises(ValueError, match=r"is a path without|is no name or URI"):
+            settings_of(tmp_path, access | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("GATEWAY_RATE_LIMIT_SERVICE", ("limits", "limits:", ":8081", "limits:0", "limits:65536", "a b:1", 'a":1')),
+        ("GATEWAY_RATE_LIMIT_REQUIRED", ("perhaps",)),
+    ],
+)
+def test_settings_of_the_rate_limit_service_are_refused_alike(
+    tmp_path: Path, access: dict[str, str], name: str, values: tuple[str, ...]
+) -> None:
+    for value in values:
+        refused = start(tmp_path, **access | {name: value})
+        assert refused.returncode == 78, value
+        assert refused.stderr.startswith(f"{name}={value}: is n")
+        with pytest.raises(ValidationError):
             settings_of(tmp_path, access | {name: value})
 
 
