@@ -49,6 +49,11 @@ class Client:
         return self.policy.requests_per_minute is not None or self.policy.streams is not None
 
     @property
+    def has_minute(self) -> bool:
+        """Whether it has a limit by the minute, of which it sees what remains."""
+        return self.policy.requests_per_minute is not None or self.policy.tokens_per_minute is not None
+
+    @property
     def is_admin(self) -> bool:
         return self.policy.role == "admin"
 

@@ -2,9 +2,9 @@
 envoy/start.sh does in a container.
 
 Lines of `envoy/envoy.yaml` behind the marks #TLS, #CLIENTS, #JWT and #LIMITS are read where the setting is there, and
-<NAME> in them is a setting's value. The certificates are files of their own beside the derived configuration, because Envoy reads
-only such secrets again when they change. Whether the files of the settings can be used is checked before Envoy starts:
-StartupError with one line.
+<NAME> in them is a setting's value. The certificates are files of their own beside the derived configuration, because
+Envoy reads only such secrets again when they change. Whether the files of the settings can be used is checked before
+Envoy starts: StartupError with one line.
 """
 
 from __future__ import annotations

@@ -21,10 +21,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from millrace.clients import Client, caller_of, client_of
-from millrace.errors import MillraceError, NotReadyError, OverloadedError
+from millrace.errors import MillraceError, NotReadyError, OverloadedError, UnauthenticatedError
 from millrace.rpc.byte_budget import COPIES, MAX_MESSAGE_BYTES, RETRY_AFTER_MS, SMALL_BYTES, ByteBudget
 from millrace.rpc.client_limits import ClientLimits
 from millrace.rpc.idle_calls import IdleCalls
+from millrace.rpc.response_head import Pairs, ResponseHead
 from millrace.telemetry.identity import Metadata
 
 if TYPE_CHECKING:
@@ -55,6 +56,12 @@ def call_metadata(context: Context) -> Metadata:
     return tuple(context.invocation_metadata() or ()) if call is None else call.metadata
 
 
+def head_of_call() -> ResponseHead:
+    """The head of the answer to the call that the task serves; one that nobody sends, if it serves none."""
+    call = _current.get()
+    return ResponseHead(tuple) if call is None else call.head
+
+
 class Admission:
     """Owned by the event loop; one for all calls of a server."""
 
@@ -72,7 +79,7 @@ class Admission:
         self._idle_timeout_s = idle_timeout_s
         self._open: set[Call] = set()
         self._in_flight = 0
-        self._limits = ClientLimits()
+        self.limits = ClientLimits()
         self._idle = IdleCalls(max_idle, max_idle_of_one, max_unfinished, self.budget)
         self._is_over = False
 
@@ -126,6 +133,12 @@ class Call:
         self._limited: Client | None = None  # Whose requests are counted too, once there is one.
         self._receives = False
         self._is_cut = False
+        self.head = ResponseHead(self._remaining)
+
+    @cached_property
+    def client(self) -> Client:
+        """Whose key the call has; raises UnauthenticatedError if its policy cannot be read."""
+        return client_of(self.metadata)
 
     @cached_property
     def caller(self) -> str:
@@ -153,7 +166,7 @@ class Call:
             admission._in_flight -= 1
         if self._limited is not None:
             for _ in range(self._requests):
-                admission._limits.finish(self._limited)
+                admission.limits.finish(self._limited)
         self._requests = 0
         if self._bytes:
             admission.budget.release(self._bytes)
@@ -193,10 +206,9 @@ class Call:
     def begin(self) -> None:
         """Counts one more request of the call as in flight; raises OverloadedError."""
         if self._limited is None and self._is_counted:
-            client = client_of(self.metadata)
-            self._limited = client if client.is_limited else None
+            self._limited = self.client if self.client.is_limited else None
         if self._limited is not None:
-            self._admission._limits.begin(self._limited)
+            self._admission.limits.begin(self._limited)
         if not self._requests:
             if self._is_counted:
                 self._admission.check_room()
@@ -205,12 +217,19 @@ class Call:
                 self._admission._idle.discard(self)
         self._requests += 1
 
+    def _remaining(self) -> Pairs:
+        """Headers of what the client may still do in this minute."""
+        try:
+            return self._admission.limits.remaining(self.client) if self.client.has_minute else ()
+        except UnauthenticatedError:  # With which the call ends.
+            return ()
+
     def finish(self) -> None:
         if not self._requests:
             return  # The call has ended.
         self._requests -= 1
         if self._limited is not None:
-            self._admission._limits.finish(self._limited)
+            self._admission.limits.finish(self._limited)
         if not self._requests:
             if self._is_counted:
                 self._admission._in_flight -= 1

@@ -1,6 +1,7 @@
 """What a client's key allows it at once and in a minute (millrace/clients.py), counted by one process of a service.
 
-The minute slides: of any 60 s in a row no more is granted than the limit. A client without limits costs nothing.
+The minute slides: of any 60 s in a row no more is granted than the limit. A client without limits costs nothing. What
+remains is in headers with the names and the durations of OpenAI's API: x-ratelimit-remaining-requests, 6m0s.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 
 from millrace.clients import Client
 from millrace.errors import OverloadedError
+from millrace.rpc.response_head import Pairs
 
 _SLOTS = 61  # Seconds, the one that has begun among them.
 _MAX_CLIENTS = 1000  # Beyond these, those that nothing is known of any more are forgotten.
@@ -50,6 +52,15 @@ class SlidingMinute:
             left -= self._slots[(self._second + 1 + age) % _SLOTS]
         return _SLOTS
 
+    def remaining(self, kind: str, limit: int) -> Pairs:
+        """Headers of what remains of a limit, and of the time until all of it does; `kind` is their last word."""
+        minutes, seconds = divmod(int(self.wait_s(limit, limit)), 60)
+        return (
+            (f"x-ratelimit-limit-{kind}", str(limit)),
+            (f"x-ratelimit-remaining-{kind}", str(max(0, limit - self.used))),
+            (f"x-ratelimit-reset-{kind}", f"{minutes}m{seconds}s" if minutes else f"{seconds}s"),
+        )
+
 
 @dataclass
 class _Usage:
@@ -63,6 +74,23 @@ class ClientLimits:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._clients: dict[str, _Usage] = {}
+        self._others: list[Callable[[Client], Pairs]] = []
+
+    def add(self, remaining: Callable[[Client], Pairs]) -> None:
+        """Has the headers of a limit that is counted elsewhere in the process among those of `remaining`."""
+        self._others.append(remaining)
+
+    def remaining(self, client: Client) -> Pairs:
+        """Headers of what remains to a client of its limits by the minute."""
+        headers: Pairs = ()
+        limit = client.policy.requests_per_minute
+        if limit is not None:
+            requests = self._usage(client.name).requests
+            requests.advance(self._clock())
+            headers = requests.remaining("requests", limit)
+        for other in self._others:
+            headers += other(client)
+        return headers
 
     def begin(self, client: Client) -> None:
         """Counts one more request in flight; raises OverloadedError beyond a limit."""

@@ -82,6 +82,7 @@ class _Method:
         self._yields = inspect.isasyncgenfunction(self._behaviour)
         self._reading = RequestReading(method, handler.request_deserializer or bytes)
         self._takes_stream = handler.request_streaming
+        self._streams = handler.response_streaming
         telemetry = server.telemetry
         self._telemetry = None if telemetry is None else telemetry.of(method, handler.response_streaming)
         factory: Any = (
@@ -112,28 +113,32 @@ class _Method:
             observed.end(code)
 
     async def _answer(self, context: Context, metadata: Metadata, observed: ObservedCall | None) -> Any:
+        call = self._server.admission.call(self._method, self._takes_stream, metadata)
         try:
-            async with self._server.admission.call(self._method, self._takes_stream, metadata) as call:
+            async with call:
                 if self._takes_stream:
                     request: Any = RequestStream(context, self._reading, call)
                 else:
                     request = await self._only_request(context, call)
                 if self._yields:
-                    await self._write_all(request, context, observed)
+                    await self._write_all(request, context, observed, call)
                     return None
                 result = self._behaviour(request, context)
-                return await result if inspect.isawaitable(result) else result
+                response = await result if inspect.isawaitable(result) else result
+                if not self._streams:
+                    await call.head.send(context)
+                return response
         except MillraceError as error:
-            await self._abort(context, error)
+            await self._abort(context, error, call)
         except grpc.aio.AbortError as aborted:
             _forget_at_end(aborted)
             raise
         except NotImplementedError:
             # What the generated base class raises for a method that a servicer does not override.
-            await self._abort(context, NotImplementedMethodError(f"{self._method} is not implemented"))
+            await self._abort(context, NotImplementedMethodError(f"{self._method} is not implemented"), call)
         except Exception:
             logger.exception("%s failed", self._method)
-            await self._abort(context, RequestFailedError("internal error"))
+            await self._abort(context, RequestFailedError("internal error"), call)
 
     async def _only_request(self, context: Context, call: Call) -> Any:
         raw: Any = await call.receive(context.read())
@@ -142,18 +147,20 @@ class _Method:
         call.begin()
         return await self._reading.only(raw, call)
 
-    async def _write_all(self, request: Any, context: Context, observed: ObservedCall | None) -> None:
+    async def _write_all(self, request: Any, context: Context, observed: ObservedCall | None, call: Call) -> None:
         """Writes the responses. Left to grpc, a call cancelled during a write would leave the generator open until the
         garbage collector came by, and the engine at work without a reader."""
         async with aclosing(self._behaviour(request, context)) as responses:
             async for response in responses:
+                if not call.head.is_sent:
+                    await call.head.send(context)
                 await context.write(response)
                 if observed is not None:
                     observed.first_message()
                     observed = None
 
-    async def _abort(self, context: Context, error: MillraceError) -> None:
-        earlier = tuple(context.trailing_metadata() or ())
+    async def _abort(self, context: Context, error: MillraceError, call: Call) -> None:
+        earlier = tuple(context.trailing_metadata() or ()) + call.head.take()
         try:
             await context.abort(error.status, error.message, earlier + error.trailing_metadata(self._server.hop))
         except grpc.aio.AbortError as aborted:

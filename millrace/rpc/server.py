@@ -26,6 +26,7 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc as reflection_v1alpha_gr
 from millrace.rpc.admission import Admission
 from millrace.rpc.byte_budget import MAX_MESSAGE_BYTES, ByteBudget
 from millrace.rpc.call_telemetry import CallTelemetry
+from millrace.rpc.client_limits import ClientLimits
 from millrace.rpc.hand_over import RETIRE, report_listening
 from millrace.rpc.handlers import CallInterceptor
 from millrace.rpc.health import HealthServicer
@@ -142,6 +143,11 @@ class Server:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._task_ended)
+
+    @property
+    def limits(self) -> ClientLimits:
+        """What clients may do in a minute, as this process counts it."""
+        return self._admission.limits
 
     def at_drain(self, drain: Callable[[float], Awaitable[None]]) -> None:
         """Registers a step that runs after health reports NOT_SERVING and before the server stops: it has so many

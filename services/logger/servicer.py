@@ -19,6 +19,7 @@ import grpc
 
 from millrace.clients import client_of
 from millrace.errors import ForbiddenError, InvalidRequestError, NotFoundError
+from millrace.rpc.admission import head_of_call
 from millrace.rpc.handlers import Context, Handler
 from millrace.rpc.rest_streams import errors_in_band
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
@@ -130,7 +131,7 @@ class PayloadLogServicer:
         _restrict(request, context)
         with self._tails.open(Filters(request), caller_of(context)) as tail:
             # Response headers signal that the tail is open: a query after them misses no record between the two.
-            await context.send_initial_metadata(())
+            await head_of_call().send(context, even_empty=True)
             async with aclosing(self._follow(tail, context)) as records:
                 async for record in records:
                     yield record

@@ -102,6 +102,7 @@ async def _serve(settings: TransformerSettings) -> None:
     pipeline = Pipeline(catalogue, generator, tap, bodies, settings.cached_tokens == "all", quota)
     public = (*_OWN, _PAYLOAD_LOG, *development.services(settings.development))
     server = Server.of("transformer", settings, public, settings.max_calls)
+    server.limits.add(quota.remaining)
 
     inference = InferenceServicer(Inference(pipeline, catalogue, Relay(predictor), tap), catalogue, predictor, replicas)
     inference.add_to_server(server.grpc)

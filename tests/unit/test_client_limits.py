@@ -69,6 +69,41 @@ def test_no_minute_has_more_than_the_limit(steps, limit):
         assert sum(amount for at, amount in granted if start <= at <= start + 60) <= limit
 
 
+def test_what_remains_is_in_the_headers_of_openais_api():
+    clock = Clock()
+    limits, quota = ClientLimits(clock), TokenQuota(clock=clock)
+    limits.add(quota.remaining)
+    client = alice(requests_per_minute=3, tokens_per_minute=100)
+
+    def remaining():
+        headers = dict(limits.remaining(client))
+        return [
+            tuple(headers[f"x-ratelimit-{word}-{kind}"] for word in ("limit", "remaining", "reset"))
+            for kind in ("requests", "tokens")
+        ]
+
+    assert remaining() == [("3", "3", "0s"), ("100", "100", "0s")]
+    limits.begin(client)
+    clock.now += 20
+    limits.begin(client)
+    with quota.reserved(client, 10, 50) as reservation:
+        assert remaining() == [("3", "1", "1m1s"), ("100", "40", "1m1s")]
+        reservation.generated = 5
+    clock.now += 41
+    assert remaining() == [("3", "2", "20s"), ("100", "85", "20s")]
+    clock.now += 20
+    assert remaining() == [("3", "3", "0s"), ("100", "100", "0s")]
+    assert limits.remaining(alice(streams=3)) == ()
+    assert len(limits.remaining(alice(tokens_per_minute=1))) == 3
+
+
+def test_a_limit_that_has_become_smaller_leaves_nothing():
+    limits = ClientLimits(Clock())
+    for _ in range(3):
+        limits.begin(alice(requests_per_minute=5))
+    assert ("x-ratelimit-remaining-requests", "0") in limits.remaining(alice(requests_per_minute=2))
+
+
 def test_clients_that_are_gone_are_forgotten():
     clock = Clock()
     limits = ClientLimits(clock)

@@ -24,8 +24,9 @@ import orjson
 from google.api.httpbody_pb2 import HttpBody
 
 from millrace.errors import MillraceError, RequestFailedError
-from millrace.rpc.admission import error_of_call
+from millrace.rpc.admission import error_of_call, head_of_call
 from millrace.rpc.handlers import Context
+from millrace.rpc.response_head import ResponseHead
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ def rest_errors(shape: Callable[[MillraceError], dict[str, Any]]) -> Callable[[H
         async def handle(self: Any, request: Any, context: Context) -> AsyncGenerator[HttpBody, None]:
             begun = False
             comments = None
-            head = _Head(context)
+            head = head_of_call()
             try:
                 async with aclosing(handler(self, request, context)) as bodies:
                     async for body in bodies:
@@ -82,13 +83,11 @@ def rest_errors(shape: Callable[[MillraceError], dict[str, Any]]) -> Callable[[H
                             comments = _Comments(context, body.after_s, head) if body.after_s else None
                             continue
                         if isinstance(body, Header):
-                            head.metadata += ((body.name, body.value),)
+                            head.add((body.name, body.value))
                             continue
                         begun = True
                         if comments is not None:
                             await comments.pause()
-                        if head.metadata:
-                            await head.send()
                         yield body
                         if comments is not None:
                             comments.go_on()
@@ -110,8 +109,7 @@ def rest_errors(shape: Callable[[MillraceError], dict[str, Any]]) -> Callable[[H
             if begun:
                 yield HttpBody(data=event(shape(error)))
             else:
-                head.metadata += error.trailing_metadata(_HOP)
-                await head.send()
+                head.add(*error.trailing_metadata(_HOP))
                 yield json_body(shape(error))
             # The body is out; the call itself ends as what it is, for gRPC callers and for the trace.
             raise error
@@ -121,26 +119,13 @@ def rest_errors(shape: Callable[[MillraceError], dict[str, Any]]) -> Callable[[H
     return decorate
 
 
-class _Head:
-    """The initial metadata of a call, until they are sent."""
-
-    def __init__(self, context: Context) -> None:
-        self.metadata: tuple[tuple[str, str], ...] = ()
-        self._context = context
-
-    async def send(self) -> None:
-        metadata, self.metadata = self.metadata, ()
-        if metadata:
-            await self._context.send_initial_metadata(metadata)
-
-
 class _Comments:
     """Writes comments into a call while nothing else is written: between `go_on`, or the beginning, and `pause`.
 
     One timer, which looks whether there was silence: a body costs two assignments.
     """
 
-    def __init__(self, context: Context, after_s: float, head: _Head) -> None:
+    def __init__(self, context: Context, after_s: float, head: ResponseHead) -> None:
         self.sent = False
         self._head = head
         self._context = context
@@ -181,7 +166,7 @@ class _Comments:
 
     async def _write(self) -> None:
         try:
-            await self._head.send()
+            await self._head.send(self._context)
             await self._context.write(_COMMENT)
         except Exception:  # The caller has left, which the call itself finds out.
             logger.debug("a comment was not written", exc_info=True)

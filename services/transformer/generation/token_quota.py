@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from millrace.clients import Client
 from millrace.errors import InvalidRequestError, OverloadedError
 from millrace.rpc.client_limits import SlidingMinute
+from millrace.rpc.response_head import Pairs
 from services.transformer.generation.month_budget import MonthBudget
 
 _MAX_CLIENTS = 1000  # As millrace/rpc/client_limits.py.
@@ -37,6 +38,15 @@ class TokenQuota:
         """Raises OverloadedError where the client has used the tokens of its month (month_budget.py)."""
         if self._month is not None:
             await self._month.check(client)
+
+    def remaining(self, client: Client) -> Pairs:
+        """Headers of what remains to a client of its minute, without what is reserved; none where it has no limit."""
+        limit = client.policy.tokens_per_minute
+        if limit is None:
+            return ()
+        minute = self._minute(client.name)
+        minute.advance(self._clock())
+        return minute.remaining("tokens", limit)
 
     @contextmanager
     def reserved(self, client: Client, prompt_tokens: int, max_tokens: int) -> Iterator[Reservation]:

@@ -15,6 +15,7 @@ from google.protobuf.empty_pb2 import Empty
 
 from millrace.errors import InvalidRequestError, MillraceError, NotFoundError, NotImplementedMethodError, NotReadyError
 from millrace.oip.body_tensors import HEADER_LENGTH
+from millrace.rpc.admission import head_of_call
 from millrace.rpc.call_context import CallContext, call_context
 from millrace.rpc.handlers import Context
 from millrace_protos import inference_pb2 as pb
@@ -79,7 +80,7 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
     async def Ready(self, request: Empty, context: Context) -> HttpBody:
         """200 where a generation would work now, else 503: what load balancers look at."""
         answer = await self._inference.ServerReady(pb.ServerReadyRequest(), context)
-        await _tell_readiness(answer.ready, context)
+        _tell_readiness(answer.ready)
         return json_body({"ready": answer.ready})
 
     async def ModelReady(self, request: ModelRequest, context: Context) -> HttpBody:
@@ -88,7 +89,7 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
         answer = await self._inference.ModelReady(message, context)
         if not answer.ready:
             await self._metadata(request, context)  # Which says so where there is none.
-        await _tell_readiness(answer.ready, context)
+        _tell_readiness(answer.ready)
         return json_body({"name": request.model, "ready": answer.ready})
 
     async def ModelMetadata(self, request: ModelRequest, context: Context) -> HttpBody:
@@ -112,7 +113,7 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
         body, header_length = await self._write_infer(infer_call, answer, call)
         if header_length is None:
             return HttpBody(content_type=JSON, data=body)
-        await context.send_initial_metadata(((HEADER_LENGTH, str(header_length)),))
+        head_of_call().add((HEADER_LENGTH, str(header_length)))
         return HttpBody(content_type=_BINARY, data=body)
 
     async def Generate(self, request: ModelBody, context: Context) -> HttpBody:
@@ -240,10 +241,10 @@ def _parsed(answer: pb.ModelInferResponse | bytes) -> pb.ModelInferResponse:
     return parsed_answer(answer) if isinstance(answer, bytes) else answer
 
 
-async def _tell_readiness(ready: bool, context: Context) -> None:
+def _tell_readiness(ready: bool) -> None:
     """The answer keeps its body where its status is 503."""
     if not ready:
-        await context.send_initial_metadata(NotReadyError("not ready", hop="predictor").trailing_metadata(""))
+        head_of_call().add(*NotReadyError("not ready", hop="predictor").trailing_metadata(""))
 
 
 def _header_length(call: CallContext) -> int | None:

@@ -1,0 +1,107 @@
+"""Every answer to a client with limits says what remains of them, however the call goes; others get nothing more."""
+
+import grpc
+import pytest
+
+from millrace.clients import CLIENT, POLICY
+from millrace.errors import NotFoundError
+from millrace.rpc.admission import Admission, head_of_call
+from millrace.rpc.server import Server
+
+LIMITED = ((CLIENT, "alice"), (POLICY, '{"requests_per_minute": 3}'))
+OWN = ("x-own", "1")
+REMAINING = "x-ratelimit-remaining-requests"
+
+
+class Answers(grpc.GenericRpcHandler):
+    """`/test/unary`, `/test/stream` and `/test/late`, which fails after its first message; "fail" fails at once."""
+
+    def service(self, details):
+        async def unary(request, context):
+            head_of_call().add(OWN)
+            if request == b"fail":
+                raise NotFoundError("no")
+            return b"done"
+
+        async def stream(request, context):
+            head_of_call().add(OWN)
+            if request == b"fail":
+                raise NotFoundError("no")
+            yield b"one"
+            if details.method == "/test/late":
+                raise NotFoundError("no")
+            yield b"two"
+
+        if details.method == "/test/unary":
+            return grpc.unary_unary_rpc_method_handler(unary)
+        return grpc.unary_stream_rpc_method_handler(stream)
+
+
+@pytest.fixture
+async def channel():
+    server = Server("test", "127.0.0.1", 0, 0.0, admission=Admission())
+    server.limits.add(lambda client: (("x-ratelimit-limit-tokens", "9"),) if client.name == "alice" else ())
+    server.grpc.add_generic_rpc_handlers((Answers(),))
+    port = server.grpc.add_insecure_port("127.0.0.1:0")
+    await server.grpc.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as opened:
+        yield opened
+    await server.grpc.stop(None)
+
+
+async def begins_and_ends_with(channel, method, request=b"", metadata=LIMITED):
+    """Initial and trailing metadata of a call."""
+    make = channel.unary_unary if method == "unary" else channel.unary_stream
+    call = make(f"/test/{method}")(request, metadata=metadata, timeout=30)
+    initial = dict(await call.initial_metadata())
+    return initial, dict(await call.trailing_metadata())
+
+
+@pytest.mark.parametrize("method", ["unary", "stream"])
+async def test_an_answer_begins_with_what_remains(channel, method):
+    initial, trailing = await begins_and_ends_with(channel, method)
+    assert (
+        initial.items()
+        >= {
+            "x-ratelimit-limit-requests": "3",
+            REMAINING: "2",
+            "x-ratelimit-reset-requests": "1m1s",
+            "x-ratelimit-limit-tokens": "9",
+            "x-own": "1",
+        }.items()
+    )
+    assert REMAINING not in trailing
+
+
+async def test_a_call_that_fails_before_its_first_message_ends_with_it(channel):
+    for method, remaining in (("unary", "2"), ("stream", "1")):
+        initial, trailing = await begins_and_ends_with(channel, method, b"fail")
+        assert (trailing[REMAINING], trailing["x-own"], trailing["x-http-status"]) == (remaining, "1", "404")
+        assert REMAINING not in initial
+    initial, trailing = await begins_and_ends_with(channel, "late")
+    assert (initial[REMAINING], REMAINING in trailing, trailing["x-http-status"]) == ("0", False, "404")
+
+
+async def test_a_refusal_says_that_nothing_remains(channel):
+    for _ in range(3):
+        await begins_and_ends_with(channel, "unary")
+    _, trailing = await begins_and_ends_with(channel, "stream")
+    assert (trailing[REMAINING], trailing["x-http-status"]) == ("0", "429")
+    assert 0 < int(trailing["retry-after-ms"]) <= 61_000
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [(), ((CLIENT, "bob"),), ((CLIENT, "bob"), (POLICY, '{"streams": 4}'))],
+    ids=["nobody", "free", "streams"],
+)
+async def test_others_get_nothing_of_it(channel, metadata):
+    initial, trailing = await begins_and_ends_with(channel, "unary", metadata=metadata)
+    assert initial["x-own"] == "1"
+    assert not [name for name in (*initial, *trailing) if name.startswith("x-ratelimit")]
+
+
+async def test_a_policy_that_cannot_be_read_is_refused_without_it(channel):
+    metadata = ((CLIENT, "alice"), (POLICY, "{broken"))
+    _, trailing = await begins_and_ends_with(channel, "unary", metadata=metadata)
+    assert (trailing["x-http-status"], REMAINING in trailing) == ("401", False)
