@@ -158,6 +158,7 @@ class _Method:
                 if observed is not None:
                     observed.first_message()
                     observed = None
+        await call.head.send(context)
 
     async def _abort(self, context: Context, error: MillraceError, call: Call) -> None:
         earlier = tuple(context.trailing_metadata() or ()) + call.head.take()

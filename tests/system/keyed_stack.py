@@ -1,0 +1,158 @@
+"""A stack with keys: its clients, and calls of every kind as these send them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from millrace_protos import inference_pb2, millrace_pb2
+from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace_protos.millrace_pb2_grpc import PayloadLogStub, TextGenerationStub
+from runner.stack import Stack
+from tests.support.stacks import StackPool
+from tests.system.calls import each, text_request
+
+_NAMES = "root alice bob stranger later metered monthly narrow counted few changing"
+KEYS = {name: "mr-" + secrets.token_urlsafe(32) for name in _NAMES.split()}
+METERED = 10_000  # Tokens in a minute.
+COUNTED = (1000, 50_000)  # Requests and tokens in a minute.
+FEW = 2  # Requests in a minute.
+ENTRIES: list[dict[str, Any]] = [
+    {"name": "root", "key": KEYS["root"], "role": "admin"},
+    {"name": "alice", "key": KEYS["alice"], "models": ["storyteller"]},
+    {"name": "metered", "key": KEYS["metered"], "tokens_per_minute": METERED},
+    {"name": "monthly", "key": KEYS["monthly"], "tokens_per_month": 5},
+    {"name": "narrow", "key": KEYS["narrow"], "streams": 1},
+    {"name": "counted", "key": KEYS["counted"], "requests_per_minute": COUNTED[0], "tokens_per_minute": COUNTED[1]},
+    {"name": "few", "key": KEYS["few"], "requests_per_minute": FEW},
+    {"name": "changing", "key": KEYS["changing"], "requests_per_minute": 1000, "tokens_per_minute": 100_000},
+    {"name": "bob", "key": KEYS["bob"], "models": ["normalizer"]},
+]
+STREAMS = 64
+MODEL = "storyteller"
+OK, DENIED, UNKNOWN = "OK", "PERMISSION_DENIED", "UNAUTHENTICATED"
+TIMEOUT_S = 60
+LOST_STATUS, MOST_ATTEMPTS = "Internal error from Core", 100
+
+Headers = Mapping[str, str]
+
+
+def bearer(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {KEYS[name]}"} if name else {}
+
+
+def write(path: Path, entries: list[dict[str, Any]]) -> None:
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(entries))
+    new.replace(path)
+
+
+@pytest.fixture(scope="session")
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    write(path, ENTRIES)
+    return path
+
+
+@pytest_asyncio.fixture(scope="module")
+async def keyed(stacks: StackPool, key_file: Path) -> AsyncIterator[tuple[Stack, Path]]:
+    """A stack with the clients of ENTRIES, and its key file, which a test may change and restores."""
+    async with stacks.use(gateway_keys=str(key_file)) as started:
+        yield started, key_file
+
+
+async def status_of(call: Callable[[], Awaitable[Any]]) -> str:
+    """The gRPC status of a call.
+
+    grpc.aio loses the status of a call that is refused before its client has sent the first message, and reports an
+    error of its own instead. Such a call is made again.
+    """
+    for _ in range(MOST_ATTEMPTS):
+        try:
+            await call()
+        except grpc.aio.AioRpcError as error:
+            if error.details() != LOST_STATUS:
+                return error.code().name
+        else:
+            return OK
+    return LOST_STATUS
+
+
+async def last_of(responses: Any) -> Any:
+    return [response async for response in responses][-1:]
+
+
+async def begun_streams(open_channel: grpc.aio.Channel, who: str, tokens: int) -> list[asyncio.Task[int]]:
+    """STREAMS calls of `Generate` by a client, each with its first token here; they give how many tokens came."""
+    started = asyncio.Semaphore(0)
+
+    async def stream() -> int:
+        request = millrace_pb2.GenerateRequest(model=MODEL, prompt="Once", max_tokens=tokens, ignore_eos=True)
+        metadata = tuple(bearer(who).items())
+        responses, received = (
+            TextGenerationStub(open_channel).Generate(request, metadata=metadata, timeout=TIMEOUT_S),
+            0,
+        )
+        async for response in responses:
+            if received == 0:
+                started.release()
+            received += len(response.token_ids)
+        return received
+
+    streams = [asyncio.create_task(stream()) for _ in range(STREAMS)]
+    for _ in streams:
+        await asyncio.wait_for(started.acquire(), TIMEOUT_S)
+    return streams
+
+
+def grpc_calls(open_channel: grpc.aio.Channel, headers: Headers) -> dict[str, Callable[[], Awaitable[Any]]]:
+    """A call of each kind, as a client sends it."""
+    oip, text, log = (stub(open_channel) for stub in (GRPCInferenceServiceStub, TextGenerationStub, PayloadLogStub))
+    health = health_pb2_grpc.HealthStub(open_channel)
+    reflection = reflection_pb2_grpc.ServerReflectionStub(open_channel)
+    options: dict[str, Any] = {"metadata": tuple(headers.items()), "timeout": TIMEOUT_S}
+    # An error of one request becomes the status of the stream.
+    in_status = options | {"metadata": (*headers.items(), ("triton_grpc_error", "true"))}
+    request = text_request(MODEL, "Once", max_tokens=2)
+    generation = millrace_pb2.GenerateRequest(model=MODEL, prompt="Once", max_tokens=2)
+    listing = reflection_pb2.ServerReflectionRequest(list_services="")
+    return {
+        "unary": lambda: oip.ModelInfer(request, **options),
+        "stream": lambda: last_of(text.Generate(generation, **options)),
+        "both ways": lambda: last_of(oip.ModelStreamInfer(each(request), **in_status)),
+        "health": lambda: health.Check(health_pb2.HealthCheckRequest(), **options),
+        "reflection": lambda: last_of(reflection.ServerReflectionInfo(each(listing), **options)),
+        "index": lambda: oip.RepositoryIndex(inference_pb2.RepositoryIndexRequest(), **options),
+        "load": lambda: oip.RepositoryModelLoad(
+            inference_pb2.RepositoryModelLoadRequest(model_name="normalizer"), **options
+        ),
+        "log settings": lambda: oip.LogSettings(inference_pb2.LogSettingsRequest(), **options),
+        "payloads": lambda: last_of(log.Query(millrace_pb2.QueryPayloadsRequest(page_size=1), **options)),
+    }
+
+
+COMPLETION = {"model": MODEL, "prompt": "Once", "max_tokens": 2}
+TENSOR = {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["Once"]}
+REST: dict[str, tuple[str, str, Any]] = {
+    "completion": ("POST", "/v1/completions", COMPLETION),
+    "events": ("POST", "/v1/completions", COMPLETION | {"stream": True}),
+    "infer": ("POST", f"/v2/models/{MODEL}/infer", {"inputs": [TENSOR], "parameters": {"max_tokens": 2}}),
+    "generate": ("POST", f"/v2/models/{MODEL}/generate", {"text_input": "Once", "max_tokens": 2}),
+    "lines": ("POST", "/millrace/v1/generate", COMPLETION),
+    "models": ("GET", "/v1/models", None),
+    "ready": ("GET", "/v2/health/ready", None),
+    "playground": ("GET", "/", None),
+    "load": ("POST", "/v2/repository/models/normalizer/load", {}),
+    "log settings": ("GET", "/v2/logging", None),
+    "payloads": ("GET", "/millrace/v1/payloads?page_size=1", None),
+}

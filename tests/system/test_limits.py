@@ -1,0 +1,243 @@
+"""Limits of keys before the whole stack: what many callers of one key get together, and what each answer says of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from millrace_protos import millrace_pb2
+from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace_protos.millrace_pb2_grpc import PayloadLogStub, TextGenerationStub
+from runner.stack import Stack
+from tests.system.calls import channel, each, rest, text_request
+from tests.system.keyed_stack import (
+    COMPLETION,
+    COUNTED,
+    ENTRIES,
+    FEW,
+    KEYS,
+    METERED,
+    MODEL,
+    OK,
+    REST,
+    STREAMS,
+    TIMEOUT_S,
+    bearer,
+    begun_streams,
+    key_file,
+    keyed,
+    last_of,
+    status_of,
+    write,
+)
+from tests.system.own_clients import client_passes
+from tests.waiting import until
+
+__all__ = ["key_file", "keyed"]
+
+TEN_TOKENS = COMPLETION | {"max_tokens": 10, "ignore_eos": True}
+HUNDRED_TOKENS = COMPLETION | {"max_tokens": 100, "ignore_eos": True}
+CALLERS = 20
+CANCELLED_AFTER = 20  # Tokens, of CANCELLED_OF.
+CANCELLED_OF = 400
+WORDS = ("limit", "remaining", "reset")
+
+
+def remaining_of(headers: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """What an answer's headers say of requests and of tokens: limit, remaining, reset."""
+    kinds = [kind for kind in ("requests", "tokens") if f"x-ratelimit-limit-{kind}" in headers]
+    return {kind: tuple(headers[f"x-ratelimit-{word}-{kind}"] for word in WORDS) for kind in kinds}
+
+
+async def remaining_tokens(stack: Stack, who: str) -> int:
+    """By a call that takes none."""
+    answer = await rest(stack.gateway, "GET", "/v1/models", None, **bearer(who))
+    return int(answer.headers["x-ratelimit-remaining-tokens"])
+
+
+async def logged_tokens(stack: Stack, who: str) -> int:
+    """Of prompts and completions, as the payload log counts them."""
+    answer = await rest(stack.gateway, "GET", "/millrace/v1/usage?group=client", None, **bearer(who))
+    return sum(int(group[kind]) for group in answer.json.get("groups", []) for kind in TOKEN_KINDS if kind in group)
+
+
+TOKEN_KINDS = ("prompt_tokens", "completion_tokens")
+
+
+async def complete(stack: Stack, who: str) -> int | None:
+    """The tokens of a completion, None of one that the limit refuses."""
+    answer = await rest(stack.gateway, "POST", "/v1/completions", HUNDRED_TOKENS, **bearer(who))
+    if answer.status == 200:
+        return int(answer.json["usage"]["total_tokens"])
+    assert (answer.status, answer.json["error"]["type"]) == (429, "rate_limit_error")
+    assert 1 <= int(answer.headers["retry-after"]) <= 61
+    assert f"of {METERED} a minute {who} has" in answer.json["error"]["message"]
+    return None
+
+
+async def cancel(open_channel: grpc.aio.Channel, who: str) -> int:
+    """The tokens that a stream had brought when it was cancelled; 0 of one that the limit refuses."""
+    request = millrace_pb2.GenerateRequest(model=MODEL, prompt="Once", max_tokens=CANCELLED_OF, ignore_eos=True)
+    options: dict[str, Any] = {"metadata": tuple(bearer(who).items()), "timeout": TIMEOUT_S}
+    responses, received = TextGenerationStub(open_channel).Generate(request, **options), 0
+    with suppress(grpc.aio.AioRpcError):
+        async for response in responses:
+            received += len(response.token_ids)
+            if received >= CANCELLED_AFTER:
+                break
+    responses.cancel()
+    assert received or await responses.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    return received
+
+
+async def test_what_a_key_allows_in_a_minute_is_not_exceeded_by_many_callers(keyed: tuple[Stack, Path]) -> None:
+    stack, _ = keyed
+    completed: list[int] = []
+    received: list[int] = []  # By streams that were cancelled.
+
+    async def caller(open_channel: grpc.aio.Channel) -> None:
+        while True:
+            received.append(await cancel(open_channel, "metered"))
+            tokens = await complete(stack, "metered")
+            if tokens is None:
+                return
+            completed.append(tokens)
+
+    began = time.monotonic()
+    async with channel(stack.gateway) as open_channel:
+        await asyncio.gather(*(caller(open_channel) for _ in range(CALLERS)))
+
+    # The gateway passes a cancel on, and the log follows, in a moment.
+    async def is_settled() -> bool:
+        charged = METERED - await remaining_tokens(stack, "metered")
+        return charged == await logged_tokens(stack, "metered")
+
+    await until(is_settled)
+    # What cancelled streams have given back.
+    while (tokens := await complete(stack, "metered")) is not None:
+        completed.append(tokens)
+    used = METERED - await remaining_tokens(stack, "metered")
+    took_s = time.monotonic() - began
+    assert took_s < 60, "what came first counts no more"
+    streams = [tokens for tokens in received if tokens]
+    print(
+        f"{CALLERS} callers, {METERED} tokens a minute: {used} charged in {took_s:.1f} s"
+        f" ({100 * (used - METERED) / METERED:+.1f} %), {sum(completed)} by {len(completed)} completions,"
+        f" {used - sum(completed)} by {len(streams)} cancelled streams, which brought {sum(streams)}"
+    )
+    assert METERED - CANCELLED_OF < used <= METERED
+    assert len(streams) >= CALLERS
+    assert sum(streams) <= used - sum(completed) < len(streams) * CANCELLED_OF
+    await until(is_settled)
+
+
+async def test_limits_change_under_streams(keyed: tuple[Stack, Path]) -> None:
+    stack, path = keyed
+    others = [entry for entry in ENTRIES if entry["name"] != "changing"]
+
+    async def limits_are(requests: int, tokens: int) -> bool:
+        answer = await rest(stack.gateway, "GET", "/v1/models", None, **bearer("changing"))
+        assert answer.status in (200, 429)
+        seen = remaining_of(answer.headers)
+        return (seen["requests"][0], seen["tokens"][0]) == (str(requests), str(tokens))
+
+    async with channel(stack.gateway) as open_channel:
+        streams = await begun_streams(open_channel, "changing", 400)
+        try:
+            assert await limits_are(1000, 100_000)
+            # Less than the streams have already: it is of those that come.
+            for requests, tokens, allowed in ((1, 10, False), (2000, 200_000, True)):
+                limits = {"requests_per_minute": requests, "tokens_per_minute": tokens}
+                write(path, [*others, {"name": "changing", "key": KEYS["changing"]} | limits])
+                changed = time.monotonic()
+                while not await limits_are(requests, tokens):
+                    assert time.monotonic() - changed < 2
+                answer = await rest(stack.gateway, "POST", "/v1/completions", TEN_TOKENS, **bearer("changing"))
+                assert (answer.status == 200) is allowed, answer.body
+            assert sum(not stream.done() for stream in streams) > 0
+            assert await asyncio.gather(*streams) == [400] * STREAMS
+        finally:
+            write(path, ENTRIES)
+            await until(lambda: limits_are(1000, 100_000))
+
+
+async def test_every_answer_says_what_remains(keyed: tuple[Stack, Path]) -> None:
+    stack, _ = keyed
+    tokens = [COUNTED[1]]
+    for name, (method, route, body) in REST.items():
+        answer = await rest(stack.gateway, method, route, body, **bearer("counted"))
+        seen = remaining_of(answer.headers)
+        if name in ("playground", "load", "log settings"):  # The gateway answers.
+            assert seen == {}
+        elif name == "payloads":  # The logger, which counts no tokens.
+            assert seen.keys() == {"requests"}
+        else:
+            assert [seen[kind][0] for kind in ("requests", "tokens")] == [str(limit) for limit in COUNTED], name
+            tokens.append(int(seen["tokens"][1]))
+    assert tokens == sorted(tokens, reverse=True)
+    assert tokens[-1] < COUNTED[1]
+    options: dict[str, Any] = {"metadata": tuple(bearer("counted").items()), "timeout": TIMEOUT_S}
+    async with channel(stack.gateway) as open_channel:
+        oip, text, log = (stub(open_channel) for stub in (GRPCInferenceServiceStub, TextGenerationStub, PayloadLogStub))
+        request = text_request(MODEL, "Once", max_tokens=2)
+        generation = millrace_pb2.GenerateRequest(model=MODEL, prompt="Once", max_tokens=2)
+        streams = {
+            "stream": text.Generate(generation, **options),
+            "both ways": oip.ModelStreamInfer(each(request), **options),
+            "payloads": log.Query(millrace_pb2.QueryPayloadsRequest(page_size=1), **options),
+        }
+        unary = oip.ModelInfer(request, **options)
+        for call in (unary, *streams.values()):
+            assert remaining_of(dict(await call.initial_metadata()))["requests"][0] == str(COUNTED[0])
+        await unary
+        for call in streams.values():
+            await last_of(call)
+    # Of a client without such limits there is nothing to say.
+    answer = await rest(stack.gateway, "POST", "/v1/completions", COMPLETION, **bearer("narrow"))
+    assert (answer.status, remaining_of(answer.headers)) == (200, {})
+
+
+async def test_openais_own_client_sees_what_remains_and_when_to_retry(keyed: tuple[Stack, Path]) -> None:
+    stack, _ = keyed
+    await client_passes("openai_limits", stack.gateway, KEYS["few"], FEW, KEYS["counted"], *COUNTED)
+
+
+async def test_the_month_of_a_key_is_that_of_the_log(keyed: tuple[Stack, Path]) -> None:
+    stack, _ = keyed
+
+    async def statuses() -> list[int]:
+        answers = [
+            await rest(stack.gateway, "POST", "/v1/completions", TEN_TOKENS, **bearer("monthly")) for _ in range(2)
+        ]
+        return [answer.status for answer in answers]
+
+    assert await statuses() == [200, 429]
+
+    async def is_counted() -> bool:
+        usage = await rest(stack.gateway, "GET", "/millrace/v1/usage?group=client", None, **bearer("monthly"))
+        groups = usage.json.get("groups", [])
+        return [(group["client"], group["completion_tokens"]) for group in groups] == [("monthly", "10")]
+
+    await until(is_counted)
+
+
+async def test_requests_of_a_key_at_once(keyed: tuple[Stack, Path]) -> None:
+    stack, _ = keyed
+    request = millrace_pb2.GenerateRequest(model=MODEL, prompt="Once", max_tokens=500, ignore_eos=True)
+    async with channel(stack.gateway) as open_channel:
+        stub, options = TextGenerationStub(open_channel), {"metadata": tuple(bearer("narrow").items()), "timeout": 60}
+        first = stub.Generate(request, **options)
+        await first.read()
+        assert await status_of(lambda: last_of(stub.Generate(request, **options))) == "RESOURCE_EXHAUSTED"
+        first.cancel()
+
+        async def is_free() -> bool:
+            return await status_of(lambda: last_of(stub.Generate(request, **options))) == OK
+
+        await until(is_free)
