@@ -67,7 +67,8 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(scope="module")
 async def keyed(stacks: StackPool, key_file: Path) -> AsyncIterator[tuple[Stack, Path]]:
     """A stack with the clients of ENTRIES, and its key file, which a test may change and restores."""
-    async with stacks.use(gateway_keys=str(key_file)) as started:
+    at_once = {"predictor": {"PREDICTOR_MAX_RUNNING": str(STREAMS)}}
+    async with stacks.use(gateway_keys=str(key_file), environment=at_once) as started:
         yield started, key_file
 
 
