@@ -130,6 +130,18 @@ async def test_the_service_is_asked_about_no_others(shared: Shared) -> None:
     assert len(shared.service.requests) == before
 
 
+async def test_a_service_that_is_slow_is_not_waited_for(shared: Shared) -> None:
+    client = shared.next_client()
+    shared.service.answers.clear()
+    try:
+        began = time.monotonic()
+        assert (await shared.ask(client)).status == 200
+        assert (await shared.ask(client, gateway=1)).status == 503
+        assert time.monotonic() - began < ANSWERS_WITHIN_S
+    finally:
+        shared.service.answers.set()
+
+
 async def test_without_the_service_calls_pass_or_none_does(shared: Shared) -> None:
     client = shared.next_client()
     await shared.service.stop()

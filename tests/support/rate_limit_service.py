@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from typing import Any
@@ -17,11 +18,13 @@ Status = RateLimitResponse.DescriptorStatus
 
 
 class RateLimitService(RateLimitServiceServicer):
-    """Counts what it is asked about; `requests` are the descriptors' clients, in order."""
+    """Counts what it is asked about, and answers while `answers` is set; `requests` are the clients, in order."""
 
     def __init__(self) -> None:
         self.hits: Counter[str] = Counter()
         self.requests: list[str] = []
+        self.answers = asyncio.Event()
+        self.answers.set()
         self._began = time.monotonic()
         self._server: grpc.aio.Server | None = None
 
@@ -40,6 +43,7 @@ class RateLimitService(RateLimitServiceServicer):
 
     async def ShouldRateLimit(self, request: RateLimitRequest, context: Any) -> RateLimitResponse:  # noqa: N802
         assert request.domain == "millrace"
+        await self.answers.wait()
         statuses = [self._status(each, request.hits_addend or 1) for each in request.descriptors]
         over = any(status.code == RateLimitResponse.OVER_LIMIT for status in statuses)
         return RateLimitResponse(

@@ -15,6 +15,8 @@ from millrace_protos import millrace_pb2
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from millrace_protos.millrace_pb2_grpc import PayloadLogStub, TextGenerationStub
 from runner.stack import Stack
+from tests.support.rate_limit_service import RateLimitService
+from tests.support.stacks import StackFactory
 from tests.system.calls import channel, each, rest, text_request
 from tests.system.keyed_stack import (
     COMPLETION,
@@ -203,6 +205,34 @@ async def test_every_answer_says_what_remains(keyed: tuple[Stack, Path]) -> None
     # Of a client without such limits there is nothing to say.
     answer = await rest(stack.gateway, "POST", "/v1/completions", COMPLETION, **bearer("narrow"))
     assert (answer.status, remaining_of(answer.headers)) == (200, {})
+
+
+async def test_a_rate_limit_service_counts_for_two_workers_and_without_it_each_counts_its_own(
+    new_stack: StackFactory, tmp_path: Path
+) -> None:
+    path, service = tmp_path / "keys.yaml", RateLimitService()
+    names = ("few", "counted")
+    write(path, [{"name": name, "key": KEYS[name], "requests_per_minute": 5} for name in names])
+    port = await service.start()
+    stack = await new_stack(
+        models="storyteller=models/storyteller",
+        gateway_keys=str(path),
+        gateway_rate_limit_service=f"127.0.0.1:{port}",
+        environment={"transformer": {"TRANSFORMER_WORKERS": "2"}},
+    )
+
+    async def answers(who: str) -> list[tuple[int, str | None]]:
+        """Status and failed hop of calls, each by a connection of its own."""
+        calls = [await rest(stack.gateway, "GET", "/v1/models", None, **bearer(who)) for _ in range(20)]
+        return [(answer.status, answer.headers.get("x-failed-hop")) for answer in calls]
+
+    try:
+        assert await answers("few") == [(200, None)] * 5 + [(429, "gateway")] * 15
+    finally:
+        await service.stop()
+    without = await answers("counted")
+    assert 5 <= without.count((200, None)) <= 10
+    assert without.count((200, None)) + without.count((429, "transformer")) == 20
 
 
 async def test_openais_own_client_sees_what_remains_and_when_to_retry(keyed: tuple[Stack, Path]) -> None:
