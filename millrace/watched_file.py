@@ -10,9 +10,11 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+import yaml
 from opentelemetry import metrics
+from pydantic import ValidationError
 
 from millrace.errors import StartupError
 
@@ -78,6 +80,21 @@ class WatchedFile(Generic[T]):
 
     def _count(self, outcome: str) -> None:
         self._reloads.add(1, {"file": self._path.name, "outcome": outcome})
+
+
+def load_yaml(text: str) -> Any:
+    """The document in a file's text; raises ValueError with the line at fault."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        raise ValueError(f"is not YAML{f', line {mark.line + 1}' if mark else ''}") from None
+
+
+def first_fault(error: ValidationError) -> tuple[tuple[int | str, ...], str]:
+    """Where a document is at fault, and why; without the value, which may be secret."""
+    first = error.errors(include_input=False, include_url=False)[0]
+    return first["loc"], first["msg"].removeprefix("Value error, ")
 
 
 def replace_file(path: Path, text: str) -> None:

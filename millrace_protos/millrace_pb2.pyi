@@ -566,6 +566,8 @@ class PayloadRecord(_message.Message):
     CALL_ID_FIELD_NUMBER: _builtins.int
     GATEWAY_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    SERVED_MODEL_FIELD_NUMBER: _builtins.int
+    SHADOW_OF_FIELD_NUMBER: _builtins.int
     record_id: _builtins.str
     """UUIDv7: the key, and the order of arrival."""
     request_id: _builtins.str
@@ -602,6 +604,10 @@ class PayloadRecord(_message.Message):
     """The gateway's id of the call; requests of one stream share it."""
     fingerprint: _builtins.str
     """Of the weights that answered, if the predictor reports it."""
+    served_model: _builtins.str
+    """The model that answered, if a route led to it from `model`."""
+    shadow_of: _builtins.str
+    """The record_id of the request that this is a copy of, for another model: its"""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
@@ -654,10 +660,12 @@ class PayloadRecord(_message.Message):
         call_id: _builtins.str = ...,
         gateway: Global___GatewayCall | None = ...,
         fingerprint: _builtins.str = ...,
+        served_model: _builtins.str = ...,
+        shadow_of: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_gateway", b"_gateway", "_ttft_ms", b"_ttft_ms", "error", b"error", "gateway", b"gateway", "time", b"time", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_gateway", b"_gateway", "_ttft_ms", b"_ttft_ms", "call_id", b"call_id", "chunks", b"chunks", "client", b"client", "duration_ms", b"duration_ms", "error", b"error", "failed_hop", b"failed_hop", "fingerprint", b"fingerprint", "finish_reason", b"finish_reason", "gateway", b"gateway", "incomplete", b"incomplete", "inputs", b"inputs", "message", b"message", "metadata", b"metadata", "model", b"model", "outputs", b"outputs", "page_token", b"page_token", "parameters", b"parameters", "prompt", b"prompt", "protocol", b"protocol", "record_id", b"record_id", "request_id", b"request_id", "resumes", b"resumes", "span_id", b"span_id", "status", b"status", "text", b"text", "time", b"time", "trace_id", b"trace_id", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_gateway", b"_gateway", "_ttft_ms", b"_ttft_ms", "call_id", b"call_id", "chunks", b"chunks", "client", b"client", "duration_ms", b"duration_ms", "error", b"error", "failed_hop", b"failed_hop", "fingerprint", b"fingerprint", "finish_reason", b"finish_reason", "gateway", b"gateway", "incomplete", b"incomplete", "inputs", b"inputs", "message", b"message", "metadata", b"metadata", "model", b"model", "outputs", b"outputs", "page_token", b"page_token", "parameters", b"parameters", "prompt", b"prompt", "protocol", b"protocol", "record_id", b"record_id", "request_id", b"request_id", "resumes", b"resumes", "served_model", b"served_model", "shadow_of", b"shadow_of", "span_id", b"span_id", "status", b"status", "text", b"text", "time", b"time", "trace_id", b"trace_id", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__error: _TypeAlias = _typing.Literal["error"]  # noqa: Y015
     _WhichOneofArgType__error: _TypeAlias = _typing.Literal["_error", b"_error"]  # noqa: Y015

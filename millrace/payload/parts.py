@@ -88,6 +88,7 @@ class Fields(NamedTuple):
     span_id: str
     client: str
     call_id: str
+    shadow_of: str
     metadata: Mapping[str, str]
 
 
@@ -152,6 +153,7 @@ class EndPart(NamedTuple):
     duration_ms: float
     resumes: int
     fingerprint: str
+    served_model: str
     incomplete: bool
 
 

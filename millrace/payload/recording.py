@@ -40,7 +40,9 @@ _new_tuple = tuple.__new__  # A chunk's part is made without a call of Python's:
 
 
 class Recording:
-    """One request's record in the making; `resumes`, `fingerprint` and `prompt_tokens` may be set until it ends.
+    """One request's record in the making; its public numbers and names may be set until it ends.
+
+    `served_model` is the model that answers where a route led to it from the model of the request.
 
     An answer that is cut short, by its caller or an error, has a usage of `prompt_tokens` and its chunks' tokens.
 
@@ -51,6 +53,7 @@ class Recording:
     def __init__(self, tap: PayloadTap, number: int) -> None:
         self.resumes = 0
         self.fingerprint = ""
+        self.served_model = ""
         self.prompt_tokens = 0
         self._tokens = 0
         record_id = as_uuid7(number)
@@ -148,7 +151,8 @@ class Recording:
         self._queue.put(
             EndPart(
                 *(self._id, cost, status, message, failed_hop, finish_reason, usage, text, outputs),
-                *(self._ttft_ms, duration_ms, self.resumes, self.fingerprint, self._incomplete),
+                *(self._ttft_ms, duration_ms, self.resumes, self.fingerprint),
+                *(self.served_model, self._incomplete),
             )
         )
 

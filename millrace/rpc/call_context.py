@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from millrace.clients import Client, client_of
 from millrace.deadline import NO_DEADLINE, Deadline
@@ -21,20 +22,44 @@ from millrace.telemetry.identity import REQUEST_ID_METADATA, set_request_id
 MAX_REQUEST_ID = 256
 CALL_ID = "x-millrace-call-id"
 _TIMEOUT_MS = "x-timeout-ms"
-_FIRST_TOKEN_TIMEOUT_MS = "x-first-token-timeout-ms"  # noqa: S105
+FIRST_TOKEN_TIMEOUT_MS = "x-first-token-timeout-ms"  # noqa: S105
 _MAX_TIMEOUT_MS = 99_999_999  # gRPC's own limit of digits in a timeout.
+
+
+class ServedModel(NamedTuple):
+    """A model that answers, and its version; "" is the newest."""
+
+    model: str
+    version: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.model}:{self.version}" if self.version else self.model
+
+
+@dataclass
+class Routed:
+    """Where a route has led a call: to the model `served`, and to `others` in order where that one cannot answer."""
+
+    served: ServedModel
+    others: Sequence[ServedModel] = ()
 
 
 @dataclass(frozen=True)
 class CallContext:
     """`protocol` is the method called, `request_id` the caller's or the gateway's, `arrived` a time of the monotonic
-    clock."""
+    clock.
+
+    `routed` has where routes have led the call, by the names that its requests use. Of a copy for another model,
+    whose answer nobody gets, `shadow_of` is the record_id of the request that was copied.
+    """
 
     protocol: str
     request_id: str
     metadata: Sequence[tuple[str, str | bytes]] = ()
     deadline: Deadline = NO_DEADLINE
     arrived: float = field(default_factory=time.monotonic, compare=False)
+    routed: dict[str, Routed] = field(default_factory=dict, compare=False)
+    shadow_of: str = ""
 
     @property
     def elapsed_s(self) -> float:
@@ -83,12 +108,12 @@ def deadline_of(context: Context) -> Deadline:
 
 def first_token_timeout_s(metadata: Iterable[tuple[str, str | bytes]] | None) -> float | None:
     """The time that a caller allows until its first token: `x-first-token-timeout-ms`. Raises InvalidRequestError."""
-    text = dict(metadata or ()).get(_FIRST_TOKEN_TIMEOUT_MS)
+    text = dict(metadata or ()).get(FIRST_TOKEN_TIMEOUT_MS)
     if not isinstance(text, str):
         return None
     if not (text.isascii() and text.isdecimal() and 1 <= len(text) <= 9 and 1 <= int(text) <= _MAX_TIMEOUT_MS):
         raise InvalidRequestError(
-            f"{_FIRST_TOKEN_TIMEOUT_MS} must be a whole number of milliseconds from 1 to {_MAX_TIMEOUT_MS}"
+            f"{FIRST_TOKEN_TIMEOUT_MS} must be a whole number of milliseconds from 1 to {_MAX_TIMEOUT_MS}"
         )
     return int(text) / 1000
 

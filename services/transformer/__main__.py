@@ -64,7 +64,6 @@ async def _serve(settings: TransformerSettings) -> None:
     from services.transformer.generation.token_quota import TokenQuota
     from services.transformer.inference.infer import Inference
     from services.transformer.models.catalogue import Catalogue
-    from services.transformer.models.direct_models import list_direct_models
     from services.transformer.models.processors import RunningProcessor
     from services.transformer.models.work_pool import WorkPool
     from services.transformer.predictors.client import PredictorClient
@@ -75,6 +74,9 @@ async def _serve(settings: TransformerSettings) -> None:
     from services.transformer.predictors.resuming import ResumingGenerator
     from services.transformer.predictors.v2_rest.client import V2RestClient
     from services.transformer.processes.body_processes import BodyProcesses
+    from services.transformer.routing.direct_models import list_direct_models
+    from services.transformer.routing.router import Router
+    from services.transformer.routing.shadows import Shadows
 
     bodies = BodyProcesses()
     waits = (settings.predictor_wait, settings.predictor_start_wait)
@@ -99,17 +101,20 @@ async def _serve(settings: TransformerSettings) -> None:
     catalogue = Catalogue(settings.models, predictor, replicas, pool, processors)
     generator = ResumingGenerator(links, predictor, settings.resume_limit)
     quota = TokenQuota(MonthBudget(used_by_log(PayloadLogStub(log))))
-    pipeline = Pipeline(catalogue, generator, tap, bodies, settings.cached_tokens == "all", quota)
+    router = Router(catalogue, settings.model_routes, lambda model: not linked or links.can_resume(model, ""))
+    shadows = Shadows()
+    pipeline = Pipeline(router, generator, tap, bodies, settings.cached_tokens == "all", quota, shadows)
     public = (*_OWN, _PAYLOAD_LOG, *development.services(settings.development))
     server = Server.of("transformer", settings, public, settings.max_calls)
     server.limits.add(quota.remaining)
 
-    inference = InferenceServicer(Inference(pipeline, catalogue, Relay(predictor), tap), catalogue, predictor, replicas)
+    requests = Inference(pipeline, router, Relay(predictor), tap, shadows)
+    inference = InferenceServicer(requests, catalogue, router, predictor, replicas)
     inference.add_to_server(server.grpc)
     text = TextGenerationServicer(pipeline)
     add_TextGenerationServicer_to_server(text, server.grpc)
     rest_pb2_grpc.add_TextGenerationServicer_to_server(RestTextGenerationServicer(pipeline, text, bodies), server.grpc)
-    openai = OpenAIServicer(pipeline, catalogue, Embedder(catalogue, predictor, tap), bodies, settings.sse_keep_alive)
+    openai = OpenAIServicer(pipeline, router, Embedder(router, predictor, tap), bodies, settings.sse_keep_alive)
     rest_pb2_grpc.add_OpenAIServicer_to_server(openai, server.grpc)
     v2_rest = OpenInferenceServicer(inference, pipeline, bodies, settings.sse_keep_alive)
     rest_pb2_grpc.add_OpenInferenceServicer_to_server(v2_rest, server.grpc)
@@ -133,7 +138,10 @@ async def _serve(settings: TransformerSettings) -> None:
         await server.set_serving(name, False)
     server.own("links", links.run())
     if settings.direct_models is not None:
-        server.own("direct-models", list_direct_models(settings.direct_models, catalogue))
+        server.own("direct-models", list_direct_models(settings.direct_models, router))
+    server.own("shadows", shadows.run())
+    if settings.model_routes is not None:
+        server.own("model-routes", router.follow())
     if keys is not None:
         server.own("keys", keys.follow())
     server.own("payload-log-health", watch_serving(log, _PAYLOAD_LOG, partial(server.set_serving, _PAYLOAD_LOG)))

@@ -24,12 +24,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError, model_validator
 
 from millrace.clients import NAME_PATTERN, Policy
 from millrace.errors import StartupError
-from millrace.watched_file import WatchedFile, replace_file
+from millrace.watched_file import WatchedFile, first_fault, load_yaml, replace_file
 
 MAX_ENTRIES = 10_000
 _LEAST_KEY, _MOST_KEY = 16, 512
@@ -67,11 +66,7 @@ _ENTRIES: TypeAdapter[list[Entry]] = TypeAdapter(Annotated[list[Entry], Field(ma
 
 def parse_keys(text: str) -> list[Entry]:
     """The entries of a key file; raises ValueError with one line that names the entry and never the key."""
-    try:
-        document: Any = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        raise ValueError(f"is not YAML{f', line {mark.line + 1}' if mark else ''}") from None
+    document = load_yaml(text)
     if not isinstance(document, list):
         raise ValueError("is not a list of entries such as {name: alice, sha256: …}")
     try:
@@ -127,8 +122,7 @@ class KeyFile:
 
 
 def _first_fault(error: ValidationError, document: list[Any]) -> str:
-    first = error.errors(include_input=False, include_url=False)[0]
-    place, message = first["loc"], first["msg"].removeprefix("Value error, ")
+    place, message = first_fault(error)
     if not place or not isinstance(place[0], int):
         return message
     entry = document[place[0]]

@@ -126,6 +126,13 @@ class TransformerSettings(RecordingSettings):
             " predictor. Empty: all go through the transformer."
         ),
     )
+    model_routes: Path | None = Field(
+        None,
+        description=(
+            "YAML file of further names of models: aliases, weighted splits, fallbacks and shadows, see"
+            " services/transformer/routing/routes.py; it is read again when it changes. Empty: there are none."
+        ),
+    )
     keys: Path | None = Field(
         None,
         description=(

@@ -32,6 +32,8 @@ from services.transformer.predictors.replicas import Replicas
 from services.transformer.predictors.resuming import ResumingGenerator
 from services.transformer.predictors.v2_rest.client import V2RestClient
 from services.transformer.processes.body_processes import BodyProcesses
+from services.transformer.routing.router import Router
+from services.transformer.routing.shadows import Shadows
 from tests.waiting import until
 
 NOWHERE = "127.0.0.1:9"
@@ -49,6 +51,7 @@ async def transformer(
     resume_limit=2,
     reports_cached_tokens=False,
     protocol="grpc-v2",
+    routes=None,
 ):
     """Its gRPC stub and its catalogue, once a generation would work; `replicas` and `protocol` are as the settings
     say."""
@@ -67,13 +70,15 @@ async def transformer(
     spool = await asyncio.to_thread(tempfile.TemporaryDirectory)
     tap = PayloadTap(NOWHERE, spool=Path(spool.name))
     tap.start()
-    pipeline = Pipeline(catalogue, ResumingGenerator(links, client, resume_limit), tap, bodies, reports_cached_tokens)
-    inference = Inference(pipeline, catalogue, Relay(client), tap)
+    router = Router(catalogue, routes, lambda model: protocol == "v2" or links.can_resume(model, ""))
+    generator, shadows = ResumingGenerator(links, client, resume_limit), Shadows()
+    pipeline = Pipeline(router, generator, tap, bodies, reports_cached_tokens, shadows=shadows)
+    inference = Inference(pipeline, router, Relay(client), tap, shadows)
     options = [("grpc.max_receive_message_length", 64 * 1024 * 1024), ("grpc.max_send_message_length", -1)]
     server = grpc.aio.server(interceptors=(CallInterceptor("transformer"),), options=options)
-    servicer = InferenceServicer(inference, catalogue, client, asked)
+    servicer = InferenceServicer(inference, catalogue, router, client, asked)
     servicer.add_to_server(server)
-    add_OpenAIServicer_to_server(OpenAIServicer(pipeline, catalogue, Embedder(catalogue, client, tap), bodies), server)
+    add_OpenAIServicer_to_server(OpenAIServicer(pipeline, router, Embedder(router, client, tap), bodies), server)
     add_OpenInferenceServicer_to_server(OpenInferenceServicer(servicer, pipeline, bodies), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

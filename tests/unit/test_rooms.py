@@ -51,7 +51,7 @@ TRANSFORMER = (
     ("services.transformer.predictors",),
     ("services.transformer.text",),
     ("services.transformer.models",),
-    ("services.transformer.settings",),
+    ("services.transformer.routing", "services.transformer.settings"),
     ("services.transformer.supervisor", "services.transformer.generation"),
     ("services.transformer.inference",),
     ("services.transformer.frontends.http",),

@@ -31,7 +31,7 @@ from millrace.payload.rules import PayloadRules
 from millrace_protos.millrace_pb2 import PayloadChunk, PayloadRecord, PayloadTensor
 from millrace_protos.spool_pb2 import Frame
 
-_STRINGS = ("request_id", "model", "prompt", "parameters", "trace_id", "span_id", "client", "call_id")
+_STRINGS = ("request_id", "model", "prompt", "parameters", "trace_id", "span_id", "client", "call_id", "shadow_of")
 
 
 class OpenRecord:
@@ -117,6 +117,7 @@ class FrameEncoder:
             duration_ms=part.duration_ms,
             resumes=part.resumes,
             fingerprint=storable(part.fingerprint),
+            served_model=storable(part.served_model),
             incomplete=part.incomplete,
             usage=part.usage,
             ttft_ms=part.ttft_ms,

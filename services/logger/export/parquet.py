@@ -75,6 +75,8 @@ SCHEMA = pa.schema(
         "incomplete": pa.bool_(),
         "call_id": pa.string(),
         "fingerprint": pa.string(),
+        "served_model": pa.string(),
+        "shadow_of": pa.string(),
         "gateway": _GATEWAY,
     }
 )

@@ -80,6 +80,8 @@ class UsageSums:
         """Adds records that have not been added before."""
         sums: dict[_Key, list[int]] = {}
         for record in records:
+            if record.shadow_of:
+                continue  # Not asked for by the client.
             total = sums.setdefault(self._key(record), [0] * len(_SUMS))
             for index, value in enumerate(_taken(record)):
                 total[index] += value

@@ -44,6 +44,8 @@ def row(record: PayloadRecord) -> dict[str, Any]:
         "incomplete": record.incomplete,
         "call_id": record.call_id,
         "fingerprint": record.fingerprint,
+        "served_model": record.served_model,
+        "shadow_of": record.shadow_of,
         "gateway": gateway and {name: getattr(gateway, name) for name in _GATEWAY},
     }
 

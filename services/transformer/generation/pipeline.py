@@ -9,25 +9,28 @@ request is made once, see `SharedPrompt`.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from typing import NamedTuple
 
-from millrace.errors import InvalidRequestError
+from millrace.errors import InvalidRequestError, MillraceError
 from millrace.oip.prompt_logprobs import check_size
 from millrace.payload.call import begin
 from millrace.payload.tap import PayloadTap
 from millrace.rpc.call_context import CallContext
-from services.transformer.generation.admission import Admission
+from services.transformer.generation.admission import Admission, AdmittedGeneration
 from services.transformer.generation.chunks import Assembler, TextChunk
 from services.transformer.generation.recording import recorded_generation
 from services.transformer.generation.requests import TextRequest
 from services.transformer.generation.telemetry import GenerationTelemetry
-from services.transformer.generation.token_quota import TokenQuota
-from services.transformer.models.catalogue import Catalogue
+from services.transformer.generation.token_quota import Reservation, TokenQuota
 from services.transformer.models.models import TextModel
 from services.transformer.predictors.first_token import FirstToken
-from services.transformer.predictors.resuming import ResumingGenerator
-from services.transformer.predictors.tokens import Generation
+from services.transformer.predictors.resuming import ResumingGenerator, TokenStream
+from services.transformer.predictors.tokens import Generation, TokenChunk
 from services.transformer.processes.body_processes import BodyProcesses
+from services.transformer.routing.router import Router
+from services.transformer.routing.shadows import SHADOWS_SHARE, Shadows, copied_call
 from services.transformer.text.detokenizer import Detokenizer
 from services.transformer.text.tokenizer import check_token_count
 
@@ -41,21 +44,23 @@ class Pipeline:
 
     def __init__(
         self,
-        catalogue: Catalogue,
+        router: Router,
         generator: ResumingGenerator,
         tap: PayloadTap,
         bodies: BodyProcesses,
         reports_cached_tokens: bool = False,
         quota: TokenQuota | None = None,
+        shadows: Shadows | None = None,
     ) -> None:
-        self._catalogue = catalogue
+        self._router = router
         self._generator = generator
         self._tap = tap
         self._bodies = bodies
         self._reports_cached_tokens = reports_cached_tokens
         self._admission = Admission()
         self._quota = quota or TokenQuota()
-        self._telemetry = GenerationTelemetry(catalogue.lists)
+        self._shadows = shadows or Shadows()
+        self._telemetry = GenerationTelemetry(router.lists)
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
         """The chunks of one answer; raises MillraceError; closing the generator (`aclosing`) cancels the request."""
@@ -65,33 +70,25 @@ class Pipeline:
         shows_cached = self._reports_cached_tokens or bool(request.sampling.get("cache_salt"))
         with self._telemetry.observed(request) as observed, recorded_generation(request, self._tap) as recorded:
             async with self._admission.holding_refusals(request):
-                async with first_token.in_time():
-                    model = await self._catalogue.get(request.model, request.version, request.call)
-                with self._admission.admitted(request, model) as admitted:
-                    async with first_token.in_time():
-                        generation = await self._prepared(request, model)
-                        await self._quota.check_month(request.call.client)
-                    with (
-                        self._quota.reserved(request.call.client, *_size_of(generation)) as reservation,
-                        closing(self._generator.open(generation, request.call.deadline, first_token)) as tokens,
-                    ):
-                        async with first_token.in_time():
-                            token_chunk = await tokens.read()
-                        # Once is enough: one set of weights gives the whole answer.
-                        self._catalogue.answered_by(model.name, token_chunk.fingerprint)
-                        assembler = _assembler(request, model, generation)
-                        while True:
-                            reservation.generated += len(token_chunk.token_ids)
-                            chunk = assembler.take(token_chunk, request.call.elapsed_s)
-                            admitted.chunk(chunk)
-                            if request.prompt_only:
-                                chunk = chunk.without_output()
-                            await recorded.chunk(chunk)
-                            observed.chunk(chunk)
-                            yield chunk if shows_cached else chunk.without_cached_tokens()
-                            if chunk.finish_reason is not None:
-                                return  # Closing cancels what the predictor would still generate.
-                            token_chunk = await tokens.read()
+                with ExitStack() as held:
+                    begun = await self._begun(request, first_token, held)
+                    if served := self._router.served(request.model, request.call):
+                        recorded.served_by(served)
+                        observed.served_by(served)
+                    self._copy(request, recorded.record_id)
+                    token_chunk = begun.first
+                    while True:
+                        begun.reservation.generated += len(token_chunk.token_ids)
+                        chunk = begun.assembler.take(token_chunk, request.call.elapsed_s)
+                        begun.admitted.chunk(chunk)
+                        if request.prompt_only:
+                            chunk = chunk.without_output()
+                        await recorded.chunk(chunk)
+                        observed.chunk(chunk)
+                        yield chunk if shows_cached else chunk.without_cached_tokens()
+                        if chunk.finish_reason is not None:
+                            return  # Closing cancels what the predictor would still generate.
+                        token_chunk = await begun.tokens.read()
 
     @contextmanager
     def recording_refusals(self, call: CallContext, model: str = "") -> Iterator[None]:
@@ -101,6 +98,48 @@ class Pipeline:
         except Exception:
             with begin(self._tap, call, model):
                 raise
+
+    async def _begun(self, request: TextRequest, first_token: FirstToken, held: ExitStack) -> Begun:
+        """Waits for the first tokens: of the model that the request names, or of one that its route falls back to.
+
+        `held` is what the answer holds until its end.
+        """
+        async with first_token.in_time():
+            model = await self._router.get(request.model, request.version, request.call)
+        while True:
+            try:
+                return await self._attempt(request, model, first_token, held)
+            except MillraceError as error:
+                held.close()
+                other = self._router.fall_back(request.model, request.call, model, error)
+                if other is None:
+                    raise
+                model = self._router.as_text(other)
+
+    async def _attempt(self, request: TextRequest, model: TextModel, first_token: FirstToken, held: ExitStack) -> Begun:
+        """Waits for the first tokens of one model."""
+        call = request.call
+        admitted = held.enter_context(self._admission.admitted(request, model))
+        async with first_token.in_time():
+            generation = await self._prepared(request, model)
+            await self._quota.check_month(call.client)
+        reservation = held.enter_context(self._quota.reserved(call.client, *_size_of(generation)))
+        wait_s = self._router.wait_s(request.model, call)
+        tokens = held.enter_context(closing(self._generator.open(generation, call.deadline, first_token, wait_s)))
+        async with first_token.in_time():
+            first = await tokens.read()
+        # Once is enough: one set of weights gives the whole answer.
+        self._router.answered_by(model.name, first.fingerprint)
+        return Begun(admitted, reservation, tokens, _assembler(request, model, generation), first)
+
+    def _copy(self, request: TextRequest, record_id: str) -> None:
+        """Has another model answer the request too, if its route says so."""
+        served = self._router.shadow(request.model, request.call)
+        if served is None:
+            return
+        call = copied_call(request.call, served, record_id)
+        copy = replace(request, call=call, model=served.model, version=served.version)
+        self._shadows.start(served, lambda: self.generate(copy))
 
     async def _prepared(self, request: TextRequest, model: TextModel) -> Generation:
         """The generation to request from the predictors; raises InvalidRequestError, ContextLengthError."""
@@ -119,8 +158,7 @@ class Pipeline:
             model.dialect,
             model.resumes,
             request.prompt_logprobs,
-            caller.name,
-            caller.policy.weight,
+            *((caller.name, caller.policy.weight) if not request.call.shadow_of else SHADOWS_SHARE),
         )
 
     async def _shared_ids(self, request: TextRequest, model: TextModel) -> list[int]:
@@ -128,18 +166,19 @@ class Pipeline:
 
         The list is shared: it must not be changed.
         """
-        shared = request.shared
-        if shared.ids is None:
+        shared, ids = request.shared, request.shared.ids.get(model.name)
+        if ids is None:
             async with shared.lock:
-                if shared.refusal is not None:
-                    raise shared.refusal
-                if shared.ids is None:
+                ids = shared.ids.get(model.name)
+                if ids is None:
                     try:
-                        shared.ids = await self._prompt_ids(request, model)
+                        ids = await self._prompt_ids(request, model)
                     except InvalidRequestError as refusal:
-                        shared.refusal = refusal
-                        raise
-        return shared.ids
+                        ids = refusal
+                    shared.ids[model.name] = ids
+        if isinstance(ids, InvalidRequestError):
+            raise ids
+        return ids
 
     async def _prompt_ids(self, request: TextRequest, model: TextModel) -> list[int]:
         tokenizer, context_length = model.tokenizer, model.limits.context_length
@@ -152,6 +191,16 @@ class Pipeline:
         text = await tokenizer.render(request.messages, context_length, options, self._bodies, deadline)
         # The template has written the special tokens already.
         return await tokenizer.encode(text, context_length, add_special_tokens=False)
+
+
+class Begun(NamedTuple):
+    """An answer of which the first tokens have come."""
+
+    admitted: AdmittedGeneration
+    reservation: Reservation
+    tokens: TokenStream
+    assembler: Assembler
+    first: TokenChunk
 
 
 def _size_of(generation: Generation) -> tuple[int, int]:

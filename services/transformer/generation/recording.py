@@ -43,6 +43,14 @@ class RecordedGeneration:
         self._recording = recording
         self._is_flushed = False
 
+    @property
+    def record_id(self) -> str:
+        return self._recording.record_id
+
+    def served_by(self, model: str) -> None:
+        """A route led to the model."""
+        self._recording.served_model = model
+
     async def chunk(self, chunk: TextChunk) -> None:
         """Adds a chunk. The first one waits until the begin of the record is on disk, even if this process dies now."""
         recording = self._recording

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from millrace.errors import InvalidRequestError, MillraceError
+from millrace.errors import InvalidRequestError
 from millrace.rpc.call_context import CallContext
 from millrace.sampling import DEFAULT_MAX_TOKENS
 from services.transformer.calls import check_stop
@@ -21,8 +21,7 @@ class SharedPrompt:
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
-        self.ids: list[int] | None = None
-        self.refusal: MillraceError | None = None
+        self.ids: dict[str, list[int] | InvalidRequestError] = {}  # By model; or why it does not take the prompt.
         self.recorded: tuple[str, dict[str, Any]] | None = None  # The prompt, and the parameters without the seed.
 
 

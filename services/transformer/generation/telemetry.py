@@ -113,6 +113,10 @@ class ObservedGeneration:
         self._finish_reason: str | None = None
         self._ended = False
 
+    def served_by(self, model: str) -> None:
+        """A route led to the model."""
+        self._span.set_attribute("gen_ai.response.model", model)
+
     def chunk(self, chunk: TextChunk) -> None:
         instruments, tokens = self._instruments, len(chunk.token_ids)
         if chunk.resumed:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import AbstractContextManager, aclosing
 
-from millrace.errors import ContextLengthError
+from millrace.errors import ContextLengthError, MillraceError
 from millrace.oip.stream_infer import FINAL
 from millrace.payload.call import recorded
 from millrace.payload.recording import Recording
@@ -23,9 +23,10 @@ from services.transformer.generation.pipeline import Pipeline
 from services.transformer.generation.text_tensors import TextAnswer, TextCall, read_request
 from services.transformer.inference import processed
 from services.transformer.inference.request import InferRequest
-from services.transformer.models.catalogue import Catalogue
 from services.transformer.models.models import Model, ProcessedModel, RelayedModel, TextModel
 from services.transformer.predictors.relay import Relay
+from services.transformer.routing.router import Router
+from services.transformer.routing.shadows import Shadows, copied_call
 
 _BESIDE_PROMPT = 1024 * 1024  # Bytes of a request beside its prompt: more than they can be.
 
@@ -33,9 +34,10 @@ _BESIDE_PROMPT = 1024 * 1024  # Bytes of a request beside its prompt: more than 
 class Inference:
     """Owned by the event loop; one for all requests."""
 
-    def __init__(self, pipeline: Pipeline, catalogue: Catalogue, relay: Relay, tap: PayloadTap) -> None:
+    def __init__(self, pipeline: Pipeline, router: Router, relay: Relay, tap: PayloadTap, shadows: Shadows) -> None:
         self._pipeline = pipeline
-        self._catalogue = catalogue
+        self._router = router
+        self._shadows = shadows
         self._relay = relay
         self._tap = tap
 
@@ -45,14 +47,28 @@ class Inference:
         if isinstance(model, TextModel):
             return await self._whole_text(model, request, self._read(model, request, call))
         with self._recorded(request, call) as recording:
-            answer: pb.ModelInferResponse | bytes
-            if isinstance(model, ProcessedModel):
-                answer = await processed.infer(model, request, self._relay, call.deadline)
-            else:
-                answer = await self._relay.infer(request.data, call.deadline)
+            answer = await self._answered(model, request, call)
+            recording.served_model = self._router.served(request.model_name, call)
             recording.end("OK", outputs=answer_tensors(answer))
             await recording.flushed()
-            return answer
+            self._copy(request, call, recording.record_id)
+            return self._named(answer, request, call)
+
+    async def _answered(
+        self, model: RelayedModel | ProcessedModel, request: InferRequest, call: CallContext
+    ) -> pb.ModelInferResponse | bytes:
+        """The answer of the model, or of one that its route falls back to."""
+        while True:
+            try:
+                if isinstance(model, ProcessedModel):
+                    return await processed.infer(model, request, self._relay, call.deadline)
+                data, wait_s = self._routed(request, call).data, self._router.wait_s(request.model_name, call)
+                return await self._relay.infer(data, call.deadline, wait_s)
+            except MillraceError as error:
+                other = self._router.fall_back(request.model_name, call, model, error)
+                if other is None or isinstance(other, TextModel):
+                    raise
+                model = other
 
     async def stream(
         self, request: InferRequest, call: CallContext
@@ -75,12 +91,42 @@ class Inference:
             if isinstance(model, ProcessedModel):
                 answers = processed.stream(model, request, self._relay, call.deadline)
             else:
-                answers = self._relay.stream(request.data, call.deadline)
+                answers = self._relay.stream(self._routed(request, call).data, call.deadline)
+            recording.served_model = self._router.served(request.model_name, call)
+            is_copied = False
             async with aclosing(answers):
                 async for answer in answers:
                     recording.chunk("", outputs=streamed_tensors(answer))
                     await recording.flushed()
-                    yield answer
+                    if not is_copied:
+                        is_copied = True
+                        self._copy(request, call, recording.record_id)
+                    yield self._named(answer, request, call, is_streamed=True)
+
+    def _routed(self, request: InferRequest, call: CallContext) -> InferRequest:
+        """The request to the model that the call was led to."""
+        routed = call.routed.get(request.model_name)
+        return request if routed is None else request.for_model(routed.served)
+
+    def _named(
+        self, answer: pb.ModelInferResponse | bytes, request: InferRequest, call: CallContext, is_streamed: bool = False
+    ) -> pb.ModelInferResponse | bytes:
+        """The answer under the name that the request uses; of a field that is there twice the last one counts."""
+        if request.model_name not in call.routed:
+            return answer
+        if not isinstance(answer, bytes):
+            answer.model_name = request.model_name
+            return answer
+        name = pb.ModelInferResponse(model_name=request.model_name)
+        return answer + (pb.ModelStreamInferResponse(infer_response=name) if is_streamed else name).SerializeToString()
+
+    def _copy(self, request: InferRequest, call: CallContext, record_id: str) -> None:
+        """Has another model answer the request too, if its route says so."""
+        served = self._router.shadow(request.model_name, call)
+        if served is None:
+            return
+        copy, copy_call = request.for_model(served), copied_call(call, served, record_id)
+        self._shadows.start(served, lambda: self.stream(copy, copy_call))
 
     def _recorded(self, request: InferRequest, call: CallContext) -> AbstractContextManager[Recording]:
         inputs = request_tensors(request.received_data or request.message)
@@ -89,7 +135,7 @@ class Inference:
     async def _find(self, request: InferRequest, call: CallContext) -> Model:
         with self._pipeline.recording_refusals(call, request.model_name):
             check_request_id(request.id)
-            return await self._catalogue.wait_for(request.model_name, request.model_version, call)
+            return await self._router.wait_for(request.model_name, request.model_version, call)
 
     def _read(self, model: TextModel, request: InferRequest, call: CallContext) -> TextCall:
         with self._pipeline.recording_refusals(call, request.model_name):

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 
 from millrace.errors import InvalidRequestError
 from millrace.oip.wire_fields import fields
+from millrace.rpc.call_context import ServedModel
 from millrace_protos import inference_pb2 as pb
 
 # model_name, model_version, id, parameters.
@@ -47,6 +48,11 @@ class InferRequest:
     def parsed(cls, message: pb.ModelInferRequest) -> InferRequest:
         """A request that a front end has made."""
         return cls(message, None, message)
+
+    def for_model(self, served: ServedModel) -> InferRequest:
+        """The same request to another model: of a field that is there twice the last one counts."""
+        names = pb.ModelInferRequest(model_name=served.model, model_version=served.version)
+        return InferRequest.received(self.data + names.SerializeToString())
 
     @property
     def model_name(self) -> str:

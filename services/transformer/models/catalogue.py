@@ -96,10 +96,13 @@ class Catalogue:
 
     async def get(self, name: str, version: str, call: CallContext) -> TextModel:
         """The text model; waits and raises as `wait_for`, and InvalidRequestError where the model takes no text."""
-        model = await self.wait_for(name, version, call)
+        return self.as_text(await self.wait_for(name, version, call))
+
+    def as_text(self, model: Model) -> TextModel:
+        """The model, if it takes text; raises InvalidRequestError."""
         if not isinstance(model, TextModel):
-            reason = self._unreadable.get(name, "call it by ModelInfer")
-            raise InvalidRequestError(f"model {name!r} takes tensors, not text; {reason}")
+            reason = self._unreadable.get(model.name, "call it by ModelInfer")
+            raise InvalidRequestError(f"model {model.name!r} takes tensors, not text; {reason}")
         return model
 
     def is_ready(self, name: str, version: str = "") -> bool:
@@ -132,13 +135,17 @@ class Catalogue:
         Raises ForbiddenError where the caller's key does not allow the model.
         """
         call.client.check_model(name)
+        return await self.found_in_time(lambda: self.find(name, version), call)
+
+    async def found_in_time(self, find: Callable[[], Model], call: CallContext) -> Model:
+        """What `find` finds: while it raises NotReadyError, it is tried again at each change, within the deadlines."""
         with suppress(NotReadyError):
-            return self.find(name, version)
+            return find()
         backoff = self._predictor.backoff(call.deadline)
         async with FirstToken(call).in_time():
             while True:
                 try:
-                    return self.find(name, version)
+                    return find()
                 except NotReadyError as error:
                     await backoff.wait_for(self.changed, error)
 
@@ -205,14 +212,15 @@ class Catalogue:
     async def _look(self) -> None:
         async with self._looking:
             ready = await self._follow() and not self._draining
-            self._tell_of_change()
+            self.tell_of_change()
             if ready != self.ready:
                 self.ready = ready
                 await self._tell(ready)
             if ready:
                 self._first_ready.set()
 
-    def _tell_of_change(self) -> None:
+    def tell_of_change(self) -> None:
+        """What a name leads to may be another model from now on."""
         self.changed.set()
         self.changed = asyncio.Event()
 
@@ -265,7 +273,7 @@ class Catalogue:
                 self._texts.pop(name, None)  # Other files: the tokenizer may be another.
             self._models[name] = model_of(name, described, await self._text_of(name, described))
             self._learned.add(name)
-            self._tell_of_change()
+            self.tell_of_change()
             self._troubles.pop(name, None)
         except MillraceError as error:
             if self._troubles.get(name) != error.message:

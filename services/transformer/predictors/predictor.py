@@ -77,9 +77,9 @@ class Predictor(ABC):
         self._wait_s = wait_s
         self._start_wait_s = start_wait_s
 
-    def backoff(self, deadline: Deadline) -> Backoff:
-        """The retries of a request."""
-        return Backoff(deadline, self._wait_s, self._start_wait_s)
+    def backoff(self, deadline: Deadline, start_wait_s: float | None = None) -> Backoff:
+        """The retries of a request, which may have less time to begin than others."""
+        return Backoff(deadline, self._wait_s, self._start_wait_s if start_wait_s is None else start_wait_s)
 
     @property
     @abstractmethod

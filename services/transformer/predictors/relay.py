@@ -20,9 +20,13 @@ class Relay:
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
 
-    async def infer(self, request: bytes, deadline: Deadline) -> bytes:
-        """The one answer to a serialized ModelInferRequest, a serialized ModelInferResponse."""
-        return await self._predictor.backoff(deadline).retry(lambda: self._predictor.infer_bytes(request, deadline))
+    async def infer(self, request: bytes, deadline: Deadline, wait_s: float | None = None) -> bytes:
+        """The one answer to a serialized ModelInferRequest, a serialized ModelInferResponse.
+
+        It waits so long for a predictor, None is as long as any request.
+        """
+        backoff = self._predictor.backoff(deadline, wait_s)
+        return await backoff.retry(lambda: self._predictor.infer_bytes(request, deadline))
 
     async def stream(self, request: bytes, deadline: Deadline) -> AsyncGenerator[bytes, None]:
         """The answers as they come, each a serialized ModelStreamInferResponse without error_message.

@@ -54,6 +54,7 @@ from services.transformer.predictors.links import Links, PredictorLink
 from services.transformer.predictors.oip_call import OipCall
 from services.transformer.predictors.predictor import Predictor
 from services.transformer.predictors.progress import Progress
+from services.transformer.predictors.retries import Backoff
 from services.transformer.predictors.tokens import Generation, TokenChunk
 
 logger = logging.getLogger(__name__)
@@ -75,11 +76,17 @@ class ResumingGenerator:
         self.spans = ClientSpans()
         self._resume_limit = resume_limit
 
-    def open(self, generation: Generation, deadline: Deadline, first_token: FirstToken) -> TokenStream:
-        """The tokens of a generation; raises RequestFailedError if the request is in quarantine."""
+    def open(
+        self, generation: Generation, deadline: Deadline, first_token: FirstToken, start_wait_s: float | None = None
+    ) -> TokenStream:
+        """The tokens of a generation, which waits so long for a predictor to begin it; None is as long as any.
+
+        Raises RequestFailedError if the request is in quarantine.
+        """
         if self.quarantine and self.quarantine.refuses(_fingerprint(generation)):
             raise RequestFailedError(_REFUSED)
-        return TokenStream(self, generation, CrashCount(self._resume_limit), deadline, first_token)
+        backoff = self.predictor.backoff(deadline, start_wait_s)
+        return TokenStream(self, generation, CrashCount(self._resume_limit), backoff, first_token)
 
 
 class TokenStream:
@@ -90,19 +97,19 @@ class TokenStream:
         generator: ResumingGenerator,
         generation: Generation,
         crashes: CrashCount,
-        deadline: Deadline,
+        backoff: Backoff,
         first_token: FirstToken,
     ) -> None:
         self._generator = generator
         self._generation = generation
         self._progress = Progress(generation, crashes)
-        self._backoff = generator.predictor.backoff(deadline)
+        self._backoff = backoff
         self._first_token = first_token
         self._call: Call | None = None
         self._is_resume = False  # The next tokens are the first after a resume.
         self._turn = ExitStack()  # Holds the lock of an isolated call.
         self._timer: asyncio.TimerHandle | None = None
-        if (left_s := deadline.left()) is not None:
+        if (left_s := backoff.deadline.left()) is not None:
             self._timer = asyncio.get_running_loop().call_later(left_s, self._deadline_passed)
 
     async def read(self) -> TokenChunk:

@@ -29,10 +29,11 @@ from services.transformer.inference import processed
 from services.transformer.inference.infer import Inference
 from services.transformer.inference.request import InferRequest
 from services.transformer.models.catalogue import Catalogue
-from services.transformer.models.models import ProcessedModel, TextModel
+from services.transformer.models.models import Model, ProcessedModel, TextModel
 from services.transformer.predictors.answers import predictor_answers
 from services.transformer.predictors.predictor import PROBE_TIMEOUT_S, Predictor, probe_errors
 from services.transformer.predictors.replicas import READY, Replicas
+from services.transformer.routing.router import Router
 
 SERVICE = "inference.GRPCInferenceService"
 _INFER, _STREAM = f"{SERVICE}/ModelInfer", f"{SERVICE}/ModelStreamInfer"
@@ -49,14 +50,17 @@ _EXTENSIONS = (
 
 
 class InferenceServicer(OpenInferenceBase):
-    def __init__(self, inference: Inference, catalogue: Catalogue, predictor: Predictor, replicas: Replicas) -> None:
+    def __init__(
+        self, inference: Inference, catalogue: Catalogue, router: Router, predictor: Predictor, replicas: Replicas
+    ) -> None:
         self._inference = inference
         self._catalogue = catalogue
+        self._router = router
         self._predictor = predictor
         self._replicas = replicas
 
     def check_model(self, name: str) -> None:
-        self._catalogue.find(name)
+        self._router.find(name)
 
     # ------------------------------------------------------------------ inference
 
@@ -97,11 +101,11 @@ class InferenceServicer(OpenInferenceBase):
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
-        return pb.ServerReadyResponse(ready=self._catalogue.ready)
+        return pb.ServerReadyResponse(ready=self._router.ready)
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
-        ready = self._catalogue.is_ready(request.name, request.version)
-        if ready and not self._catalogue.lists(request.name):
+        ready = self._router.is_ready(request.name, request.version)
+        if ready and not self._router.lists(request.name):
             ready = await self._predictor.model_ready(request.name, request.version)
         return pb.ModelReadyResponse(ready=ready)
 
@@ -110,40 +114,48 @@ class InferenceServicer(OpenInferenceBase):
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
         _client(context).check_model(request.name)
-        model = self._catalogue.find(request.name, request.version)
-        if isinstance(model, TextModel):
-            return metadata_of(model.name, model.versions, text_tensors.describe(model))
-        if isinstance(model, ProcessedModel):
-            return metadata_of(model.name, model.versions, processed.describe(model))
-        with probe_errors():
-            return await self._predictor.inference.ModelMetadata(request, timeout=PROBE_TIMEOUT_S)
+        return await self._metadata(self._router.find(request.name, request.version), request)
 
-    async def metadata_of_called(
-        self, request: pb.ModelMetadataRequest, context: Context, call: CallContext
-    ) -> pb.ModelMetadataResponse:
+    async def _metadata(self, model: Model, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
+        """What is known of the model, under the name that the request uses."""
+        if isinstance(model, TextModel):
+            return metadata_of(request.name, model.versions, text_tensors.describe(model))
+        if isinstance(model, ProcessedModel):
+            return metadata_of(request.name, model.versions, processed.describe(model))
+        with probe_errors():
+            inner_request = pb.ModelMetadataRequest(name=model.name, version=request.version)
+            answer = await self._predictor.inference.ModelMetadata(inner_request, timeout=PROBE_TIMEOUT_S)
+        if model.name != request.name:
+            answer.name = request.name
+        return answer
+
+    async def metadata_of_called(self, request: pb.ModelMetadataRequest, call: CallContext) -> pb.ModelMetadataResponse:
         """As ModelMetadata, for a request that calls the model: it waits for it as the call does."""
-        await self._catalogue.wait_for(request.name, request.version, call)
-        return await self._predictor.backoff(call.deadline).retry(lambda: self.ModelMetadata(request, context))
+        model = await self._router.wait_for(request.name, request.version, call)
+        return await self._predictor.backoff(call.deadline).retry(lambda: self._metadata(model, request))
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
         _client(context).check_model(request.name)
-        model = self._catalogue.find(request.name, request.version)
+        model = self._router.find(request.name, request.version)
         if isinstance(model, TextModel):
-            return pb.ModelConfigResponse(config=config_of(model.name, text_tensors.describe(model)))
+            return pb.ModelConfigResponse(config=config_of(request.name, text_tensors.describe(model)))
         name = model.processor.model if isinstance(model, ProcessedModel) else model.name
         with probe_errors():
             inner_request = pb.ModelConfigRequest(name=name, version=request.version)
             answer = await self._predictor.inference.ModelConfig(inner_request, timeout=PROBE_TIMEOUT_S)
         if isinstance(model, ProcessedModel):
             described = processed.describe(model, answer.config.model_transaction_policy.decoupled)
-            return pb.ModelConfigResponse(config=config_of(model.name, described))
+            return pb.ModelConfigResponse(config=config_of(request.name, described))
+        if model.name != request.name:
+            answer.config.name = request.name
         return answer
 
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
         """What the predictors have counted; requests that were refused before are not among them."""
-        model = self._catalogue.find(request.name, request.version) if request.name else None
-        if isinstance(model, ProcessedModel) and model.processor.model != request.name:
-            inner_request = pb.ModelStatisticsRequest(name=model.processor.model, version=request.version)
+        model = self._router.find(request.name, request.version) if request.name else None
+        name = model.processor.model if isinstance(model, ProcessedModel) else model.name if model else ""
+        if name != request.name:
+            inner_request = pb.ModelStatisticsRequest(name=name, version=request.version)
             answer = await self._replicas.statistics(inner_request)
             for statistics in answer.model_stats:
                 statistics.name = request.name
@@ -154,7 +166,7 @@ class InferenceServicer(OpenInferenceBase):
 
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
         response, may_use = pb.RepositoryIndexResponse(), _client(context).may_use
-        for name, model_state in self._catalogue.states.items():
+        for name, model_state in self._router.states.items():
             if may_use(name) and (model_state.state == READY or not request.ready):
                 response.models.add(
                     name=name, version=model_state.version, state=model_state.state, reason=model_state.reason

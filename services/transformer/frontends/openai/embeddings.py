@@ -27,10 +27,10 @@ from millrace_protos.millrace_pb2 import Usage
 from services.transformer.frontends.openai.requests import Prompt
 from services.transformer.frontends.openai.text_requests import EmbeddingsRequest
 from services.transformer.generation.recording import MAX_RECORDED_CHARACTERS, recorded_list
-from services.transformer.models.catalogue import Catalogue
 from services.transformer.models.models import RelayedModel, TextModel
 from services.transformer.predictors.answers import predictor_answers
 from services.transformer.predictors.predictor import Predictor
+from services.transformer.routing.router import Router
 from services.transformer.text.tokenizer import TextTokenizer, check_token_count
 
 _CALLS_AT_ONCE = 32
@@ -43,8 +43,8 @@ Vector = NDArray[np.float32]
 class Embedder:
     """Owned by the event loop; one for all requests."""
 
-    def __init__(self, catalogue: Catalogue, predictor: Predictor, tap: PayloadTap) -> None:
-        self._catalogue = catalogue
+    def __init__(self, router: Router, predictor: Predictor, tap: PayloadTap) -> None:
+        self._router = router
         self._predictor = predictor
         self._tap = tap
 
@@ -57,19 +57,20 @@ class Embedder:
             # One scope for all calls, which do not begin at once.
             async with call.deadline.scope():
                 vectors, tokens = await self._embed(request, call)
+            recording.served_model = self._router.served(request.model, call)
             recording.end("OK", usage=Usage(prompt_tokens=tokens))
             await recording.flushed()
             return vectors, tokens
 
     async def _embed(self, request: EmbeddingsRequest, call: CallContext) -> tuple[list[Vector], int]:
-        tokenizer, context_length = await self._model(request.model, call)
+        model, tokenizer, context_length = await self._model(request.model, call)
         rows = [await _ids_of(item, i, tokenizer, context_length) for i, item in enumerate(request.input)]
         vectors: list[Vector] = [np.empty(0, np.float32)] * len(rows)
         waiting = iter(range(len(rows)))
 
         async def work() -> None:
             for index in waiting:
-                vectors[index] = await self._vector(request.model, rows[index], call)
+                vectors[index] = await self._vector(model, rows[index], call)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -79,16 +80,16 @@ class Embedder:
             raise failures.exceptions[0] from None
         return vectors, sum(map(len, rows))
 
-    async def _model(self, name: str, call: CallContext) -> tuple[TextTokenizer, int]:
-        """The model's tokenizer, and how many tokens an input may have."""
-        model = await self._catalogue.wait_for(name, "", call)
+    async def _model(self, name: str, call: CallContext) -> tuple[str, TextTokenizer, int]:
+        """The model that answers, its tokenizer, and how many tokens an input may have."""
+        model = await self._router.wait_for(name, "", call)
         if isinstance(model, TextModel):
             raise InvalidRequestError(f"model {name!r} generates text and makes no embeddings", param="model")
         if not isinstance(model, RelayedModel) or model.tokenizer is None:
             raise InvalidRequestError(
                 f"model {name!r} makes no embeddings of text; call it by ModelInfer with its own tensors", param="model"
             )
-        return model.tokenizer, model.context_length or _UNSTATED_LENGTH
+        return model.name, model.tokenizer, model.context_length or _UNSTATED_LENGTH
 
     async def _vector(self, model: str, ids: list[int], call: CallContext) -> Vector:
         request = inference_pb2.ModelInferRequest(model_name=model, id=call.request_id)

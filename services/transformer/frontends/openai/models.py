@@ -8,8 +8,8 @@ from typing import Any, Literal
 from millrace.clients import Client
 from millrace.errors import InvalidRequestError, NotFoundError, NotReadyError
 from millrace.oip.model_description import FINGERPRINT
-from services.transformer.models.catalogue import Catalogue
 from services.transformer.models.models import RelayedModel, TextModel
+from services.transformer.routing.router import Router
 
 Kind = Literal["generation", "embedding"]
 
@@ -17,14 +17,14 @@ Kind = Literal["generation", "embedding"]
 class OpenAIModels:
     """Owned by the event loop."""
 
-    def __init__(self, catalogue: Catalogue) -> None:
-        self._catalogue = catalogue
+    def __init__(self, router: Router) -> None:
+        self._router = router
         self._started = int(time.time())
 
     def cards(self, client: Client) -> list[dict[str, Any]]:
         """All models that are loaded and that the client may use; one that loads is listed when it has."""
         cards = []
-        for name in filter(client.may_use, self._catalogue.names):
+        for name in filter(client.may_use, self._router.names):
             try:
                 cards.append(self.card(name))
             except (NotFoundError, NotReadyError):
@@ -33,7 +33,7 @@ class OpenAIModels:
 
     def card(self, name: str) -> dict[str, Any]:
         """The description of a model; NotFoundError where OpenAI's API has no use for it."""
-        model = self._catalogue.find(name)
+        model = self._router.find(name)
         kind: Kind
         length: int | None
         if isinstance(model, TextModel):
@@ -44,6 +44,8 @@ class OpenAIModels:
             raise NotFoundError(f"model {name!r} takes tensors; OpenAI's API does not serve it")
         card = {"id": name, "object": "model", "created": self._started, "owned_by": "millrace", "kind": kind}
         card["max_model_len"] = length  # As vLLM names it.
+        if model.name != name:
+            card["root"] = model.name  # As vLLM names what is behind another name.
         return card | ({FINGERPRINT: model.fingerprint} if model.fingerprint else {})
 
     def resolve(self, name: str, kind: Kind, client: Client) -> str:
@@ -51,7 +53,7 @@ class OpenAIModels:
         if name:
             return name
         loaded = [card["id"] for card in self.cards(client) if card["kind"] == kind]
-        names = loaded or [name for name in self._catalogue.names if client.may_use(name)]
+        names = loaded or [name for name in self._router.names if client.may_use(name)]
         if len(names) != 1:
             raise InvalidRequestError(f"name a model; there are {', '.join(names) or 'none'}", param="model")
         return str(names[0])

@@ -37,8 +37,8 @@ from services.transformer.frontends.openai.text_requests import DetokenizeReques
 from services.transformer.frontends.openai.tokenizing import detokenize, tokenize, tokenizer_of
 from services.transformer.generation.pipeline import Pipeline
 from services.transformer.generation.requests import TextRequest
-from services.transformer.models.catalogue import Catalogue
 from services.transformer.processes.body_processes import SMALL_BYTES, BodyProcesses
+from services.transformer.routing.router import Router
 from services.transformer.text.tokenizer import TextTokenizer
 
 
@@ -48,7 +48,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
     def __init__(
         self,
         pipeline: Pipeline,
-        catalogue: Catalogue,
+        router: Router,
         embedder: Embedder,
         bodies: BodyProcesses,
         keep_alive_s: float = 15.0,
@@ -56,13 +56,13 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         self._bodies = bodies
         self._keep_alive_s = keep_alive_s
         self._pipeline = pipeline
-        self._catalogue = catalogue
+        self._router = router
         self._embedder = embedder
-        self._models = OpenAIModels(catalogue)
+        self._models = OpenAIModels(router)
 
     @rest_errors(openai_error)
     async def Health(self, request: Empty, context: Context) -> AsyncGenerator[HttpBody, None]:
-        if not self._catalogue.ready:
+        if not self._router.ready:
             raise NotReadyError("not ready", hop="predictor")
         yield HttpBody(content_type=PLAIN)
 
@@ -176,7 +176,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
     async def _tokenizer_for(self, name: str, call: CallContext) -> tuple[TextTokenizer, int | None]:
         """The tokenizer of a model, of the only one that generates where none is named, and the model's context."""
         name = self._models.resolve(name, "generation", call.client)
-        return tokenizer_of(await self._catalogue.wait_for(name, "", call))
+        return tokenizer_of(await self._router.wait_for(name, "", call))
 
     async def _read(self, cls: type[RequestT], request: HttpBody, call: CallContext, kind: Kind) -> RequestT:
         """The request in a body, with its model's name; one that is refused is on record."""
@@ -195,4 +195,6 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
 
     async def _tokenizer(self, call: CallContext, model: str) -> TextTokenizer:
         with self._pipeline.recording_refusals(call, model):
-            return (await self._catalogue.get(model, "", call)).tokenizer
+            tokenizer = (await self._router.get(model, "", call)).tokenizer
+        self._router.keep(model, call)
+        return tokenizer

@@ -107,7 +107,7 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
 
     async def Infer(self, request: ModelBody, context: Context) -> HttpBody:
         call = call_context(context, f"{_SERVICE}/Infer")
-        infer_call = await self._read(self._read_infer, request, context, call)
+        infer_call = await self._read(self._read_infer, request, call)
         message = InferRequest.received(infer_call.data)
         answer = await self._inference.infer(message, call.with_id(message.id))
         body, header_length = await self._write_infer(infer_call, answer, call)
@@ -118,7 +118,7 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
 
     async def Generate(self, request: ModelBody, context: Context) -> HttpBody:
         call = call_context(context, f"{_SERVICE}/Generate")
-        message = await self._read(self._read_generate, request, context, call)
+        message = await self._read(self._read_generate, request, call)
         answer = await self._inference.infer(message, call.with_id(message.id))
         return HttpBody(content_type=JSON, data=await self._write(answer, call))
 
@@ -126,7 +126,7 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
     async def GenerateStream(self, request: ModelBody, context: Context) -> AsyncGenerator[Body, None]:
         yield KeepAlive(self._keep_alive_s)
         call = call_context(context, f"{_SERVICE}/GenerateStream")
-        message = await self._read(self._read_generate, request, context, call)
+        message = await self._read(self._read_generate, request, call)
         async with aclosing(self._inference.answers(message, call.with_id(message.id))) as responses:
             async for response in responses:
                 if response.outputs:  # One without says only that there is no more.
@@ -134,20 +134,16 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
                     yield HttpBody(content_type=EVENTS, data=b"data: " + data + b"\n\n")
 
     async def _read(
-        self,
-        read: Callable[[ModelBody, Context, CallContext], Awaitable[T]],
-        request: ModelBody,
-        context: Context,
-        call: CallContext,
+        self, read: Callable[[ModelBody, CallContext], Awaitable[T]], request: ModelBody, call: CallContext
     ) -> T:
         """What a body asks for; one that is refused is on record like any other request."""
         with self._pipeline.recording_refusals(call, request.model):
-            return await read(request, context, call)
+            return await read(request, call)
 
-    async def _read_infer(self, request: ModelBody, context: Context, call: CallContext) -> InferCall:
+    async def _read_infer(self, request: ModelBody, call: CallContext) -> InferCall:
         data, length = await self._body(request, call), _header_length(call)
         if length == 0:
-            metadata = await self._metadata_of_called(request, context, call)
+            metadata = await self._metadata_of_called(request, call)
             return read_raw_body(request.model, request.version, metadata, data)
         if min(len(data), len(data) if length is None else length) <= SMALL_BYTES:
             return read_body(request.model, request.version, data, length)
@@ -155,8 +151,8 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
         (binary, named), message = await self._bodies.run(parse_body, arguments, data, call.deadline)
         return InferCall(message, binary, named)
 
-    async def _read_generate(self, request: ModelBody, context: Context, call: CallContext) -> InferRequest:
-        metadata = await self._metadata_of_called(request, context, call)
+    async def _read_generate(self, request: ModelBody, call: CallContext) -> InferRequest:
+        metadata = await self._metadata_of_called(request, call)
         data = await self._body(request, call)
         if len(data) <= SMALL_BYTES:
             return InferRequest.parsed(read_generate(request.model, request.version, metadata, data))
@@ -190,11 +186,9 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
         message = pb.ModelMetadataRequest(name=request.model, version=request.version)
         return await self._inference.ModelMetadata(message, context)
 
-    async def _metadata_of_called(
-        self, request: ModelBody, context: Context, call: CallContext
-    ) -> pb.ModelMetadataResponse:
+    async def _metadata_of_called(self, request: ModelBody, call: CallContext) -> pb.ModelMetadataResponse:
         message = pb.ModelMetadataRequest(name=request.model, version=request.version)
-        return await self._inference.metadata_of_called(message, context, call)
+        return await self._inference.metadata_of_called(message, call)
 
     # ------------------------------------------------------------------ administration
 

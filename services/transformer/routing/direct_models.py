@@ -12,19 +12,19 @@ import logging
 from pathlib import Path
 
 from millrace.watched_file import replace_file
-from services.transformer.models.catalogue import Catalogue
+from services.transformer.routing.router import Router
 
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 10.0
 
 
-async def list_direct_models(path: Path, catalogue: Catalogue) -> None:
-    """Keeps the file equal to what the catalogue knows, until cancelled."""
+async def list_direct_models(path: Path, router: Router) -> None:
+    """Keeps the file equal to what the router knows, until cancelled."""
     written: list[str] | None = None
     while True:
-        changed = catalogue.changed
-        names = sorted(catalogue.direct_names)
+        changed = router.changed
+        names = sorted(router.direct_names)
         if names != written:
             try:
                 await asyncio.to_thread(replace_file, path, "".join(f"{name}\n" for name in names))

@@ -1,0 +1,252 @@
+"""The models by the names that requests use: those of the catalogue, and the routes to them.
+
+A route's name leads to one of its models: the one that the request names in `x-millrace-model`, else one drawn by
+weight. Where that one cannot answer, the first that can of those to fall back to takes its place, as long as the caller
+has no output. A call keeps the models that it was led to, so that every look at a name gives the same one, whatever
+becomes of the file.
+
+Owned by the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from opentelemetry import metrics
+
+from millrace.errors import (
+    HopBrokenError,
+    InvalidRequestError,
+    MillraceError,
+    NotFoundError,
+    NotReadyError,
+    OverloadedError,
+)
+from millrace.rpc.call_context import CallContext, Routed, ServedModel
+from millrace.telemetry.identity import MODEL
+from millrace.watched_file import WatchedFile
+from services.transformer.models.catalogue import Catalogue
+from services.transformer.models.models import Model, TextModel
+from services.transformer.predictors.replicas import READY, UNAVAILABLE, ModelState
+from services.transformer.routing.routes import Route, Routes, Target, parse_routes
+
+logger = logging.getLogger(__name__)
+
+CHOSEN_MODEL = "x-millrace-model"  # Of a request: the model that it wants of a route. Of an answer: the one it is from.
+_SHOWN = 64  # Characters of a caller's text in an error.
+# How long a request waits for predictors that are away, where another model could answer instead.
+_FALLBACK_WAIT_S = 1.0
+# What another model may do better, where the predictor says it.
+_FAILED_THERE = (HopBrokenError, NotReadyError, NotFoundError, OverloadedError)
+
+
+class Router:
+    """`has_predictor(model)` tells whether a predictor is there that would begin a generation now.
+
+    Raises StartupError where the file is not good.
+    """
+
+    def __init__(self, catalogue: Catalogue, file: Path | None, has_predictor: Callable[[str], bool]) -> None:
+        self._catalogue = catalogue
+        self._has_predictor = has_predictor
+        self._file = None if file is None else WatchedFile(file, parse_routes)
+        self._routes: Routes = {} if self._file is None else self._file.value
+        meter = metrics.get_meter("millrace")
+        self._routed = meter.create_counter("millrace.routed", "{call}", "Calls that a route led to a model.")
+        self._fallbacks = meter.create_counter(
+            "millrace.fallbacks", "{request}", "Requests that went on to another model, having had no output."
+        )
+
+    async def follow(self) -> None:
+        """Keeps the routes equal to their file, until cancelled."""
+        if self._file is None:
+            return
+        loop = asyncio.get_running_loop()
+
+        def changed(routes: Routes) -> None:
+            loop.call_soon_threadsafe(self._take, routes)
+
+        await self._file.watch(changed)
+
+    def _take(self, routes: Routes) -> None:
+        self._routes = routes
+        self._catalogue.tell_of_change()
+
+    # ------------------------------------------------------------------ the model of a call
+
+    async def wait_for(self, name: str, version: str, call: CallContext) -> Model:
+        """The model that answers; waits and raises as the catalogue does, whose keys are for the names in requests."""
+        routed = call.routed.get(name)
+        route = self._routes.get(name)
+        if routed is not None:
+            served = routed.served
+            return await self._catalogue.found_in_time(lambda: self._catalogue.find(*served), call)
+        if route is None:
+            return await self._catalogue.wait_for(name, version, call)
+        call.client.check_model(name)
+        candidates = _candidates(route, name, version, call.header(CHOSEN_MODEL))
+        return await self._catalogue.found_in_time(lambda: self._choose(name, candidates, call), call)
+
+    async def get(self, name: str, version: str, call: CallContext) -> TextModel:
+        """The text model; waits and raises as `wait_for`, and InvalidRequestError where the model takes no text."""
+        return self.as_text(await self.wait_for(name, version, call))
+
+    def wait_s(self, name: str, call: CallContext) -> float | None:
+        """How long a request waits for predictors that are away before it begins; None is as long as any."""
+        routed = call.routed.get(name)
+        return _FALLBACK_WAIT_S if routed is not None and self._running(routed.others) else None
+
+    def fall_back(self, name: str, call: CallContext, failed: Model, error: MillraceError) -> Model | None:
+        """The model that answers instead of one that failed before it gave anything; None where there is none."""
+        routed = call.routed.get(name)
+        if routed is None or not isinstance(error, _FAILED_THERE) or error.hop is None:
+            return None
+        # Another choice of the request may have gone on already.
+        others = routed.others if routed.served.model == failed.name else (routed.served, *routed.others)
+        for served, model in self._running(others):
+            if type(model) is type(failed):
+                call.routed[name] = _led_to(served, others)
+                self._fallbacks.add(1, {MODEL: model.name})
+                logger.warning("model %s: %s; model %s answers instead", failed.name, error.message, model.name)
+                return model
+        return None
+
+    def served(self, name: str, call: CallContext) -> str:
+        """The model that a route led the call to, as answers and records name it; "" where no route has the name."""
+        routed = call.routed.get(name)
+        return "" if routed is None else str(routed.served)
+
+    def shadow(self, name: str, call: CallContext) -> ServedModel | None:
+        """The model that gets a copy of the request, if it is one of those that are copied."""
+        route = self._routes.get(name)
+        if route is None or route.shadow is None or call.shadow_of:
+            return None
+        return route.shadow.served if 100 * random.random() < route.shadow.percent else None  # noqa: S311
+
+    def _choose(self, name: str, candidates: Sequence[ServedModel], call: CallContext) -> Model:
+        """The first that could begin now, else that is known; raises NotReadyError where one will be, NotFoundError."""
+        served, model = (self._running(candidates) or self._known(name, candidates))[0]
+        call.routed[name] = _led_to(served, candidates)
+        self._routed.add(1, {MODEL: model.name})
+        return model
+
+    def _running(self, candidates: Sequence[ServedModel]) -> list[tuple[ServedModel, Model]]:
+        """Those that could begin to answer now."""
+        with suppress(NotFoundError, NotReadyError):
+            return [
+                (served, model)
+                for served, model in self._known("", candidates)
+                if not isinstance(model, TextModel) or self._has_predictor(model.name)
+            ]
+        return []
+
+    def _known(self, name: str, candidates: Sequence[ServedModel]) -> list[tuple[ServedModel, Model]]:
+        """Those that the predictors have loaded, at least one; raises as `_choose`."""
+        known, not_ready = [], None
+        for served in candidates:
+            try:
+                known.append((served, self._catalogue.find(*served)))
+            except NotReadyError as error:
+                not_ready = not_ready or error
+            except NotFoundError:
+                continue
+        if not known:
+            raise not_ready or NotFoundError(f"no model behind {name!r} is loaded")
+        return known
+
+    def keep(self, name: str, call: CallContext) -> None:
+        """The call goes to no other model any more: something of the one that it was led to is in use."""
+        if (routed := call.routed.get(name)) is not None:
+            routed.others = ()
+
+    def answered_by(self, model: str, fingerprint: str) -> None:
+        """See the catalogue."""
+        self._catalogue.answered_by(model, fingerprint)
+
+    def as_text(self, model: Model) -> TextModel:
+        """The model, if it takes text; raises InvalidRequestError."""
+        return self._catalogue.as_text(model)
+
+    # ------------------------------------------------------------------ all models
+
+    @property
+    def ready(self) -> bool:
+        return self._catalogue.ready
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set, and replaced, whenever a name may lead to another model."""
+        return self._catalogue.changed
+
+    @property
+    def states(self) -> dict[str, ModelState]:
+        """Every name that callers can use, and the state of the model behind it."""
+        states = self._catalogue.states
+        return states | {name: _state_behind(route, states) for name, route in self._routes.items()}
+
+    @property
+    def names(self) -> list[str]:
+        """Those of models that are loaded or will soon be."""
+        return [name for name, state_of_model in self.states.items() if state_of_model.state != UNAVAILABLE]
+
+    @property
+    def direct_names(self) -> list[str]:
+        """The models whose tensors the gateway may send straight to a predictor."""
+        return [name for name in self._catalogue.direct_names if name not in self._routes]
+
+    def find(self, name: str, version: str = "") -> Model:
+        """The model, for a look at it; of a route, the first that is known. Raises NotFoundError, NotReadyError."""
+        route = self._routes.get(name)
+        if route is None:
+            return self._catalogue.find(name, version)
+        by_weight = sorted(route.split, key=lambda target: -target.weight)
+        return self._known(name, _of_version(name, version, (*by_weight, *route.fallback)))[0][1]
+
+    def is_ready(self, name: str, version: str = "") -> bool:
+        """Whether the model can be called now."""
+        try:
+            self.find(name, version)
+        except MillraceError:
+            return False
+        return self.ready
+
+    def lists(self, name: str) -> bool:
+        """Whether the name is known; for other names each call asks the predictor."""
+        return name in self._routes or self._catalogue.lists(name)
+
+
+def _candidates(route: Route, name: str, version: str, wanted: str) -> list[ServedModel]:
+    """The models that may answer a call, in order: the one wanted, or one drawn by weight and those to fall back to."""
+    if wanted:
+        found = next((served for served in route.targets if wanted in (served.model, str(served))), None)
+        if found is None:
+            raise InvalidRequestError(f"{CHOSEN_MODEL}: {wanted[:_SHOWN]!r} is none of the models behind {name!r}")
+        return [found]
+    drawn = [target for target in route.split if target.weight and version in ("", target.version or version)]
+    if drawn:
+        drawn = random.choices(drawn, [target.weight for target in drawn])  # noqa: S311
+    return _of_version(name, version, (*drawn, *route.fallback))
+
+
+def _of_version(name: str, version: str, targets: Iterable[Target]) -> list[ServedModel]:
+    """The models, without repetition, that are of a version or take any; raises NotFoundError if there is none."""
+    found = [ServedModel(target.model, target.version or version) for target in targets]
+    found = [served for served in dict.fromkeys(found) if version in ("", served.version)]
+    if not found:
+        raise NotFoundError(f"model {name!r} has no version {version!r}")
+    return found
+
+
+def _led_to(served: ServedModel, candidates: Sequence[ServedModel]) -> Routed:
+    return Routed(served, candidates[candidates.index(served) + 1 :])
+
+
+def _state_behind(route: Route, states: Mapping[str, ModelState]) -> ModelState:
+    """That of the first of its models that is ready, else of the first."""
+    found = [states.get(target.model, ModelState(UNAVAILABLE)) for target in (*route.split, *route.fallback)]
+    return next((state_of_model for state_of_model in found if state_of_model.state == READY), found[0])
