@@ -1,10 +1,10 @@
 """A predictor of ours whose calls end as a test says: real gRPC, real messages, and tokens that are known beforehand.
 
-Its one model, `teller`, answers every prompt with `ANSWER`. A continuation gets what is left of it. Each submission to
-`PredictorSteps/Run`, and each call of `ModelStreamInfer`, takes the next action of the script; without one it answers
-to the end. An action is called with (predictor, call) and yields how many tokens are to be sent next, or raises what
-ends the call; `Broken` ends the whole connection of a submission. A submission is accepted with the first thing that
-its action yields.
+Its models, only `teller` unless a test says otherwise, answer every prompt with `ANSWER`. A continuation gets what is
+left of it. Each submission to `PredictorSteps/Run`, and each call of `ModelStreamInfer`, takes the next action of the
+script; without one it answers to the end. An action is called with (predictor, call) and yields how many tokens are to
+be sent next, or raises what ends the call; `Broken` ends the whole connection of a submission. A submission is accepted
+with the first thing that its action yields.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Call:
 
 
 class ScriptedPredictor(inference_pb2_grpc.GRPCInferenceServiceServicer, steps_pb2_grpc.PredictorStepsServicer):
-    def __init__(self, *script, answer=ANSWER):
+    def __init__(self, *script, answer=ANSWER, models=(MODEL,)):
+        self.models = models
         self.script = deque(script)
         self.answer = list(answer)
         self.calls = []
@@ -70,17 +71,18 @@ class ScriptedPredictor(inference_pb2_grpc.GRPCInferenceServiceServicer, steps_p
     async def RepositoryIndex(self, request, context):  # noqa: N802
         response = pb.RepositoryIndexResponse()
         if self.state:
-            response.models.add(name=MODEL, version="1", state=self.state)
+            for name in self.models:
+                response.models.add(name=name, version="1", state=self.state)
         return response
 
     async def ModelMetadata(self, request, context):  # noqa: N802
-        if request.name != MODEL:
+        if request.name not in self.models:
             raise NotFoundError(f"no model {request.name!r}")
         ids = [Metadata(name=name, datatype="INT32", shape=[-1]) for name in ("input_ids", "output_ids")]
-        return pb.ModelMetadataResponse(name=MODEL, versions=["1"], inputs=ids, outputs=ids[1:])
+        return pb.ModelMetadataResponse(name=request.name, versions=["1"], inputs=ids, outputs=ids[1:])
 
     async def ModelConfig(self, request, context):  # noqa: N802
-        config = model_config_pb2.ModelConfig(name=MODEL)
+        config = model_config_pb2.ModelConfig(name=request.name)
         config.parameters["context_length"].string_value = "1024"
         config.parameters["is_encoder_decoder"].string_value = "false"
         config.parameters[FINGERPRINT].string_value = self.fingerprint
@@ -154,7 +156,8 @@ class ScriptedPredictor(inference_pb2_grpc.GRPCInferenceServiceServicer, steps_p
         step = steps_pb2.Step(loads=steps_pb2.EngineLoads(), leaving=is_leaving or None)
         if self.has_model:
             fingerprint = self.fingerprint if self.announced is None else self.announced
-            step.loads.models.add(model=MODEL, fingerprint=fingerprint)
+            for name in self.models:
+                step.loads.models.add(model=name, fingerprint=fingerprint)
         return step
 
     async def _act(self, action, call, steps):

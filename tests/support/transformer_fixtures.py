@@ -88,6 +88,7 @@ async def transformer(
 
     watch = asyncio.create_task(catalogue.watch(tell))
     linking = asyncio.create_task(links.run())
+    copying = asyncio.create_task(shadows.run())
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
     try:
         if ready:
@@ -101,7 +102,8 @@ async def transformer(
         await asyncio.gather(watch, return_exceptions=True)
         await server.stop(0)
         linking.cancel()
-        await asyncio.gather(linking, return_exceptions=True)
+        copying.cancel()
+        await asyncio.gather(linking, copying, return_exceptions=True)
         await bodies.close()
         await asyncio.to_thread(tap.close)
         spool.cleanup()

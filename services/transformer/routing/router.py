@@ -20,7 +20,6 @@ from pathlib import Path
 from opentelemetry import metrics
 
 from millrace.errors import (
-    HopBrokenError,
     InvalidRequestError,
     MillraceError,
     NotFoundError,
@@ -41,8 +40,8 @@ CHOSEN_MODEL = "x-millrace-model"  # Of a request: the model that it wants of a 
 _SHOWN = 64  # Characters of a caller's text in an error.
 # How long a request waits for predictors that are away, where another model could answer instead.
 _FALLBACK_WAIT_S = 1.0
-# What another model may do better, where the predictor says it.
-_FAILED_THERE = (HopBrokenError, NotReadyError, NotFoundError, OverloadedError)
+# What another model may do better, where the predictor says it. Not a predictor's death: the request may be its cause.
+_FAILED_THERE = (NotReadyError, NotFoundError, OverloadedError)
 
 
 class Router:

@@ -1,0 +1,159 @@
+"""Routes before a real connection to a predictor: what falls back to another model, and what is copied to one."""
+
+import asyncio
+
+import grpc
+import numpy as np
+import pytest
+
+from millrace.errors import HopBrokenError, InvalidRequestError, NotFoundError, NotReadyError, OverloadedError
+from millrace.oip.tensors import Tensor, add_input, decode_outputs
+from millrace_protos import inference_pb2 as pb
+from tests.support.scripted_predictor import MODEL, ScriptedPredictor, alone, serving, whole
+from tests.support.transformer_fixtures import transformer
+from tests.system.calls import each, text_request
+from tests.waiting import until
+
+SECOND = "second"
+MODELS = f"{MODEL}=models/storyteller,{SECOND}=models/storyteller"
+FALLS_BACK = "chat: {model: teller, fallback: [second]}"
+
+
+def fails(model, error, after=0):
+    """One model's requests end with an error after so many tokens; those of others are answered."""
+
+    async def action(predictor, call):
+        if call.request.model == model:
+            for _ in range(after):
+                yield 1
+            raise error
+        async for count in whole(predictor, call):
+            yield count
+
+    return action
+
+
+def routed(tmp_path, text):
+    path = tmp_path / "routes.yaml"
+    path.write_text(text)
+    return path
+
+
+async def tokens_of(stub, request):
+    for name in ("text_output", "num_output_tokens"):
+        request.outputs.add(name=name)
+    responses = [response.infer_response async for response in stub.ModelStreamInfer(each(request), timeout=30)]
+    return sum(int(decode_outputs(response)["num_output_tokens"].array[0]) for response in responses)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [NotReadyError("it loads"), NotFoundError("no such model"), OverloadedError("the queue is full")],
+    ids=lambda error: type(error).__name__,
+)
+async def test_a_request_goes_on_with_another_model_where_its_own_gives_nothing(tmp_path, error):
+    predictor = ScriptedPredictor(*[fails(MODEL, error)] * 50, models=(MODEL, SECOND))
+    routes = routed(tmp_path, FALLS_BACK)
+    async with serving(predictor) as address, transformer(address, MODELS, routes=routes) as (stub, _):
+        assert await tokens_of(stub, text_request("chat", "Tell me", max_tokens=5)) == 5
+    assert predictor.calls[-1].request.model == SECOND
+
+
+async def test_an_answer_that_has_begun_is_finished_by_its_own_model(tmp_path):
+    predictor = ScriptedPredictor(fails(MODEL, HopBrokenError("the engine died"), after=2), models=(MODEL, SECOND))
+    routes = routed(tmp_path, FALLS_BACK)
+    async with serving(predictor) as address, transformer(address, MODELS, routes=routes) as (stub, _):
+        assert await tokens_of(stub, text_request("chat", "Tell me", max_tokens=5)) == 5
+    assert [call.request.model for call in predictor.calls] == [MODEL, MODEL]
+
+
+async def test_what_the_caller_has_done_wrong_is_told_at_once(tmp_path):
+    error = InvalidRequestError("it asks for too much")
+    predictor = ScriptedPredictor(fails(MODEL, error), models=(MODEL, SECOND))
+    routes = routed(tmp_path, FALLS_BACK)
+    async with serving(predictor) as address, transformer(address, MODELS, routes=routes) as (stub, _):
+        with pytest.raises(grpc.aio.AioRpcError, match="it asks for too much"):
+            await stub.ModelInfer(text_request("chat", "Tell me", max_tokens=5), timeout=30)
+    assert len(predictor.calls) == 1
+
+
+async def test_a_request_that_ends_its_predictor_is_not_given_to_another_model(tmp_path):
+    error = HopBrokenError("the engine died")
+    predictor = ScriptedPredictor(*[alone(fails(MODEL, error))] * 50, models=(MODEL, SECOND))
+    routes = routed(tmp_path, FALLS_BACK)
+    async with serving(predictor) as address, transformer(address, MODELS, routes=routes) as (stub, _):
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.ModelInfer(text_request("chat", "Tell me", max_tokens=5), timeout=30)
+    assert raised.value.code() is grpc.StatusCode.INTERNAL
+    assert {call.request.model for call in predictor.calls} == {MODEL}
+
+
+async def test_where_all_fail_the_last_error_is_the_answer(tmp_path):
+    async def all_fail(predictor, call):
+        raise NotReadyError(f"{call.request.model} loads")
+        yield
+
+    predictor = ScriptedPredictor(*[all_fail] * 50, models=(MODEL, SECOND))
+    routes = routed(tmp_path, FALLS_BACK)
+    async with serving(predictor) as address, transformer(address, MODELS, routes=routes, wait_s=0.2) as (stub, _):
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.ModelInfer(text_request("chat", "Tell me", max_tokens=5), timeout=30)
+    assert (raised.value.code(), raised.value.details()) == (grpc.StatusCode.UNAVAILABLE, "second loads")
+    assert [call.request.model for call in predictor.calls][-1] == SECOND
+
+
+def tensors(model):
+    request = pb.ModelInferRequest(model_name=model, id="r")
+    add_input(request, Tensor("input_ids", "INT64", np.arange(5)))
+    return request
+
+
+async def test_tensors_go_on_with_another_model_too(tmp_path):
+    class Loads(ScriptedPredictor):
+        async def ModelInfer(self, request, context):  # noqa: N802
+            if request.model_name == MODEL:
+                raise NotReadyError("it loads")
+            return await super().ModelInfer(request, context)
+
+    predictor = Loads(models=(MODEL, SECOND))
+    routes = routed(tmp_path, FALLS_BACK)
+    # Without their tokenizers both models take tensors.
+    async with serving(predictor) as address, transformer(address, routes=routes) as (stub, _):
+        answer = await stub.ModelInfer(tensors("chat"), timeout=30)
+    assert answer.model_name == "chat"
+    assert predictor.calls[-1].request.model_name == SECOND
+
+
+async def test_a_copy_is_answered_by_another_model_and_disturbs_nobody(tmp_path):
+    held = asyncio.Event()
+
+    async def action(predictor, call):
+        if call.request.model == SECOND:
+            await held.wait()
+        async for count in whole(predictor, call):
+            yield count
+
+    predictor = ScriptedPredictor(*[action] * 4, models=(MODEL, SECOND))
+    routes = routed(tmp_path, "teller: {model: teller, shadow: second}")
+    async with serving(predictor) as address, transformer(address, MODELS, routes=routes) as (stub, _):
+        assert await tokens_of(stub, text_request(MODEL, "Tell me", max_tokens=5)) == 5
+        await predictor.wait_for_calls(2)
+        original, copy = predictor.calls
+        assert (original.request.model, copy.request.model) == (MODEL, SECOND)
+        assert list(original.request.prompt_ids) == list(copy.request.prompt_ids)
+        assert copy.request.weight < original.request.weight
+        held.set()
+        await until(copy.ended.is_set)
+        assert len(copy.output_ids) == 5
+
+
+async def test_tensors_are_copied_too(tmp_path):
+    predictor = ScriptedPredictor(models=(MODEL, SECOND))
+    routes = routed(tmp_path, "teller: {model: teller, shadow: second}")
+    async with serving(predictor) as address, transformer(address, routes=routes) as (stub, _):
+        answer = await stub.ModelInfer(tensors(MODEL), timeout=30)
+        assert answer.model_name == MODEL
+        await predictor.wait_for_calls(2)
+    first, copy = predictor.calls[:2]
+    assert (first.request.model_name, copy.request.model_name) == (MODEL, SECOND)
+    assert copy.request.inputs == first.request.inputs

@@ -1,0 +1,400 @@
+"""Routes: what a file may say, which model answers a call, and what becomes of a model that cannot."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from millrace.clients import CLIENT, POLICY
+from millrace.errors import (
+    ForbiddenError,
+    HopBrokenError,
+    InvalidRequestError,
+    NotFoundError,
+    NotReadyError,
+    OverloadedError,
+    StartupError,
+)
+from millrace.rpc.call_context import CallContext, ServedModel
+from millrace.watched_file import replace_file
+from services.transformer.models.models import RelayedModel, TextModel
+from services.transformer.predictors.replicas import LOADING, READY, UNAVAILABLE, ModelState
+from services.transformer.routing.router import CHOSEN_MODEL, Router
+from services.transformer.routing.routes import parse_routes
+from services.transformer.routing.shadows import Shadows, copied_call
+from tests.waiting import until
+
+CANARY = """
+chat: {model: stable}
+stable:
+  split:
+  - {model: stable, weight: 90}
+  - {model: next, weight: 10}
+  - {model: hidden, weight: 0}
+  fallback: [small, {model: last, version: 2}]
+  shadow: {model: shade, percent: 50}
+"""
+
+
+class Catalogue:
+    """Models by name, or what a look at one raises."""
+
+    def __init__(self, **models):
+        self.models = models
+        self.changed = asyncio.Event()
+
+    @property
+    def states(self):
+        return {
+            name: ModelState(READY if isinstance(model, TextModel) else LOADING) for name, model in self.models.items()
+        }
+
+    direct_names = ("stable", "other")
+    ready = True
+
+    def lists(self, name):
+        return name in self.models
+
+    def find(self, name, version=""):
+        model = self.models.get(name) or NotFoundError(f"no model {name!r}")
+        if isinstance(model, Exception):
+            raise model
+        return model
+
+    async def wait_for(self, name, version, call):
+        call.client.check_model(name)
+        return self.find(name, version)
+
+    async def found_in_time(self, find, call):
+        while True:
+            try:
+                return find()
+            except NotReadyError:
+                await asyncio.wait_for(self.changed.wait(), 5)
+
+    def tell_of_change(self):
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def as_text(self, model):
+        return model
+
+
+def text_model(name):
+    return TextModel(name, tokenizer=None, defaults=None, limits=None)
+
+
+def a_router(tmp_path, text=CANARY, lacks=(), **models):
+    """A router over text models, of which `lacks` have no predictor at the moment."""
+    path = tmp_path / "routes.yaml"
+    path.write_text(text)
+    known = {name: text_model(name) for name in ("stable", "next", "hidden", "small", "last", "shade", "other")}
+    catalogue = Catalogue(**known | models)
+    return Router(catalogue, path, lambda name: name not in lacks), catalogue
+
+
+def a_call(**headers):
+    return CallContext("test", "r", tuple((name.replace("_", "-"), value) for name, value in headers.items()))
+
+
+async def answered(router, name, call=None, version=""):
+    return (await router.wait_for(name, version, call or a_call())).name
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("- a", "is not a mapping"),
+        ("a: {model: b", "is not YAML, line 1"),
+        ("a: {}", "a.split: Field required"),
+        ("a: {model: b, split: [c]}", "a: has a model or a split, not both"),
+        ("a: {split: []}", "a.split: Tuple should have at least 1 item"),
+        ("a: {split: [{model: b, weight: -1}]}", "a.split.0.weight: Input should be greater than or equal to 0"),
+        ("a: {split: [{model: b, weight: 0}]}", "a: a split needs a weight above 0"),
+        ("a: {split: [{model: b, weight: .nan}]}", "a.split.0.weight: Input should be a finite number"),
+        (
+            "a: {model: b, shadow: {model: c, percent: 101}}",
+            "a.shadow.percent: Input should be less than or equal to 100",
+        ),
+        ("a: {model: b, fallbacks: [c]}", "a.fallbacks: Extra inputs are not permitted"),
+        ("a: {model: ''}", "a.split.0.model: String should have at least 1 character"),
+        ("'': {model: b}", "String should have at least 1 character"),
+    ],
+)
+def test_a_file_that_cannot_be_used_says_where(text, fault):
+    with pytest.raises(ValueError, match=r".") as raised:
+        parse_routes(text)
+    assert fault in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_empty_file_has_no_routes():
+    assert parse_routes("") == {}
+
+
+def test_what_a_file_says():
+    routes = parse_routes(CANARY)
+    assert [target.served for target in routes["chat"].split] == [ServedModel("stable")]
+    assert [str(served) for served in routes["stable"].targets] == [
+        "stable",
+        "next",
+        "hidden",
+        "small",
+        "last:2",
+        "shade",
+    ]
+
+
+def test_a_first_file_that_cannot_be_used_ends_the_start(tmp_path):
+    with pytest.raises(StartupError, match="is not a mapping"):
+        a_router(tmp_path, "- a")
+
+
+async def test_a_name_without_a_route_is_the_models_own(tmp_path):
+    router, _ = a_router(tmp_path)
+    call = a_call()
+    assert await answered(router, "other", call) == "other"
+    assert (router.served("other", call), call.routed) == ("", {})
+    with pytest.raises(NotFoundError):
+        await answered(router, "nobody")
+
+
+async def test_an_alias_leads_to_the_model_and_never_to_another_route(tmp_path):
+    router, _ = a_router(tmp_path)
+    call = a_call()
+    assert {await answered(router, "chat") for _ in range(50)} == {"stable"}
+    await answered(router, "chat", call)
+    assert router.served("chat", call) == "stable"
+
+
+async def test_a_split_goes_by_weight(tmp_path):
+    router, _ = a_router(tmp_path)
+    drawn = Counter([await answered(router, "stable") for _ in range(2000)])
+    assert drawn.keys() == {"stable", "next"}
+    assert 120 < drawn["next"] < 290  # 200 expected; 6 standard deviations are 80.
+
+
+async def test_a_call_keeps_the_model_that_it_was_led_to(tmp_path):
+    router, _ = a_router(tmp_path)
+    for _ in range(50):
+        call = a_call()
+        first = await answered(router, "stable", call)
+        assert {await answered(router, "stable", call.with_id("x")) for _ in range(20)} == {first}
+
+
+@pytest.mark.parametrize("wanted", ["stable", "next", "hidden", "small", "last", "last:2", "shade"])
+async def test_a_header_chooses_a_model_of_the_route(tmp_path, wanted):
+    router, _ = a_router(tmp_path)
+    call = a_call(**{CHOSEN_MODEL: wanted})
+    assert await answered(router, "stable", call) == wanted.partition(":")[0]
+    # Whoever wants one model gets no other.
+    assert router.wait_s("stable", call) is None
+    assert (
+        router.fall_back("stable", call, text_model(wanted.partition(":")[0]), NotReadyError("loads", hop="predictor"))
+        is None
+    )
+
+
+async def test_a_header_that_names_no_model_of_the_route_is_refused(tmp_path):
+    router, _ = a_router(tmp_path)
+    with pytest.raises(InvalidRequestError, match="none of the models behind 'stable'"):
+        await answered(router, "stable", a_call(**{CHOSEN_MODEL: "other"}))
+    assert await answered(router, "other", a_call(**{CHOSEN_MODEL: "stable"})) == "other"
+
+
+async def test_a_request_for_a_version_gets_that_version(tmp_path):
+    text = "m: {split: [{model: m, version: 1, weight: 99}, {model: m, version: 2, weight: 1}]}"
+    router, _ = a_router(tmp_path, text, m=text_model("m"))
+    for version in ("1", "2"):
+        call = a_call()
+        await answered(router, "m", call, version)
+        assert router.served("m", call) == f"m:{version}"
+    with pytest.raises(NotFoundError, match="model 'm' has no version '3'"):
+        await answered(router, "m", version="3")
+
+
+async def test_a_model_that_cannot_begin_is_passed_over(tmp_path):
+    for lacks, missing in (
+        (("stable", "next"), {}),
+        ((), {"stable": NotReadyError("loads"), "next": NotFoundError("gone")}),
+    ):
+        router, _ = a_router(tmp_path, lacks=lacks, **missing)
+        assert {await answered(router, "stable") for _ in range(20)} == {"small"}
+
+
+async def test_without_any_that_can_begin_the_chosen_one_is_waited_for(tmp_path):
+    everyone = ("stable", "next", "hidden", "small", "last")
+    router, _ = a_router(tmp_path, lacks=everyone)
+    assert await answered(router, "stable", a_call(**{CHOSEN_MODEL: "hidden"})) == "hidden"
+    assert {await answered(router, "stable") for _ in range(50)} == {"stable", "next"}
+
+
+async def test_a_model_that_loads_is_waited_for_and_one_that_is_gone_is_not(tmp_path):
+    loads, gone = NotReadyError("loads"), NotFoundError("gone")
+    router, catalogue = a_router(tmp_path, "m: {model: a, fallback: [b]}", a=gone, b=loads)
+    waiting = asyncio.create_task(answered(router, "m"))
+    await asyncio.sleep(0)
+    catalogue.models["b"] = text_model("b")
+    catalogue.tell_of_change()
+    assert await waiting == "b"
+    catalogue.models["b"] = gone
+    with pytest.raises(NotFoundError, match="no model behind 'm' is loaded"):
+        await answered(router, "m")
+
+
+async def test_a_model_that_fails_gives_way_to_each_of_the_others_once(tmp_path):
+    router, _ = a_router(tmp_path)
+    call = a_call()
+    model = await router.wait_for("stable", "", call)
+    assert router.wait_s("stable", call) == 1.0
+    seen = []
+    while (other := router.fall_back("stable", call, model, NotReadyError("loads", hop="predictor"))) is not None:
+        seen.append(other.name)
+        model = other
+    assert seen == ["small", "last"]
+    assert router.served("stable", call) == "last:2"
+    assert router.wait_s("stable", call) is None
+
+
+async def test_choices_of_a_request_go_on_with_the_same_model(tmp_path):
+    router, _ = a_router(tmp_path)
+    call, failed = a_call(), NotReadyError("loads", hop="predictor")
+    model = await router.wait_for("stable", "", call)
+    assert router.fall_back("stable", call, model, failed).name == "small"
+    assert router.fall_back("stable", call, model, failed).name == "small"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OverloadedError("the key's minute is used up"),
+        HopBrokenError("died", hop="predictor"),
+        InvalidRequestError("bad", hop="predictor"),
+        NotReadyError("this service drains"),
+    ],
+)
+async def test_what_another_model_would_refuse_too_is_the_answer(tmp_path, error):
+    router, _ = a_router(tmp_path)
+    call = a_call()
+    model = await router.wait_for("stable", "", call)
+    assert router.fall_back("stable", call, model, error) is None
+
+
+async def test_a_call_whose_model_is_in_use_stays_with_it(tmp_path):
+    router, _ = a_router(tmp_path)
+    call = a_call()
+    model = await router.wait_for("stable", "", call)
+    router.keep("stable", call)
+    assert router.fall_back("stable", call, model, NotReadyError("loads", hop="predictor")) is None
+
+
+async def test_a_model_of_another_kind_does_not_take_over(tmp_path):
+    router, _ = a_router(tmp_path, "m: {model: stable, fallback: [tensors]}", tensors=RelayedModel("tensors"))
+    call = a_call()
+    model = await router.wait_for("m", "", call)
+    assert router.fall_back("m", call, model, NotReadyError("loads", hop="predictor")) is None
+
+
+async def test_keys_are_for_the_names_that_requests_use(tmp_path):
+    router, _ = a_router(tmp_path)
+    headers = {CLIENT: "alice", POLICY: '{"models": ["chat"]}'}
+    assert await answered(router, "chat", a_call(**headers)) == "stable"
+    with pytest.raises(ForbiddenError):
+        await answered(router, "stable", a_call(**headers))
+
+
+async def test_what_is_listed(tmp_path):
+    router, _ = a_router(
+        tmp_path, "chat: {model: stable}\nlost: {model: nothing}\nlate: {model: nothing, fallback: [next]}"
+    )
+    states = router.states
+    assert [states[name].state for name in ("chat", "lost", "late")] == [READY, UNAVAILABLE, READY]
+    assert {"chat", "late", "stable"} <= set(router.names)
+    assert "lost" not in router.names
+    assert (router.find("late").name, router.is_ready("chat"), router.is_ready("lost")) == ("next", True, False)
+    assert (router.lists("lost"), router.lists("other"), router.lists("x")) == (True, True, False)
+
+
+def test_a_model_with_a_route_is_not_called_past_it(tmp_path):
+    router, _ = a_router(tmp_path)
+    assert router.direct_names == ["other"]
+
+
+async def test_a_changed_file_counts_and_a_broken_one_does_not(tmp_path, caplog):
+    router, _ = a_router(tmp_path, "m: {model: stable}")
+    path = tmp_path / "routes.yaml"
+    following = asyncio.create_task(router.follow())
+    try:
+        begun = a_call()
+        assert await answered(router, "m", begun) == "stable"
+        replace_file(path, "m: {model: next}")
+
+        async def is_changed():
+            return await answered(router, "m") == "next"
+
+        await until(is_changed)
+        replace_file(path, "m: {")
+        await until(lambda: "is not YAML" in caplog.text)
+        assert await answered(router, "m") == "next"
+        assert await answered(router, "m", begun) == "stable"
+    finally:
+        following.cancel()
+
+
+def test_so_many_percent_of_the_requests_are_copied(tmp_path):
+    router, _ = a_router(tmp_path)
+    copies = Counter(router.shadow("stable", a_call()) for _ in range(1000))
+    assert copies.keys() == {None, ServedModel("shade")}
+    assert 400 < copies[None] < 600
+    assert router.shadow("chat", a_call()) is None
+
+
+def test_a_copy_has_its_clients_name_and_not_its_limits(tmp_path):
+    router, _ = a_router(tmp_path)
+    headers = {CLIENT: "alice", POLICY: '{"tokens_per_minute": 1}', "x-first-token-timeout-ms": "1"}
+    copy = copied_call(a_call(**headers), ServedModel("shade"), "record")
+    assert (copy.client.name, copy.client.policy.tokens_per_minute, copy.shadow_of) == ("alice", None, "record")
+    assert "x-first-token-timeout-ms" not in dict(copy.metadata)
+    assert {router.shadow("stable", copy) for _ in range(20)} == {None}
+
+
+async def test_copies_are_bounded_and_end_with_their_owner():
+    shadows, begun, ended = Shadows(), [], []
+    never = asyncio.Event()
+
+    async def answer():
+        begun.append(1)
+        try:
+            await never.wait()
+            yield
+        finally:
+            ended.append(1)
+
+    shadows.start(ServedModel("m"), answer)  # Nobody owns it.
+    running = asyncio.create_task(shadows.run())
+    await asyncio.sleep(0)
+    for _ in range(20):
+        shadows.start(ServedModel("m"), answer)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert len(begun) == 16
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert len(ended) == 16
+
+
+async def test_a_copy_that_fails_makes_room_for_the_next():
+    shadows, begun = Shadows(), []
+
+    async def fails():
+        begun.append(1)
+        raise HopBrokenError("died") if len(begun) % 2 else ValueError("a fault of ours")
+        yield
+
+    running = asyncio.create_task(shadows.run())
+    await asyncio.sleep(0)
+    for count in range(40):
+        shadows.start(ServedModel("m"), fails)
+        await until(lambda count=count: len(begun) > count)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
