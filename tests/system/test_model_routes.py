@@ -1,0 +1,206 @@
+"""Routes of the whole stack: aliases on every way in, a canary that changes under streams, shadows, and what is on
+record of each."""
+
+import asyncio
+import json
+
+import grpc
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from millrace.oip.tensors import Tensor, add_input, decode_outputs
+from millrace.watched_file import replace_file
+from millrace_protos import inference_pb2 as pb
+from millrace_protos import millrace_pb2
+from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace_protos.millrace_pb2_grpc import TextGenerationStub
+from tests.system.ask import Ask
+from tests.system.calls import channel, each, rest
+from tests.system.direct import hop_of, until_direct
+from tests.system.payload_log import query, records
+from tests.system.ways_in import TEXT
+from tests.waiting import until
+
+MODELS = (
+    "storyteller=models/storyteller,second=models/storyteller,tensors=tests/unit/python_models.py:Echo,"
+    "identity=models/identity,twin=models/identity"
+)
+ROUTES = {
+    "chat": {"model": "storyteller"},
+    "lost": {"model": "nothing"},
+    "safe": {"model": "nothing", "fallback": ["second"]},
+    "canary": {"split": [{"model": "storyteller", "weight": 1}, {"model": "second", "weight": 0}]},
+    "shadowed": {"model": "storyteller", "shadow": "second"},
+    "same": {"model": "identity", "shadow": "twin"},
+}
+STREAMS = 64
+OPTIONS = {"timeout": 60}
+
+
+@pytest_asyncio.fixture(scope="module")
+async def routed(stacks, tmp_path_factory):
+    path = tmp_path_factory.mktemp("routes") / "routes.yaml"
+    path.write_text(json.dumps(ROUTES))
+    models = MODELS.replace("tensors=tests/unit/python_models.py:Echo,", "")
+    settings = {"transformer": {"TRANSFORMER_MODEL_ROUTES": str(path), "TRANSFORMER_PAYLOAD_LOG": "all"}}
+    started = await stacks.start({"models": models, "environment": settings})
+    yield started, path
+    await stacks.stop(started)
+
+
+def completion(model, **fields):
+    return {"model": model, "prompt": "Once", "max_tokens": 5, "ignore_eos": True, "seed": 1, **fields}
+
+
+def numbers(model, request_id):
+    request = pb.ModelInferRequest(model_name=model, id=request_id)
+    add_input(request, Tensor("x", "INT64", np.array([[1, 2, 3]], np.int64)))
+    return request
+
+
+@pytest.mark.parametrize("way", TEXT)
+async def test_an_alias_is_a_model_on_every_way_in(routed, way):
+    stack, _ = routed
+    outcome = await TEXT[way](stack.gateway, Ask("chat"))
+    assert outcome.status in (200, grpc.StatusCode.OK)
+
+
+async def test_an_answer_has_the_name_that_was_asked_for_and_says_which_model_gave_it(routed):
+    stack, _ = routed
+    answers = [
+        await rest(stack.gateway, "POST", "/v1/completions", completion(name)) for name in ("chat", "storyteller")
+    ]
+    assert answers[0].json["choices"] == answers[1].json["choices"]
+    assert [answer.json["model"] for answer in answers] == ["chat", "storyteller"]
+    assert [answer.headers.get("x-millrace-model") for answer in answers] == ["storyteller", None]
+    events = await rest(stack.gateway, "POST", "/v1/completions", completion("chat", stream=True, n=2))
+    assert events.headers["x-millrace-model"] == "storyteller"
+    async with channel(stack.gateway) as open_channel:
+        call = GRPCInferenceServiceStub(open_channel).ModelInfer(numbers("same", "asked"), **OPTIONS)
+        answer = await call
+        assert dict(await call.initial_metadata())["x-millrace-model"] == "identity"
+        stream = GRPCInferenceServiceStub(open_channel).ModelStreamInfer(each(numbers("same", "asked")), **OPTIONS)
+        streamed = [response.infer_response async for response in stream]
+    assert [each.model_name for each in (answer, *streamed)] == ["same"] * (1 + len(streamed))
+    assert decode_outputs(answer)["x"].array.tolist() == [[1, 2, 3]]
+
+
+async def test_what_a_request_wants_of_a_route(routed):
+    stack, _ = routed
+    wanted = {"x-millrace-model": "second"}
+    answer = await rest(stack.gateway, "POST", "/v1/completions", completion("canary"), **wanted)
+    assert (answer.status, answer.headers["x-millrace-model"]) == (200, "second")
+    answer = await rest(stack.gateway, "POST", "/v1/completions", completion("chat"), **wanted)
+    assert (answer.status, answer.json["error"]["message"]) == (
+        400,
+        "x-millrace-model: 'second' is none of the models behind 'chat'",
+    )
+
+
+async def test_the_model_of_a_route_that_falls_back_is_on_record(routed):
+    stack, _ = routed
+    answer = await rest(stack.gateway, "POST", "/v1/completions", completion("safe"), **{"x-request-id": "fell-back"})
+    assert (answer.status, answer.headers["x-millrace-model"]) == (200, "second")
+    (record,) = await records(stack.gateway, request_id="fell-back")
+    assert (record.model, record.served_model, record.shadow_of) == ("safe", "second", "")
+    answer = await rest(stack.gateway, "POST", "/v1/completions", completion("lost"))
+    assert (answer.status, answer.json["error"]["message"]) == (404, "no model behind 'lost' is loaded")
+
+
+async def test_routes_are_listed(routed):
+    stack, _ = routed
+    cards = {card["id"]: card for card in (await rest(stack.gateway, "GET", "/v1/models")).json["data"]}
+    assert (cards["chat"]["root"], "root" in cards["storyteller"], "lost" in cards) == ("storyteller", False, False)
+    async with channel(stack.gateway) as open_channel:
+        stub = GRPCInferenceServiceStub(open_channel)
+        index = await stub.RepositoryIndex(pb.RepositoryIndexRequest(), **OPTIONS)
+        assert {model.name: model.state for model in index.models if model.name in ("chat", "lost")} == {
+            "chat": "READY",
+            "lost": "UNAVAILABLE",
+        }
+        for name, inner in (("chat", "storyteller"), ("same", "identity")):
+            metadata = await stub.ModelMetadata(pb.ModelMetadataRequest(name=name), **OPTIONS)
+            config = await stub.ModelConfig(pb.ModelConfigRequest(name=name), **OPTIONS)
+            assert (metadata.name, config.config.name) == (name, name)
+            assert metadata.inputs == (await stub.ModelMetadata(pb.ModelMetadataRequest(name=inner), **OPTIONS)).inputs
+            assert (await stub.ModelReady(pb.ModelReadyRequest(name=name), **OPTIONS)).ready
+        statistics = await stub.ModelStatistics(pb.ModelStatisticsRequest(name="same"), **OPTIONS)
+        assert statistics.model_stats[0].name == "same"
+        assert not (await stub.ModelReady(pb.ModelReadyRequest(name="lost"), **OPTIONS)).ready
+
+
+async def test_a_copy_is_recorded_and_given_to_nobody(routed):
+    stack, _ = routed
+    answer = await rest(
+        stack.gateway, "POST", "/v1/completions", completion("shadowed"), **{"x-request-id": "copied-text"}
+    )
+    async with channel(stack.gateway) as open_channel:
+        await GRPCInferenceServiceStub(open_channel).ModelInfer(numbers("same", "copied-tensors"), **OPTIONS)
+    for request_id, model, copied_to in (("copied-text", "shadowed", "second"), ("copied-tensors", "same", "twin")):
+        found = {record.model: record for record in await records(stack.gateway, 2, request_id=request_id)}
+        original, copy = found[model], found[copied_to]
+        assert (copy.shadow_of, copy.status, original.shadow_of) == (original.record_id, "OK", "")
+        assert copy.text == original.text
+        assert copy.trace_id != original.trace_id
+        assert copy.inputs == original.inputs
+    assert original.served_model == "identity"
+    assert answer.json["choices"][0]["text"]
+    usage = (await rest(stack.gateway, "GET", "/millrace/v1/usage?group=model")).json["groups"]
+    assert "twin" not in {group.get("model") for group in usage}
+
+
+async def test_a_canary_changes_under_streams(routed):
+    stack, path = routed
+    started, ids = asyncio.Semaphore(0), [f"stream-{number}" for number in range(STREAMS)]
+
+    async def stream(open_channel, request_id):
+        request = millrace_pb2.GenerateRequest(
+            model="canary", prompt="Once", max_tokens=200, ignore_eos=True, request_id=request_id
+        )
+        tokens = 0
+        async for response in TextGenerationStub(open_channel).Generate(request, **OPTIONS):
+            if tokens == 0:
+                started.release()
+            tokens += len(response.token_ids)
+        return tokens
+
+    async def served():
+        answer = await rest(stack.gateway, "POST", "/v1/completions", completion("canary"))
+        assert answer.status == 200
+        return answer.headers["x-millrace-model"]
+
+    async with channel(stack.gateway) as open_channel:
+        streams = [asyncio.create_task(stream(open_channel, request_id)) for request_id in ids]
+        for _ in streams:
+            await asyncio.wait_for(started.acquire(), 60)
+        split = [{"model": "storyteller", "weight": 0}, {"model": "second", "weight": 1}]
+        replace_file(path, json.dumps(ROUTES | {"canary": {"split": split}}))
+
+        async def is_changed():
+            return await served() == "second"
+
+        await until(is_changed)
+        assert {await served() for _ in range(10)} == {"second"}
+        assert await asyncio.gather(*streams) == [200] * STREAMS
+    replace_file(path, json.dumps(ROUTES))
+    for request_id in ids:
+        (record,) = await records(stack.gateway, request_id=request_id)
+        assert (record.status, record.served_model) == ("OK", "storyteller")
+
+
+async def test_a_model_that_gets_a_route_is_not_called_past_it(routed):
+    stack, path = routed
+    await until_direct(stack.gateway, "identity")
+    replace_file(path, json.dumps(ROUTES | {"identity": {"model": "identity", "shadow": "twin"}}))
+
+    async def is_routed():
+        return await hop_of(stack.gateway, "identity") == "transformer"
+
+    await until(is_routed)
+    async with channel(stack.gateway) as open_channel:
+        await GRPCInferenceServiceStub(open_channel).ModelInfer(numbers("identity", "no-more-direct"), **OPTIONS)
+    await records(stack.gateway, 2, request_id="no-more-direct")
+    replace_file(path, json.dumps(ROUTES))
+    await until_direct(stack.gateway, "identity")
+    assert [record.model for record in await query(stack.gateway, request_id="no-more-direct")].count("identity") == 1
