@@ -27,8 +27,9 @@ class ResponseHead:
         self._remaining = remaining
 
     def add(self, *metadata: tuple[str, str]) -> None:
-        """Adds to what is sent; without effect once it is."""
-        self._metadata += metadata
+        """Adds to what is sent, in place of what has the same names; without effect once it is."""
+        names = {name for name, _ in metadata}
+        self._metadata = (*(pair for pair in self._metadata if pair[0] not in names), *metadata)
 
     async def send(self, context: Context, even_empty: bool = False) -> None:
         """Sends it, unless it is sent or, where that is not required, empty."""

@@ -154,7 +154,7 @@ async def test_a_name_without_a_route_is_the_models_own(tmp_path):
     router, _ = a_router(tmp_path)
     call = a_call()
     assert await answered(router, "other", call) == "other"
-    assert (router.served("other", call), call.routed) == ("", {})
+    assert (router.answering("other", call), call.routed) == ("", {})
     with pytest.raises(NotFoundError):
         await answered(router, "nobody")
 
@@ -164,7 +164,7 @@ async def test_an_alias_leads_to_the_model_and_never_to_another_route(tmp_path):
     call = a_call()
     assert {await answered(router, "chat") for _ in range(50)} == {"stable"}
     await answered(router, "chat", call)
-    assert router.served("chat", call) == "stable"
+    assert router.answering("chat", call) == "stable"
 
 
 async def test_a_split_goes_by_weight(tmp_path):
@@ -208,7 +208,7 @@ async def test_a_request_for_a_version_gets_that_version(tmp_path):
     for version in ("1", "2"):
         call = a_call()
         await answered(router, "m", call, version)
-        assert router.served("m", call) == f"m:{version}"
+        assert router.answering("m", call) == f"m:{version}"
     with pytest.raises(NotFoundError, match="model 'm' has no version '3'"):
         await answered(router, "m", version="3")
 
@@ -252,7 +252,7 @@ async def test_a_model_that_fails_gives_way_to_each_of_the_others_once(tmp_path)
         seen.append(other.name)
         model = other
     assert seen == ["small", "last"]
-    assert router.served("stable", call) == "last:2"
+    assert router.answering("stable", call) == "last:2"
     assert router.wait_s("stable", call) is None
 
 

@@ -72,7 +72,7 @@ class Pipeline:
             async with self._admission.holding_refusals(request):
                 with ExitStack() as held:
                     begun = await self._begun(request, first_token, held)
-                    if served := self._router.served(request.model, request.call):
+                    if served := self._router.answering(request.model, request.call):
                         recorded.served_by(served)
                         observed.served_by(served)
                     self._copy(request, recorded.record_id)

@@ -48,7 +48,7 @@ class Inference:
             return await self._whole_text(model, request, self._read(model, request, call))
         with self._recorded(request, call) as recording:
             answer = await self._answered(model, request, call)
-            recording.served_model = self._router.served(request.model_name, call)
+            recording.served_model = self._router.answering(request.model_name, call)
             recording.end("OK", outputs=answer_tensors(answer))
             await recording.flushed()
             self._copy(request, call, recording.record_id)
@@ -92,7 +92,7 @@ class Inference:
                 answers = processed.stream(model, request, self._relay, call.deadline)
             else:
                 answers = self._relay.stream(self._routed(request, call).data, call.deadline)
-            recording.served_model = self._router.served(request.model_name, call)
+            recording.served_model = self._router.answering(request.model_name, call)
             is_copied = False
             async with aclosing(answers):
                 async for answer in answers:

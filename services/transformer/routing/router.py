@@ -26,8 +26,9 @@ from millrace.errors import (
     NotReadyError,
     OverloadedError,
 )
+from millrace.rpc.admission import head_of_call
 from millrace.rpc.call_context import CallContext, Routed, ServedModel
-from millrace.telemetry.identity import MODEL
+from millrace.telemetry.identity import MODEL, as_metadata
 from millrace.watched_file import WatchedFile
 from services.transformer.models.catalogue import Catalogue
 from services.transformer.models.models import Model, TextModel
@@ -115,10 +116,13 @@ class Router:
                 return model
         return None
 
-    def served(self, name: str, call: CallContext) -> str:
-        """The model that a route led the call to, as answers and records name it; "" where no route has the name."""
+    def answering(self, name: str, call: CallContext) -> str:
+        """The model that a route led the call to, "" where none did; the head of the answer names it."""
         routed = call.routed.get(name)
-        return "" if routed is None else str(routed.served)
+        if routed is None:
+            return ""
+        head_of_call().add((CHOSEN_MODEL, as_metadata(str(routed.served))))
+        return str(routed.served)
 
     def shadow(self, name: str, call: CallContext) -> ServedModel | None:
         """The model that gets a copy of the request, if it is one of those that are copied."""

@@ -57,7 +57,7 @@ class Embedder:
             # One scope for all calls, which do not begin at once.
             async with call.deadline.scope():
                 vectors, tokens = await self._embed(request, call)
-            recording.served_model = self._router.served(request.model, call)
+            recording.served_model = self._router.answering(request.model, call)
             recording.end("OK", usage=Usage(prompt_tokens=tokens))
             await recording.flushed()
             return vectors, tokens
