@@ -70,6 +70,11 @@ class TextCall:
     echo: str  # What goes before the answer: the prompt or nothing.
     wanted: frozenset[str]  # Outputs beside the text.
 
+    @property
+    def decodes_tokens(self) -> bool:
+        """Whether the answer has text of single tokens, which only the model's own tokenizer can give."""
+        return _LOGPROBS in self.wanted
+
 
 def read_request(request: pb.ModelInferRequest, call: CallContext) -> TextCall:
     """Everything that can be refused without the model is refused here; raises InvalidRequestError."""

@@ -144,7 +144,10 @@ class Inference:
                 raise ContextLengthError(
                     f"the request has {size} bytes, more than a prompt of {context_length} tokens can have"
                 )
-            return read_request(request.message, call)
+            text_call = read_request(request.message, call)
+        if text_call.decodes_tokens:
+            self._router.keep(request.model_name, call)
+        return text_call
 
     async def _whole_text(self, model: TextModel, request: InferRequest, text_call: TextCall) -> pb.ModelInferResponse:
         async with aclosing(self._pipeline.generate(text_call.text)) as chunks:
