@@ -160,11 +160,11 @@ async def test_limits_change_under_streams(keyed: tuple[Stack, Path]) -> None:
                 changed = time.monotonic()
                 while not await limits_are(requests, tokens):
                     assert time.monotonic() - changed < 2
-                answer = await rest(stack.gateway, "POST", "/v1/completions", TEN_TOKENS, **bearer("changing"))
-                assert (answer.status == 200) is allowed, answer.body
                 running = sum(not stream.done() for stream in streams)
                 print(f"{requests} requests and {tokens} tokens a minute, with {running} streams")
                 assert running > 0
+                answer = await rest(stack.gateway, "POST", "/v1/completions", TEN_TOKENS, **bearer("changing"))
+                assert (answer.status == 200) is allowed, answer.body
             assert await asyncio.gather(*streams) == [400] * STREAMS
         finally:
             write(path, ENTRIES)
