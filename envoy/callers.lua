@@ -140,7 +140,8 @@ local function check_page(headers)
   end
 end
 
-local function is_open(path)
+local function is_open(headers)
+  local path = (headers:get(":path") or ""):match("^[^?]*")
   if OPEN_PATHS[path] then
     return true
   end
@@ -166,9 +167,8 @@ local function check_key(handle, headers)
   local client = client_of(handle, key)
   headers:remove("authorization")
   headers:remove("x-api-key")
-  local path = (headers:get(":path") or ""):match("^[^?]*")
   if client == nil then
-    if is_open(path) then
+    if is_open(headers) then
       return nil, nil
     elseif FILE ~= "" and content == nil then
       return "503", "the transformer has not read the keys yet"
@@ -180,7 +180,7 @@ local function check_key(handle, headers)
   if client.role ~= "admin" then
     close(handle, "settings")
   end
-  if client.limit and not is_open(path) then
+  if client.limit and not is_open(headers) then
     rate_limits.mark(handle, client)
   end
   return nil, nil

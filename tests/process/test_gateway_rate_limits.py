@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
+import urllib.request
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from itertools import count
@@ -75,6 +77,13 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Shar
             yield Shared((first, second), service, port, keys)
     finally:
         await service.stop()
+
+
+def counted(gateway: Gateway, outcome: str) -> int:
+    """Calls with an outcome of the filter, as the metrics' page shows them."""
+    with urllib.request.urlopen(f"http://{gateway.inner}/stats/prometheus", timeout=10) as page:
+        lines = page.read().decode().splitlines()
+    return sum(int(line.split()[-1]) for line in lines if line.startswith(f"envoy_cluster_ratelimit_{outcome}{{"))
 
 
 async def test_what_remains_is_in_openais_headers_and_the_next_one_is_refused(shared: Shared) -> None:
@@ -159,6 +168,8 @@ async def test_without_the_service_calls_pass_or_none_does(shared: Shared) -> No
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await shared.ask_by_grpc(client, gateway=1)
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert await asyncio.to_thread(counted, shared.gateways[0], "failure_mode_allowed") >= 2 * LIMIT
+        assert await asyncio.to_thread(counted, shared.gateways[1], "error") >= 2
         # Others do not need it.
         assert (await shared.ask("free", gateway=1)).status == 200
     finally:
