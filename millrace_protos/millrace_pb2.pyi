@@ -568,6 +568,7 @@ class PayloadRecord(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     SERVED_MODEL_FIELD_NUMBER: _builtins.int
     SHADOW_OF_FIELD_NUMBER: _builtins.int
+    ENGINE_MS_FIELD_NUMBER: _builtins.int
     record_id: _builtins.str
     """UUIDv7: the key, and the order of arrival."""
     request_id: _builtins.str
@@ -608,6 +609,10 @@ class PayloadRecord(_message.Message):
     """The model that answered, if a route led to it from `model`."""
     shadow_of: _builtins.str
     """The record_id of the request that this is a copy of, for another model: its"""
+    engine_ms: _builtins.float
+    """answer went to nobody. Both have the same request_id and client.
+    Of a generation: how long engines worked for it, until its last token. Absent if no engine of ours answered.
+    """
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
@@ -662,17 +667,22 @@ class PayloadRecord(_message.Message):
         fingerprint: _builtins.str = ...,
         served_model: _builtins.str = ...,
         shadow_of: _builtins.str = ...,
+        engine_ms: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_gateway", b"_gateway", "_ttft_ms", b"_ttft_ms", "error", b"error", "gateway", b"gateway", "time", b"time", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_engine_ms", b"_engine_ms", "_error", b"_error", "_gateway", b"_gateway", "_ttft_ms", b"_ttft_ms", "engine_ms", b"engine_ms", "error", b"error", "gateway", b"gateway", "time", b"time", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_gateway", b"_gateway", "_ttft_ms", b"_ttft_ms", "call_id", b"call_id", "chunks", b"chunks", "client", b"client", "duration_ms", b"duration_ms", "error", b"error", "failed_hop", b"failed_hop", "fingerprint", b"fingerprint", "finish_reason", b"finish_reason", "gateway", b"gateway", "incomplete", b"incomplete", "inputs", b"inputs", "message", b"message", "metadata", b"metadata", "model", b"model", "outputs", b"outputs", "page_token", b"page_token", "parameters", b"parameters", "prompt", b"prompt", "protocol", b"protocol", "record_id", b"record_id", "request_id", b"request_id", "resumes", b"resumes", "served_model", b"served_model", "shadow_of", b"shadow_of", "span_id", b"span_id", "status", b"status", "text", b"text", "time", b"time", "trace_id", b"trace_id", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_engine_ms", b"_engine_ms", "_error", b"_error", "_gateway", b"_gateway", "_ttft_ms", b"_ttft_ms", "call_id", b"call_id", "chunks", b"chunks", "client", b"client", "duration_ms", b"duration_ms", "engine_ms", b"engine_ms", "error", b"error", "failed_hop", b"failed_hop", "fingerprint", b"fingerprint", "finish_reason", b"finish_reason", "gateway", b"gateway", "incomplete", b"incomplete", "inputs", b"inputs", "message", b"message", "metadata", b"metadata", "model", b"model", "outputs", b"outputs", "page_token", b"page_token", "parameters", b"parameters", "prompt", b"prompt", "protocol", b"protocol", "record_id", b"record_id", "request_id", b"request_id", "resumes", b"resumes", "served_model", b"served_model", "shadow_of", b"shadow_of", "span_id", b"span_id", "status", b"status", "text", b"text", "time", b"time", "trace_id", b"trace_id", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__engine_ms: _TypeAlias = _typing.Literal["engine_ms"]  # noqa: Y015
+    _WhichOneofArgType__engine_ms: _TypeAlias = _typing.Literal["_engine_ms", b"_engine_ms"]  # noqa: Y015
     _WhichOneofReturnType__error: _TypeAlias = _typing.Literal["error"]  # noqa: Y015
     _WhichOneofArgType__error: _TypeAlias = _typing.Literal["_error", b"_error"]  # noqa: Y015
     _WhichOneofReturnType__gateway: _TypeAlias = _typing.Literal["gateway"]  # noqa: Y015
     _WhichOneofArgType__gateway: _TypeAlias = _typing.Literal["_gateway", b"_gateway"]  # noqa: Y015
     _WhichOneofReturnType__ttft_ms: _TypeAlias = _typing.Literal["ttft_ms"]  # noqa: Y015
     _WhichOneofArgType__ttft_ms: _TypeAlias = _typing.Literal["_ttft_ms", b"_ttft_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__engine_ms) -> _WhichOneofReturnType__engine_ms | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__error) -> _WhichOneofReturnType__error | None: ...
     @_typing.overload
@@ -1061,6 +1071,7 @@ class UsageGroup(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    DURATION_SECONDS_FIELD_NUMBER: _builtins.int
     client: _builtins.str
     """Set in groups by client; empty without keys."""
     model: _builtins.str
@@ -1075,6 +1086,8 @@ class UsageGroup(_message.Message):
     """Of the prompt tokens."""
     completion_tokens: _builtins.int
     seconds: _builtins.float
+    """Sum of engine_ms; of requests without, from their arrival to their end."""
+    duration_seconds: _builtins.float
     """From each request's arrival to its end, waiting included."""
     def __init__(
         self,
@@ -1088,10 +1101,11 @@ class UsageGroup(_message.Message):
         cached_tokens: _builtins.int | None = ...,
         completion_tokens: _builtins.int | None = ...,
         seconds: _builtins.float | None = ...,
+        duration_seconds: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_client", b"_client", "_completion_tokens", b"_completion_tokens", "_day", b"_day", "_failed_requests", b"_failed_requests", "_model", b"_model", "_prompt_tokens", b"_prompt_tokens", "_requests", b"_requests", "_seconds", b"_seconds", "cached_tokens", b"cached_tokens", "client", b"client", "completion_tokens", b"completion_tokens", "day", b"day", "failed_requests", b"failed_requests", "model", b"model", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "seconds", b"seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_client", b"_client", "_completion_tokens", b"_completion_tokens", "_day", b"_day", "_duration_seconds", b"_duration_seconds", "_failed_requests", b"_failed_requests", "_model", b"_model", "_prompt_tokens", b"_prompt_tokens", "_requests", b"_requests", "_seconds", b"_seconds", "cached_tokens", b"cached_tokens", "client", b"client", "completion_tokens", b"completion_tokens", "day", b"day", "duration_seconds", b"duration_seconds", "failed_requests", b"failed_requests", "model", b"model", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "seconds", b"seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_client", b"_client", "_completion_tokens", b"_completion_tokens", "_day", b"_day", "_failed_requests", b"_failed_requests", "_model", b"_model", "_prompt_tokens", b"_prompt_tokens", "_requests", b"_requests", "_seconds", b"_seconds", "cached_tokens", b"cached_tokens", "client", b"client", "completion_tokens", b"completion_tokens", "day", b"day", "failed_requests", b"failed_requests", "model", b"model", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_client", b"_client", "_completion_tokens", b"_completion_tokens", "_day", b"_day", "_duration_seconds", b"_duration_seconds", "_failed_requests", b"_failed_requests", "_model", b"_model", "_prompt_tokens", b"_prompt_tokens", "_requests", b"_requests", "_seconds", b"_seconds", "cached_tokens", b"cached_tokens", "client", b"client", "completion_tokens", b"completion_tokens", "day", b"day", "duration_seconds", b"duration_seconds", "failed_requests", b"failed_requests", "model", b"model", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "seconds", b"seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cached_tokens: _TypeAlias = _typing.Literal["cached_tokens"]  # noqa: Y015
     _WhichOneofArgType__cached_tokens: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens"]  # noqa: Y015
@@ -1101,6 +1115,8 @@ class UsageGroup(_message.Message):
     _WhichOneofArgType__completion_tokens: _TypeAlias = _typing.Literal["_completion_tokens", b"_completion_tokens"]  # noqa: Y015
     _WhichOneofReturnType__day: _TypeAlias = _typing.Literal["day"]  # noqa: Y015
     _WhichOneofArgType__day: _TypeAlias = _typing.Literal["_day", b"_day"]  # noqa: Y015
+    _WhichOneofReturnType__duration_seconds: _TypeAlias = _typing.Literal["duration_seconds"]  # noqa: Y015
+    _WhichOneofArgType__duration_seconds: _TypeAlias = _typing.Literal["_duration_seconds", b"_duration_seconds"]  # noqa: Y015
     _WhichOneofReturnType__failed_requests: _TypeAlias = _typing.Literal["failed_requests"]  # noqa: Y015
     _WhichOneofArgType__failed_requests: _TypeAlias = _typing.Literal["_failed_requests", b"_failed_requests"]  # noqa: Y015
     _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
@@ -1119,6 +1135,8 @@ class UsageGroup(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__completion_tokens) -> _WhichOneofReturnType__completion_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__day) -> _WhichOneofReturnType__day | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__duration_seconds) -> _WhichOneofReturnType__duration_seconds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__failed_requests) -> _WhichOneofReturnType__failed_requests | None: ...
     @_typing.overload

@@ -151,6 +151,7 @@ class Step(_message.Message):
     ENDED_FIELD_NUMBER: _builtins.int
     LOADS_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
     leaving: _builtins.bool
     """The predictor is about to stop: sequences may resume elsewhere."""
     @_builtins.property
@@ -179,6 +180,12 @@ class Step(_message.Message):
 
     @_builtins.property
     def loads(self) -> Global___EngineLoads: ...
+    @_builtins.property
+    def seconds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """seconds[i]: how long the engine had worked for the sequence numbers[i] when it made token_ids[i]. Each step's time is
+        divided among its sequences by the tokens that it computes for each.
+        """
+
     def __init__(
         self,
         *,
@@ -191,10 +198,11 @@ class Step(_message.Message):
         ended: _abc.Iterable[Global___Ended] | None = ...,
         loads: Global___EngineLoads | None = ...,
         leaving: _builtins.bool | None = ...,
+        seconds: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_leaving", b"_leaving", "_loads", b"_loads", "leaving", b"leaving", "loads", b"loads"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_leaving", b"_leaving", "_loads", b"_loads", "accepted", b"accepted", "alone", b"alone", "begun", b"begun", "ended", b"ended", "leaving", b"leaving", "loads", b"loads", "logprobs", b"logprobs", "numbers", b"numbers", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_leaving", b"_leaving", "_loads", b"_loads", "accepted", b"accepted", "alone", b"alone", "begun", b"begun", "ended", b"ended", "leaving", b"leaving", "loads", b"loads", "logprobs", b"logprobs", "numbers", b"numbers", "seconds", b"seconds", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__leaving: _TypeAlias = _typing.Literal["leaving"]  # noqa: Y015
     _WhichOneofArgType__leaving: _TypeAlias = _typing.Literal["_leaving", b"_leaving"]  # noqa: Y015

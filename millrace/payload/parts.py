@@ -155,6 +155,7 @@ class EndPart(NamedTuple):
     fingerprint: str
     served_model: str
     incomplete: bool
+    engine_ms: float | None
 
 
 LaterPart = RequestPart | InputsPart | ChunkPart | EndPart

@@ -55,6 +55,7 @@ class Recording:
         self.fingerprint = ""
         self.served_model = ""
         self.prompt_tokens = 0
+        self.engine_s: float | None = None
         self._tokens = 0
         record_id = as_uuid7(number)
         self.record_id = str(record_id)
@@ -153,6 +154,7 @@ class Recording:
                 *(self._id, cost, status, message, failed_hop, finish_reason, usage, text, outputs),
                 *(self._ttft_ms, duration_ms, self.resumes, self.fingerprint),
                 *(self.served_model, self._incomplete),
+                None if self.engine_s is None else 1000 * self.engine_s,
             )
         )
 

@@ -63,7 +63,7 @@ milliseconds to the first token and in all, request id, prompt and answer.
   millrace log --follow
   millrace log --json | jq .text
   millrace log ID                            all of one record, by its own or its request's id"""
-_USAGE = """Shows what requests took: how many there were and failed, their tokens, and the seconds from arrival to end.
+_USAGE = """Shows what requests took: how many there were and failed, their tokens, and the seconds that engines worked.
 
   millrace usage                             for each client and model, since the log began
   millrace usage --since 30d --group day

@@ -179,7 +179,8 @@ def _milliseconds(record: pb.PayloadRecord) -> str:
 
 def _spelled_out(record: pb.PayloadRecord) -> str:
     first = f"the first after {record.ttft_ms:.0f} ms, " if record.HasField("ttft_ms") else ""
-    return f"{first}{record.duration_ms:.0f} ms in all"
+    engine = f", {record.engine_ms:.0f} ms of engine" if record.HasField("engine_ms") else ""
+    return f"{first}{record.duration_ms:.0f} ms in all{engine}"
 
 
 def _preview(record: pb.PayloadRecord, width: int) -> str:

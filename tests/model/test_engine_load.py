@@ -36,6 +36,23 @@ async def test_a_timeline_is_in_the_order_of_what_happened(engine_of):
     assert (one.preemptions, one.preempted) == (0, ())
 
 
+async def test_the_time_of_a_step_is_divided_by_the_tokens_that_it_computes(engine_of):
+    gate = Gate()
+    engine = engine_of(FakeRunner(gate), max_running=2)
+    with engine._changed:
+        long, short, waiting = (engine.submit(request(str(n), prompt=range(5, 5 + n), max_tokens=1)) for n in (9, 3, 2))
+    gate.open(2)
+    await read_all(long)
+    await read_all(short)
+    assert long.timeline.engine_s == pytest.approx(3 * short.timeline.engine_s)
+    assert waiting.timeline.engine_s == 0
+    gate.open(1)
+    await read_all(waiting)
+    await until(lambda: engine.statistics.steps == 2)
+    spent_s = sum(slot.timeline.engine_s for slot in (long, short, waiting))
+    assert 0 < spent_s <= engine.statistics.step_ns / 1e9
+
+
 async def test_the_times_of_preemptions_are_told_with_the_end_at_the_latest(engine_of):
     engine = engine_of(FakeRunner(blocks=1 + 20), max_running=4, max_waiting=32)
     prompts = [[number] * 17 for number in range(40, 48)]

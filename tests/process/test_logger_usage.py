@@ -1,5 +1,6 @@
 """Usage counts each request that a service recorded once: by client, model and time, whatever becomes of the record."""
 
+import math
 import sqlite3
 from datetime import UTC, datetime
 
@@ -32,7 +33,7 @@ async def groups(store, **asked):
     return [{field.name: value for field, value in group.ListFields()} for group in response.groups]
 
 
-def sums(requests=0, failed=0, prompt=0, cached=0, completion=0, seconds=0.0):
+def sums(requests=0, failed=0, prompt=0, cached=0, completion=0, seconds=0.0, duration=None):
     return {
         "requests": requests,
         "failed_requests": failed,
@@ -40,6 +41,7 @@ def sums(requests=0, failed=0, prompt=0, cached=0, completion=0, seconds=0.0):
         "cached_tokens": cached,
         "completion_tokens": completion,
         "seconds": seconds,
+        "duration_seconds": seconds if duration is None else duration,
     }
 
 
@@ -65,6 +67,11 @@ async def test_sums_are_of_each_client_and_model(store):
     assert await groups(store, group="", model="m") == [sums(4, 1, 21, 8, 8, 5.0)]
     assert await groups(store, group="", client="nobody") == [sums()]
     assert await groups(store, client="nobody") == []
+
+
+async def test_the_engine_s_time_counts_where_it_is_known_and_else_the_whole_duration(store):
+    await store.append([taken(1, engine_ms=250.0), taken(2, engine_ms=0.0), taken(3), taken(4, engine_ms=math.nan)])
+    assert await groups(store, group="") == [sums(4, 0, 40, 16, 12, 1.75, duration=6.0)]
 
 
 async def test_periods_are_whole_hours_and_days_those_of_utc(store):
@@ -221,3 +228,22 @@ async def test_a_file_of_version_3_counts_from_its_migration_on(tmp_path):
     await store.append([taken(1), taken(2)])
     assert await groups(store, group="") == [sums(1, 0, 10, 4, 3, 1.5)]
     await store.close()
+
+
+async def test_a_file_of_version_4_has_the_whole_duration_of_its_requests(tmp_path):
+    path = tmp_path / "payloads.sqlite3"
+    store = SqliteStore(path)
+    await store.append([taken(1, engine_ms=250.0)])
+    await store.close()
+    with sqlite3.connect(path) as connection:
+        connection.executescript("ALTER TABLE usage DROP COLUMN engine_us; PRAGMA user_version = 4")
+    store = SqliteStore(path)
+    await store.append([taken(2, engine_ms=250.0)])
+    assert await groups(store, group="") == [sums(2, 0, 20, 8, 6, 1.75, duration=3.0)]
+    await store.close()
+    await SqliteStore(tmp_path / "new.sqlite3").close()
+    described = []
+    for database in (path, tmp_path / "new.sqlite3"):
+        with sqlite3.connect(database) as connection:
+            described.append(connection.execute("PRAGMA table_info(usage)").fetchall())
+    assert described[0] == described[1]

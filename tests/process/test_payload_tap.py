@@ -84,9 +84,10 @@ async def test_which_weights_answered_and_how_often_it_resumed_may_be_set_until_
     assert await recording.flushed()
     recording.resumes = 2
     recording.fingerprint = "abc"
+    recording.engine_s = 0.25
     recording.end("OK")
     [record] = await recorded(tap, ingest)
-    assert (record.resumes, record.fingerprint) == (2, "abc")
+    assert (record.resumes, record.fingerprint, record.engine_ms) == (2, "abc", 250)
 
 
 @pytest.mark.parametrize("mode", [Mode.ALL, Mode.METADATA])

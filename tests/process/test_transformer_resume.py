@@ -27,6 +27,7 @@ from services.transformer.predictors.tokens import Generation
 from tests.support.scripted_predictor import (
     ANSWER,
     MODEL,
+    TOKEN_S,
     ScriptedPredictor,
     alone,
     breaks,
@@ -130,6 +131,14 @@ async def test_it_goes_on_after_the_tokens_that_it_has(end, after):
         check_whole(await r.generate())
         assert r.continued_after == [0, after]
         assert r.resumes == bool(after)
+
+
+async def test_the_engine_s_time_is_that_of_all_calls():
+    async with resuming(breaks(7), dies(3), dies()) as r:
+        chunks = await r.generate()
+        so_far = [len(ids_of(chunks[: number + 1])) for number in range(len(chunks))]
+        assert [chunk.engine_s for chunk in chunks] == [TOKEN_S * tokens for tokens in so_far]
+        assert so_far[-1] == len(ANSWER)
 
 
 async def test_it_goes_on_as_often_as_it_takes_where_tokens_come_between():
@@ -606,6 +615,14 @@ async def test_a_call_that_died_is_replaced_at_another_predictor_where_the_answe
         released.set()
         check_whole(await reading)
         assert r.resumes == 0
+
+
+async def test_the_engine_s_time_is_that_of_both_predictors():
+    async with hedging((), (breaks(3),)) as (r, predictors):
+        chunks = await r.generate(sampling=HEDGED)
+        await until(lambda: all(call.ended.is_set() for predictor in predictors for call in predictor.calls))
+        made = [len(call.output_ids) - len(call.request.output_ids) for one in predictors for call in one.calls]
+        assert TOKEN_S * len(ANSWER) <= chunks[-1].engine_s <= TOKEN_S * sum(made)
 
 
 async def test_one_predictor_alone_answers_a_hedged_request_too():

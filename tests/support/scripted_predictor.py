@@ -30,6 +30,7 @@ from tests.waiting import until
 MODEL = "teller"
 ANSWER = list(range(300, 320))
 BEAT_S = 0.05
+TOKEN_S = 0.5  # What its engine says that each token took.
 _NOTHING, _RUNS_ALONE = -1, -2
 Metadata = pb.ModelMetadataResponse.TensorMetadata
 
@@ -177,6 +178,8 @@ class ScriptedPredictor(inference_pb2_grpc.GRPCInferenceServiceServicer, steps_p
                         step.begun.add(number=number, cached_tokens=100 + len(self.calls))  # Another for each call.
                     step.numbers.extend([number] * len(new))
                     step.token_ids.extend(new)
+                    made = len(call.output_ids) - len(call.request.output_ids)
+                    step.seconds.extend(TOKEN_S * (made - left) for left in reversed(range(len(new))))
                     for logprob in logprobs:
                         step.logprobs.add(number=number, chosen=logprob)
                     if reason:

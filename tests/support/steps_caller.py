@@ -20,6 +20,7 @@ class StepsCaller:
         self._call = steps_pb2_grpc.PredictorStepsStub(channel).Run(self._sent())
         self.messages = []
         self.tokens, self.ended, self.accepted, self.begun, self.logprobs = {}, {}, {}, {}, {}
+        self.seconds = {}
         self.alone = []
         self.leaving = False
         self._reader = None
@@ -38,8 +39,9 @@ class StepsCaller:
 
     def take(self, step):
         self.messages.append(step)
-        for number, token in zip(step.numbers, step.token_ids, strict=True):
+        for number, token, seconds in zip(step.numbers, step.token_ids, step.seconds, strict=True):
             self.tokens.setdefault(number, []).append(token)
+            self.seconds.setdefault(number, []).append(seconds)
         for name in ("accepted", "begun", "ended"):
             for each in getattr(step, name):
                 getattr(self, name).setdefault(each.number, each)

@@ -22,6 +22,7 @@ async def test_an_answer_is_recorded_as_it_was_given(stack):
     assert record.usage == responses[-1].usage
     assert record.finish_reason == responses[-1].finish_reason
     assert 0 < record.ttft_ms <= record.duration_ms
+    assert 0 < record.engine_ms < record.duration_ms
     assert len(record.trace_id) == 32
     assert record.protocol == "millrace.v1.TextGeneration/Generate"
     async with channel(stack.gateway) as open_channel:
@@ -35,6 +36,8 @@ async def test_a_refused_and_a_cancelled_request_are_recorded_as_what_they_are(s
     (record,) = await records(stack.gateway, request_id="refused")
     assert (record.status, record.failed_hop) == ("INVALID_ARGUMENT", "transformer")
     assert "temperature" in record.message
+    assert record.HasField("engine_ms")
+    assert record.engine_ms == 0
 
     await rest(stack.gateway, "POST", "/v1/completions", b"{", x_request_id="not-json")
     await until(lambda: query(stack.gateway, request_id="not-json"))
@@ -86,9 +89,10 @@ async def test_usage_grows_by_what_an_answer_took(stack):
     after = await usage()
     assert int(after["prompt_tokens"]) >= int(before["prompt_tokens"]) + responses[-1].usage.prompt_tokens
     assert after["seconds"] > before["seconds"]
+    assert after["seconds"] < after["duration_seconds"]
     assert await usage("?group=&since=2020-01-01T00:00:00Z&until=2020-02-01T00:00:00Z") == {
         **dict.fromkeys(("requests", "failed_requests", "prompt_tokens", "cached_tokens", "completion_tokens"), "0"),
-        "seconds": 0,
+        **dict.fromkeys(("seconds", "duration_seconds"), 0),
     }
     assert (await rest(stack.gateway, "GET", "/millrace/v1/usage?group=none")).status == 400
     # Calls of the log are on no record.

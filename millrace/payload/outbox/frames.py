@@ -121,6 +121,7 @@ class FrameEncoder:
             incomplete=part.incomplete,
             usage=part.usage,
             ttft_ms=part.ttft_ms,
+            engine_ms=part.engine_ms,
             text=storable(part.text or ""),
         )
         if record.is_short and (_is_answered(part, record) or not is_callers_own(part.status)):

@@ -65,6 +65,7 @@ SCHEMA = pa.schema(
         "completion_tokens": pa.int64(),
         "ttft_ms": pa.float64(),
         "duration_ms": pa.float64(),
+        "engine_ms": pa.float64(),
         "trace_id": pa.string(),
         "span_id": pa.string(),
         "metadata": pa.map_(pa.string(), pa.string()),

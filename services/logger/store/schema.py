@@ -19,11 +19,11 @@ from sqlalchemy.exc import DatabaseError
 
 from millrace.errors import StartupError
 from services.logger.store.filters import class_of
-from services.logger.store.tables import TRIGGERS, column, metadata, now_us, records
+from services.logger.store.tables import TRIGGERS, column, metadata, now_us, records, usage
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 BUSY_MS = 5000
 _CACHE_KIB = 16 * 1024  # Four times as much does not increase throughput.
@@ -124,7 +124,7 @@ def _bring_up_to_date(engine: sql.Engine, path: Path) -> None:
             logger.info("%s: from schema version %d to %d, once", path, version, SCHEMA_VERSION)
             _MIGRATIONS[version](connection)
         metadata.create_all(connection)
-        if version in _MIGRATIONS:
+        if version in _WITHOUT_SHARES:
             _fill_shares(connection)
         for trigger in TRIGGERS:
             connection.exec_driver_sql(trigger)
@@ -180,5 +180,13 @@ def _fill_shares(connection: sql.Connection) -> None:
     )
 
 
+def _add_engine_time(connection: sql.Connection) -> None:
+    """Version 4 has no `engine_us` in `usage`: of its requests only the whole duration is known."""
+    ddl = sql.schema.CreateColumn(usage.c.engine_us).compile(dialect=connection.dialect)
+    connection.exec_driver_sql(f"ALTER TABLE usage ADD COLUMN {ddl}")
+    connection.exec_driver_sql("UPDATE usage SET engine_us = duration_us")
+
+
+_WITHOUT_SHARES = (1, 2)
 # Version of a file → its migration to the current schema. Version 3 has no `usage`, which begins empty.
-_MIGRATIONS: dict[int, Callable[[sql.Connection], None]] = {1: _from_1, 2: _add_columns}
+_MIGRATIONS: dict[int, Callable[[sql.Connection], None]] = {1: _from_1, 2: _add_columns, 4: _add_engine_time}

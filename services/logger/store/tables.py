@@ -120,6 +120,8 @@ usage = sql.Table(
             "duration_us",
         )
     ),
+    # Later than the others: a migrated table has it last too.
+    sql.Column("engine_us", sql.BigInteger, nullable=False, server_default="0"),
     sqlite_with_rowid=False,
 )
 # 600 is an estimate of a record's space besides its body: columns and index entries.

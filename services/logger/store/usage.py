@@ -101,15 +101,20 @@ class UsageSums:
 def _taken(record: PayloadRecord) -> tuple[int, ...]:
     """What a request took, in the order of the columns."""
     taken = record.usage
-    duration_us = record.duration_ms * 1000
+    duration_us = _microseconds(record.duration_ms)
     return (
         1,
         int(record.status not in _NOT_FAILED),
         taken.prompt_tokens,
         taken.cached_tokens,
         taken.completion_tokens,
-        int(min(max(0.0, duration_us), _MAX_DURATION_US)) if math.isfinite(duration_us) else 0,
+        duration_us,
+        _microseconds(record.engine_ms) if record.HasField("engine_ms") else duration_us,
     )
+
+
+def _microseconds(ms: float) -> int:
+    return int(min(max(0.0, 1000 * ms), _MAX_DURATION_US)) if math.isfinite(ms) else 0
 
 
 @dataclass(frozen=True)
@@ -186,8 +191,9 @@ def _group(names: Sequence[str], row: sql.Row[Any]) -> UsageGroup:
     values = dict(zip(names, row, strict=False))
     if "day" in values:
         values["day"] = _date(values["day"])
-    sums = {name: getattr(row, name) for name in _SUMS[:-1]}
-    return UsageGroup(**values, **sums, seconds=row.duration_us / 1_000_000)
+    sums = {name: getattr(row, name) for name in _SUMS if not name.endswith("_us")}
+    seconds = {"seconds": row.engine_us / 1_000_000, "duration_seconds": row.duration_us / 1_000_000}
+    return UsageGroup(**values, **sums, **seconds)
 
 
 def _date(day: int) -> str:

@@ -34,6 +34,7 @@ def row(record: PayloadRecord) -> dict[str, Any]:
         "completion_tokens": usage and usage.completion_tokens,
         "ttft_ms": record.ttft_ms if record.HasField("ttft_ms") else None,
         "duration_ms": record.duration_ms,
+        "engine_ms": record.engine_ms if record.HasField("engine_ms") else None,
         "trace_id": record.trace_id,
         "span_id": record.span_id,
         "metadata": dict(record.metadata),

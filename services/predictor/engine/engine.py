@@ -200,6 +200,7 @@ class ContinuousBatchingEngine:
         if rows:
             started = time.perf_counter()
             results, failed = self._step_runner.run(rows)
+            self._meter.end(rows, time.perf_counter() - started)
             self._publish(results)
             for sequence, error in failed:
                 self._end(sequence, "failed", error, forget=True)

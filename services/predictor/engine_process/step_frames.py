@@ -92,11 +92,13 @@ class _Step:
     def __init__(self) -> None:
         self.numbers: list[int] = []
         self.token_ids: list[int] = []
+        self.seconds: list[float] = []
         self.rest = steps_pb2.Step()
 
     def message(self) -> steps_pb2.Step:
         self.rest.numbers.extend(self.numbers)
         self.rest.token_ids.extend(self.token_ids)
+        self.rest.seconds.extend(self.seconds)
         return self.rest
 
 
@@ -150,6 +152,7 @@ class SequenceFrames:
             step = self._frames.step_of(channel)
             step.numbers.append(number)
             step.token_ids.append(token_id)
+            step.seconds.append(self.timeline.engine_s)
             if not self._tokens:
                 self._begin(step.rest, prompt)
             self._tokens += 1

@@ -26,7 +26,7 @@ class TextChunk(NamedTuple):
     `logprobs` has one value for each id where the request asks for them, and `top_logprobs` the likeliest tokens at
     that position with their log probabilities, best first. `prompt_tokens` is the same in every chunk. `prompt` is in
     the first chunk where the request asks for it. `resumed` marks the first chunk after another predictor has resumed
-    the answer; `fingerprint` is that of the weights.
+    the answer; `fingerprint` is that of the weights. `engine_s` is as of a TokenChunk.
     """
 
     text: str
@@ -41,6 +41,7 @@ class TextChunk(NamedTuple):
     prompt: ScoredPrompt | None = None
     resumed: bool = False
     fingerprint: str = ""
+    engine_s: float | None = None
 
     def without_output(self) -> TextChunk:
         """Of an answer that is to have no token: a predictor makes at least one."""
@@ -124,4 +125,5 @@ class Assembler:
             None if chunk.prompt is None else ScoredPrompt(self._prompt_ids, chunk.prompt),
             chunk.resumed,
             chunk.fingerprint,
+            chunk.engine_s,
         )

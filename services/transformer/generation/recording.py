@@ -41,6 +41,7 @@ class RecordedGeneration:
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
+        recording.engine_s = 0.0  # Of one that is refused, or ends before its first token.
         self._is_flushed = False
 
     @property
@@ -58,6 +59,7 @@ class RecordedGeneration:
             recording.resumes += 1
         recording.fingerprint = chunk.fingerprint
         recording.prompt_tokens = chunk.prompt_tokens
+        recording.engine_s = chunk.engine_s
         recording.chunk(chunk.text, chunk.token_ids, chunk.logprobs)
         if chunk.finish_reason is not None:
             recording.end("OK", finish_reason=chunk.finish_reason, usage=chunk.usage)

@@ -39,6 +39,7 @@ class HedgedCall:
         self._add = add
         self._position = position
         self._runners = [_Runner(first, position())]
+        self._earlier_engine_s = 0.0  # Of calls that have ended.
 
     @property
     def is_accepted(self) -> bool:
@@ -93,6 +94,7 @@ class HedgedCall:
                 if len(self._runners) == 1:
                     raise
                 self._runners.remove(runner)
+                self._earlier_engine_s += runner.call.engine_s
                 continue
             if chunk is not None and (new := self._new(runner, chunk)) is not None:
                 return new
@@ -107,4 +109,6 @@ class HedgedCall:
             chunk.logprobs, chunk.top_logprobs = chunk.logprobs[known:], chunk.top_logprobs[known:]
         if not chunk.token_ids and (chunk.finish_reason is None or runner.position != self._position()):
             return None
+        # Both predictors work for it.
+        chunk.engine_s = self._earlier_engine_s + sum(runner.call.engine_s for runner in self._runners)
         return chunk

@@ -32,6 +32,7 @@ class LinkCall:
         self.link: PredictorLink | None = None
         self.number = 0
         self.token_ids: list[int] = []
+        self.engine_s = 0.0
         self.waiter: asyncio.Future[None] | None = None
         self.is_accepted = False
         self.runs_alone = False
@@ -169,6 +170,7 @@ class LinkCall:
             self._top,
             cached_tokens=self._cached_tokens,
             fingerprint=self.fingerprint,
+            engine_s=self.engine_s,
         )
         self.token_ids = []
         if chunk.logprobs:

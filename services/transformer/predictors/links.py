@@ -153,10 +153,12 @@ class PredictorLink:
         for number in step.alone:
             if (call := calls.get(number)) is not None:
                 call.run_alone()
-        for number, token_id in zip(step.numbers, step.token_ids, strict=True):
+        seconds = step.seconds or (0.0,) * len(step.numbers)  # A predictor of an earlier release sends none.
+        for number, token_id, engine_s in zip(step.numbers, step.token_ids, seconds, strict=True):
             # A number that is not known has been cancelled.
             if (call := calls.get(number)) is not None:
                 call.token_ids.append(token_id)
+                call.engine_s = engine_s
                 if call.waiter is not None:
                     call.wake_for_tokens()
         for ended in step.ended:

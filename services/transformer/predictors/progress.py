@@ -30,6 +30,8 @@ class Progress:
         self.fingerprint = ""
         self._answering = ""  # Of those that answer the latest call.
         self._cached_tokens: int | None = None
+        self._engine_s = 0.0  # Of the latest call, and of those before it.
+        self._earlier_engine_s = 0.0
         self.was_moved = False  # A predictor that had it gave it up.
         self._span: CallSpan | None = None  # The latest call's.
         self._follows = ""
@@ -41,7 +43,7 @@ class Progress:
         self._answering = fingerprint
 
     def take(self, chunk: TokenChunk) -> None:
-        """Adds a chunk, which gets how much of the prompt the first call found in a cache."""
+        """Adds a chunk, which gets what the first call found in a cache, and what engines have worked in all calls."""
         if not self.output_ids:
             self.fingerprint = self._answering
         self.output_ids += chunk.token_ids
@@ -49,6 +51,9 @@ class Progress:
         if self._cached_tokens is None:
             self._cached_tokens = chunk.cached_tokens
         chunk.cached_tokens = self._cached_tokens
+        if chunk.engine_s is not None:
+            self._engine_s = chunk.engine_s
+            chunk.engine_s += self._earlier_engine_s
         if chunk.usage is not None and self._cached_tokens is not None:
             chunk.usage.cached_tokens = self._cached_tokens
 
@@ -61,6 +66,8 @@ class Progress:
 
     def ended(self, error: MillraceError) -> None:
         """Takes note of what ended a call; raises it where it ends the request too."""
+        self._earlier_engine_s += self._engine_s
+        self._engine_s = 0.0
         if self.output_ids and not self.generation.resumes:
             raise error
         if isinstance(error, OverloadedError) and not (self.output_ids or self.was_moved):

@@ -34,6 +34,16 @@ class LoadMeter:
                 self._statistics.prompt_tokens += len(sequence.request.input_ids)
                 self._statistics.cached_tokens += sequence.cached_tokens
 
+    @staticmethod
+    def end(rows: Rows[Row], seconds: float) -> None:
+        """Divides the duration of a step among its sequences, by the tokens computed for each.
+
+        The parts of all sequences add up to the time that the engine worked; waiting sequences have none of it.
+        """
+        token_s = seconds / sum(row.count for row in rows)
+        for row in rows:
+            row.sequence.timeline.engine_s += row.count * token_s
+
     def idle(self) -> None:
         """Records that there is no work."""
         self._batch = 0
