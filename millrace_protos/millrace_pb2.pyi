@@ -967,12 +967,15 @@ class UsageRequest(_message.Message):
     CLIENT_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
+    OWN_FIELD_NUMBER: _builtins.int
     client: _builtins.str
     """Of this client alone."""
     model: _builtins.str
     """Of this model alone."""
     group: _builtins.str
     """A comma list of `client`, `model` and `day`; default "client,model". Empty: one group of all."""
+    own: _builtins.bool
+    """Of the caller alone, which is what everyone but an admin gets anyway."""
     @_builtins.property
     def since(self) -> _timestamp_pb2.Timestamp:
         """Requests that arrived at or after, and before. Counts are by the hour of UTC: `since` is rounded down to a whole
@@ -989,10 +992,11 @@ class UsageRequest(_message.Message):
         client: _builtins.str | None = ...,
         model: _builtins.str | None = ...,
         group: _builtins.str | None = ...,
+        own: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_client", b"_client", "_group", b"_group", "_model", b"_model", "_since", b"_since", "_until", b"_until", "client", b"client", "group", b"group", "model", b"model", "since", b"since", "until", b"until"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_client", b"_client", "_group", b"_group", "_model", b"_model", "_own", b"_own", "_since", b"_since", "_until", b"_until", "client", b"client", "group", b"group", "model", b"model", "own", b"own", "since", b"since", "until", b"until"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_client", b"_client", "_group", b"_group", "_model", b"_model", "_since", b"_since", "_until", b"_until", "client", b"client", "group", b"group", "model", b"model", "since", b"since", "until", b"until"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_client", b"_client", "_group", b"_group", "_model", b"_model", "_own", b"_own", "_since", b"_since", "_until", b"_until", "client", b"client", "group", b"group", "model", b"model", "own", b"own", "since", b"since", "until", b"until"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__client: _TypeAlias = _typing.Literal["client"]  # noqa: Y015
     _WhichOneofArgType__client: _TypeAlias = _typing.Literal["_client", b"_client"]  # noqa: Y015
@@ -1000,6 +1004,8 @@ class UsageRequest(_message.Message):
     _WhichOneofArgType__group: _TypeAlias = _typing.Literal["_group", b"_group"]  # noqa: Y015
     _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
     _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
+    _WhichOneofReturnType__own: _TypeAlias = _typing.Literal["own"]  # noqa: Y015
+    _WhichOneofArgType__own: _TypeAlias = _typing.Literal["_own", b"_own"]  # noqa: Y015
     _WhichOneofReturnType__since: _TypeAlias = _typing.Literal["since"]  # noqa: Y015
     _WhichOneofArgType__since: _TypeAlias = _typing.Literal["_since", b"_since"]  # noqa: Y015
     _WhichOneofReturnType__until: _TypeAlias = _typing.Literal["until"]  # noqa: Y015
@@ -1010,6 +1016,8 @@ class UsageRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__group) -> _WhichOneofReturnType__group | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__model) -> _WhichOneofReturnType__model | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__own) -> _WhichOneofReturnType__own | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__since) -> _WhichOneofReturnType__since | None: ...
     @_typing.overload

@@ -4,6 +4,8 @@
 const KEPT_RECORDS = 200;
 const RECONNECT_MS = 2000;
 const SHOWN_CHARACTERS = 300;
+const USAGE_MS = 500; // A record is in the sums some tenths of a second after its answer.
+const USAGE_TRIES = 10;
 
 const byId = (id) => document.getElementById(id);
 
@@ -147,6 +149,36 @@ async function generate(event) {
     pause = null;
     byId("generate").disabled = false;
     byId("stop").disabled = byId("kill").disabled = true;
+    followUsage();
+  }
+}
+
+// ---------------------------------------------------------------- what the key has used
+
+const count = (number, unit) => `${number.toLocaleString("en")} ${unit}${number === 1 ? "" : "s"}`;
+
+/** Shows what the key has used since the first of the month, nothing without a key; whether that is news. */
+async function showUsage() {
+  if (sessionStorage.getItem(KEY) === null) return false;
+  const now = new Date();
+  const since = new Date(Date.UTC(now.getUTCFullYear(), now.getUTCMonth()));
+  const asked = new URLSearchParams({ own: "true", group: "", since: since.toISOString() });
+  const { groups } = await (await call(`/millrace/v1/usage?${asked}`)).json();
+  const { requests, prompt_tokens: prompt, completion_tokens: completion, seconds } = groups[0];
+  const shown = byId("usage");
+  const before = shown.textContent;
+  const used = [count(Number(requests), "request"), count(Number(prompt) + Number(completion), "token")];
+  shown.textContent = `This month: ${used.join(", ")}, ${seconds.toFixed(1)} s of engine`;
+  shown.hidden = false;
+  return shown.textContent !== before;
+}
+
+/** Shows the usage once the record of an answer that has ended is in it. */
+async function followUsage() {
+  for (let tries = 0; tries < USAGE_TRIES; tries++) {
+    await new Promise((resolve) => setTimeout(resolve, USAGE_MS));
+    // Where nothing is logged, there is nothing to show.
+    if (await showUsage().catch(() => true)) return;
   }
 }
 
@@ -336,4 +368,7 @@ byId("filters").addEventListener("submit", (event) => {
 });
 
 readSettings().catch(() => {}); // Without it the traces are shown and not linked.
-listModels().catch((error) => show(byId("error"), error));
+listModels()
+  .catch((error) => show(byId("error"), error))
+  .then(showUsage)
+  .catch(() => {});

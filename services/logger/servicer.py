@@ -112,6 +112,11 @@ class PayloadLogServicer:
 
     async def Usage(self, request: UsageRequest, context: Context) -> UsageResponse:
         _restrict(request, context)
+        if request.own:
+            own = client_of(context.invocation_metadata() or ()).name
+            if request.HasField("client") and request.client != own:
+                raise InvalidRequestError("own and client name different clients", param="client")
+            request.client = own
         with self._readers.reader(caller_of(context)):
             return await self._store.usage(UsageQuery.of(request))
 

@@ -205,6 +205,17 @@ async def test_a_user_sees_its_own_usage_and_an_admin_everyone_s(store, payload_
     assert [group.requests for group in response.groups] == [1]
 
 
+async def test_an_admin_can_ask_for_its_own_usage(store, payload_log):
+    await store.append([taken(1), taken(2, client="root"), taken(3, client="")])
+    admin = (("x-millrace-client", "root"), ("x-millrace-policy", '{"role": "admin"}'))
+    for metadata, client in ((ANN, "ann"), (admin, "root"), ((), "")):
+        for asked in ({}, {"client": client}):
+            response = await payload_log.Usage(UsageRequest(own=True, **asked), metadata=metadata)
+            assert [(group.client, group.requests) for group in response.groups] == [(client, 1)]
+    with pytest.raises(InvalidRequestError, match="different clients"):
+        await payload_log.Usage(UsageRequest(own=True, client="ann"), metadata=admin)
+
+
 async def test_a_client_s_month_is_one_range_of_the_key(store, tmp_path):
     await store.append([taken(1)])
     with sqlite3.connect(tmp_path / "payloads.sqlite3") as connection:

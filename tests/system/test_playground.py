@@ -11,7 +11,7 @@ import pytest_asyncio
 from playwright.async_api import async_playwright, expect
 
 from runner.settings import ROOT
-from tests.system.calls import generate
+from tests.system.calls import generate, rest
 from tests.system.gated_stack import gated_stack
 from tests.waiting import until
 
@@ -178,6 +178,7 @@ async def test_the_button_is_of_development_mode_alone(stack, open_page):
     settings = await page.evaluate("fetch('/playground/settings.json').then((answer) => answer.json())")
     assert settings["development"] == "false"
     await expect(page.locator("#kill")).to_be_hidden()
+    await expect(page.locator("#usage")).to_be_hidden()
 
 
 async def test_errors_are_told_whether_they_come_before_the_answer_or_within(gated, open_page):
@@ -206,13 +207,18 @@ async def test_errors_are_told_whether_they_come_before_the_answer_or_within(gat
     await until(lambda: page.locator("#generate").is_enabled())
 
 
-async def test_it_asks_for_a_key_once(browser, tmp_path, new_stack):
-    key = "mr-" + "k" * 40
-    (tmp_path / "keys.yaml").write_text(f"[{{name: alice, key: {key}}}]")
+@pytest.mark.parametrize("role", ["user", "admin"])
+async def test_it_asks_for_a_key_once_and_shows_what_that_has_used(browser, tmp_path, new_stack, role):
+    key, other = "mr-" + "k" * 40, "mr-" + "o" * 40
+    entries = f"[{{name: alice, key: {key}, role: {role}}}, {{name: bob, key: {other}}}]"
+    (tmp_path / "keys.yaml").write_text(entries)
     stack = await new_stack(gateway_keys=str(tmp_path / "keys.yaml"), models="storyteller=models/storyteller")
     context = await browser.new_context()
     page = await context.new_page()
     page.set_default_timeout(15_000)
+    request = {"model": "storyteller", "prompt": "A dog", "max_tokens": 3}
+    answer = await rest(stack.gateway, "POST", "/v1/completions", request, authorization=f"Bearer {other}")
+    assert answer.status == 200
     await page.goto(f"http://{stack.gateway}/")
     dialog = page.locator("#key-dialog")
     for given in ("a-wrong-key-of-mine", key):
@@ -221,8 +227,15 @@ async def test_it_asks_for_a_key_once(browser, tmp_path, new_stack):
         await page.keyboard.press("Enter")
     await expect(page.locator("#model option")).not_to_have_count(0)
     await expect(dialog).to_be_hidden()
+    usage = page.locator("#usage")
+    await expect(usage).to_have_text("This month: 0 requests, 0 tokens, 0.0 s of engine")
     await page.click("#generate")
     await expect(page.locator("#finish")).not_to_have_text("\u2013")
+    await expect(usage).to_have_text(re.compile(r"^This month: 1 request, \d+ tokens, \d+\.\d s of engine$"))
+    await screenshot(page, f"usage-{role}")
     await page.click("#tab-log")
-    await expect(page.locator("#records tr")).to_have_count(1)
+    rows = page.locator("#records tr")
+    await expect(rows.filter(has_text="Once upon a time")).to_have_count(1)
+    if role == "user":
+        await expect(rows).to_have_count(1)
     await context.close()
