@@ -70,6 +70,9 @@ class SamplingParameters(BaseModel):
     hedge: int = Field(
         1, ge=1, le=2, description="2: two predictors compute the answer at once, and the death of one costs no time."
     )
+    priority: int = Field(
+        0, ge=-(2**31), lt=2**31, description="Of a client's own waiting requests, the lowest is the first to start."
+    )
     chunk_tokens: int = Field(1, ge=1, le=4096, description="Tokens a message at least, but for the last.")
     chunk_ms: int = Field(0, ge=0, le=600_000, description="Milliseconds held back for chunk_tokens; 0: no limit.")
 

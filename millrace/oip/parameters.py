@@ -11,7 +11,7 @@ from millrace_protos import inference_pb2 as pb
 
 RESERVED = "triton_"  # Names that begin with this are for the server, not for the model.
 # What clients of Triton send beside sampling parameters.
-_TRANSPORT = frozenset(("priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "binary_data_output"))
+_TRANSPORT = frozenset(("timeout", "sequence_id", "sequence_start", "sequence_end", "binary_data_output"))
 
 
 def read_parameters(

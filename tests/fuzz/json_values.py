@@ -59,6 +59,7 @@ SAMPLING: Mapping[str, Wrong] = {
     "stop_token_ids": one_of("[-1]", "[2147483648]", "[99999]", "{}", "[1.5]", '"x"', json.dumps([1] * 65), "[true]"),
     "ignore_eos": NO_TRUTH,
     "cache_salt": one_of("5", "[]", json.dumps("x" * 257)),
+    "priority": either(NO_WHOLE, whole(2**31, 2**40), whole(-(2**40), -(2**31) - 1)),
     "chunk_tokens": either(NO_WHOLE, whole(-9, 0), whole(4097, 2**31)),
     "chunk_ms": either(NO_WHOLE, whole(-9, -1), whole(600_001, 2**31)),
 }

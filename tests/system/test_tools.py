@@ -177,12 +177,12 @@ async def test_a_model_s_card_and_the_version_are_told(stack):
 async def test_fields_without_effect_are_named_in_a_header_and_the_record(stack, path):
     prompt = {"prompt": "Once"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "Once"}]}
     request_id = f"ignored-{path.count('/')}"
-    body = {**MODEL, **prompt, "max_tokens": 2, "priority": 1, "stream_interval": 2}
+    body = {**MODEL, **prompt, "max_tokens": 2, "include_reasoning": True, "stream_interval": 2}
     for stream in (False, True):
         answer = await post(stack, path, {**body, "stream": stream}, x_request_id=request_id)
-        assert answer.headers["x-ignored-fields"] == "priority, stream_interval"
+        assert answer.headers["x-ignored-fields"] == "include_reasoning, stream_interval"
     for record in await records(stack.gateway, 2, request_id=request_id):
-        assert json.loads(record.parameters)["ignored_fields"] == ["priority", "stream_interval"]
+        assert json.loads(record.parameters)["ignored_fields"] == ["include_reasoning", "stream_interval"]
     answer = await post(stack, path, {**MODEL, **prompt, "max_tokens": 2, "top_k": 3, "user": None})
     assert "x-ignored-fields" not in answer.headers
 

@@ -71,7 +71,11 @@ def test_null_is_as_good_as_absent_and_unknown_fields_are_ignored():
 
 def test_fields_without_effect_are_named():
     assert completion(n=1, top_k=5, logit_bias={}, max_tokens=2, user=None).ignored_fields() == []
-    assert completion(priority=1, include_reasoning=True).ignored_fields() == ["priority", "include_reasoning"]
+    assert completion(stream_interval=1, include_reasoning=True).ignored_fields() == [
+        "stream_interval",
+        "include_reasoning",
+    ]
+    assert completion(priority=-1).sampling() == {"priority": -1}
     assert completion(stream=True, stream_options={"include_usage": True, "x": 1}).ignored_fields() == [
         "stream_options.x"
     ]

@@ -34,6 +34,9 @@ from millrace_protos import inference_pb2
             {"stop_token_ids": "1," * 10_000},
             "stop_token_ids='1,1,1,1,1,1,...,1,1,1,1,1,1,': a list of token ids is needed",
         ),
+        ({"priority": 2**31}, "priority=2147483648: Input should be less than 2147483648"),
+        ({"priority": -(2**31) - 1}, "priority=-2147483649: Input should be greater than or equal to -2147483648"),
+        ({"priority": 0.5}, "priority=0.5: Input should be a valid integer"),
         ({"top_logprobs": 21}, "top_logprobs=21: Input should be less than or equal to 20"),
         (
             {"cache_salt": "x" * 257},

@@ -13,10 +13,10 @@ from services.predictor.engine.state.slot import MergingSlot
 SIZE = 4
 
 
-def sequence_of(client, prompt=4, max_tokens=100, weight=1.0, alone=False, moved=False):
+def sequence_of(client, prompt=4, max_tokens=100, weight=1.0, alone=False, moved=False, priority=0):
     sequence_of.made += 1
     ids = [1000 * sequence_of.made + i for i in range(prompt)]
-    sampling = SamplingParameters(max_tokens=max_tokens, seed=1)
+    sampling = SamplingParameters(max_tokens=max_tokens, seed=1, priority=priority)
     name = f"{client}{sequence_of.made}"
     request = GenerationRequest(name, ids, sampling, alone=alone, moved=moved, client=client, weight=weight)
     return Sequence(request, MergingSlot(sampling), frozenset())
@@ -64,6 +64,28 @@ def test_one_stream_beside_200_has_its_prompt_in_the_next_step_and_a_token_in_ev
     assert all(len(one) == 64 for one in served[1:])
     assert scheduler.preempted == 1
     assert heavy[63].timeline.preemptions == 1
+
+
+def test_the_priorities_of_a_client_order_its_own_requests():
+    scheduler = scheduler_of(max_running=1)
+    added(scheduler, 1, "a")
+    step(scheduler)
+    late, early = (added(scheduler, 2, "a", priority=priority) for priority in (1, -1))
+    (middle,) = added(scheduler, 1, "a")
+    (moved,) = added(scheduler, 1, "a", priority=9, moved=True)
+    assert scheduler.waiting == [moved, *early, middle, *late]
+    assert [scheduler.queue_before(sequence_of("a", priority=priority)) for priority in (-2, -1, 0, 1)] == [1, 3, 4, 6]
+
+
+def test_the_last_by_priority_gives_way_to_another_client_whatever_its_priority():
+    scheduler = scheduler_of(max_running=4)
+    low, high = added(scheduler, 1, "a", priority=1), added(scheduler, 3, "a", priority=-1)
+    step(scheduler)
+    assert scheduler.running == [*high, *low]
+    added(scheduler, 1, "b", priority=100)
+    step(scheduler)
+    assert scheduler.running[:3] == high
+    assert scheduler.waiting == low
 
 
 def test_a_long_prompt_has_every_other_step_to_itself():

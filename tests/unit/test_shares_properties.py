@@ -1,12 +1,14 @@
 """Whatever clients submit: everything ends, service stays close by weight, and one client alone is served as before."""
 
 from collections import Counter
+from itertools import count
 from unittest.mock import patch
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.predictor.engine.state import shares
+from services.predictor.engine.state.sequence import precedence
 from tests.unit.test_shares import added, scheduler_of, sequence_of, step
 
 SLOTS = 4
@@ -58,10 +60,56 @@ def test_backlogged_clients_are_served_by_weight(requests, weight):
     counts: Counter[str] = Counter()
     with patch.object(shares, "_QUANTUM", QUANTUM):
         while {one.request.client for one in scheduler.waiting} == set("ab"):
-            for one, count in step(scheduler, 16).items():
-                counts[one.request.client] += count
+            for one, number in step(scheduler, 16).items():
+                counts[one.request.client] += number
             # Sequences that have a slot run to their end, unless the other client has fewer than its share.
             assert abs(counts["a"] - counts["b"] / weight) <= QUANTUM + SLOTS * LONGEST
+
+
+@given(SEQUENCES, st.integers(10, 60), st.integers(4, 32))
+def test_of_a_client_s_requests_the_first_by_priority_starts_first(arrivals, blocks, step_tokens):
+    scheduler = scheduler_of(blocks, SLOTS, step_tokens=step_tokens)
+    arrivals = sorted(arrivals, key=lambda arrival: arrival[0])
+    for steps in count():
+        while arrivals and arrivals[0][0] <= steps:
+            _, client, prompt, more, priority = arrivals.pop(0)
+            added(scheduler, 1, client, prompt=prompt, max_tokens=more, priority=priority)
+        if not (arrivals or scheduler.sequences):
+            break
+        waited = list(scheduler.waiting)
+        served = step(scheduler, 16)
+        still = [one for one in waited if one in scheduler.waiting and one not in served]
+        for started in (one for one in waited if one in served):
+            mine = [one for one in still if one.request.client == started.request.client]
+            assert all(precedence(started) < precedence(one) for one in mine)
+        assert steps < 3000
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 12), st.sampled_from("abc"), st.integers(-9, 9)), min_size=2, max_size=40),
+    st.fixed_dictionaries(dict.fromkeys("abc", st.integers(1, 10))),
+    st.sampled_from("abc"),
+)
+def test_the_priorities_of_one_client_change_nothing_for_another(arrivals, prompts, client):
+    """Where its requests are alike, what each client gets in each step is the same, whatever their order is."""
+    arrivals = sorted(arrivals, key=lambda arrival: arrival[0])
+
+    def served(with_priorities):
+        scheduler = scheduler_of(max_running=SLOTS, step_tokens=16)
+        left, each_step = list(arrivals), []
+        while left or scheduler.sequences:
+            while left and left[0][0] <= len(each_step):
+                _, name, priority = left.pop(0)
+                own = priority if with_priorities and name == client else 0
+                added(scheduler, 1, name, prompt=prompts[name], max_tokens=1, priority=own)
+            tokens: Counter[str] = Counter()
+            for one, number in step(scheduler, 16).items():
+                tokens[one.request.client] += number
+            each_step.append(tokens)
+            assert len(each_step) < 3000
+        return each_step
+
+    assert served(True) == served(False)
 
 
 @given(SEQUENCES, st.integers(10, 60), st.integers(4, 32), st.integers(1, 3))

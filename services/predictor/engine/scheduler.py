@@ -1,8 +1,8 @@
 """Chooses which ids of which sequences the next step computes.
 
 Pure: no thread, no clock, no model. A step takes every sequence that waits for its next token, then chunks of prompts
-up to the step's budget of tokens, then new sequences. First come, first served, with requests that resume an
-interrupted answer before new ones. If blocks run out, the last of the running sequences is preempted: it frees its
+up to the step's budget of tokens, then new sequences. First come, first served, by priority, with requests that resume
+an interrupted answer before new ones. If blocks run out, the last of the running sequences is preempted: it frees its
 blocks and is computed again later, so the first always continues and none starves.
 
 Clients that compete have turns instead (state/shares.py), and each client's own sequences are served as above. The one
@@ -21,7 +21,7 @@ from collections.abc import Iterable
 
 from services.predictor.engine.state.blocks import BlockManager
 from services.predictor.engine.state.in_flight import InFlight
-from services.predictor.engine.state.sequence import Row, Sequence
+from services.predictor.engine.state.sequence import Row, Sequence, precedence
 
 # Maximum of prompt positions that one step scores, in all its rows together: each needs the logits of the whole
 # vocabulary, which take memory and delay the step's other rows.
@@ -58,8 +58,9 @@ class Scheduler(InFlight):
         """The number of sequences that wait for another's end and are expected to start before a new one."""
         if not self._full and len(self.running) < self.max_running:
             return 0
-        client, moved = sequence.request.client, sequence.request.moved
-        own = sum(one.request.client == client and (one.request.moved or not moved) for one in self.waiting)
+        # The new one has no number yet: of its equals it is the last.
+        client, place = sequence.request.client, precedence(sequence)[:-1]
+        own = sum(one.request.client == client and precedence(one)[:-1] <= place for one in self.waiting)
         return min(len(self.waiting), self._shares.stretched(sequence.request, own))
 
     @property

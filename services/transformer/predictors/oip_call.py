@@ -46,7 +46,8 @@ class OipCall:
     ) -> None:
         request = inference_pb2.ModelInferRequest(model_name=generation.model, id=generation.request_id)
         add_input(request, _ids_tensor(INPUT_IDS, generation.prompt_ids, generation.dialect))
-        set_parameters(request.parameters, generation.sampling.model_dump(exclude_none=True))
+        # Triton's servers read a priority too, with a meaning of their own.
+        set_parameters(request.parameters, generation.sampling.model_dump(exclude_none=True, exclude={"priority"}))
         with span.of_next_call():
             self._call = stream(request, timeout=deadline.left(), metadata=(ERRORS_AS_STATUS, RECORDED))
         self._messages = aiter(self._call)

@@ -179,9 +179,12 @@ class Row:
         return range(first, max(first, min(self.start + self.count, self.sequence.to_score)))
 
 
-def precedence(sequence: Sequence) -> tuple[bool, int]:
-    """The order of service: first come, first served, with requests that resume an interrupted answer first."""
-    return not sequence.request.moved, sequence.number
+def precedence(sequence: Sequence) -> tuple[bool, int, int]:
+    """The order of service within a client: who resumes an interrupted answer first, then by priority, then by arrival.
+
+    Between clients that compete it decides nothing, see shares.py.
+    """
+    return not sequence.request.moved, sequence.request.sampling.priority, sequence.number
 
 
 def detached_sequence(ids: list[int], start_ids: Ids[int] = ()) -> Sequence:
