@@ -273,8 +273,8 @@ class Usage(_message.Message):
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
-    """Prompt tokens that came from the cache. 0 for requests without a cache_salt, unless the settings
-    allow it: it would reveal the prompts of other callers.
+    """Prompt tokens that came from the cache. In an answer 0 for requests without a key or a cache_salt, unless the
+    settings allow it: it would reveal the prompts of other callers.
     """
     completion_tokens: _builtins.int
     def __init__(

@@ -79,8 +79,8 @@ class TransformerSettings(RecordingSettings):
     cached_tokens: Literal["own", "all"] = Field(
         "own",
         description=(
-            "Whose usage has the number of cached prompt tokens: own, only requests with a cache_salt, which "
-            "share no cache with others; all, every request, which reveals what others have sent."
+            "Whose usage has the number of cached prompt tokens: own, only requests with a key or a cache_salt, "
+            "which share no cache with others; all, every request, which reveals what others have sent."
         ),
     )
     sse_keep_alive: float = Field(

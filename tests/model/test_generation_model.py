@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from millrace.clients import Client, Policy
 from millrace.deadline import NO_DEADLINE
 from millrace.errors import InvalidRequestError
 from millrace.oip.parameters import set_parameters
@@ -73,11 +74,11 @@ async def test_the_first_response_names_the_weights(model_of):
 
 
 @pytest.mark.parametrize(
-    ("salt", "is_told"),
-    [(None, False), ("", False), ("mine", True)],
-    ids=["a stranger", "an empty salt", "the owner of a cache"],
+    ("salt", "client", "is_told"),
+    [(None, "", False), ("", "", False), ("mine", "", True), (None, "alice", True)],
+    ids=["a stranger", "an empty salt", "the owner of a cache", "a client with a key"],
 )
-async def test_what_was_cached_is_nobodys_but_its_owners(model_of, salt, is_told):
+async def test_what_was_cached_is_nobodys_but_its_owners(model_of, salt, client, is_told):
     gate = Gate()
     gate.open(1000)
     model = model_of(FakeRunner(gate))
@@ -89,7 +90,7 @@ async def test_what_was_cached_is_nobodys_but_its_owners(model_of, salt, is_told
         return request
 
     for is_repeat in (False, True):
-        whole = await model.infer(asked(), NO_DEADLINE)
+        whole = await model.infer(asked(), NO_DEADLINE, client=Client(client, Policy()))
         assert bool(whole.parameters["cached_tokens"].int64_param) == (is_repeat and is_told)
 
 

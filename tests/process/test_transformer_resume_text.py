@@ -74,14 +74,23 @@ async def test_log_probabilities_belong_to_their_tokens(answer):
 
 @pytest.mark.parametrize("stop", [None, "little mill"], ids=["to the end", "to a stop string"])
 @pytest.mark.parametrize(
-    ("salt", "reports_cached_tokens", "cached"),
-    [(None, False, 0), ("", False, 0), ("mine", False, 101), (None, True, 101)],
-    ids=["a stranger", "an empty salt", "the owner of a cache", "where all may know"],
+    ("salt", "client", "reports_cached_tokens", "cached"),
+    [
+        (None, "", False, 0),
+        ("", "", False, 0),
+        ("mine", "", False, 101),
+        (None, "alice", False, 101),
+        (None, "", True, 101),
+    ],
+    ids=["a stranger", "an empty salt", "the owner of a cache", "a client with a key", "where all may know"],
 )
-async def test_usage_tells_what_was_cached_to_its_owner_alone(answer, stop, salt, reports_cached_tokens, cached):
+async def test_usage_tells_what_was_cached_to_its_owner_alone(
+    answer, stop, salt, client, reports_cached_tokens, cached
+):
     predictor = ScriptedPredictor(breaks(2), answer=answer)
     body = {"model": MODEL, "prompt": "Tell me", "max_tokens": 200}
     body |= {name: value for name, value in (("stop", stop), ("cache_salt", salt)) if value is not None}
+    metadata = (("x-millrace-client", client),) if client else ()
     async with (
         serving(predictor) as address,
         transformer(address, TELLER, reports_cached_tokens=reports_cached_tokens) as (stub, _),
@@ -91,7 +100,8 @@ async def test_usage_tells_what_was_cached_to_its_owner_alone(answer, stop, salt
             request_serializer=HttpBody.SerializeToString,
             response_deserializer=HttpBody.FromString,
         )
-        (whole,) = [orjson.loads(made.data) async for made in completions(HttpBody(data=orjson.dumps(body)))]
+        request = HttpBody(data=orjson.dumps(body))
+        (whole,) = [orjson.loads(made.data) async for made in completions(request, metadata=metadata)]
     assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": cached}
 
 

@@ -142,10 +142,11 @@ async def test_top_logprobs_name_the_likeliest_tokens(stack):
         ({"stop_token_ids": "1,100000"}, "stop_token_ids: token id 100000 is outside of 0 to "),
         ({"top_logprobs": "2"}, "top_logprobs=2 needs logprobs"),
         ({"top_logprobs": "21"}, "top_logprobs='21': Input should be less than or equal to 20"),
+        ({"priority": "2147483648"}, "priority='2147483648': Input should be less than 2147483648"),
     ],
 )
 @pytest.mark.parametrize("authority", [None, INNER])
-async def test_impossible_stop_tokens_and_logprobs_are_refused(stack, parameters, message, authority):
+async def test_impossible_parameters_are_refused(stack, parameters, message, authority):
     if authority is None:
         request = text_request("storyteller", PROMPT)
     else:
@@ -156,6 +157,19 @@ async def test_impossible_stop_tokens_and_logprobs_are_refused(stack, parameters
         await infer(stack.gateway, request, authority)
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert raised.value.details().startswith(message)
+
+
+async def test_every_protocol_has_a_priority(stack):
+    assert await generate(stack.gateway, model="storyteller", prompt=PROMPT, max_tokens=2, priority=-5)
+    assert "text_output" in await infer(stack.gateway, text_request("storyteller", PROMPT, max_tokens=2, priority=-5))
+    body = {"model": "storyteller", "prompt": PROMPT, "max_tokens": 2}
+    for path, given in {
+        "/v1/completions": body,
+        "/millrace/v1/generate": body,
+        "/v2/models/storyteller/generate": {"text_input": PROMPT, "max_tokens": 2},
+    }.items():
+        assert (await rest(stack.gateway, "POST", path, {**given, "priority": -5})).status == 200
+        assert (await rest(stack.gateway, "POST", path, {**given, "priority": 2**31})).status == 400
 
 
 @pytest.mark.parametrize(

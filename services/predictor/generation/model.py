@@ -74,7 +74,7 @@ class GenerationModel:
             chunks = [observed.take(await slot.read())]
             while chunks[-1].finish_reason is None:
                 chunks.append(observed.take(await slot.read()))
-        return write_response(request, merged(chunks))
+        return write_response(request, merged(chunks), client)
 
     async def stream(
         self,
@@ -88,7 +88,7 @@ class GenerationModel:
             while not ended:
                 chunk = observed.take(await slot.read())
                 ended = chunk.finish_reason is not None
-                response = write_response(request, chunk)
+                response = write_response(request, chunk, client)
                 response.parameters[FINAL].bool_param = ended
                 yield response
 

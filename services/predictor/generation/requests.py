@@ -128,11 +128,13 @@ def outputs_of(limits: EngineLimits) -> tuple[str, ...]:
     return OUTPUTS + PROMPT_OUTPUTS if limits.scores_prompts else OUTPUTS
 
 
-def write_response(request: inference_pb2.ModelInferRequest, chunk: Chunk) -> inference_pb2.ModelInferResponse:
+def write_response(
+    request: inference_pb2.ModelInferRequest, chunk: Chunk, client: Client = ANYONE
+) -> inference_pb2.ModelInferResponse:
     """Converts a chunk to a response to `request`.
 
-    The number of cached prompt tokens goes only to requests that share their cache with no other: otherwise a caller
-    could find out which prompts others have sent.
+    The number of cached prompt tokens goes only to clients with a name and to requests with a cache_salt, which share
+    their cache with no other: otherwise a caller could find out which prompts others have sent.
     """
     response = inference_pb2.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
     names = {output.name for output in request.outputs} or {*OUTPUTS, *PROMPT_OUTPUTS}
@@ -157,7 +159,7 @@ def write_response(request: inference_pb2.ModelInferRequest, chunk: Chunk) -> in
     if chunk.usage is not None:
         usage = dict(vars(chunk.usage))
         is_salted = _CACHE_SALT in request.parameters and request.parameters[_CACHE_SALT].string_param
-        if not is_salted:
+        if not (is_salted or client.name):
             usage["cached_tokens"] = 0
         set_parameters(response.parameters, usage)
     return response

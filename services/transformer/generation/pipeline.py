@@ -38,8 +38,8 @@ from services.transformer.text.tokenizer import check_token_count
 class Pipeline:
     """Owned by the event loop; one for all requests.
 
-    `reports_cached_tokens`: whether every answer has the number of cached prompt tokens, not only those with a
-    `cache_salt`.
+    `reports_cached_tokens`: whether every answer has the number of cached prompt tokens, not only those that share
+    their cache with no other client.
     """
 
     def __init__(
@@ -67,7 +67,8 @@ class Pipeline:
         with self.recording_refusals(request.call, request.model):
             request.check()
             first_token = FirstToken(request.call)
-        shows_cached = self._reports_cached_tokens or bool(request.sampling.get("cache_salt"))
+        has_own_cache = bool(request.call.client.name or request.sampling.get("cache_salt"))
+        shows_cached = self._reports_cached_tokens or has_own_cache
         with self._telemetry.observed(request) as observed, recorded_generation(request, self._tap) as recorded:
             async with self._admission.holding_refusals(request):
                 with ExitStack() as held:
