@@ -14,9 +14,10 @@ from services.transformer.generation.requests import TextRequest
 MODEL = SimpleNamespace(name="m", limits=SimpleNamespace(context_length=1024))
 
 
-def request(deadline=NO_DEADLINE, arrived=None, **sampling):
+def request(deadline=NO_DEADLINE, arrived=None, client="", shadow_of="", **sampling):
     arrived = time.monotonic() if arrived is None else arrived
-    call = CallContext("a.Service/Method", "id", (), deadline, arrived)
+    metadata = (("x-millrace-client", client),) if client else ()
+    call = CallContext("a.Service/Method", "id", metadata, deadline, arrived, shadow_of=shadow_of)
     return TextRequest(call, "m", prompt="p", sampling=sampling)
 
 
@@ -34,9 +35,9 @@ def answering(admission, token_s, away=range(0), answers=32, steps=40):
         yield
 
 
-def is_refused(admission, timeout_s=None):
+def is_refused(admission, timeout_s=None, client=""):
     try:
-        with admission.admitted(request(Deadline.after(timeout_s), max_tokens=200), MODEL):
+        with admission.admitted(request(Deadline.after(timeout_s), client=client, max_tokens=200), MODEL):
             return False
     except OverloadedError:
         return True
@@ -54,6 +55,23 @@ def test_slow_answers_have_those_refused_that_would_be_late():
         assert is_refused(admission, 5.0)
         assert not is_refused(admission, 500.0)
         assert not is_refused(admission)
+
+
+def test_who_waits_for_nobody_of_its_own_is_not_refused_for_another_client_s_queue():
+    admission = Admission()
+    with answering(admission, token_s=0.01), ExitStack() as queue:
+        for _ in range(300):
+            queue.enter_context(admission.admitted(request(), MODEL))
+        assert is_refused(admission, 12.0)
+        assert not is_refused(admission, 12.0, client="light")
+
+
+def test_copies_for_another_model_are_no_queue_of_their_client():
+    admission = Admission()
+    with answering(admission, token_s=0.01), ExitStack() as queue:
+        for _ in range(300):
+            queue.enter_context(admission.admitted(request(client="light", shadow_of="another"), MODEL))
+        assert not is_refused(admission, 12.0, client="light")
 
 
 def test_where_nothing_runs_nobody_is_refused():

@@ -4,20 +4,22 @@ from itertools import pairwise
 
 import pytest
 
+from millrace.clients import ANYONE, Client, Policy
 from services.transformer.generation.load_estimate import LoadEstimate, RefusalPace
 
 NOW = 1000.0
+HEAVY, LIGHT = Client("heavy", Policy()), Client("light", Policy())
 
 
-def loaded(answering, token_s, lengths=(), first_token_s=0.0):
+def loaded(answering, token_s, lengths=(), first_token_s=0.0, client=ANYONE):
     """So many answers that have come with so much time for each token in the last second; it is `NOW`."""
     load = LoadEstimate()
     for length in lengths:
         load.began()
         load.ended(length)
     for _ in range(answering):
-        load.began()
-        load.first_token(first_token_s)
+        load.began(client)
+        load.first_token(first_token_s, client)
     tokens = max(200, answering)
     for number in range(tokens):
         load.more_tokens(1, token_s, NOW - 1 + (number + 1) / tokens)
@@ -30,13 +32,21 @@ def end_all(load):
         load.ended(None)
 
 
-def taken(load, left_s, tokens, most=2000):
+def taken(load, left_s, tokens, most=2000, client=ANYONE):
     """How many more are taken before one is refused."""
     count = 0
-    while count < most and load.retry_after_s(left_s, tokens, NOW) is None:
-        load.began()
+    while count < most and load.retry_after_s(left_s, tokens, NOW, client) is None:
+        load.began(client)
         count += 1
     return count
+
+
+def queued(first_token_s=4.0, heavy=HEAVY):
+    """200 requests of a heavy client, of which 32 are answered."""
+    load = loaded(answering=32, token_s=0.02, first_token_s=first_token_s, client=heavy)
+    for _ in range(168):
+        load.began(heavy)
+    return load
 
 
 def test_what_would_end_too_late_is_refused_and_told_when_to_come_again():
@@ -88,6 +98,45 @@ def test_the_wait_for_a_first_token_counts():
     slow = loaded(answering=60, token_s=0.02, first_token_s=30.0)
     assert slow.retry_after_s(5.0, 16, NOW) is not None
     assert loaded(answering=60, token_s=0.02).retry_after_s(5.0, 16, NOW) is None
+
+
+def test_nobody_is_refused_for_the_queue_of_another_client():
+    load = queued()
+    assert load.retry_after_s(5.0, 32, NOW, HEAVY) is not None
+    assert load.retry_after_s(5.0, 32, NOW, LIGHT) is None
+    load.began(LIGHT)
+    load.first_token(0.05, LIGHT)
+    assert load.retry_after_s(5.0, 32, NOW, LIGHT) is None
+    # Its own queue counts, though it answers quickly so far.
+    assert 20 < taken(load, left_s=5.0, tokens=32, client=LIGHT) < 200
+
+
+def test_the_queue_of_a_heavier_weight_counts_by_weight():
+    load = queued(first_token_s=0.0)
+    assert load.retry_after_s(4.0, 32, NOW, LIGHT) is None
+    load = queued(first_token_s=0.0, heavy=Client("heavy", Policy(weight=1000)))
+    assert load.retry_after_s(4.0, 32, NOW, LIGHT) is not None
+
+
+def test_many_clients_with_a_request_each_are_late_together():
+    load = loaded(answering=32, token_s=0.05, client=HEAVY)
+    for number in range(300):
+        load.began(Client(f"c{number}", Policy()))
+    assert load.retry_after_s(5.0, 32, NOW, LIGHT) is not None
+
+
+def test_few_of_the_clients_that_are_away_are_remembered():
+    load = LoadEstimate()
+    for number in range(1000):
+        client = Client(f"c{number}", Policy())
+        load.began(client)
+        load.ended(5, client)
+    assert len(load._shares) <= 64
+    load.began()
+    for number in range(100):
+        load.began(Client(f"c{number}", Policy()))
+    assert load._shares[""].in_flight == 1
+    assert load.in_flight == sum(share.in_flight for share in load._shares.values()) == 101
 
 
 def test_refusals_are_sent_at_once_until_they_come_by_the_dozen_a_second():

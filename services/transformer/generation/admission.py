@@ -1,7 +1,7 @@
 """Which generations are taken: those that would end within their deadline as things are.
 
-A generation that would end too late is refused before any work is done for it, see load_estimate.py; a refusal may be
-delayed, see `RefusalPace`.
+A generation that would end too late is refused before any work is done for it, see load_estimate.py, but not for the
+queue of another client; a refusal may be delayed, see `RefusalPace`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
+from millrace.clients import Client, Policy
 from millrace.errors import OverloadedError
 from services.transformer.generation.chunks import TextChunk
 from services.transformer.generation.load_estimate import LoadEstimate, RefusalPace
 from services.transformer.generation.requests import TextRequest
 from services.transformer.models.models import TextModel
+from services.transformer.routing.shadows import SHADOWS_SHARE
+
+_SHADOWS = Client(SHADOWS_SHARE[0], Policy(weight=SHADOWS_SHARE[1]))
 
 
 class Admission:
@@ -31,12 +35,13 @@ class Admission:
         load = self._loads.setdefault(model.name, LoadEstimate())
         now, given = time.monotonic(), request.sampling.get("max_tokens")
         max_tokens = given if isinstance(given, int) else request.default_max_tokens or model.limits.context_length
-        retry_after_s = load.retry_after_s(request.call.deadline.at - now, max_tokens, now)
+        client = _SHADOWS if request.call.shadow_of else request.call.client
+        retry_after_s = load.retry_after_s(request.call.deadline.at - now, max_tokens, now, client)
         if retry_after_s is not None:
             message = "too many requests are in progress to answer this one before its deadline"
             raise OverloadedError(message, retry_after_ms=int(1000 * retry_after_s))
-        load.began()
-        generation = AdmittedGeneration(load, request.call.arrived)
+        load.began(client)
+        generation = AdmittedGeneration(load, client, request.call.arrived)
         try:
             yield generation
         finally:
@@ -56,8 +61,9 @@ class Admission:
 class AdmittedGeneration:
     """One generation, as its model's load estimate sees it."""
 
-    def __init__(self, load: LoadEstimate, arrived: float) -> None:
+    def __init__(self, load: LoadEstimate, client: Client, arrived: float) -> None:
         self._load = load
+        self._client = client
         self._arrived = arrived
         self._tokens = 0
         self._latest_s: float | None = None  # Since the arrival.
@@ -66,7 +72,7 @@ class AdmittedGeneration:
     def chunk(self, chunk: TextChunk) -> None:
         """Measures a chunk that has come; the time until an answer is resumed is not that of a token."""
         if self._latest_s is None:
-            self._load.first_token(chunk.elapsed_s)
+            self._load.first_token(chunk.elapsed_s, self._client)
         elif not chunk.resumed:
             gap_s = chunk.elapsed_s - self._latest_s
             self._load.more_tokens(len(chunk.token_ids), gap_s, self._arrived + chunk.elapsed_s)
@@ -77,5 +83,5 @@ class AdmittedGeneration:
     def end(self) -> None:
         """Ends the measurement, however the generation ended."""
         if self._latest_s is not None:
-            self._load.answer_ended()
-        self._load.ended(self._tokens if self._ended else None)
+            self._load.answer_ended(self._client)
+        self._load.ended(self._tokens if self._ended else None, self._client)

@@ -6,6 +6,10 @@ estimate includes all of it: the time between two tokens of an answer as they le
 answers that shared the machine. A step of a batch costs a constant and something for each sequence, so the time for a
 token grows with `sequences + _BASE`. If nothing is known, or nothing runs, no request is refused.
 
+Clients that compete have turns at the predictors, so a queue is its own client's. A new request expects beside it all
+of its client's, of each other client those that are answered already or at most as many per weight as its own client
+has, and the wait for a first token that its client's requests have had: none if none of them is in flight.
+
 A refusal costs a millisecond of the machine, which answers could use. Callers that retry at once, in spite of
 `retry-after`, would use up the cores with refusals. So beyond a rate each refusal is held back, within its deadline.
 
@@ -18,11 +22,14 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
+from millrace.clients import ANYONE, Client
+
 _BASE = 64  # Sequences at which a step takes twice as long as an empty one would; few machines are worse.
 _MARGIN = 3.0  # Answers of one length differ by so much, and who is late by a little has cost all of its work.
 _MEMORY_S = 1.0  # What is older weighs less than a third.
 _ENOUGH = 64  # Tokens that were measured, and have not been forgotten.
 _PAUSE_S = 2.0  # Without a token of any answer: the predictor was away or stood still, which is no speed.
+_IDLE_CLIENTS = 64  # Those without requests in flight that are remembered, at most.
 _LENGTHS = 64  # Answers whose lengths are known.
 _FEW_LENGTHS = 16
 _LONG = 0.9  # Of ten answers nine are not longer than what is reckoned with.
@@ -33,6 +40,16 @@ _LONGEST_HOLD_S = 4.0
 _SHARE_OF_LEFT = 0.75  # What a caller may lose of its time by being held back.
 _SPREAD = 0.2
 _GOLDEN_RATIO = 0.618034
+
+
+@dataclass(slots=True)
+class _Share:
+    """Of one client."""
+
+    weight: float
+    in_flight: int = 0
+    answering: int = 0
+    first_token_s: float = 0.0  # From the arrival, on the average.
 
 
 @dataclass
@@ -48,17 +65,26 @@ class LoadEstimate:
     _as_of: float = 0.0
     _latest: float = -math.inf  # When the newest token came.
     _running_since: float = -math.inf  # When the first token came after the latest pause.
-    _first_token_s: float = 0.0  # From the arrival, on the average.
+    _shares: dict[str, _Share] = field(default_factory=dict)
     _lengths: deque[int] = field(default_factory=lambda: deque(maxlen=_LENGTHS))
 
-    def began(self) -> None:
+    def began(self, client: Client = ANYONE) -> None:
         """Notes that a generation has been taken."""
         self.in_flight += 1
+        share = self._shares.get(client.name)
+        if share is None:
+            if len(self._shares) >= _IDLE_CLIENTS:
+                self._shares = {name: each for name, each in self._shares.items() if each.in_flight}
+            share = self._shares[client.name] = _Share(client.policy.weight)
+        share.weight = client.policy.weight
+        share.in_flight += 1
 
-    def first_token(self, waited_s: float) -> None:
+    def first_token(self, waited_s: float, client: Client = ANYONE) -> None:
         """Records the time from a request's arrival to its first token."""
         self._answering += 1
-        self._first_token_s += _WEIGHT * (waited_s - self._first_token_s)
+        share = self._shares[client.name]
+        share.answering += 1
+        share.first_token_s += _WEIGHT * (waited_s - share.first_token_s)
 
     def more_tokens(self, count: int, gap_s: float, now: float) -> None:
         """Notes that so many tokens of an answer have come, so long after the ones before.
@@ -75,28 +101,39 @@ class LoadEstimate:
         self._token_s += gap_s
         self._beside += count * self._answering
 
-    def ended(self, length: int | None) -> None:
+    def ended(self, length: int | None, client: Client = ANYONE) -> None:
         """Notes that a generation has ended; `length` is how many tokens it had, None if it did not come to its end or
         never began."""
         self.in_flight -= 1
+        self._shares[client.name].in_flight -= 1
         if length is not None:
             self._lengths.append(length)
 
-    def answer_ended(self) -> None:
+    def answer_ended(self, client: Client = ANYONE) -> None:
         """Records the end of an answer that had begun, whatever ended it."""
         self._answering -= 1
+        self._shares[client.name].answering -= 1
 
-    def retry_after_s(self, left_s: float, max_tokens: int, now: float) -> float | None:
+    def retry_after_s(self, left_s: float, max_tokens: int, now: float, client: Client = ANYONE) -> float | None:
         """None for a generation that would be done in so many seconds, as far as can be known; else when to come
         again."""
         self._forget(now)
-        if self._tokens < _ENOUGH or not self.in_flight:
+        if self._tokens < _ENOUGH or not self.in_flight or left_s == math.inf:
             return None
         per_token_s = self._token_s / self._tokens
-        grows = (self.in_flight + 1 + _BASE) / (self._beside / self._tokens + _BASE)
-        takes_s = self._first_token_s + self._expected(max_tokens) * per_token_s * grows
+        own = self._shares.get(client.name)
+        grows = (self._expected_beside(client, own) + _BASE) / (self._beside / self._tokens + _BASE)
+        first_token_s = own.first_token_s if own is not None and own.in_flight else 0.0
+        takes_s = first_token_s + self._expected(max_tokens) * per_token_s * grows
         over_s = _MARGIN * takes_s - left_s
         return None if over_s <= 0 else min(max(over_s, _LEAST_RETRY_S), _MOST_RETRY_S)
+
+    def _expected_beside(self, client: Client, own: _Share | None) -> float:
+        """The number of generations that compete with a new one of the client, which is included."""
+        count = 1 + (own.in_flight if own is not None else 0)
+        per_weight = count / client.policy.weight
+        others = (share for share in self._shares.values() if share is not own and share.in_flight)
+        return count + sum(max(share.answering, min(share.in_flight, per_weight * share.weight)) for share in others)
 
     def _expected(self, max_tokens: int) -> int:
         if len(self._lengths) < _FEW_LENGTHS:
