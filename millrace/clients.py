@@ -30,6 +30,7 @@ class Policy(BaseModel):
     role: Literal["user", "admin"] = "user"
     models: frozenset[str] | None = Field(None, description="The models that it may use; none given: all.")
     weight: float = Field(1.0, gt=0, le=1000, allow_inf_nan=False, description="Its share where clients compete.")
+    requests_per_second: int | None = Field(None, ge=1, le=10_000)
     requests_per_minute: int | None = Field(None, ge=1)
     tokens_per_minute: int | None = Field(None, ge=1, description="Tokens of prompts and completions together.")
     tokens_per_month: int | None = Field(None, ge=1, description="The same, by calendar month in UTC.")
@@ -46,7 +47,8 @@ class Client:
     @property
     def is_limited(self) -> bool:
         """Whether its requests are counted."""
-        return self.policy.requests_per_minute is not None or self.policy.streams is not None
+        policy = self.policy
+        return (policy.requests_per_second, policy.requests_per_minute, policy.streams) != (None, None, None)
 
     @property
     def has_minute(self) -> bool:

@@ -1,12 +1,16 @@
-"""What a client's key allows it at once and in a minute (millrace/clients.py), counted by one process of a service.
+"""What a client's key allows it at once, in a second and in a minute (millrace/clients.py), counted by one process of a
+service.
 
-The minute slides: of any 60 s in a row no more is granted than the limit. A client without limits costs nothing. What
-remains is in headers with the names and the durations of OpenAI's API: x-ratelimit-remaining-requests, 6m0s.
+Second and minute slide: of any 60 s in a row no more is granted than the limit. A client without limits costs nothing.
+What remains of a minute is in headers with the names and the durations of OpenAI's API: x-ratelimit-remaining-requests,
+6m0s.
 """
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -65,11 +69,12 @@ class SlidingMinute:
 @dataclass
 class _Usage:
     in_flight: int = 0
+    latest: deque[float] = field(default_factory=deque)  # When they began: as many as a second may have.
     requests: SlidingMinute = field(default_factory=SlidingMinute)
 
 
 class ClientLimits:
-    """Requests in flight and in a minute, by client. Owned by the event loop."""
+    """Requests in flight, in a second and in a minute, by client. Owned by the event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -100,8 +105,17 @@ class ClientLimits:
                 f"{client.name} has {usage.in_flight} requests in flight, its key allows no more",
                 retry_after_ms=_RETRY_AFTER_MS,
             )
+        now = self._clock()
+        if policy.requests_per_second is not None:
+            if usage.latest.maxlen != policy.requests_per_second:
+                usage.latest = deque(usage.latest, policy.requests_per_second)
+            if len(usage.latest) == policy.requests_per_second and (wait_s := usage.latest[0] + 1 - now) > 0:
+                raise OverloadedError(
+                    f"{client.name} has made the {policy.requests_per_second} requests that its key allows in a second",
+                    retry_after_ms=math.ceil(1000 * wait_s),
+                )
         if policy.requests_per_minute is not None:
-            usage.requests.advance(self._clock())
+            usage.requests.advance(now)
             if usage.requests.used >= policy.requests_per_minute:
                 wait_s = usage.requests.wait_s(1, policy.requests_per_minute)
                 raise OverloadedError(
@@ -109,6 +123,8 @@ class ClientLimits:
                     retry_after_ms=int(1000 * wait_s),
                 )
             usage.requests.add(1)
+        if policy.requests_per_second is not None:
+            usage.latest.append(now)
         usage.in_flight += 1
 
     def finish(self, client: Client) -> None:

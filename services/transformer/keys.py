@@ -7,6 +7,7 @@ The operator's file (TRANSFORMER_KEYS) is YAML, a list of entries:
       role: user              # or admin
       models: [storyteller]   # all without this line
       weight: 2
+      requests_per_second: 20
       requests_per_minute: 600
       tokens_per_minute: 20000
       tokens_per_month: 5000000

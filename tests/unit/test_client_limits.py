@@ -37,6 +37,41 @@ def test_requests_in_flight():
     limits.begin(client)
 
 
+def test_requests_in_a_second_and_when_to_retry():
+    clock = Clock()
+    limits, client = ClientLimits(clock), alice(requests_per_second=3, requests_per_minute=5)
+    for at in (1000.0, 1000.25, 1000.5):
+        clock.now = at
+        limits.begin(client)
+    with pytest.raises(OverloadedError, match="the 3 requests that its key allows in a second") as error:
+        limits.begin(client)
+    assert error.value.retry_after_ms == 500
+    clock.now += 0.5
+    limits.begin(client)
+    with pytest.raises(OverloadedError):
+        limits.begin(client)
+    # A key that has changed counts at once, with what has been before.
+    limits.begin(alice(requests_per_second=4, requests_per_minute=5))
+    with pytest.raises(OverloadedError, match="in a minute"):
+        limits.begin(alice(requests_per_second=10, requests_per_minute=5))
+
+
+@given(st.lists(st.floats(0, 0.7), max_size=60), st.integers(1, 5))
+def test_no_second_has_more_requests_than_the_limit(pauses, limit):
+    clock, granted, waits_ms = Clock(), [], []
+    limits, client = ClientLimits(clock), alice(requests_per_second=limit)
+    for pause in pauses:
+        clock.now += pause
+        try:
+            limits.begin(client)
+            granted.append(clock.now)
+        except OverloadedError as error:
+            waits_ms.append(error.retry_after_ms)
+    assert all(0 < wait_ms <= 1000 for wait_ms in waits_ms)
+    for start in granted:
+        assert sum(start <= at < start + 1 for at in granted) <= limit
+
+
 def test_requests_in_a_minute_and_when_to_retry():
     clock = Clock()
     limits, client = ClientLimits(clock), alice(requests_per_minute=3)
