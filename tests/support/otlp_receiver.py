@@ -115,6 +115,11 @@ class OtlpReceiver:
         with self._lock:
             return [span for span in self._spans if trace_id in _traces(span)]
 
+    def all_spans(self) -> list[Span]:
+        """Every span, in order of arrival."""
+        with self._lock:
+            return list(self._spans)
+
     def metric_points(self) -> list[MetricPoint]:
         """The newest point of each series."""
         with self._lock:

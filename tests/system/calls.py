@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -116,13 +117,18 @@ def http_request(
     headers: dict[str, str] | None = None,
     on_piece: Callable[[], None] | None = None,
     on_connection: Callable[[http.client.HTTPConnection], None] | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> Answer:
     """A request over HTTP/1.1; blocks; `body` is sent as JSON unless it is bytes.
 
     `on_piece` is told of each piece, `on_connection` of what another thread may break.
     """
     host, _, port = gateway.rpartition(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=60)
+    connection = (
+        http.client.HTTPConnection(host, int(port), timeout=60)
+        if tls is None
+        else http.client.HTTPSConnection(host, int(port), timeout=60, context=tls)
+    )
     if on_connection is not None:
         on_connection(connection)
     data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()

@@ -1,4 +1,4 @@
-"""A stack with keys: its clients, and calls of every kind as these send them."""
+"""A stack with keys: its clients, and what their tests share."""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from millrace_protos import inference_pb2, millrace_pb2
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from millrace_protos.millrace_pb2_grpc import PayloadLogStub, TextGenerationStub
+from millrace_protos import millrace_pb2
+from millrace_protos.millrace_pb2_grpc import TextGenerationStub
 from runner.stack import Stack
 from tests.support.stacks import StackPool
-from tests.system.calls import each, text_request
 
 _NAMES = "root alice bob stranger later metered monthly narrow counted few changing"
 KEYS = {name: "mr-" + secrets.token_urlsafe(32) for name in _NAMES.split()}
@@ -40,7 +36,7 @@ ENTRIES: list[dict[str, Any]] = [
 ]
 STREAMS = 64
 MODEL = "storyteller"
-OK, DENIED, UNKNOWN = "OK", "PERMISSION_DENIED", "UNAUTHENTICATED"
+OK = "OK"
 TIMEOUT_S = 60
 LOST_STATUS, MOST_ATTEMPTS = "Internal error from Core", 100
 
@@ -114,32 +110,6 @@ async def begun_streams(open_channel: grpc.aio.Channel, who: str, tokens: int) -
     for _ in streams:
         await asyncio.wait_for(started.acquire(), TIMEOUT_S)
     return streams
-
-
-def grpc_calls(open_channel: grpc.aio.Channel, headers: Headers) -> dict[str, Callable[[], Awaitable[Any]]]:
-    """A call of each kind, as a client sends it."""
-    oip, text, log = (stub(open_channel) for stub in (GRPCInferenceServiceStub, TextGenerationStub, PayloadLogStub))
-    health = health_pb2_grpc.HealthStub(open_channel)
-    reflection = reflection_pb2_grpc.ServerReflectionStub(open_channel)
-    options: dict[str, Any] = {"metadata": tuple(headers.items()), "timeout": TIMEOUT_S}
-    # An error of one request becomes the status of the stream.
-    in_status = options | {"metadata": (*headers.items(), ("triton_grpc_error", "true"))}
-    request = text_request(MODEL, "Once", max_tokens=2)
-    generation = millrace_pb2.GenerateRequest(model=MODEL, prompt="Once", max_tokens=2)
-    listing = reflection_pb2.ServerReflectionRequest(list_services="")
-    return {
-        "unary": lambda: oip.ModelInfer(request, **options),
-        "stream": lambda: last_of(text.Generate(generation, **options)),
-        "both ways": lambda: last_of(oip.ModelStreamInfer(each(request), **in_status)),
-        "health": lambda: health.Check(health_pb2.HealthCheckRequest(), **options),
-        "reflection": lambda: last_of(reflection.ServerReflectionInfo(each(listing), **options)),
-        "index": lambda: oip.RepositoryIndex(inference_pb2.RepositoryIndexRequest(), **options),
-        "load": lambda: oip.RepositoryModelLoad(
-            inference_pb2.RepositoryModelLoadRequest(model_name="normalizer"), **options
-        ),
-        "log settings": lambda: oip.LogSettings(inference_pb2.LogSettingsRequest(), **options),
-        "payloads": lambda: last_of(log.Query(millrace_pb2.QueryPayloadsRequest(page_size=1), **options)),
-    }
 
 
 COMPLETION = {"model": MODEL, "prompt": "Once", "max_tokens": 2}

@@ -1,0 +1,162 @@
+"""Calls of every kind as clients with keys make them, by gRPC, gRPC-Web and REST, at a port with TLS or without."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from millrace_protos import inference_pb2, millrace_pb2
+from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace_protos.millrace_pb2_grpc import PayloadLogStub, TextGenerationStub
+from tests.support.connections import context
+from tests.system.calls import Answer, each, http_request, text_request, web_frames
+from tests.system.keyed_stack import MODEL, OK, REST, TIMEOUT_S, Headers, last_of, status_of
+
+UNAUTHENTICATED, PERMISSION_DENIED, NOT_FOUND = "UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND"
+HTTP_STATUSES = {OK: 200, UNAUTHENTICATED: 401, PERMISSION_DENIED: 403, NOT_FOUND: 404}
+
+
+class Needs(Enum):
+    """What a call needs to be answered."""
+
+    NOTHING = "nothing"
+    KEY = "any key"
+    MODEL = "a key that allows MODEL"
+    OWNER = "the key of the record's client, or an admin's"
+    ADMIN = "an admin's key"
+
+
+@dataclass(frozen=True)
+class Port:
+    """A port of the gateway; `certificates` is the folder of its certificate, None without TLS."""
+
+    address: str
+    certificates: Path | None = None
+
+    def channel(self) -> grpc.aio.Channel:
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        if self.certificates is None:
+            return grpc.aio.insecure_channel(self.address, options=options)
+        credentials = grpc.ssl_channel_credentials((self.certificates / "authority.crt").read_bytes())
+        return grpc.aio.secure_channel(self.address, credentials, options=options)
+
+    async def http(self, method: str, path: str, body: Any, headers: Headers) -> Answer:
+        """An answer over HTTP/1.1."""
+        tls: ssl.SSLContext | None = None if self.certificates is None else context(self.certificates)
+        return await asyncio.to_thread(http_request, self.address, method, path, body, dict(headers), tls=tls)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a call needs, and how it is made; `status` returns the gRPC status's name, or the HTTP status."""
+
+    needs: Needs
+    status: Callable[[], Awaitable[str | int]]
+
+
+Calls = Mapping[str, Call]
+_GENERATION = millrace_pb2.GenerateRequest(model=MODEL, prompt="Once", max_tokens=2)
+_LOAD = inference_pb2.RepositoryModelLoadRequest(model_name="normalizer")
+_QUERY = millrace_pb2.QueryPayloadsRequest(page_size=1)
+
+
+def by_grpc(channel: grpc.aio.Channel, headers: Headers, record_id: str) -> Calls:
+    """Each kind of call of gRPC's clients; `record_id` is that of a record in the payload log."""
+    oip, text, log = (stub(channel) for stub in (GRPCInferenceServiceStub, TextGenerationStub, PayloadLogStub))
+    health, reflection = health_pb2_grpc.HealthStub(channel), reflection_pb2_grpc.ServerReflectionStub(channel)
+    options: dict[str, Any] = {"metadata": tuple(headers.items()), "timeout": TIMEOUT_S}
+    # An error of one request becomes the status of the stream.
+    in_status = options | {"metadata": (*headers.items(), ("triton_grpc_error", "true"))}
+    request = text_request(MODEL, "Once", max_tokens=2)
+    listing = reflection_pb2.ServerReflectionRequest(list_services="")
+    index, settings = inference_pb2.RepositoryIndexRequest(), inference_pb2.LogSettingsRequest()
+    record, none = millrace_pb2.GetPayloadRequest(record_id=record_id), str(uuid.uuid4())
+
+    def call(needs: Needs, begin: Callable[[], Awaitable[Any]]) -> Call:
+        return Call(needs, partial(status_of, begin))
+
+    def stream(needs: Needs, begin: Callable[[], Any]) -> Call:
+        return Call(needs, partial(status_of, lambda: last_of(begin())))
+
+    return {
+        "unary": call(Needs.MODEL, lambda: oip.ModelInfer(request, **options)),
+        "stream": stream(Needs.MODEL, lambda: text.Generate(_GENERATION, **options)),
+        "both ways": stream(Needs.MODEL, lambda: oip.ModelStreamInfer(each(request), **in_status)),
+        "health": call(Needs.NOTHING, lambda: health.Check(health_pb2.HealthCheckRequest(), **options)),
+        "reflection": stream(Needs.KEY, lambda: reflection.ServerReflectionInfo(each(listing), **options)),
+        "index": call(Needs.KEY, lambda: oip.RepositoryIndex(index, **options)),
+        "payloads": stream(Needs.KEY, lambda: log.Query(_QUERY, **options)),
+        "record": call(Needs.OWNER, lambda: log.Get(record, **options)),
+        "delete": call(Needs.KEY, lambda: log.Delete(millrace_pb2.DeletePayloadsRequest(record_id=none), **options)),
+        "load": call(Needs.ADMIN, lambda: oip.RepositoryModelLoad(_LOAD, **options)),
+        "log settings": call(Needs.ADMIN, lambda: oip.LogSettings(settings, **options)),
+    }
+
+
+def by_grpc_web(port: Port, headers: Headers, record_id: str) -> Calls:
+    """The same of a browser's, which has no streams of requests."""
+    oip, text, log = "/inference.GRPCInferenceService", "/millrace.v1.TextGeneration", "/millrace.v1.PayloadLog"
+    sent: dict[str, tuple[Needs, str, Message]] = {
+        "unary": (Needs.MODEL, f"{oip}/ModelInfer", text_request(MODEL, "Once", max_tokens=2)),
+        "stream": (Needs.MODEL, f"{text}/Generate", _GENERATION),
+        "health": (Needs.NOTHING, "/grpc.health.v1.Health/Check", health_pb2.HealthCheckRequest()),
+        "index": (Needs.KEY, f"{oip}/RepositoryIndex", inference_pb2.RepositoryIndexRequest()),
+        "payloads": (Needs.KEY, f"{log}/Query", _QUERY),
+        "record": (Needs.OWNER, f"{log}/Get", millrace_pb2.GetPayloadRequest(record_id=record_id)),
+        "delete": (Needs.KEY, f"{log}/Delete", millrace_pb2.DeletePayloadsRequest(record_id=str(uuid.uuid4()))),
+        "load": (Needs.ADMIN, f"{oip}/RepositoryModelLoad", _LOAD),
+        "log settings": (Needs.ADMIN, f"{oip}/LogSettings", inference_pb2.LogSettingsRequest()),
+    }
+    headers = {"content-type": "application/grpc-web+proto", "x-grpc-web": "1", **headers}
+
+    async def status(path: str, request: Message) -> str:
+        data = request.SerializeToString()
+        answer = await port.http("POST", path, b"\0" + len(data).to_bytes(4) + data, headers)
+        _, trailers = web_frames(answer.body)
+        code = int((answer.headers | trailers)["grpc-status"])
+        return next(known.name for known in grpc.StatusCode if known.value[0] == code)
+
+    return {name: Call(needs, partial(status, path, request)) for name, (needs, path, request) in sent.items()}
+
+
+_REST_NEEDS = {
+    Needs.NOTHING: ("ready", "playground"),
+    Needs.KEY: ("models", "index", "payloads", "delete", "usage"),
+    Needs.MODEL: ("completion", "events", "infer", "generate", "lines"),
+    Needs.OWNER: ("record",),
+    Needs.ADMIN: ("load", "log settings"),
+}
+
+
+def by_rest(port: Port, headers: Headers, record_id: str) -> Calls:
+    """The same of REST's, server-sent events and the playground's page among them."""
+    sent: dict[str, tuple[str, str, Any]] = REST | {
+        "index": ("POST", "/v2/repository/index", {}),
+        "record": ("GET", f"/millrace/v1/payloads/{record_id}", None),
+        "delete": ("DELETE", f"/millrace/v1/payloads/{uuid.uuid4()}", None),
+        "usage": ("GET", "/millrace/v1/usage?group=client", None),
+    }
+
+    async def status(method: str, path: str, body: Any) -> int:
+        answer = await port.http(method, path, body, headers)
+        return int(answer.status)
+
+    needs = {name: need for need, names in _REST_NEEDS.items() for name in names}
+    return {name: Call(needs[name], partial(status, *request)) for name, request in sent.items()}
+
+
+async def statuses(calls: Calls) -> dict[str, str | int]:
+    """The status of each call; all are made at once."""
+    return dict(zip(calls, await asyncio.gather(*(call.status() for call in calls.values())), strict=True))

@@ -1,0 +1,186 @@
+"""Who may do what: callers with every kind of key and token, by every protocol, at every port; no secret is shown."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from secrets import token_urlsafe
+
+import pytest
+import pytest_asyncio
+
+from runner.command import certificates
+from runner.stack import Stack
+from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.stacks import StackPool
+from tests.support.tokens import AUDIENCE, ISSUER, SigningKey, publish
+from tests.system.keyed_calls import (
+    HTTP_STATUSES,
+    NOT_FOUND,
+    PERMISSION_DENIED,
+    UNAUTHENTICATED,
+    Calls,
+    Needs,
+    Port,
+    by_grpc,
+    by_grpc_web,
+    by_rest,
+    statuses,
+)
+from tests.system.keyed_stack import MODEL, OK, Headers
+from tests.waiting import until
+
+KEYS = {name: "mr-" + token_urlsafe(32) for name in ("root", "alice", "bob", "stranger")}
+ENTRIES = [
+    {"name": "root", "key": KEYS["root"], "role": "admin"},
+    {"name": "alice", "key": KEYS["alice"], "models": [MODEL]},
+    {"name": "bob", "key": KEYS["bob"], "models": ["normalizer"]},
+]
+SIGNER = SigningKey("signer")
+NOBODY = dict.fromkeys((Needs.KEY, Needs.MODEL, Needs.OWNER, Needs.ADMIN), UNAUTHENTICATED)
+USER = {Needs.ADMIN: PERMISSION_DENIED}
+# What each caller sends, and how a call is refused that needs what it has not. The record is alice's.
+CALLERS: dict[str, tuple[str, Mapping[Needs, str]]] = {
+    "no key": ("", NOBODY),
+    "an unknown key": (KEYS["stranger"], NOBODY),
+    "an expired token": (SIGNER.token(exp=int(time.time()) - 3600), NOBODY),
+    "a token for another audience": (SIGNER.token(aud="another"), NOBODY),
+    "a user's key": (KEYS["alice"], USER),
+    "a user's token": (SIGNER.token(sub="alice"), USER),
+    "the key of another model": (KEYS["bob"], USER | {Needs.MODEL: PERMISSION_DENIED, Needs.OWNER: NOT_FOUND}),
+    "an admin's key": (KEYS["root"], {}),
+    "an admin's token": (SIGNER.token(sub="operator", millrace_role="admin"), {}),
+}
+SERVICES = {"envoy-ingress", "envoy-inner", "millrace-transformer", "millrace-predictor", "millrace-logger"}
+EXPORTING = {"OTEL_BSP_SCHEDULE_DELAY": "100", "OTEL_METRIC_EXPORT_INTERVAL": "300"}
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """A stack with keys, tokens and TLS, what it exports, and the id of a record of alice's."""
+
+    stack: Stack
+    receiver: OtlpReceiver
+    ports: Mapping[str, Port]
+    record_id: str
+
+    def secrets(self) -> dict[str, str]:
+        """Each caller's key, or the signature of its token, and a line of the certificate's private key."""
+        own = {caller: secret.rpartition(".")[2] for caller, (secret, _) in CALLERS.items() if secret}
+        lines = (Path(self.stack.settings.gateway_tls) / "tls.key").read_text().splitlines()
+        return own | {"the gateway": lines[1]}
+
+
+@pytest_asyncio.fixture(scope="module")
+async def guarded(stacks: StackPool, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Guarded]:
+    folder = tmp_path_factory.mktemp("access")
+    (folder / "keys.yaml").write_text(json.dumps(ENTRIES))
+    publish(folder / "jwks.json", SIGNER)
+    certificates.make(folder / "certificates", ())
+    with OtlpReceiver() as receiver:
+        exporting = EXPORTING | {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint}
+        settings = {
+            "gateway_keys": str(folder / "keys.yaml"),
+            "gateway_jwks": str(folder / "jwks.json"),
+            "gateway_jwt_issuer": ISSUER,
+            "gateway_jwt_audience": AUDIENCE,
+            "gateway_tls": str(folder / "certificates"),
+            "otel_exporter_otlp_endpoint": receiver.endpoint,
+            "environment": dict.fromkeys(("transformer", "predictor", "logger"), exporting),
+        }
+        stack = await stacks.start(settings)
+        known = stack.settings
+        ports = {
+            "public": Port(stack.gateway),
+            "management": Port(f"127.0.0.1:{known.management_port}"),
+            "public with TLS": Port(known.gateway_with_tls, folder / "certificates"),
+        }
+        try:
+            yield Guarded(stack, receiver, ports, await record_of(ports["public"], bearer(KEYS["alice"])))
+        finally:
+            await stacks.stop(stack)
+
+
+async def record_of(port: Port, headers: Headers) -> str:
+    """The id of a record that a caller has made."""
+    body = {"model": MODEL, "prompt": "Once", "max_tokens": 1}
+    assert (await port.http("POST", "/v1/completions", body, headers)).status == 200
+    found: list[str] = []
+
+    async def is_recorded() -> bool:
+        answer = await port.http("GET", f"/millrace/v1/payloads?model={MODEL}", None, headers)
+        found[:] = [json.loads(line)["record_id"] for line in answer.body.splitlines()]
+        return bool(found)
+
+    await until(is_recorded)
+    return found[0]
+
+
+def bearer(secret: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {secret}"} if secret else {}
+
+
+def api_key(secret: str) -> dict[str, str]:
+    return {"x-api-key": secret} if secret else {}
+
+
+def expected(calls: Calls, caller: str) -> dict[str, str]:
+    _, refused = CALLERS[caller]
+    return {name: refused.get(call.needs, OK) for name, call in calls.items()}
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+@pytest.mark.parametrize(
+    ("port", "header"),
+    [("public", bearer), ("public", api_key), ("management", bearer), ("public with TLS", bearer)],
+)
+async def test_each_call_of_each_caller(
+    guarded: Guarded, port: str, caller: str, header: Callable[[str], Headers]
+) -> None:
+    headers, at = header(CALLERS[caller][0]), guarded.ports[port]
+    async with at.channel() as channel:
+        calls = by_grpc(channel, headers, guarded.record_id)
+        assert await statuses(calls) == expected(calls, caller)
+    calls = by_grpc_web(at, headers, guarded.record_id)
+    assert await statuses(calls) == expected(calls, caller)
+    calls = by_rest(at, headers, guarded.record_id)
+    assert await statuses(calls) == {name: HTTP_STATUSES[status] for name, status in expected(calls, caller).items()}
+
+
+async def test_no_secret_is_shown_anywhere(guarded: Guarded) -> None:
+    stack, receiver, public = guarded.stack, guarded.receiver, guarded.ports["public"]
+    for secret, _ in CALLERS.values():
+        for headers in (bearer(secret), api_key(secret)):
+            await statuses(by_rest(public, headers, guarded.record_id))
+            await public.http("POST", "/v1/completions", {"model": 1}, headers)
+    await until(lambda: {span.service for span in receiver.all_spans()} >= SERVICES)
+    await until(lambda: any("alice" in point.attributes.values() for point in receiver.metric_points()))
+    answer = await public.http("GET", "/millrace/v1/payloads?page_size=1000", None, bearer(KEYS["root"]))
+    texts = {
+        "payload log": answer.body.decode(),
+        "spans": "\n".join(map(repr, receiver.all_spans())),
+        "exported metrics": "\n".join(map(repr, receiver.metric_points())),
+    }
+    known = stack.settings
+    metrics = (known.transformer_metrics_port, *known.predictor_metrics_ports, known.logger_metrics_port)
+    pages = [f"{port}/metrics" for port in metrics]
+    pages += [f"{known.gateway_admin_port}/{name}" for name in ("config_dump?include_eds", "stats", "clusters")]
+    for page in (*pages, f"{known.gateway_inner_port}/stats/prometheus"):
+        texts[page] = await asyncio.to_thread(read_page, f"http://127.0.0.1:{page}")
+    for file in known.run_folder.rglob("*"):
+        if file.is_file():
+            texts[str(file)] = file.read_bytes().decode(errors="replace")
+    assert '"client":"alice"' in texts["payload log"].replace(" ", "")
+    secrets = guarded.secrets().items()
+    shown = [(place, owner) for place, text in texts.items() for owner, secret in secrets if secret in text]
+    assert shown == []
+
+
+def read_page(page: str) -> str:
+    with urllib.request.urlopen(page, timeout=10) as response:
+        return str(response.read().decode())
