@@ -9,6 +9,7 @@
 
 local rate_limits = require("rate_limits")
 local sha256 = require("sha256")
+local watched_file = require("watched_file")
 
 local CLIENT, POLICY = "x-millrace-client", "x-millrace-policy"
 local FILE = os.getenv("KEY_DIGESTS") or ""
@@ -46,7 +47,8 @@ end
 local HOSTS, ANY_HOST = list_of("GATEWAY_HOSTS")
 local ORIGINS, ANY_ORIGIN = list_of("GATEWAY_ALLOWED_ORIGINS")
 
-local read_at, content = 0, nil -- In whole seconds; the file's text, nil while there is none.
+local key_digests = watched_file(FILE)
+local content = nil -- Of that file, nil while there is none.
 local client_of_digest, policy_of_name, client_of_key = {}, {}, {}
 
 local function with_role(role, policy)
@@ -54,21 +56,13 @@ local function with_role(role, policy)
 end
 
 local function read_again()
-  local now = os.time()
-  if now == read_at then
+  local has_changed
+  content, has_changed = key_digests()
+  if not has_changed then
     return
   end
-  read_at = now
-  local file = io.open(FILE)
-  local text = file and file:read("*a")
-  if file then
-    file:close()
-  end
-  if text == content then
-    return
-  end
-  content, client_of_digest, policy_of_name, client_of_key = text, {}, {}, {}
-  for digest, name, role, policy in (text or ""):gmatch("(%x+)\t([^\t\n]+)\t(%a+)\t([^\t\n]*)\n") do
+  client_of_digest, policy_of_name, client_of_key = {}, {}, {}
+  for digest, name, role, policy in (content or ""):gmatch("(%x+)\t([^\t\n]+)\t(%a+)\t([^\t\n]*)\n") do
     client_of_digest[digest] = {
       name = name,
       role = role,

@@ -5,28 +5,24 @@
 -- is held until it is whole: clients write `model_name`, the message's first field, first. A message that begins in
 -- another way is not marked, nor is a compressed one: the transformer takes it.
 
+local watched_file = require("watched_file")
+
 local METADATA = "millrace.direct"
-local FILE = os.getenv("DIRECT_MODELS")
 local MAX_NAME_BYTES = 127 -- Longer ones have a length of two bytes.
 local MODEL_NAME = 0x0A -- Field 1, a string (protos/inference.proto).
 local FRAME_BYTES = 5 -- gRPC's own before a message: whether it is compressed, and its length.
 
+local listed_models = watched_file(os.getenv("DIRECT_MODELS"))
 local direct = {}
-local read_at = 0 -- In whole seconds.
 
 local function read_again()
-  local now = os.time()
-  if now == read_at then
+  local text, has_changed = listed_models()
+  if not has_changed then
     return
   end
-  read_at = now
   direct = {}
-  local file = FILE and io.open(FILE)
-  if file then
-    for name in file:lines() do
-      direct[name] = true
-    end
-    file:close()
+  for name in (text or ""):gmatch("[^\n]+") do
+    direct[name] = true
   end
 end
 
