@@ -49,12 +49,13 @@ def listeners(config: Config) -> dict[str, Config]:
 
 
 def parts(config: Config) -> list[Any]:
-    """What the settings add."""
-    added = [one for one in connection_manager(config, "ingress")["http_filters"] if one["name"] in (JWT, LIMITS)]
+    """What the settings add, with the paths of the container."""
+    filters = [one for one in connection_manager(config, "ingress")["http_filters"] if one["name"] in (JWT, LIMITS)]
     clusters = [one for one in config["static_resources"]["clusters"] if one["name"] in ("jwks", "rate_limits")]
     own = [listeners(config).get(name, {}) for name in ("tls", "jwks")]
     sockets = [(chain.get("transport_socket")) for one in own for chain in one.get("filter_chains", ())]
-    return [config.get("node"), added, clusters, sockets, listeners(config).get("jwks")]
+    added = [config.get("node"), filters, clusters, sockets, listeners(config).get("jwks")]
+    return list(yaml.safe_load(yaml.safe_dump(added).replace(f"{envoy_config.ENVOY_FOLDER}/", "/etc/envoy/")))
 
 
 @pytest.mark.parametrize(

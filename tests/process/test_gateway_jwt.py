@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
+import re
 import time
 import urllib.request
 from collections.abc import AsyncIterator
@@ -11,8 +14,10 @@ from pathlib import Path
 import grpc
 import pytest
 import pytest_asyncio
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from millrace_protos import inference_pb2, inference_pb2_grpc, rest_pb2_grpc
+from runner import envoy_config
 from tests.process.gateway_before_fakes import OPENAI, Gateway, HttpBody, running_gateway
 from tests.support.tokens import AUDIENCE, ISSUER, SigningKey, publish, publish_text, unsigned_token
 from tests.waiting import until
@@ -125,7 +130,31 @@ async def test_a_new_key_set_counts_within_two_seconds_and_costs_no_stream(gatew
     await until(lambda: is_known(gateway, FIRST))
 
 
-@pytest.mark.parametrize("text", ["{broken", '{"keys": []}', ""])
+@pytest.mark.parametrize("text", ['{"keys": []}', '{\n  "keys" : [\n  ]\n}\n'])
+async def test_a_key_set_without_keys_makes_every_token_invalid(gateway: Gateway, key_set: Path, text: str) -> None:
+    complaints = gateway.process.log.read_text().count("Jwks async fetching")
+    publish_text(key_set, text)
+
+    async def is_refused() -> bool:
+        return not await is_known(gateway, FIRST)
+
+    await until(is_refused, timeout_s=TAKES_EFFECT_S)
+    assert gateway.process.log.read_text().count("Jwks async fetching") == complaints
+    publish(key_set, FIRST)
+    await until(lambda: is_known(gateway, FIRST), timeout_s=TAKES_EFFECT_S)
+
+
+def test_the_key_of_a_set_without_keys_is_nobody_s() -> None:
+    """Its x is a hash, so that its private key cannot be known."""
+    script = (envoy_config.ENVOY_FOLDER / "key_set.lua").read_text()
+    x, y = (
+        int.from_bytes(base64.urlsafe_b64decode(value + "=")) for value in re.findall(r'"[xy]":"([\w-]{43})"', script)
+    )
+    assert x == int.from_bytes(hashlib.sha256(b"millrace: nobody's key 1").digest())
+    ec.EllipticCurvePublicNumbers(x, y, ec.SECP256R1()).public_key()  # Raises ValueError off the curve.
+
+
+@pytest.mark.parametrize("text", ["{broken", '{"keys": {}}', ""])
 async def test_what_is_no_key_set_leaves_the_last_good_one_and_is_logged(
     gateway: Gateway, key_set: Path, text: str
 ) -> None:
