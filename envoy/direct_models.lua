@@ -1,30 +1,18 @@
--- Marks the ModelInfer calls of models that need neither text nor a processor: their route leads to a predictor.
+-- The models that need neither text nor a processor, whose ModelInfer calls go straight to a predictor.
 --
 -- The transformer keeps the list of these models in a file, a name a line (services/transformer/routing/direct_models.py),
 -- which is read again once a second. The model's name is read out of the first bytes of the message, so that no message
 -- is held until it is whole: clients write `model_name`, the message's first field, first. A message that begins in
--- another way is not marked, nor is a compressed one: the transformer takes it.
+-- another way is not found to ask one of them, nor is a compressed one: the transformer takes it.
 
 local watched_file = require("watched_file")
 
-local METADATA = "millrace.direct"
 local MAX_NAME_BYTES = 127 -- Longer ones have a length of two bytes.
 local MODEL_NAME = 0x0A -- Field 1, a string (protos/inference.proto).
 local FRAME_BYTES = 5 -- gRPC's own before a message: whether it is compressed, and its length.
 
 local listed_models = watched_file(os.getenv("DIRECT_MODELS"))
-local direct = {}
-
-local function read_again()
-  local text, has_changed = listed_models()
-  if not has_changed then
-    return
-  end
-  direct = {}
-  for name in (text or ""):gmatch("[^\n]+") do
-    direct[name] = true
-  end
-end
+local is_direct = {}
 
 -- The name that a message begins with; nil where it does not, or not all of it has come.
 local function model_name(bytes)
@@ -36,17 +24,24 @@ local function model_name(bytes)
   return head:sub(FRAME_BYTES + 3, FRAME_BYTES + 2 + size)
 end
 
-function envoy_on_request(handle)
-  read_again()
-  if next(direct) == nil then
-    return
-  end
-  for bytes in handle:bodyChunks() do
-    local name = model_name(bytes)
-    if name and direct[name] then
-      handle:streamInfo():dynamicMetadata():set(METADATA, "direct", true)
-      handle:clearRouteCache()
+local direct_models = {}
+
+-- Whether there are any.
+function direct_models.exist()
+  local text, has_changed = listed_models()
+  if has_changed then
+    is_direct = {}
+    for name in (text or ""):gmatch("[^\n]+") do
+      is_direct[name] = true
     end
-    return
   end
+  return next(is_direct) ~= nil
 end
+
+-- Whether a message that begins with these bytes is for one of them.
+function direct_models.is_asked(bytes)
+  local name = model_name(bytes)
+  return name ~= nil and is_direct[name] == true
+end
+
+return direct_models

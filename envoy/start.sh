@@ -187,6 +187,8 @@ workers=$((workers > 0 ? workers : 1))
 # Each worker bounds the bodies of REST requests by itself, and takes one of 60 MiB at least (rest_errors.lua).
 REST_BODIES_MIB=$((512 / workers))
 export REST_BODIES_MIB=$((REST_BODIES_MIB > 80 ? REST_BODIES_MIB : 80))
+# And the calls whose first message has yet to come (first_message.lua).
+export HELD_CALLS=$((4096 / workers))
 state=${TMPDIR:-/tmp}
 config=$state/envoy.yaml
 check_callers

@@ -182,6 +182,8 @@ def gateway_environment(settings: StackSettings) -> Environment:
         # Each worker limits the bodies of REST requests separately, and accepts one of 60 MiB at least
         # (rest_errors.lua).
         "REST_BODIES_MIB": str(max(80, 512 // _envoy_workers())),
+        # And holds the calls whose first message has yet to come (first_message.lua).
+        "HELD_CALLS": str(4096 // _envoy_workers()),
     }
 
 
