@@ -18,7 +18,7 @@ from millrace_protos.millrace_pb2_grpc import TextGenerationStub
 from runner.stack import Stack
 from tests.support.stacks import StackPool
 
-_NAMES = "root alice bob stranger later metered monthly narrow counted few changing"
+_NAMES = "root alice later metered monthly narrow counted few changing"
 KEYS = {name: "mr-" + secrets.token_urlsafe(32) for name in _NAMES.split()}
 METERED = 10_000  # Tokens in a minute.
 COUNTED = (1000, 50_000)  # Requests and tokens in a minute.
@@ -32,7 +32,6 @@ ENTRIES: list[dict[str, Any]] = [
     {"name": "counted", "key": KEYS["counted"], "requests_per_minute": COUNTED[0], "tokens_per_minute": COUNTED[1]},
     {"name": "few", "key": KEYS["few"], "requests_per_minute": FEW},
     {"name": "changing", "key": KEYS["changing"], "requests_per_minute": 1000, "tokens_per_minute": 100_000},
-    {"name": "bob", "key": KEYS["bob"], "models": ["normalizer"]},
 ]
 STREAMS = 64
 MODEL = "storyteller"
