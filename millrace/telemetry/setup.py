@@ -26,6 +26,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from millrace.errors import StartupError
+from millrace.telemetry.batches import batch_views
 from millrace.telemetry.span_export import SpanExporter
 
 Signal = Literal["TRACES", "METRICS"]
@@ -50,7 +51,7 @@ def set_up_telemetry(service: str) -> Callable[[], None]:
     readers: list[MetricReader] = [PrometheusMetricReader(scope_info_enabled=False)]
     if exports_metrics:
         readers.append(PeriodicExportingMetricReader(OTLPMetricExporter()))
-    meters = MeterProvider(readers, resource, shutdown_on_exit=False)
+    meters = MeterProvider(readers, resource, shutdown_on_exit=False, views=batch_views())
     metrics.set_meter_provider(meters)
 
     # What is lost is counted where it is exported; to count each span that begins and ends costs more than to make it.

@@ -8,13 +8,15 @@ from typing import Any
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
+from millrace.telemetry.batches import batch_views
+
 
 class Measured:
     """A meter, and what its instruments say now; data points are found by their exact attributes."""
 
     def __init__(self) -> None:
         self._reader = InMemoryMetricReader()
-        self.meter = MeterProvider([self._reader], shutdown_on_exit=False).get_meter("test")
+        self.meter = MeterProvider([self._reader], shutdown_on_exit=False, views=batch_views()).get_meter("test")
 
     def points(self, name: str) -> dict[frozenset[tuple[str, Any]], Any]:
         """An instrument's data points by their attributes; none where nothing was recorded."""
