@@ -20,6 +20,7 @@ def byte_level():
         vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_tokens(["<plain>", "東京"])
     return tokenizer
 
 
@@ -30,6 +31,7 @@ def metaspace():
     tokenizer.decoder = decoders.Metaspace()
     trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=["<unk>"], show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_tokens(["<plain>", "▁x"])
     return tokenizer
 
 
@@ -47,7 +49,15 @@ def byte_fallback():
     return tokenizer
 
 
-BYTE_LEVEL, METASPACE, BYTE_FALLBACK = byte_level(), metaspace(), byte_fallback()
+def words():
+    """Has no decoder: tokens are joined by spaces."""
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(("1", "a", "b", "", "é"))}))
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.add_tokens(["<plain>"])
+    return tokenizer
+
+
+BYTE_LEVEL, METASPACE, BYTE_FALLBACK, WORDS = byte_level(), metaspace(), byte_fallback(), words()
 
 
 def stream(tokenizer, ids, stop=(), prompt_ids=()):
@@ -102,7 +112,8 @@ BYTES_AND_SPECIAL = ids_of(BYTE_FALLBACK, "<0x0A>", "<0xE2>", "<0x9C>", "<0x93>"
 
 @given(st.data())
 @pytest.mark.parametrize(
-    ("tokenizer", "often"), [(BYTE_LEVEL, ()), (METASPACE, ()), (BYTE_FALLBACK, ()), (BYTE_FALLBACK, BYTES_AND_SPECIAL)]
+    ("tokenizer", "often"),
+    [(BYTE_LEVEL, ()), (METASPACE, ()), (WORDS, ()), (BYTE_FALLBACK, ()), (BYTE_FALLBACK, BYTES_AND_SPECIAL)],
 )
 def test_the_pieces_of_any_ids_are_what_the_whole_decodes_to(tokenizer, often, data):
     prompt_ids = data.draw(random_ids(tokenizer, often).filter(lambda ids: len(ids) <= 6))
@@ -110,6 +121,27 @@ def test_the_pieces_of_any_ids_are_what_the_whole_decodes_to(tokenizer, often, d
     before = tokenizer.decode(prompt_ids)
     whole = tokenizer.decode(prompt_ids + ids)
     assert "".join(stream(tokenizer, ids, prompt_ids=prompt_ids)) == whole[len(before) :]
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, METASPACE, WORDS])
+def test_an_id_that_is_always_written_in_the_same_way_is_decoded_once(tokenizer):
+    class Counting:
+        decoded = 0
+
+        def __getattr__(self, name):
+            return getattr(tokenizer, name)
+
+        def decode(self, *arguments, **named):
+            self.decoded += 1
+            return tokenizer.decode(*arguments, **named)
+
+    backend = Counting()
+    detokenizer = Detokenizer(Decoder(backend), (), ())
+    backend.decoded = 0
+    ids = [id for id in range(tokenizer.get_vocab_size()) if tokenizer.decode([id]) == "a"][:1] * 50
+    text = "".join(map(detokenizer.push, ids))
+    assert text + detokenizer.flush() == tokenizer.decode(ids)
+    assert backend.decoded < 10
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ Pure: one instance a request, no I/O. Text that could still become a stop string
 it cannot. The work is linear in the text, whatever the stop strings.
 
 The text of new ids is what they add to the text of the ids shortly before them, since what a decoder writes
-for an id depends on its neighbours (vLLM and TGI decode in the same way). Two kinds of text are not yet certain:
+for an id depends on its neighbours (vLLM and TGI decode in the same way). Most decoders write an id behind other text
+always in the same way: that text is kept, and such ids are not decoded again. Two kinds of text are not yet certain:
 
 - a trailing U+FFFD, which may be the beginning of a character whose other bytes follow;
 - a run of byte-fallback tokens (`<0xE2>`): the decoder joins the whole run, and writes U+FFFD for each byte of a
@@ -13,12 +14,14 @@ for an id depends on its neighbours (vLLM and TGI decode in the same way). Two k
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 _FALLBACK = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _UNFINISHED = "\ufffd"
+_MAX_PIECES = 1 << 15  # Of one tokenizer, in at most 5 MB; more ids than that are rarely in use.
 
 
 class _StopString:
@@ -96,6 +99,13 @@ class StopFinder:
         return held
 
 
+class Piece(NamedTuple):
+    """What an id is written as behind other text, and how many characters it is decoded to by itself."""
+
+    text: str
+    own_length: int
+
+
 class Decoder:
     """What a tokenizer makes of ids; one for all sequences of a model. `backend` is the fast tokenizer."""
 
@@ -109,6 +119,8 @@ class Decoder:
         self.fallback: frozenset[int] = frozenset()
         if b'"ByteFallback"' in (backend.decoder.__getstate__() if backend.decoder else b""):
             self.fallback = frozenset(token_id for token, token_id in vocabulary.items() if _FALLBACK.fullmatch(token))
+        self._before = self._ordinary_id() if _joins_pieces(backend.decoder) else None
+        self._pieces: dict[int, Piece | None] = {}
 
     def skips(self, token_id: int) -> bool:
         """Whether the id has no text: a special token, or an id outside of the vocabulary."""
@@ -117,6 +129,34 @@ class Decoder:
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._backend.decode(ids, skip_special_tokens=True)
         return text
+
+    def piece(self, token_id: int) -> Piece | None:
+        """What an id that has text is always written as behind another one that has; None if that depends on it."""
+        try:
+            return self._pieces[token_id]
+        except KeyError:
+            piece = self._new_piece(token_id)
+            if len(self._pieces) < _MAX_PIECES:
+                self._pieces[token_id] = piece
+            return piece
+
+    def _new_piece(self, token_id: int) -> Piece | None:
+        if self._before is None:
+            return None
+        text = self.decode([self._before, token_id])[len(self.decode([self._before])) :]
+        # It may be a part of a character, and an empty one is kept together with what follows it.
+        return None if not text or _UNFINISHED in text else Piece(text, len(self.decode([token_id])))
+
+    def _ordinary_id(self) -> int | None:
+        """The first id that is written as letters or digits."""
+        return next((id for id in range(self._end) if not self.skips(id) and self.decode([id]).isalnum()), None)
+
+
+def _joins_pieces(decoder: Any) -> bool:
+    """Whether a decoder writes every token but the first, and parts of characters, in the same way behind any other."""
+    if decoder is None:
+        return True  # Tokens are joined by spaces.
+    return json.loads(decoder.__getstate__()).get("type") in ("ByteLevel", "Metaspace")
 
 
 class Detokenizer:
@@ -143,6 +183,7 @@ class Detokenizer:
         self._ids = list(prompt_ids[start:])
         self._passed_ids = len(self._ids)
         self._passed = len(decoder.decode(self._ids))
+        self._is_settled = False  # The ids are of the output, with text that was passed on whole.
         self._finder = StopFinder(stop)
 
     @property
@@ -169,6 +210,10 @@ class Detokenizer:
         return rest if self.stopped else rest + self._finder.flush()
 
     def _new_text(self, token_id: int) -> str:
+        if self._is_settled and (known := self._decoder.piece(token_id)) is not None:
+            self._ids, self._passed_ids, self._passed = [token_id], 1, known.own_length
+            return known.text
+        self._is_settled = False
         self._ids.append(token_id)
         if token_id in self._decoder.fallback:
             return ""
@@ -179,6 +224,7 @@ class Detokenizer:
         if piece and certain == len(text):
             # What is passed on now is the context of what follows.
             del self._ids[: self._passed_ids]
+            self._is_settled = True
         elif len(self._ids) > self._MAX_UNCERTAIN:
             del self._ids[: -self._UNCERTAIN_CONTEXT]
         else:
