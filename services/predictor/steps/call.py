@@ -27,7 +27,7 @@ from services.predictor.engine_process.remote_engine import RemoteEngine
 from services.predictor.generation.model import GenerationModel
 from services.predictor.generation.requests import read_submission
 from services.predictor.repository.repository import ModelRepository
-from services.predictor.steps.sequence import SequenceCall, StepsSequence, status_of
+from services.predictor.steps.sequence import SequenceCall, SequenceTelemetry, StepsSequence, status_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ class StepsCall:
     def __init__(self, repository: ModelRepository, stopping: asyncio.Event) -> None:
         self._repository = repository
         self._stopping = stopping
+        self._telemetry = SequenceTelemetry()
         self._loop = asyncio.get_running_loop()
         self._streams: dict[RemoteEngine, _EngineStream] = {}
         self._sequences: dict[int, _EngineStream] = {}  # In flight, by number.
@@ -123,7 +124,7 @@ class StepsCall:
     def _submit(self, message: steps_pb2.Submission) -> None:
         if message.number in self._sequences:
             raise InvalidRequestError(f"sequence {message.number} is in flight already")
-        call = SequenceCall(message)
+        call = SequenceCall(message, self._telemetry)
         try:
             self._begin(call, message)
         except MillraceError as error:

@@ -33,20 +33,28 @@ _LAST = inference_pb2.ModelInferResponse(outputs=[inference_pb2.ModelInferRespon
 _LAST.parameters[FINAL].bool_param = True
 
 
+class SequenceTelemetry:
+    """What the spans and durations of sequences are made with; one for all of a steps call."""
+
+    def __init__(self) -> None:
+        self.tracer = trace.get_tracer("millrace")
+        self.duration = duration_histogram(metrics.get_meter("millrace"), "rpc.server.call.duration")
+
+
 class SequenceCall:
     """The span, the duration and the log line of one sequence."""
 
-    def __init__(self, message: steps_pb2.Submission) -> None:
+    def __init__(self, message: steps_pb2.Submission, telemetry: SequenceTelemetry) -> None:
         self.span: Span = trace.INVALID_SPAN
         self._request_id = message.request_id
         self._began = time.monotonic()
-        self._duration = duration_histogram(metrics.get_meter("millrace"), "rpc.server.call.duration")
+        self._duration = telemetry.duration
         if message.traceparent:
             parent = propagate.extract({"traceparent": message.traceparent}, Context())
             attributes = _ATTRIBUTES | {REQUEST_ID: message.request_id}
             links = links_to(message.follows) if message.follows else ()
-            tracer = trace.get_tracer("millrace")
-            self.span = tracer.start_span(_ATTRIBUTES["rpc.method"], parent, SpanKind.SERVER, attributes, links)
+            name = _ATTRIBUTES["rpc.method"]
+            self.span = telemetry.tracer.start_span(name, parent, SpanKind.SERVER, attributes, links)
 
     @property
     def traceparent(self) -> str:
