@@ -72,7 +72,7 @@ class IdleCalls:
             surplus.end(OverloadedError("too many calls are open that ask nothing", retry_after_ms=RETRY_AFTER_MS))
         if self._sweep is None:
             self._sweep = loop.call_later(_SWEEP_S, self._end_overdue)
-        if self._look is None:
+        if self._look is None and call.may_arrive:
             self._look = loop.call_later(_LOOK_S, self._look_at_memory)
 
     def discard(self, call: IdleCall) -> None:
@@ -94,7 +94,7 @@ class IdleCalls:
     def _look_at_memory(self) -> None:
         """Ends calls whose messages take too much memory before they are whole: those that began to arrive last."""
         loop, self._look = asyncio.get_running_loop(), None
-        if not len(self):
+        if not any(call.may_arrive for kind in (self._open, self._unsent) for call, _ in kind.items()):
             self._evicted, self._unfinished_limit, self._looks = 0, self._max_unfinished, False
             return
         if not self._looks:  # Not where every call has its message at once.

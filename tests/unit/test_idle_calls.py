@@ -6,6 +6,7 @@ from collections import Counter
 from millrace.errors import OverloadedError
 from millrace.rpc.byte_budget import ByteBudget
 from millrace.rpc.idle_calls import IdleCalls
+from tests.waiting import until
 
 MOST, MOST_OF_ONE = 12, 4
 
@@ -72,6 +73,18 @@ async def test_other_services_have_no_bound_of_their_own():
     assert ended(inner) == []
     opened(calls, "", 1)
     assert ended(inner) == [0]
+
+
+async def test_only_calls_of_strangers_are_a_reason_to_look_at_memory():
+    calls = new()
+    inner, stranger = Call(calls, ""), Call(calls, "alice")
+    inner.may_arrive = False
+    calls.add(inner)
+    assert calls._look is None
+    calls.add(stranger)
+    assert calls._look is not None
+    calls.discard(stranger)
+    await until(lambda: calls._look is None)
 
 
 async def test_a_call_that_is_about_to_ask_ends_no_stream():
