@@ -29,7 +29,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import TypeAlias
 
 from millrace.deadline import PASSED, Deadline
@@ -107,7 +106,7 @@ class TokenStream:
         self._first_token = first_token
         self._call: Call | None = None
         self._is_resume = False  # The next tokens are the first after a resume.
-        self._turn = ExitStack()  # Holds the lock of an isolated call.
+        self._is_isolated = False  # The call holds the lock of isolated ones.
         self._timer: asyncio.TimerHandle | None = None
         if (left_s := backoff.deadline.left()) is not None:
             self._timer = asyncio.get_running_loop().call_later(left_s, self._deadline_passed)
@@ -156,7 +155,7 @@ class TokenStream:
         link = await self._ready_link()
         if is_isolated:
             await backoff.acquire(self._generator.isolation)
-            self._turn.callback(self._generator.isolation.release)
+            self._is_isolated = True
             link = await self._ready_link()
         call = self._submit(link, progress.next_span(), is_isolated)
         if generation.sampling.hedge > 1 and not is_isolated:
@@ -225,7 +224,7 @@ class TokenStream:
         progress = self._progress
         if self._call is not None:
             self._follow(self._call)
-        self._turn.close()  # It has run in isolation without a crash.
+        self._end_isolation()  # It has run in isolation without a crash.
         progress.take(chunk)
         self._backoff.reset()
         self._backoff.answer_began()
@@ -252,7 +251,12 @@ class TokenStream:
         call, self._call = self._call, None
         if call is not None:
             call.close()
-        self._turn.close()
+        self._end_isolation()
+
+    def _end_isolation(self) -> None:
+        if self._is_isolated:
+            self._is_isolated = False
+            self._generator.isolation.release()
 
     def _deadline_passed(self) -> None:
         """Ends the running call; between two calls the backoff finds out by itself."""
