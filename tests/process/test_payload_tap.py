@@ -136,6 +136,37 @@ async def test_a_block_left_without_an_end_ends_its_record(taps, ingest, error, 
     assert (record.status, record.message, record.failed_hop) == (status, message, hop)
 
 
+async def test_chunks_that_are_written_together_stay_with_their_records(taps, ingest):
+    tap = taps.start(ingest.target)
+    with begin(tap, "a") as first, begin(tap, "b") as second:
+        for number in range(30):
+            tensors = [RecordedTensor("y", "INT32", (1,), bytes(4))] if number == 15 else ()
+            first.chunk(f"a{number} ", [number], outputs=tensors)
+            second.chunk(f"b{number} ", [100 + number])
+        first.end("OK")
+        second.end("OK")
+    records = {record.request_id: record for record in await recorded(tap, ingest)}
+    for name, base in (("a", 0), ("b", 100)):
+        chunks = records[name].chunks
+        assert [chunk.text for chunk in chunks] == [f"{name}{number} " for number in range(30)]
+        assert [list(chunk.token_ids) for chunk in chunks] == [[base + number] for number in range(30)]
+        assert records[name].ttft_ms == chunks[0].offset_ms
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+async def test_a_chunk_that_cannot_be_written_costs_none_of_those_beside_it(taps, ingest, bad):
+    tap = taps.start(ingest.target)
+    with begin(tap) as recording:
+        for number in range(3):
+            recording.chunk(f"{number}", ["a"] if number == bad else [number])
+        recording.end("OK")
+    [record] = await recorded(tap, ingest)
+    assert [chunk.text for chunk in record.chunks] == [f"{number}" for number in range(3) if number != bad]
+    assert record.ttft_ms
+    assert record.incomplete
+    assert tap.dropped == {FAILED: 1}
+
+
 @pytest.mark.parametrize(
     "misuse",
     [

@@ -2,7 +2,7 @@
 
 On the writer thread. A part that cannot be encoded, or not redacted, raises whatever it was: nothing of it
 may reach the disk. Where rules touch answers, which they must see whole, a chunk's frame has its offset alone and
-the END has all chunks once more.
+the END has all chunks once more. Chunks of text that are written together are one frame.
 
 The BEGIN of a long request has the first characters of its prompt and parameters. All of them follow when an answer
 begins, or with the END; never where the request is refused.
@@ -11,7 +11,7 @@ begins, or with the END; never where the request is refused.
 from __future__ import annotations
 
 import uuid
-from collections.abc import MutableSequence
+from collections.abc import MutableSequence, Sequence
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -85,27 +85,43 @@ class FrameEncoder:
         self._rules.redact(record)
         return _frame(part.record_id, Frame.CHUNK, record)
 
-    def chunk(self, part: ChunkPart, record: OpenRecord) -> bytes:
-        """The frame of a chunk; marks the record where the rules' memory has no room for its contents."""
+    def chunks(self, parts: Sequence[ChunkPart], record: OpenRecord) -> bytes:
+        """The frame of chunks of one record; marks it where the rules' memory has no room for their contents.
+
+        Nothing has changed where it raises.
+        """
         written = PayloadRecord()
-        record.is_answered = True
-        if len(part.token_ids) and not record.has_ttft:
-            record.has_ttft = True
-            written.ttft_ms = part.offset_ms
-        chunk = written.chunks.add(offset_ms=part.offset_ms)
-        if not self._holds:
-            self._fill(chunk, part)
-            self._rules.redact(written)
-        elif self._held_bytes + part.cost > self._held_max:
-            record.incomplete = True
-            record.held.append(PayloadChunk(offset_ms=part.offset_ms))
+        first = None if record.has_ttft else next((part for part in parts if len(part.token_ids)), None)
+        if first is not None:
+            written.ttft_ms = first.offset_ms
+        for part in parts:
+            chunk = written.chunks.add(offset_ms=part.offset_ms)
+            if not self._holds:
+                self._fill(chunk, part)
+        if self._holds:
+            self._hold(parts, record)
         else:
-            held = PayloadChunk(offset_ms=part.offset_ms)
-            self._fill(held, part)
-            record.held.append(held)
-            record.held_bytes += part.cost
-            self._held_bytes += part.cost
-        return _frame(part.record_id, Frame.CHUNK, written)
+            self._rules.redact(written)
+        record.is_answered = True
+        record.has_ttft |= first is not None
+        return _frame(parts[0].record_id, Frame.CHUNK, written)
+
+    def _hold(self, parts: Sequence[ChunkPart], record: OpenRecord) -> None:
+        """Keeps chunks for the end, where the rules see the whole answer."""
+        held = []
+        held_bytes, incomplete = 0, False
+        for part in parts:
+            chunk = PayloadChunk(offset_ms=part.offset_ms)
+            if self._held_bytes + held_bytes + part.cost > self._held_max:
+                incomplete = True
+            else:
+                self._fill(chunk, part)
+                held_bytes += part.cost
+            held.append(chunk)
+        record.held += held
+        record.held_bytes += held_bytes
+        self._held_bytes += held_bytes
+        record.incomplete |= incomplete
 
     def end(self, part: EndPart, record: OpenRecord) -> bytes:
         """The last frame of a record."""
@@ -145,8 +161,10 @@ class FrameEncoder:
     def _fill(self, chunk: PayloadChunk, part: ChunkPart) -> None:
         chunk.text = storable(part.text)
         chunk.token_ids.extend(part.token_ids)
-        chunk.logprobs.extend(part.logprobs)
-        self._add_tensors(part.outputs, chunk.outputs)
+        if len(part.logprobs):
+            chunk.logprobs.extend(part.logprobs)
+        if part.outputs:
+            self._add_tensors(part.outputs, chunk.outputs)
 
     def _add_tensors(self, tensors: Tensors, to: MutableSequence[PayloadTensor]) -> None:
         for tensor in tensors.read() if isinstance(tensors, DeferredTensors) else tensors:

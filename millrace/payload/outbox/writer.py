@@ -42,8 +42,9 @@ class _Written(NamedTuple):
     """A frame on its way to the disk, and the part that it was made of."""
 
     payload: bytes
-    part: BeginPart | LaterPart
+    part: BeginPart | LaterPart  # The first, where chunks are written together.
     record: OpenRecord
+    parts: int = 1
 
 
 class PayloadWriter:
@@ -151,6 +152,7 @@ class PayloadWriter:
         """Writes some of what waits."""
         self._queue.hurried = False
         frames: list[_Written] = []
+        chunks: dict[bytes, list[ChunkPart]] = {}  # By record; the order of different records does not matter.
         self._take_begins(frames)
         for _ in range(_SLICE):
             if not self._queue.parts or self._slice_cost >= _HEAVY_BYTES:
@@ -159,7 +161,13 @@ class PayloadWriter:
             self._slice_cost += part.cost
             if part.record_id not in self._open:
                 self._take_begins(frames)  # Its begin was put after `_take_begins` ran.
+            if isinstance(part, ChunkPart) and not part.outputs:
+                chunks.setdefault(part.record_id, []).append(part)
+                continue
+            self._take_chunks(chunks.pop(part.record_id, ()), frames)  # Those before it.
             self._take(part, frames)
+        for parts in chunks.values():
+            self._take_chunks(parts, frames)
         self._write(frames)
 
     def _take_begins(self, frames: list[_Written]) -> None:
@@ -173,6 +181,15 @@ class PayloadWriter:
                 self._drops.count(FAILED, exc_info=True)
                 record.dropped = True
                 self._settle([part])
+
+    def _take_chunks(self, parts: Sequence[ChunkPart], frames: list[_Written]) -> None:
+        """Encodes chunks of text of one record as one frame; one that cannot be encoded costs none of the others."""
+        if len(parts) > 1 and not (record := self._open[parts[0].record_id]).dropped:
+            with contextlib.suppress(Exception):  # Of which one, and why, is seen below.
+                frames.append(_Written(self._encoder.chunks(parts, record), parts[0], record, len(parts)))
+                return
+        for part in parts:
+            self._take(part, frames)
 
     def _take(self, part: LaterPart, frames: list[_Written]) -> None:
         record = self._open[part.record_id]
@@ -197,7 +214,7 @@ class PayloadWriter:
             case InputsPart():
                 return self._encoder.inputs(part)
             case ChunkPart():
-                return self._encoder.chunk(part, record)
+                return self._encoder.chunks((part,), record)
             case EndPart():
                 return self._encoder.end(part, record)
 
@@ -260,7 +277,8 @@ class PayloadWriter:
         if isinstance(frame.part, EndPart):
             self._waiting_ends.append(frame)
             return
-        self._drops.count(reason)
+        for _ in range(frame.parts):
+            self._drops.count(reason)
         frame.record.incomplete = True
         if isinstance(frame.part, BeginPart):
             frame.record.dropped = True
