@@ -1,17 +1,21 @@
-"""What keys, TLS and limits cost a call, and what a client with many streams costs one with few; through the gateway.
+"""What keys, TLS and limits cost a call, and what a client with many streams or calls costs one with few; through the
+gateway.
 
 `calls`: `ModelInfer` of 64 bytes by 16 callers, calls a second at a stack as `make up` starts it (`off`) and at one
 with TLS and a key that has limits it does not reach (`on`), both running, in turns. `first_token`: milliseconds to the
 first message of a `Generate` of the bundled model, one after another with a key of its own, alone (`quiet`) and
-`beside` 200 streams of another client of the same weight, which a process of its own keeps running.
+`beside` 200 streams of another client of the same weight, which a process of its own keeps running. `flood`:
+milliseconds of `ModelInfer` of 64 bytes, one after another, `quiet` and `beside` 1,000 calls a second of a client whose
+key allows 100, which goes on whatever the answer is; its process is nice, for it stands for another machine.
 
-`python -m bench.keys` writes bench/results/keys.json; three minutes.
+`python -m bench.keys` writes bench/results/keys.json; four minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
 import secrets
 import sys
@@ -19,7 +23,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,9 +39,12 @@ from millrace_protos.millrace_pb2_grpc import TextGenerationStub
 from runner.command import certificates
 
 _CASE = "tiny"
-_CLIENTS = ("light", "heavy")
+_CLIENTS = ("light", "heavy", "flooding")
 _STREAMS = 200
 _SETTLE_S, _PAUSE_S = 3.0, 0.05
+_FLOODS, _FLOOD_PAUSE_S, _FLOOD_ALLOWED = 20, 0.02, 100  # Callers, their pauses, and calls a second that are allowed.
+_FLOODED_CALLS, _FLOODED_PAUSE_S = 500, 0.01
+_NICENESS = 10
 _HIGH = 100_000_000  # A limit out of reach.
 
 Metadata = tuple[tuple[str, str], ...]
@@ -48,11 +55,13 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=9)
     options.add_argument("--seconds", type=float, default=3.0, help="of a measurement of calls")
     options.add_argument("--requests", type=int, default=20, help="of the light client in each round of first tokens")
-    options.add_argument("--heavy", nargs=2, metavar=("ADDRESS", "KEY"), help=argparse.SUPPRESS)
+    for name in _OTHERS:
+        options.add_argument(f"--{name}", nargs=2, metavar=("ADDRESS", "KEY"), help=argparse.SUPPRESS)
     given = options.parse_args()
-    if given.heavy:
-        asyncio.run(_heavy(*given.heavy))
-        return
+    for name, other in _OTHERS.items():
+        if (where := getattr(given, name)) is not None:
+            asyncio.run(other(*where))
+            return
     report = asyncio.run(_measure(given))
     write(given.out, {"machine": machine(), **report})
     print(yaml.safe_dump(report, sort_keys=False))
@@ -63,7 +72,9 @@ async def _measure(given: argparse.Namespace) -> dict[str, Any]:
     limits = {"requests_per_minute": _HIGH, "tokens_per_minute": _HIGH, "streams": 10_000}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "keys.yaml").write_text(yaml.safe_dump([{"name": n, "key": k, **limits} for n, k in keys.items()]))
+        entries: list[dict[str, Any]] = [{"name": n, "key": k, **limits} for n, k in keys.items()]
+        entries[_CLIENTS.index("flooding")]["requests_per_second"] = _FLOOD_ALLOWED
+        (folder / "keys.yaml").write_text(yaml.safe_dump(entries))
         certificates.make(folder / "tls", ())
         models = "storyteller=models/storyteller,echo=models/identity"
         secured = {"gateway_keys": str(folder / "keys.yaml"), "gateway_tls": str(folder / "tls")}
@@ -82,7 +93,8 @@ async def _measure(given: argparse.Namespace) -> dict[str, Any]:
                 }
                 calls = await _calls(given, ways)
                 first_token = await _first_tokens(given, ways["on"], on.gateway, keys["heavy"])
-    return {"calls": calls, "first_token": first_token}
+                flood = await _flooded(ways["on"], on.gateway, keys["flooding"])
+    return {"calls": calls, "first_token": first_token, "flood": flood}
 
 
 async def _calls(given: argparse.Namespace, ways: dict[str, tuple[grpc.aio.Channel, Metadata]]) -> dict[str, Any]:
@@ -117,7 +129,7 @@ async def _first_tokens(
     times: dict[str, list[float]] = defaultdict(list)
     for _ in range(2):
         times["quiet"] += await _first_token_ms(*way, given.requests)
-        async with _running_heavy(gateway, key):
+        async with _running("heavy", gateway, key):
             times["beside"] += await _first_token_ms(*way, given.requests)
     cases = {
         case: {"p50_ms": round(median(ms), 1), "p95_ms": round(quantile(ms, 0.95), 1)} for case, ms in times.items()
@@ -139,9 +151,29 @@ async def _first_token_ms(channel: grpc.aio.Channel, metadata: Metadata, count: 
     return found
 
 
+async def _flooded(way: tuple[grpc.aio.Channel, Metadata], gateway: str, key: str) -> dict[str, Any]:
+    times: dict[str, list[float]] = defaultdict(list)
+    for _ in range(2):
+        times["quiet"] += await _calls_ms(*way)
+        async with _running("flooding", gateway, key):
+            times["beside"] += await _calls_ms(*way)
+    cases = {case: {f"p{p}_ms": round(quantile(ms, p / 100), 1) for p in (50, 99)} for case, ms in times.items()}
+    return cases | {"p99_beside_to_quiet": round(quantile(times["beside"], 0.99) / quantile(times["quiet"], 0.99), 2)}
+
+
+async def _calls_ms(channel: grpc.aio.Channel, metadata: Metadata) -> list[float]:
+    call, request, found = channel.unary_unary(INFER), CASES[_CASE].request("echo"), []
+    for _ in range(_FLOODED_CALLS):
+        began = time.monotonic()
+        await call(request, metadata=metadata, timeout=30)
+        found.append(1000 * (time.monotonic() - began))
+        await asyncio.sleep(_FLOODED_PAUSE_S)
+    return found
+
+
 @asynccontextmanager
-async def _running_heavy(gateway: str, key: str) -> AsyncIterator[None]:
-    command = (sys.executable, "-m", "bench.keys", "--heavy", gateway, key)
+async def _running(name: str, gateway: str, key: str) -> AsyncIterator[None]:
+    command = (sys.executable, "-m", "bench.keys", f"--{name}", gateway, key)
     process = await asyncio.create_subprocess_exec(*command)
     try:
         await asyncio.sleep(_SETTLE_S)
@@ -168,6 +200,25 @@ async def _heavy(gateway: str, key: str) -> None:
                     await asyncio.sleep(_PAUSE_S)
 
         await asyncio.gather(*(stream(number) for number in range(_STREAMS)))
+
+
+async def _flooding(gateway: str, key: str) -> None:
+    """Calls at a pace that no answer changes, until the process ends."""
+    os.nice(_NICENESS)
+    async with grpc.aio.insecure_channel(gateway) as channel:
+        call, request = channel.unary_unary(INFER), CASES[_CASE].request("echo")
+
+        async def caller() -> None:
+            while True:
+                due = time.monotonic() + _FLOOD_PAUSE_S
+                with suppress(grpc.aio.AioRpcError):
+                    await call(request, metadata=(("authorization", f"Bearer {key}"),), timeout=30)
+                await asyncio.sleep(max(0.0, due - time.monotonic()))
+
+        await asyncio.gather(*(caller() for _ in range(_FLOODS)))
+
+
+_OTHERS = {"heavy": _heavy, "flooding": _flooding}
 
 
 if __name__ == "__main__":
