@@ -51,8 +51,15 @@ local key_digests = watched_file(FILE)
 local content = nil -- Of that file, nil while there is none.
 local client_of_digest, policy_of_name, client_of_key = {}, {}, {}
 
-local function with_role(role, policy)
-  return '{"role":"' .. role .. '"' .. (policy ~= "" and "," or "") .. policy .. "}"
+-- A client with its policy, which is given without its role.
+local function client_with(name, role, policy)
+  return {
+    name = name,
+    role = role,
+    policy = '{"role":"' .. role .. '"' .. (policy ~= "" and "," or "") .. policy .. "}",
+    limit = rate_limits.limit_of(policy),
+    per_second = rate_limits.per_second_of(policy),
+  }
 end
 
 local function read_again()
@@ -63,12 +70,7 @@ local function read_again()
   end
   client_of_digest, policy_of_name, client_of_key = {}, {}, {}
   for digest, name, role, policy in (content or ""):gmatch("(%x+)\t([^\t\n]+)\t(%a+)\t([^\t\n]*)\n") do
-    client_of_digest[digest] = {
-      name = name,
-      role = role,
-      policy = with_role(role, policy),
-      limit = rate_limits.limit_of(policy),
-    }
+    client_of_digest[digest] = client_with(name, role, policy)
     policy_of_name[name] = policy
   end
 end
@@ -88,8 +90,7 @@ local function client_of_token(handle)
     return nil
   end
   local role = payload["millrace_role"] == "admin" and "admin" or "user"
-  local policy = policy_of_name[name] or ""
-  return { name = name, role = role, policy = with_role(role, policy), limit = rate_limits.limit_of(policy) }
+  return client_with(name, role, policy_of_name[name] or "")
 end
 
 -- jwt_authn has removed the header of a token that is valid, so that such a call may have no key.
@@ -174,8 +175,12 @@ local function check_key(handle, headers)
   if client.role ~= "admin" then
     close(handle, "settings")
   end
-  if client.limit and not is_open(headers) then
-    rate_limits.mark(handle, client)
+  if (client.limit or client.per_second) and not is_open(headers) then
+    if client.per_second and rate_limits.is_flood(handle, client) then
+      return "429", client.name .. " has made more than twice the requests that its key allows in a second"
+    elseif client.limit then
+      rate_limits.mark(handle, client)
+    end
   end
   return nil, nil
 end

@@ -1,14 +1,44 @@
--- Requests of clients, counted by a rate limit service for all who ask it (GATEWAY_RATE_LIMIT_SERVICE).
+-- Requests of clients: what is refused here, and what a rate limit service counts for all who ask it
+-- (GATEWAY_RATE_LIMIT_SERVICE).
 --
--- Envoy's filter asks it of the calls that are marked here, by the client's name and with the limit of its key. By the
--- answer it writes `x-ratelimit-limit` ("600, 600;w=60"), `x-ratelimit-remaining` and `x-ratelimit-reset` (seconds),
+-- The services refuse what goes beyond `requests_per_second` (millrace/rpc/client_limits.py). Of a client that goes on, what
+-- is beyond twice its limit is refused here, where it costs no service anything: a token bucket in each worker, which holds
+-- the limit and gets twice that in a second.
+--
+-- Envoy's filter asks the service of the calls that are marked here, by the client's name and with the limit of its key. By
+-- the answer it writes `x-ratelimit-limit` ("600, 600;w=60"), `x-ratelimit-remaining` and `x-ratelimit-reset` (seconds),
 -- which become the headers of OpenAI's API. These replace what the process that answered counts of its own
 -- (millrace/rpc/client_limits.py).
 
 local METADATA = "millrace.limits"
 local IS_ON = (os.getenv("GATEWAY_RATE_LIMIT_SERVICE") or "") ~= ""
 
+local FLOOD = 2 -- Times the limit.
+local buckets = {} -- By client.
+
 local rate_limits = {}
+
+-- The requests that a policy allows in a second; nil without a limit.
+function rate_limits.per_second_of(policy)
+  return tonumber(policy:match('"requests_per_second":(%d+)') or "")
+end
+
+-- Whether a call of a client with such a limit is one of a flood.
+function rate_limits.is_flood(handle, client)
+  local now, limit = handle:timestamp(EnvoyTimestampResolution.MILLISECOND), client.per_second
+  local bucket = buckets[client.name]
+  if bucket == nil then
+    bucket = { left = limit, at = now }
+    buckets[client.name] = bucket
+  end
+  bucket.left = math.min(limit, bucket.left + FLOOD * limit * math.max(0, now - bucket.at) / 1000)
+  bucket.at = now
+  if bucket.left < 1 then
+    return true
+  end
+  bucket.left = bucket.left - 1
+  return false
+end
 
 -- The requests that a policy allows in a minute, as Envoy's protocol has it; nil without a limit or a service.
 function rate_limits.limit_of(policy)

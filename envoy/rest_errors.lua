@@ -25,7 +25,7 @@ local INTERNAL = {
   "x-http-status",
 }
 local MAX_HEADERS_BYTES = 16384 -- Of names and values together; the services take four times as much (millrace/rpc/server.py).
-local GRPC_STATUSES = { ["400"] = "3", ["401"] = "16", ["403"] = "7", ["431"] = "8", ["501"] = "12", ["503"] = "14" }
+local GRPC_STATUSES = { ["400"] = "3", ["401"] = "16", ["403"] = "7", ["429"] = "8", ["431"] = "8", ["501"] = "12", ["503"] = "14" }
 local GRPC_ENCODINGS = { identity = true, gzip = true, deflate = true }
 local TIMEOUTS = { "x-timeout-ms", "x-first-token-timeout-ms" }
 -- Paths whose answers are lines of JSON.
@@ -187,6 +187,7 @@ local function refuse_grpc(handle, status, message)
     ["grpc-message"] = (message:gsub("%%", "%%25")),
     ["x-http-status"] = status,
     ["x-failed-hop"] = "gateway",
+    ["retry-after-ms"] = status == "429" and "1000" or nil,
   })
 end
 
@@ -219,7 +220,11 @@ function envoy_on_request(handle)
   end
 
   if status ~= nil then
-    handle:respond({ [":status"] = status, ["www-authenticate"] = status == "401" and "Bearer" or nil }, message)
+    handle:respond({
+      [":status"] = status,
+      ["www-authenticate"] = status == "401" and "Bearer" or nil,
+      ["retry-after-ms"] = status == "429" and "1000" or nil,
+    }, message)
     return
   end
   for _, name in ipairs(of_grpc) do -- Theirs would be taken for those of the gRPC call that this becomes.

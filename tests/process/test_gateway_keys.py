@@ -18,7 +18,7 @@ from tests.process.gateway_before_fakes import METADATA, OPENAI, Gateway, runnin
 from tests.waiting import until
 
 GRPC = "application/grpc"
-ADMIN, USER, STRANGER = ("mr-" + secrets.token_urlsafe(32) for _ in range(3))
+ADMIN, USER, STRANGER, BRIEF = ("mr-" + secrets.token_urlsafe(32) for _ in range(4))
 LONGEST = "k" * 512  # Of several blocks of SHA-256.
 OPEN_PATHS = ["/", "/playground/script.js", "/v2/health/ready", "/v2/health/live", "/health"]
 OPEN_METHODS = ["/grpc.health.v1.Health/Check", "/inference.GRPCInferenceService/ServerReady"]
@@ -49,6 +49,7 @@ async def keyed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple
         {"name": "root", "key": ADMIN, "role": "admin"},
         {"name": "alice", "key": USER, "models": ["a"], "weight": 2},
         {"name": "long", "key": LONGEST},
+        {"name": "brief", "key": BRIEF, "requests_per_second": 3},
     )
     # Beyond loopback or not, a key decides.
     environment = {"KEY_DIGESTS": str(file), "PUBLIC_MANAGEMENT": "false"}
@@ -101,6 +102,37 @@ async def test_a_key_becomes_the_clients_name_and_policy_and_goes_no_further(
     assert json.loads(metadata["x-millrace-policy"]) == {"role": "user", "models": ["a"], "weight": 2}
     assert not metadata.keys() & {"authorization", "x-api-key"}
     assert USER not in str(metadata)
+
+
+async def test_a_flood_of_a_limited_client_is_refused_here(keyed: tuple[Gateway, Path]) -> None:
+    address = keyed[0].address
+
+    async def flooded() -> tuple[set[str], dict[str, str]]:
+        """Statuses of many calls by gRPC, and the headers of a refused one by REST, all within a second or two."""
+        statuses = {await grpc_status(address, METADATA, bearer(BRIEF)) for _ in range(16)}
+        status, headers, body = await call(
+            address, "POST", OPENAI, {"content-type": "application/json"} | bearer(BRIEF)
+        )
+        return statuses, headers | {"status": str(status), "body": body.decode()}
+
+    async def is_refused() -> bool:
+        statuses, answer = await flooded()
+        return statuses == {"0", "8"} and answer["status"] == "429"
+
+    await until(is_refused)
+
+    async def refused_answer() -> bool:
+        _, answer = await flooded()
+        if answer["status"] != "429":  # Another second has begun.
+            return False
+        assert (answer["retry-after"], answer["x-failed-hop"]) == ("1", "gateway")
+        assert "brief has made more than twice the requests that its key allows in a second" in answer["body"]
+        return True
+
+    await until(refused_answer)
+    # What others call, and what needs no key, is not counted.
+    assert {await grpc_status(address, METADATA, bearer(USER)) for _ in range(16)} == {"0"}
+    assert {await grpc_status(address, OPEN_METHODS[0], bearer(BRIEF)) for _ in range(16)} == {"0"}
 
 
 async def test_keys_of_every_length_are_known(keyed: tuple[Gateway, Path]) -> None:
