@@ -69,7 +69,7 @@ local function finish(handle)
   calls = calls - 1
 end
 
--- The routes read it.
+-- Sets metadata that the routes match.
 local function mark(handle, name)
   handle:streamInfo():dynamicMetadata():set(METADATA, name, true)
   handle:clearRouteCache()
@@ -85,11 +85,13 @@ function envoy_on_request(handle)
   local may_be_direct = path == MODEL_INFER and direct_models.exist()
   local is_empty = true
   for bytes in handle:bodyChunks() do
-    is_empty = bytes:length() == 0 -- Of the frame that ends the call.
-    if may_be_direct and direct_models.is_asked(bytes) then
-      mark(handle, "is_direct")
+    if bytes:length() > 0 then -- A frame without bytes ends the call, or says nothing.
+      is_empty = false
+      if may_be_direct and direct_models.is_asked(bytes) then
+        mark(handle, "is_direct")
+      end
+      break
     end
-    break
   end
   finish(handle)
   if is_empty and STREAMS[path] then

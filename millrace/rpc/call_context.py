@@ -38,10 +38,14 @@ class ServedModel(NamedTuple):
 
 @dataclass
 class Routed:
-    """Where a route has led a call: to the model `served`, and to `others` in order where that one cannot answer."""
+    """Where a route has led a call: to the model `served`, and to `others` in order where that one cannot answer.
+
+    `is_copied` is whether its shadow gets a copy, once that is drawn.
+    """
 
     served: ServedModel
     others: Sequence[ServedModel] = ()
+    is_copied: bool | None = None
 
 
 @dataclass(frozen=True)

@@ -151,9 +151,12 @@ async def test_tensors_are_copied_too(tmp_path):
     predictor = ScriptedPredictor(models=(MODEL, SECOND))
     routes = routed(tmp_path, "teller: {model: teller, shadow: second}")
     async with serving(predictor) as address, transformer(address, routes=routes) as (stub, _):
-        answer = await stub.ModelInfer(tensors(MODEL), timeout=30)
+        asked = tensors(MODEL)
+        asked.model_version = "1"  # That of the model, and not of the one that gets the copy.
+        answer = await stub.ModelInfer(asked, timeout=30)
         assert answer.model_name == MODEL
         await predictor.wait_for_calls(2)
     first, copy = predictor.calls[:2]
-    assert (first.request.model_name, copy.request.model_name) == (MODEL, SECOND)
+    assert (first.request.model_name, first.request.model_version) == (MODEL, "1")
+    assert (copy.request.model_name, copy.request.model_version) == (SECOND, "")
     assert copy.request.inputs == first.request.inputs

@@ -209,8 +209,21 @@ async def test_a_request_for_a_version_gets_that_version(tmp_path):
         call = a_call()
         await answered(router, "m", call, version)
         assert router.answering("m", call) == f"m:{version}"
-    with pytest.raises(NotFoundError, match="model 'm' has no version '3'"):
-        await answered(router, "m", version="3")
+    for headers in ({}, {CHOSEN_MODEL: "m:1"}):
+        with pytest.raises(NotFoundError, match="model 'm' has no version '3'"):
+            await answered(router, "m", a_call(**headers), version="3")
+    call = a_call(**{CHOSEN_MODEL: "m"})
+    router, _ = a_router(tmp_path, "m: {split: [m, {model: n, version: 2, weight: 0}]}", m=text_model("m"))
+    await answered(router, "m", call, "2")
+    assert router.answering("m", call) == "m:2"
+
+
+async def test_a_version_without_weight_answers_requests_that_name_it(tmp_path):
+    text = "m: {split: [{model: m, version: 1}, {model: m, version: 2, weight: 0}]}"
+    router, _ = a_router(tmp_path, text, m=text_model("m"))
+    call = a_call()
+    await answered(router, "m", call, "2")
+    assert router.answering("m", call) == "m:2"
 
 
 async def test_a_model_that_cannot_begin_is_passed_over(tmp_path):
@@ -254,14 +267,6 @@ async def test_a_model_that_fails_gives_way_to_each_of_the_others_once(tmp_path)
     assert seen == ["small", "last"]
     assert router.answering("stable", call) == "last:2"
     assert router.wait_s("stable", call) is None
-
-
-async def test_choices_of_a_request_go_on_with_the_same_model(tmp_path):
-    router, _ = a_router(tmp_path)
-    call, failed = a_call(), NotReadyError("loads", hop="predictor")
-    model = await router.wait_for("stable", "", call)
-    assert router.fall_back("stable", call, model, failed).name == "small"
-    assert router.fall_back("stable", call, model, failed).name == "small"
 
 
 @pytest.mark.parametrize(
@@ -341,12 +346,20 @@ async def test_a_changed_file_counts_and_a_broken_one_does_not(tmp_path, caplog)
         following.cancel()
 
 
-def test_so_many_percent_of_the_requests_are_copied(tmp_path):
+async def test_so_many_percent_of_the_requests_are_copied(tmp_path):
     router, _ = a_router(tmp_path)
-    copies = Counter(router.shadow("stable", a_call()) for _ in range(1000))
+
+    async def shadow(name):
+        call = a_call()
+        await router.wait_for(name, "", call)
+        copied_to = {router.shadow(name, call) for _ in range(5)}
+        assert len(copied_to) == 1, "all choices of a request, or none"
+        return copied_to.pop()
+
+    copies = Counter([await shadow("stable") for _ in range(1000)])
     assert copies.keys() == {None, ServedModel("shade")}
     assert 400 < copies[None] < 600
-    assert router.shadow("chat", a_call()) is None
+    assert await shadow("chat") is None
 
 
 def test_a_copy_has_its_clients_name_and_not_its_limits(tmp_path):

@@ -77,6 +77,8 @@ class LoadEstimate:
                 self._shares = {name: each for name, each in self._shares.items() if each.in_flight}
             share = self._shares[client.name] = _Share(client.policy.weight)
         share.weight = client.policy.weight
+        if not share.in_flight:  # What was before says nothing of now.
+            share.first_token_s = 0.0
         share.in_flight += 1
 
     def first_token(self, waited_s: float, client: Client = ANYONE) -> None:
@@ -115,8 +117,8 @@ class LoadEstimate:
         self._shares[client.name].answering -= 1
 
     def retry_after_s(self, left_s: float, max_tokens: int, now: float, client: Client = ANYONE) -> float | None:
-        """None for a generation that would be done in so many seconds, as far as can be known; else when to come
-        again."""
+        """None if the generation would end within `left_s` or too little is known; otherwise the seconds after which to
+        retry."""
         self._forget(now)
         if self._tokens < _ENOUGH or not self.in_flight or left_s == math.inf:
             return None

@@ -107,6 +107,8 @@ class Pipeline:
         """
         async with first_token.in_time():
             model = await self._router.get(request.model, request.version, request.call)
+        if request.choices > 1:  # All of them are of one model.
+            self._router.keep(request.model, request.call)
         while True:
             try:
                 return await self._attempt(request, model, first_token, held)

@@ -20,6 +20,7 @@ from millrace_protos import inference_pb2 as pb
 
 # model_name, model_version, id, parameters.
 _HEAD_FIELDS = frozenset({1, 2, 3, 4})
+_NO_VERSION = b"\x12\x00"  # Field 2, empty, which a message by itself would not write.
 # Beyond so many fields the C parser is faster than this scan, and no request can block the event loop with it.
 _MAX_SCANNED_FIELDS = 1024
 
@@ -52,7 +53,7 @@ class InferRequest:
     def for_model(self, served: ServedModel) -> InferRequest:
         """The same request to another model: of a field that is there twice the last one counts."""
         names = pb.ModelInferRequest(model_name=served.model, model_version=served.version)
-        return InferRequest.received(self.data + names.SerializeToString())
+        return InferRequest.received(self.data + _NO_VERSION + names.SerializeToString())
 
     @property
     def model_name(self) -> str:

@@ -1,9 +1,8 @@
 """The models by the names that requests use: those of the catalogue, and the routes to them.
 
-A route's name leads to one of its models: the one that the request names in `x-millrace-model`, else one drawn by
-weight. Where that one cannot answer, the first that can of those to fall back to takes its place, as long as the caller
-has no output. A call keeps the models that it was led to, so that every look at a name gives the same one, whatever
-becomes of the file.
+A route maps a name to one of its models: the one in the header `x-millrace-model`, otherwise one drawn by weight. If
+that model cannot answer and no output has been sent, the first available fallback answers. The choice is stored in the
+call (`CallContext.routed`), so a reload of the route file does not affect calls in flight.
 
 Owned by the event loop.
 """
@@ -13,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,11 +36,11 @@ from services.transformer.routing.routes import Route, Routes, Target, parse_rou
 
 logger = logging.getLogger(__name__)
 
-CHOSEN_MODEL = "x-millrace-model"  # Of a request: the model that it wants of a route. Of an answer: the one it is from.
+CHOSEN_MODEL = "x-millrace-model"  # In a request: the model to select from the route. In a response: which answered.
 _SHOWN = 64  # Characters of a caller's text in an error.
-# How long a request waits for predictors that are away, where another model could answer instead.
+# How long a request waits for an unavailable predictor if another model could answer.
 _FALLBACK_WAIT_S = 1.0
-# What another model may do better, where the predictor says it. Not a predictor's death: the request may be its cause.
+# Predictor errors after which another model is tried. Not HopBrokenError: the request may have caused the crash.
 _FAILED_THERE = (NotReadyError, NotFoundError, OverloadedError)
 
 
@@ -80,7 +79,10 @@ class Router:
     # ------------------------------------------------------------------ the model of a call
 
     async def wait_for(self, name: str, version: str, call: CallContext) -> Model:
-        """The model that answers; waits and raises as the catalogue does, whose keys are for the names in requests."""
+        """The model that answers; waits and raises as `Catalogue.wait_for`.
+
+        Keys are checked against the name in the request, not against the model that it is routed to.
+        """
         routed = call.routed.get(name)
         route = self._routes.get(name)
         if routed is not None:
@@ -106,11 +108,9 @@ class Router:
         routed = call.routed.get(name)
         if routed is None or not isinstance(error, _FAILED_THERE) or error.hop is None:
             return None
-        # Another choice of the request may have gone on already.
-        others = routed.others if routed.served.model == failed.name else (routed.served, *routed.others)
-        for served, model in self._running(others):
+        for served, model in self._running(routed.others):
             if type(model) is type(failed):
-                call.routed[name] = _led_to(served, others)
+                call.routed[name] = _led_to(served, routed.others)
                 self._fallbacks.add(1, {MODEL: model.name})
                 logger.warning("model %s: %s; model %s answers instead", failed.name, error.message, model.name)
                 return model
@@ -126,13 +126,18 @@ class Router:
 
     def shadow(self, name: str, call: CallContext) -> ServedModel | None:
         """The model that gets a copy of the request, if it is one of those that are copied."""
-        route = self._routes.get(name)
-        if route is None or route.shadow is None or call.shadow_of:
+        route, routed = self._routes.get(name), call.routed.get(name)
+        if route is None or route.shadow is None or routed is None or call.shadow_of:
             return None
-        return route.shadow.served if 100 * random.random() < route.shadow.percent else None  # noqa: S311
+        if routed.is_copied is None:  # Once for all choices of a request.
+            routed.is_copied = 100 * random.random() < route.shadow.percent  # noqa: S311
+        return route.shadow.served if routed.is_copied else None
 
     def _choose(self, name: str, candidates: Sequence[ServedModel], call: CallContext) -> Model:
-        """The first that could begin now, else that is known; raises NotReadyError where one will be, NotFoundError."""
+        """The first candidate that can start now, otherwise the first that is loaded.
+
+        Raises NotReadyError if one is still loading, otherwise NotFoundError.
+        """
         served, model = (self._running(candidates) or self._known(name, candidates))[0]
         call.routed[name] = _led_to(served, candidates)
         self._routed.add(1, {MODEL: model.name})
@@ -163,7 +168,7 @@ class Router:
         return known
 
     def keep(self, name: str, call: CallContext) -> None:
-        """The call goes to no other model any more: something of the one that it was led to is in use."""
+        """Disables fallback for this call: something of its model, such as the tokenizer, is already in use."""
         if (routed := call.routed.get(name)) is not None:
             routed.others = ()
 
@@ -208,7 +213,7 @@ class Router:
         if route is None:
             return self._catalogue.find(name, version)
         by_weight = sorted(route.split, key=lambda target: -target.weight)
-        return self._known(name, _of_version(name, version, (*by_weight, *route.fallback)))[0][1]
+        return self._known(name, _of_version(name, version, _served(*by_weight, *route.fallback)))[0][1]
 
     def is_ready(self, name: str, version: str = "") -> bool:
         """Whether the model can be called now."""
@@ -229,16 +234,20 @@ def _candidates(route: Route, name: str, version: str, wanted: str) -> list[Serv
         found = next((served for served in route.targets if wanted in (served.model, str(served))), None)
         if found is None:
             raise InvalidRequestError(f"{CHOSEN_MODEL}: {wanted[:_SHOWN]!r} is none of the models behind {name!r}")
-        return [found]
-    drawn = [target for target in route.split if target.weight and version in ("", target.version or version)]
-    if drawn:
-        drawn = random.choices(drawn, [target.weight for target in drawn])  # noqa: S311
-    return _of_version(name, version, (*drawn, *route.fallback))
+        return _of_version(name, version, [found])
+    drawn = [target for target in route.split if version in ("", target.version or version)]
+    if weights := [target.weight for target in drawn if target.weight]:
+        drawn = random.choices([target for target in drawn if target.weight], weights)  # noqa: S311
+    return _of_version(name, version, _served(*drawn, *route.fallback))
 
 
-def _of_version(name: str, version: str, targets: Iterable[Target]) -> list[ServedModel]:
+def _served(*targets: Target) -> list[ServedModel]:
+    return [target.served for target in targets]
+
+
+def _of_version(name: str, version: str, models: Sequence[ServedModel]) -> list[ServedModel]:
     """The models, without repetition, that are of a version or take any; raises NotFoundError if there is none."""
-    found = [ServedModel(target.model, target.version or version) for target in targets]
+    found = [ServedModel(served.model, served.version or version) for served in models]
     found = [served for served in dict.fromkeys(found) if version in ("", served.version)]
     if not found:
         raise NotFoundError(f"model {name!r} has no version {version!r}")

@@ -1,8 +1,8 @@
-"""Copies of requests for another model, whose answers are recorded and given to nobody.
+"""Shadow copies of requests: another model answers them, and the answers are recorded and not returned.
 
-A copy begins when its request has its first output. It has a trace of its own, linked to the request's, counts towards
-no client's limits, and has the least share of an engine that is busy. Of those that would be too many at once none is
-made.
+A copy starts at the first output of its request. It has its own trace, linked to the request's, counts towards no
+client's limits, and has the lowest share of a busy engine. At most `_MOST_AT_ONCE` copies run; further ones are dropped
+and counted.
 """
 
 from __future__ import annotations

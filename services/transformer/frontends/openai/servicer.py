@@ -134,6 +134,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
                 sampling=parsed.sampling(),
                 stop=parsed.stop,
                 ignored_fields=ignored,
+                choices=parsed.n,
             ),
             parsed.n,
         )
