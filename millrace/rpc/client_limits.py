@@ -72,6 +72,10 @@ class _Usage:
     latest: deque[float] = field(default_factory=deque)  # When they began: as many as a second may have.
     requests: SlidingMinute = field(default_factory=SlidingMinute)
 
+    def counts(self, now: float) -> bool:
+        """Whether any of it counts for a next request."""
+        return bool(self.in_flight or self.requests.used or (self.latest and now - self.latest[-1] < 1))
+
 
 class ClientLimits:
     """Requests in flight, in a second and in a minute, by client. Owned by the event loop."""
@@ -140,6 +144,7 @@ class ClientLimits:
         return usage
 
     def _forget(self) -> None:
+        now = self._clock()
         for usage in self._clients.values():
-            usage.requests.advance(self._clock())
-        self._clients = {name: usage for name, usage in self._clients.items() if usage.in_flight or usage.requests.used}
+            usage.requests.advance(now)
+        self._clients = {name: usage for name, usage in self._clients.items() if usage.counts(now)}

@@ -86,13 +86,13 @@ async def test_a_model_that_leaves_is_not_found_and_one_that_comes_is_served():
         assert raised.value.code() is NOT_FOUND
 
         server.ready.add("ids")
-        await until(lambda: catalogue.is_ready("ids"))
+        await until(lambda: stub.router.is_ready("ids"))
         assert (await stub.ModelReady(pb.ModelReadyRequest(name="ids", version="7"))).ready
         assert not (await stub.ModelReady(pb.ModelReadyRequest(name="ids", version="8"))).ready
         assert await stub.ModelInfer(text_request("ids", "Once", max_tokens=1))
 
         server.ready.clear()
-        await until(lambda: not catalogue.is_ready("ids"))
+        await until(lambda: not stub.router.is_ready("ids"))
 
 
 async def test_without_any_server_models_are_not_ready_rather_than_unknown():

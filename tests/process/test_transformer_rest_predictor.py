@@ -149,10 +149,10 @@ async def test_readiness_and_metadata_are_the_servers():
 
 async def test_a_model_of_ids_is_relayed_and_the_log_tells_why_it_takes_no_text(caplog):
     models = "ids=models/storyteller"
-    async with foreign_rest_server(ForeignRestServer()) as address, transformer(address, models) as (stub, catalogue):
+    async with foreign_rest_server(ForeignRestServer()) as address, transformer(address, models) as (stub, _):
         await stub.ModelInfer(echo_request(Tensor("input_ids", "INT64", np.array([[1]])), model_name="ids"))
         with pytest.raises(InvalidRequestError, match="takes tensors, not text; text needs TRANSFORMER_PROTOCOL"):
-            await catalogue.get("ids", "", CallContext("test", "r"))
+            await stub.router.get("ids", "", CallContext("test", "r"))
     assert [r.levelname for r in caplog.records if "TRANSFORMER_PROTOCOL=grpc-v2" in r.getMessage()] == ["ERROR"]
 
 

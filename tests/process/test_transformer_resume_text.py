@@ -143,9 +143,9 @@ async def test_a_malformed_first_token_deadline_is_refused_and_one_that_passes_e
 
 async def test_a_request_waits_for_a_model_that_loads(answer):
     predictor = ScriptedPredictor(answer=answer)
-    async with serving(predictor) as address, transformer(address, TELLER) as (stub, catalogue):
+    async with serving(predictor) as address, transformer(address, TELLER) as (stub, _):
         predictor.state = "LOADING"
-        await until(lambda: not catalogue.is_ready(MODEL))
+        await until(lambda: not stub.router.is_ready(MODEL))
         asking = [asyncio.create_task(told(stub, asked())) for _ in range(3)]
         with pytest.raises(grpc.aio.AioRpcError, match="no token within 300 ms"):
             await stub.ModelInfer(asked(), metadata=(("x-first-token-timeout-ms", "300"),))

@@ -103,13 +103,13 @@ async def served(tmp_path):
 
 @pytest.mark.parametrize("name", ["bad", "bare"])
 async def test_a_model_whose_tokenizer_cannot_be_read_is_not_loaded_and_the_others_are_served(served, name):
-    stub, catalogue, server = served
+    stub, _, server = served
     with pytest.raises(grpc.aio.AioRpcError, match=f"model '{name}' was not loaded: model {name}: ") as raised:
         await stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name=name), timeout=30)
     assert raised.value.code() is grpc.StatusCode.INTERNAL
     assert server.ready == {"story"}
     assert not (await stub.ModelReady(pb.ModelReadyRequest(name=name))).ready
-    assert catalogue.is_ready("story")
+    assert stub.router.is_ready("story")
     await stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="good/story"), timeout=30)
 
 
@@ -118,7 +118,7 @@ async def test_after_a_restart_such_a_model_is_named_and_the_others_are_served(t
     server = Repository({"story": STORYTELLER, "bad": bad})
     server.ready.update(("story", "bad"))
     async with foreign_server(server) as address, transformer(address) as (stub, catalogue):
-        assert catalogue.is_ready("story")
+        assert stub.router.is_ready("story")
         answer = await stub.ModelMetadata(pb.ModelMetadataRequest(name="story"), timeout=10)
         assert answer.platform == "millrace_text"
         assert "cannot be read" in catalogue.why_unreadable("bad")

@@ -95,7 +95,7 @@ async def transformer(
             await until(lambda: catalogue.ready)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
             stub = GRPCInferenceServiceStub(channel)
-            stub.channel = channel  # For the other services.
+            stub.channel, stub.router = channel, router  # For the other services, and for what a test asks of names.
             yield stub, catalogue
     finally:
         watch.cancel()

@@ -131,9 +131,9 @@ async def test_tensors_and_errors_pass_by_rest(addresses):
 
 
 async def test_models_are_loaded_and_unloaded_there(triton):
-    async with transformer(triton) as (stub, catalogue):
+    async with transformer(triton) as (stub, _):
         await stub.RepositoryModelUnload(pb.RepositoryModelUnloadRequest(model_name="echo"), timeout=30)
-        await until(lambda: not catalogue.is_ready("echo"))
+        await until(lambda: not stub.router.is_ready("echo"))
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await stub.ModelInfer(echo_request())
         assert raised.value.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNAVAILABLE)

@@ -150,6 +150,19 @@ def test_clients_that_are_gone_are_forgotten():
     assert len(limits._clients) <= 1700  # Those of a minute, and what came since the last look.
 
 
+def test_a_client_is_not_forgotten_within_the_second_that_it_is_limited_for():
+    clock = Clock()
+    limits, client = ClientLimits(clock), alice(requests_per_second=1)
+    limits.begin(client)
+    limits.finish(client)
+    for number in range(1500):
+        other = Client(f"client-{number}", Policy(requests_per_second=1))
+        limits.begin(other)
+        limits.finish(other)
+    with pytest.raises(OverloadedError, match="in a second"):
+        limits.begin(client)
+
+
 def test_tokens_are_reserved_and_settled():
     clock = Clock()
     quota, client = TokenQuota(clock=clock), alice(tokens_per_minute=100)

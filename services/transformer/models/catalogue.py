@@ -79,11 +79,6 @@ class Catalogue:
         return {**self._states, **processed}
 
     @property
-    def names(self) -> list[str]:
-        """The models that are loaded or will soon be."""
-        return [name for name, state_of_model in self.states.items() if state_of_model.state != UNAVAILABLE]
-
-    @property
     def direct_names(self) -> list[str]:
         """The models whose tensors the gateway may send straight to a predictor."""
         relayed = {name: model for name, model in self._models.items() if isinstance(model, RelayedModel)}
@@ -94,24 +89,12 @@ class Catalogue:
         for source in self._sources.values():
             self._texts[source.name] = read_text(source, self._pool)
 
-    async def get(self, name: str, version: str, call: CallContext) -> TextModel:
-        """The text model; waits and raises as `wait_for`, and InvalidRequestError where the model takes no text."""
-        return self.as_text(await self.wait_for(name, version, call))
-
     def as_text(self, model: Model) -> TextModel:
         """The model, if it takes text; raises InvalidRequestError."""
         if not isinstance(model, TextModel):
             reason = self._unreadable.get(model.name, "call it by ModelInfer")
             raise InvalidRequestError(f"model {model.name!r} takes tensors, not text; {reason}")
         return model
-
-    def is_ready(self, name: str, version: str = "") -> bool:
-        """Whether the model can be called now."""
-        try:
-            self.find(name, version)
-        except MillraceError:
-            return False
-        return self.ready
 
     def lists(self, name: str) -> bool:
         """Whether the predictor has listed the model; for other names each call asks the predictor."""
