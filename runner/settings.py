@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from dotenv import dotenv_values
-from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from millrace.errors import StartupError
@@ -40,8 +40,34 @@ _HOST = r"[A-Za-z0-9.-]+"
 _HOST_AND_PORT = rf"{_HOST}:([1-9][0-9]{{0,4}})"
 _MAX_PORT = 65535
 
+
+def _matching(pattern: str, message: str) -> AfterValidator:
+    """Refuses text that does not match as a whole."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(message)
+        return text
+
+    return AfterValidator(check)
+
+
 Port = Annotated[int, Field(ge=1, le=65535)]
 MetricsPort = Annotated[int, Field(ge=0, le=65535)]  # 0: no page.
+Origins = Annotated[
+    str,
+    _matching(rf"(\*|{_ORIGIN}(,{_ORIGIN})*)?", "must be * or a comma list of origins such as https://host:port"),
+]
+Hosts = Annotated[
+    str,
+    _matching(rf"(\*|{_HOST}(,{_HOST})*)?", "must be * or a comma list of host names such as models.example.com"),
+    AfterValidator(str.lower),
+]
+PathText = Annotated[
+    str, _matching(r"[^\"\\\x00-\x1f\x7f]*", "must have no quotation marks, backslashes or control characters")
+]
+TokenName = Annotated[str, _matching(r"[A-Za-z0-9._~:/?#@!$&'()*+,;=%-]*", "must be a name or a URI, as in the tokens")]
+PageAddress = Annotated[str, _matching(r"(https?://\S+)?", "must begin with http:// or https://")]
 
 
 class StackSettings(BaseSettings):
@@ -56,7 +82,7 @@ class StackSettings(BaseSettings):
     gateway_keys: str = Field(
         "", description="YAML file of the clients' keys (docs/security.md). Empty: a call needs no key."
     )
-    gateway_jwks: str = Field(
+    gateway_jwks: PathText = Field(
         "",
         description="File with the JSON Web Key Set whose tokens are accepted as keys. A changed file counts within"
         " 2 s. In containers, one in the folder keys. Empty: no tokens.",
@@ -67,14 +93,14 @@ class StackSettings(BaseSettings):
     gateway_port: Port = Field(
         8080, description="The public port without TLS; if GATEWAY_TLS is set, never beyond loopback."
     )
-    gateway_tls: str = Field(
+    gateway_tls: PathText = Field(
         "",
         description="Folder with tls.crt and tls.key, for a public port with TLS; with a ca.crt too, clients need a"
         " certificate of that authority. Changed files count at once. Empty: no TLS.",
     )
     gateway_tls_port: Port = Field(8443, description="The public port with TLS, where GATEWAY_TLS is set.")
-    gateway_jwt_issuer: str = Field("", description="The issuer (iss) of the tokens of GATEWAY_JWKS.")
-    gateway_jwt_audience: str = Field("", description="Who the tokens of GATEWAY_JWKS must be for (aud).")
+    gateway_jwt_issuer: TokenName = Field("", description="The issuer (iss) of the tokens of GATEWAY_JWKS.")
+    gateway_jwt_audience: TokenName = Field("", description="Who the tokens of GATEWAY_JWKS must be for (aud).")
     gateway_rate_limit_service: str = Field(
         "",
         description="host:port of a rate limit service that speaks Envoy's protocol and counts the requests of clients"
@@ -92,15 +118,15 @@ class StackSettings(BaseSettings):
     gateway_inner_port: Port = Field(8090, description="Port that leads from the transformer to the predictors.")
     gateway_admin_port: Port = Field(9901, description="Envoy's admin port.")
     gateway_trace_percent: int = Field(100, ge=0, le=100, description="Percentage of requests that Envoy traces.")
-    gateway_allowed_origins: str = Field(
+    gateway_allowed_origins: Origins = Field(
         "", description="Comma list of the origins (https://host:port) whose pages may call the gateway, or *."
     )
-    gateway_hosts: str = Field(
+    gateway_hosts: Hosts = Field(
         "",
         description="Comma list of the host names by which the gateway may be called, or *. Addresses, localhost and"
         " names without a dot always may.",
     )
-    gateway_trace_page: str = Field(
+    gateway_trace_page: PageAddress = Field(
         "", description="Address of a trace for the playground's links, without the id at its end. Empty: no links."
     )
     transformer_port: Port = Field(9001, description="The transformer's port.")
@@ -147,47 +173,12 @@ class StackSettings(BaseSettings):
             raise ValueError("is not http://host:port")
         return url
 
-    @field_validator("gateway_allowed_origins")
-    @classmethod
-    def _lists_origins(cls, value: str) -> str:
-        if not re.fullmatch(rf"(\*|{_ORIGIN}(,{_ORIGIN})*)?", value):
-            raise ValueError("is neither * nor a comma list of origins such as https://host:port")
-        return value
-
-    @field_validator("gateway_hosts")
-    @classmethod
-    def _lists_hosts(cls, value: str) -> str:
-        if not re.fullmatch(rf"(\*|{_HOST}(,{_HOST})*)?", value):
-            raise ValueError("is neither * nor a comma list of host names such as models.example.com")
-        return value.lower()
-
     @field_validator("gateway_rate_limit_service")
     @classmethod
     def _is_an_endpoint(cls, value: str) -> str:
         endpoint = re.fullmatch(_HOST_AND_PORT, value)
         if value and (endpoint is None or int(endpoint[1]) > _MAX_PORT):
             raise ValueError("is not host:port")
-        return value
-
-    @field_validator("gateway_tls", "gateway_jwks")
-    @classmethod
-    def _is_a_path(cls, value: str) -> str:
-        if not re.fullmatch(r"[^\"\\\x00-\x1f\x7f]*", value):
-            raise ValueError("is a path without quotation marks and backslashes")
-        return value
-
-    @field_validator("gateway_jwt_issuer", "gateway_jwt_audience")
-    @classmethod
-    def _is_a_name(cls, value: str) -> str:
-        if not re.fullmatch(r"[A-Za-z0-9._~:/?#@!$&'()*+,;=%-]*", value):
-            raise ValueError("is no name or URI as in the tokens")
-        return value
-
-    @field_validator("gateway_trace_page")
-    @classmethod
-    def _is_an_address(cls, value: str) -> str:
-        if not re.fullmatch(r"(https?://\S+)?", value):
-            raise ValueError("does not begin with http:// or https://")
         return value
 
     @property

@@ -8,9 +8,8 @@ that supports this lists these outputs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,16 +41,6 @@ class PromptLogprobs:
             np.concatenate([np.empty((0, top), np.float32), *(part.top for part in parts)]),
         )
 
-    @classmethod
-    def read(cls, outputs: Mapping[str, Tensor], prompt_tokens: int, top: int) -> PromptLogprobs:
-        """What a response carries of a prompt; raises InvalidRequestError where it is not what was asked for."""
-        places = prompt_tokens - 1
-        return cls(
-            _array(outputs, PROMPT_LOGPROBS, "FP32", (places,)),
-            _array(outputs, PROMPT_TOP_LOGPROB_IDS, "INT32", (places, top)),
-            _array(outputs, PROMPT_TOP_LOGPROBS, "FP32", (places, top)),
-        )
-
     def tensors(self) -> list[Tensor]:
         """The outputs that carry them."""
         return [
@@ -70,10 +59,3 @@ def check_size(prompt_tokens: int, top: int, prompts: int = 1) -> None:
             f"the prompt has {prompt_tokens} tokens; with {top} likeliest{others}, log probabilities are given for "
             f"at most {most}"
         )
-
-
-def _array(outputs: Mapping[str, Tensor], name: str, datatype: str, shape: tuple[int, ...]) -> NDArray[Any]:
-    tensor = outputs.get(name)
-    if tensor is None or tensor.datatype != datatype or tensor.array.shape != shape:
-        raise InvalidRequestError(f"{name} must be {datatype} {list(shape)}")
-    return tensor.array

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from millrace.errors import FAILED_HOP
-from millrace.rpc.caller_key import headers, key_interceptors
+from millrace.rpc.caller_key import headers
 from millrace_protos import millrace_pb2_grpc
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 
@@ -118,10 +118,9 @@ class Gateway:
     """See the module; to be closed."""
 
     def __init__(self, address: str) -> None:
-        with_key = key_interceptors()
-        channel = grpc.aio.insecure_channel(address, interceptors=with_key)
+        channel = grpc.aio.insecure_channel(address)
         authority = (("grpc.default_authority", "predictor"),)
-        at_predictor = grpc.aio.insecure_channel(address, options=authority, interceptors=with_key)
+        at_predictor = grpc.aio.insecure_channel(address, options=authority)
         self._channels = (channel, at_predictor)
         self.inference = GRPCInferenceServiceStub(channel)
         self.predictor = GRPCInferenceServiceStub(at_predictor)
@@ -154,7 +153,8 @@ async def ask(stub: Any, name: str, request: Any) -> Answer:
     """Makes a gRPC call of any kind with one request."""
     pieces, times, started, method = [], [], time.monotonic(), getattr(stub, name)
     is_stream = isinstance(method, grpc.aio.StreamStreamMultiCallable)
-    call = method(_one(request) if is_stream else request, timeout=_TIMEOUT_S)
+    own = tuple(headers().items())
+    call = method(_one(request) if is_stream else request, timeout=_TIMEOUT_S, metadata=own)
     try:
         async for message in call if hasattr(call, "__aiter__") else _one(await call):
             pieces.append(message)

@@ -19,7 +19,7 @@ from millrace.rpc.admission import call_metadata
 from millrace.rpc.call_context import call_context, check_request_id, deadline_of, first_token_timeout_s
 from millrace.rpc.handlers import Context
 from millrace_protos import inference_pb2 as pb
-from services.predictor.models.served_model import VERSION
+from services.predictor.models.served_model import VERSION, Caller
 from services.predictor.repository.entry import State
 from services.predictor.repository.lease import Serving
 from services.predictor.repository.repository import ModelRepository
@@ -119,8 +119,7 @@ class InferenceServicer(OpenInferenceBase):
         with self._recorded(request, context, "ModelInfer") as recording:
             check_request_id(request.id)
             serving = self._serving(request.model_name, request.model_version, context)
-            timeout_s = first_token_timeout_s(call_metadata(context))
-            response = await serving.infer(request, deadline_of(context), timeout_s, client_of(call_metadata(context)))
+            response = await serving.infer(request, deadline_of(context), _caller(context))
             if recording is not None:
                 recording.end("OK", outputs=answer_tensors(response))
                 await recording.flushed()
@@ -129,13 +128,12 @@ class InferenceServicer(OpenInferenceBase):
     async def ModelStreamInfer(
         self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context
     ) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
-        timeout_s = first_token_timeout_s(call_metadata(context))
-        client = client_of(call_metadata(context))
+        caller = _caller(context)
 
         async def answer(request: pb.ModelInferRequest) -> AsyncGenerator[pb.ModelInferResponse, None]:
             with self._recorded(request, context, "ModelStreamInfer") as recording:
                 serving = self._serving(request.model_name, request.model_version, context)
-                async with aclosing(serving.stream(request, deadline_of(context), timeout_s, client)) as responses:
+                async with aclosing(serving.stream(request, deadline_of(context), caller)) as responses:
                     async for response in responses:
                         if recording is not None:
                             recording.chunk("", outputs=streamed_tensors(response))
@@ -164,6 +162,11 @@ class InferenceServicer(OpenInferenceBase):
         call = call_context(context, f"{_SERVICE}/{method}", request.id)
         inputs = request_tensors(request)
         return recorded(self._tap, call, request.model_name, inputs=inputs)
+
+
+def _caller(context: Context) -> Caller:
+    metadata = call_metadata(context)
+    return Caller(client_of(metadata), first_token_timeout_s(metadata))
 
 
 def _client_of(context: Context) -> Client:

@@ -19,6 +19,7 @@ from millrace_protos.steps_pb2 import Submission
 from services.predictor.generation.loaded_model import LoadedModel
 from services.predictor.generation.model import GenerationModel
 from services.predictor.generation.requests import read_request, read_submission
+from services.predictor.models.served_model import Caller
 from services.predictor.repository.lease import Serving
 from tests.model.fakes import END, FakeRunner, Gate, engines, logits_after
 
@@ -90,21 +91,21 @@ async def test_what_was_cached_is_nobodys_but_its_owners(model_of, salt, client,
         return request
 
     for is_repeat in (False, True):
-        whole = await model.infer(asked(), NO_DEADLINE, client=Client(client, Policy()))
+        whole = await model.infer(asked(), NO_DEADLINE, Caller(Client(client, Policy())))
         assert bool(whole.parameters["cached_tokens"].int64_param) == (is_repeat and is_told)
 
 
 @pytest.mark.parametrize("output_ids", [[], [7]])
 def test_only_a_transformer_can_be_in_the_middle_of_an_answer(model_of, output_ids):
     loaded = model_of(FakeRunner()).loaded
-    assert not read_request(loaded, message(output_ids), NO_DEADLINE, None).moved
+    assert not read_request(loaded, message(output_ids), NO_DEADLINE).moved
     submission = Submission(prompt_ids=[5, 6], output_ids=output_ids)
     assert read_submission(loaded, submission, NO_DEADLINE).moved == bool(output_ids)
 
 
 def test_the_first_tokens_deadline_is_the_requests(model_of):
     loaded = model_of(FakeRunner()).loaded
-    assert read_request(loaded, message(), NO_DEADLINE, 0.5).first_token_timeout_s == 0.5
+    assert read_request(loaded, message(), NO_DEADLINE, Caller(first_token_timeout_s=0.5)).first_token_timeout_s == 0.5
 
 
 class Ending(FakeRunner):

@@ -28,11 +28,11 @@ class FakeModel:
         self.statistics = RequestCounts(steps=3, succeeded=1, queue_ns=5, compute_ns=7)
         self.asked = []
 
-    async def infer(self, request, deadline, first_token_timeout_s=None, client=None):
+    async def infer(self, request, deadline, caller=None):
         async with aclosing(self.stream(request, deadline)) as responses:
             return [response async for response in responses][-1]
 
-    async def stream(self, request, deadline, first_token_timeout_s=None, client=None):
+    async def stream(self, request, deadline, caller=None):
         self.asked.append(request.id)
         if request.id == "bad":
             raise InvalidRequestError("bad")

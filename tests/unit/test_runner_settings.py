@@ -20,7 +20,7 @@ from runner.settings import StackSettings
         ("GATEWAY_TRACE_PERCENT", "101", "GATEWAY_TRACE_PERCENT=101: "),
         ("GATEWAY_BIND", "localhost", "GATEWAY_BIND=localhost: "),
         ("GATEWAY_BIND", "0.0.0.0", "GATEWAY_BIND=0.0.0.0: everyone who reaches this address could "),
-        ("GATEWAY_HOSTS", "a.example, b", "GATEWAY_HOSTS=a.example, b: is neither * nor a comma list of host names"),
+        ("GATEWAY_HOSTS", "a.example, b", "GATEWAY_HOSTS=a.example, b: must be * or a comma list of host names"),
         ("PREDICTORS", "0", "PREDICTORS=0: "),
         ("DEVICE", "tpu", "DEVICE=tpu: "),
         ("OTEL_EXPORTER_OTLP_ENDPOINT", "jaeger", "OTEL_EXPORTER_OTLP_ENDPOINT=jaeger: is not http://host:port"),

@@ -8,7 +8,6 @@ from typing import Protocol
 
 from opentelemetry.metrics import Meter
 
-from millrace.clients import ANYONE, Client
 from millrace.deadline import Deadline
 from millrace.errors import DrainingError, MillraceError, StartupError
 from millrace.oip.model_description import FINGERPRINT, INPUT_IDS, OUTPUT_IDS, ModelDescription, TensorSpec
@@ -25,6 +24,7 @@ from services.predictor.generation.requests import (
     read_request,
     write_response,
 )
+from services.predictor.models.served_model import ANY_CALLER, Caller
 from services.predictor.telemetry import GenerationTelemetry, ObservedGeneration
 
 _PROMPT_OUTPUTS = (
@@ -64,31 +64,23 @@ class GenerationModel:
         return self.engine.statistics
 
     async def infer(
-        self,
-        request: pb.ModelInferRequest,
-        deadline: Deadline,
-        first_token_timeout_s: float | None = None,
-        client: Client = ANYONE,
+        self, request: pb.ModelInferRequest, deadline: Deadline, caller: Caller = ANY_CALLER
     ) -> pb.ModelInferResponse:
-        with self._generation(request, deadline, first_token_timeout_s, client) as (slot, observed):
+        with self._generation(request, deadline, caller) as (slot, observed):
             chunks = [observed.take(await slot.read())]
             while chunks[-1].finish_reason is None:
                 chunks.append(observed.take(await slot.read()))
-        return write_response(request, merged(chunks), client)
+        return write_response(request, merged(chunks), caller.client)
 
     async def stream(
-        self,
-        request: pb.ModelInferRequest,
-        deadline: Deadline,
-        first_token_timeout_s: float | None = None,
-        client: Client = ANYONE,
+        self, request: pb.ModelInferRequest, deadline: Deadline, caller: Caller = ANY_CALLER
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
-        with self._generation(request, deadline, first_token_timeout_s, client) as (slot, observed):
+        with self._generation(request, deadline, caller) as (slot, observed):
             ended = False
             while not ended:
                 chunk = observed.take(await slot.read())
                 ended = chunk.finish_reason is not None
-                response = write_response(request, chunk, client)
+                response = write_response(request, chunk, caller.client)
                 response.parameters[FINAL].bool_param = ended
                 yield response
 
@@ -116,10 +108,10 @@ class GenerationModel:
 
     @contextmanager
     def _generation(
-        self, request: pb.ModelInferRequest, deadline: Deadline, first_token_timeout_s: float | None, client: Client
+        self, request: pb.ModelInferRequest, deadline: Deadline, caller: Caller
     ) -> Iterator[tuple[OutputSlot, ObservedGeneration]]:
         """Submits a request; yields its output slot and its telemetry. Leaving the block cancels the request."""
-        slot = self.engine.submit(read_request(self._loaded, request, deadline, first_token_timeout_s, client))
+        slot = self.engine.submit(read_request(self._loaded, request, deadline, caller))
         with self.telemetry.observed(slot.timeline) as observed:
             try:
                 yield slot, observed

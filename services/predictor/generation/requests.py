@@ -30,7 +30,7 @@ from millrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
 from millrace_protos import inference_pb2, steps_pb2
 from services.predictor.engine.interface import Chunk, EngineLimits, GenerationRequest
 from services.predictor.generation.loaded_model import LoadedModel
-from services.predictor.models.served_model import VERSION
+from services.predictor.models.served_model import ANY_CALLER, VERSION, Caller
 
 LOGPROBS = "logprobs"
 TOP_LOGPROB_IDS = "top_logprob_ids"
@@ -44,8 +44,7 @@ def read_request(
     model: LoadedModel,
     request: inference_pb2.ModelInferRequest,
     deadline: Deadline,
-    first_token_timeout_s: float | None,
-    client: Client = ANYONE,
+    caller: Caller = ANY_CALLER,
 ) -> GenerationRequest:
     """Validates a request completely, so that the engine never sees an invalid one."""
     _check_lengths(request, model.engine.limits)
@@ -81,10 +80,10 @@ def read_request(
         sampling,
         output_ids,
         deadline.at,
-        first_token_timeout_s,
+        caller.first_token_timeout_s,
         prompt_logprobs=prompt_logprobs,
-        client=client.name,
-        weight=client.policy.weight,
+        client=caller.client.name,
+        weight=caller.client.policy.weight,
     )
 
 

@@ -2,12 +2,13 @@
 
 `infer` answers a request with one response, `stream` with any number of them, each with the parameter
 `triton_final_response`. Both raise MillraceError. Cancelling `infer` or closing the generator of `stream` cancels the
-request. `first_token_timeout_s` and `client` concern generation models. Both run on the event loop and never block it.
+request. Both run on the event loop and never block it.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from typing import Protocol
 
 from millrace.clients import ANYONE, Client
@@ -17,6 +18,17 @@ from millrace_protos import inference_pb2 as pb
 from services.predictor.counts import RequestCounts
 
 VERSION = "1"  # Every model has this one version.
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The caller of a request, as generation models see it."""
+
+    client: Client = ANYONE
+    first_token_timeout_s: float | None = None
+
+
+ANY_CALLER = Caller()
 
 
 class ServedModel(Protocol):
@@ -32,20 +44,12 @@ class ServedModel(Protocol):
     def statistics(self) -> RequestCounts: ...
 
     async def infer(
-        self,
-        request: pb.ModelInferRequest,
-        deadline: Deadline,
-        first_token_timeout_s: float | None = None,
-        client: Client = ANYONE,
+        self, request: pb.ModelInferRequest, deadline: Deadline, caller: Caller = ANY_CALLER
     ) -> pb.ModelInferResponse:
         """Returns the one response to a request."""
 
     def stream(
-        self,
-        request: pb.ModelInferRequest,
-        deadline: Deadline,
-        first_token_timeout_s: float | None = None,
-        client: Client = ANYONE,
+        self, request: pb.ModelInferRequest, deadline: Deadline, caller: Caller = ANY_CALLER
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
         """Yields the responses to a request as they become available."""
 

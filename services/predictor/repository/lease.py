@@ -13,14 +13,13 @@ from contextlib import AbstractContextManager, aclosing, contextmanager
 from types import TracebackType
 from typing import Any
 
-from millrace.clients import ANYONE, Client
 from millrace.deadline import Deadline
 from millrace.errors import NotReadyError, OtherWeightsError
 from millrace.oip.declared_tensors import check_requested_outputs
 from millrace.oip.model_description import FINGERPRINT
 from millrace_protos import inference_pb2 as pb
 from services.predictor.models.request_statistics import CountedRequest, RequestStatistics
-from services.predictor.models.served_model import VERSION, ServedModel
+from services.predictor.models.served_model import ANY_CALLER, VERSION, Caller, ServedModel
 
 
 class Serving:
@@ -41,31 +40,23 @@ class Serving:
         self.fingerprint = model.description.parameters.get(FINGERPRINT, "")
 
     async def infer(
-        self,
-        request: pb.ModelInferRequest,
-        deadline: Deadline,
-        first_token_timeout_s: float | None = None,
-        client: Client = ANYONE,
+        self, request: pb.ModelInferRequest, deadline: Deadline, caller: Caller = ANY_CALLER
     ) -> pb.ModelInferResponse:
         with self._counted(request, deadline) as counted:
             check_requested_outputs(request)
             with _Wait(self):
-                response = await self.model.infer(request, deadline, first_token_timeout_s, client)
+                response = await self.model.infer(request, deadline, caller)
             self._sign(response)
             counted.response(response)
             return response
 
     async def stream(
-        self,
-        request: pb.ModelInferRequest,
-        deadline: Deadline,
-        first_token_timeout_s: float | None = None,
-        client: Client = ANYONE,
+        self, request: pb.ModelInferRequest, deadline: Deadline, caller: Caller = ANY_CALLER
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
         is_first, wait = True, _Wait(self)
         with self._counted(request, deadline) as counted:
             check_requested_outputs(request)
-            async with aclosing(self.model.stream(request, deadline, first_token_timeout_s, client)) as responses:
+            async with aclosing(self.model.stream(request, deadline, caller)) as responses:
                 while True:
                     with wait:
                         response = await anext(responses, None)

@@ -8,37 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from millrace.errors import StartupError
 from services.predictor.engine.interface import EngineProcessError
-from services.predictor.generation.served_engines import ServedEngines
 from services.predictor.repository.entry import Entry, State
-from services.predictor.repository.lease import Serving
+
+if TYPE_CHECKING:
+    from services.predictor.repository.repository import ModelRepository
 
 logger = logging.getLogger(__name__)
 
 
-class Rebuilding(Protocol):
-    """What a replacement needs of the repository."""
-
-    @property
-    def ending(self) -> bool: ...
-
-    @property
-    def engines(self) -> ServedEngines: ...
-
-    async def rebuild(self, entry: Entry) -> Serving:
-        """Builds the model from the files that are there; raises StartupError."""
-
-    async def serve(self, entry: Entry, serving: Serving) -> None:
-        """Makes the entry READY."""
-
-    async def changed(self) -> None:
-        """Reports the state of an entry that has changed."""
-
-
-async def watch(repository: Rebuilding, entry: Entry) -> None:
+async def watch(repository: ModelRepository, entry: Entry) -> None:
     """See the module."""
     while entry.serving is not None:
         try:
@@ -47,7 +29,7 @@ async def watch(repository: Rebuilding, entry: Entry) -> None:
             await _replace(repository, entry, death)
 
 
-async def _replace(repository: Rebuilding, entry: Entry, death: EngineProcessError) -> None:
+async def _replace(repository: ModelRepository, entry: Entry, death: EngineProcessError) -> None:
     """Returns when another engine process serves the model, or another load or unload has begun."""
     name = entry.source.name
     serving, entry.serving = entry.serving, None

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from millrace.clients import ANYONE, Client
 from millrace.deadline import NO_DEADLINE, Deadline
 from millrace.errors import MillraceError, StartupError
 from millrace.oip.model_description import INPUT_IDS, ModelDescription
@@ -20,7 +19,7 @@ from millrace.oip.stream_infer import FINAL
 from millrace.oip.tensors import Tensor, add_output
 from millrace_protos import inference_pb2 as pb
 from services.predictor.counts import RequestCounts
-from services.predictor.models.served_model import VERSION
+from services.predictor.models.served_model import ANY_CALLER, VERSION, Caller
 from services.predictor.tensor_models.batch_worker import BatchWorker
 from services.predictor.tensor_models.row_network import RowNetwork, Vectors
 from services.predictor.tensor_models.rows import ATTENTION_MASK, RowLimits, Rows, read_rows
@@ -61,11 +60,7 @@ class EncoderModel:
         return self._worker.counts
 
     async def infer(
-        self,
-        request: pb.ModelInferRequest,
-        deadline: Deadline,
-        first_token_timeout_s: float | None = None,
-        client: Client = ANYONE,
+        self, request: pb.ModelInferRequest, deadline: Deadline, caller: Caller = ANY_CALLER
     ) -> pb.ModelInferResponse:
         vectors = await self._run(read_rows(request, self._output, self._limits), deadline)
         response = pb.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
@@ -73,11 +68,7 @@ class EncoderModel:
         return response
 
     async def stream(
-        self,
-        request: pb.ModelInferRequest,
-        deadline: Deadline,
-        first_token_timeout_s: float | None = None,
-        client: Client = ANYONE,
+        self, request: pb.ModelInferRequest, deadline: Deadline, caller: Caller = ANY_CALLER
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
         response = await self.infer(request, deadline)
         response.parameters[FINAL].bool_param = True

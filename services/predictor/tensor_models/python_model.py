@@ -41,7 +41,6 @@ from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 
-from millrace.clients import ANYONE, Client
 from millrace.deadline import Deadline
 from millrace.errors import (
     HopBrokenError,
@@ -59,7 +58,7 @@ from millrace.python_tensors import BadResultError
 from millrace_protos import inference_pb2 as pb
 from services.predictor.counts import Outcome, RequestCounts
 from services.predictor.engine.interface import EngineDeadError
-from services.predictor.models.served_model import VERSION
+from services.predictor.models.served_model import ANY_CALLER, VERSION, Caller
 from services.predictor.tensor_models.channel import Channel, ReaderLeftError
 from services.predictor.tensor_models.loop_thread import LoopThread
 from services.predictor.tensor_models.mailbox import Mailbox
@@ -119,11 +118,7 @@ class PythonModel:
         logger.info("model %s: %s of %s", name, "a generator" if self._code.streams else "a function", folder)
 
     async def infer(
-        self,
-        request: pb.ModelInferRequest,
-        deadline: Deadline,
-        first_token_timeout_s: float | None = None,
-        client: Client = ANYONE,
+        self, request: pb.ModelInferRequest, deadline: Deadline, caller: Caller = ANY_CALLER
     ) -> pb.ModelInferResponse:
         answer = None
         async with aclosing(self._answers(request)) as answers:
@@ -138,11 +133,7 @@ class PythonModel:
         return answer
 
     async def stream(
-        self,
-        request: pb.ModelInferRequest,
-        deadline: Deadline,
-        first_token_timeout_s: float | None = None,
-        client: Client = ANYONE,
+        self, request: pb.ModelInferRequest, deadline: Deadline, caller: Caller = ANY_CALLER
     ) -> AsyncGenerator[pb.ModelInferResponse, None]:
         async with aclosing(self._answers(request)) as answers:
             async for response, last in answers:
