@@ -67,12 +67,6 @@ class Client:
         if not self.may_use(model):
             raise ForbiddenError(f"the key of {self.name} does not allow the model {model}")
 
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """By which the next hop knows the client."""
-        if not self.name:
-            return ()
-        return (CLIENT, self.name), (POLICY, self.policy.model_dump_json(exclude_defaults=True))
-
 
 ANYONE = Client("", Policy(role="admin"))
 

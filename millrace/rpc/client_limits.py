@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 
 from millrace.clients import Client
 from millrace.errors import OverloadedError
+from millrace.rpc.by_client import ByClient
 from millrace.rpc.response_head import Pairs
 
 _SLOTS = 61  # Seconds, the one that has begun among them.
-_MAX_CLIENTS = 1000  # Beyond these, those that nothing is known of any more are forgotten.
 _RETRY_AFTER_MS = 1000
 
 
@@ -72,8 +72,9 @@ class _Usage:
     latest: deque[float] = field(default_factory=deque)  # When they began: as many as a second may have.
     requests: SlidingMinute = field(default_factory=SlidingMinute)
 
-    def counts(self, now: float) -> bool:
-        """Whether any of it counts for a next request."""
+    def limits(self, now: float) -> bool:
+        """Whether any of it limits the next request."""
+        self.requests.advance(now)
         return bool(self.in_flight or self.requests.used or (self.latest and now - self.latest[-1] < 1))
 
 
@@ -82,7 +83,7 @@ class ClientLimits:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._clients: dict[str, _Usage] = {}
+        self._clients = ByClient(_Usage, lambda usage: usage.limits(clock()))
         self._others: list[Callable[[Client], Pairs]] = []
 
     def add(self, remaining: Callable[[Client], Pairs]) -> None:
@@ -94,7 +95,7 @@ class ClientLimits:
         headers: Pairs = ()
         limit = client.policy.requests_per_minute
         if limit is not None:
-            requests = self._usage(client.name).requests
+            requests = self._clients[client.name].requests
             requests.advance(self._clock())
             headers = requests.remaining("requests", limit)
         for other in self._others:
@@ -103,7 +104,7 @@ class ClientLimits:
 
     def begin(self, client: Client) -> None:
         """Counts one more request in flight; raises OverloadedError beyond a limit."""
-        policy, usage = client.policy, self._usage(client.name)
+        policy, usage = client.policy, self._clients[client.name]
         if policy.streams is not None and usage.in_flight >= policy.streams:
             raise OverloadedError(
                 f"{client.name} has {usage.in_flight} requests in flight, its key allows no more",
@@ -133,18 +134,4 @@ class ClientLimits:
 
     def finish(self, client: Client) -> None:
         """A request that `begin` counted has ended."""
-        self._usage(client.name).in_flight -= 1
-
-    def _usage(self, name: str) -> _Usage:
-        usage = self._clients.get(name)
-        if usage is None:
-            if len(self._clients) >= _MAX_CLIENTS:
-                self._forget()
-            usage = self._clients[name] = _Usage()
-        return usage
-
-    def _forget(self) -> None:
-        now = self._clock()
-        for usage in self._clients.values():
-            usage.requests.advance(now)
-        self._clients = {name: usage for name, usage in self._clients.items() if usage.counts(now)}
+        self._clients[client.name].in_flight -= 1

@@ -12,10 +12,10 @@ import socket
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from socketserver import ThreadingMixIn
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import REGISTRY, CollectorRegistry, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -40,8 +40,7 @@ class MetricsPage:
     """
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry = REGISTRY, shares_port: bool = False) -> None:
-        class Server(ThreadingMixIn, WSGIServer):
-            daemon_threads = True
+        class Server(ThreadingWSGIServer):
             allow_reuse_port = shares_port
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
@@ -78,7 +77,7 @@ class WorkerPages(Collector):
                 with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=_WORKER_TIMEOUT_S) as answer:
                     page = answer.read().decode()
             except (OSError, ValueError) as error:
-                logger.warning("worker %s tells no metrics: %s", worker, error)
+                logger.warning("the metrics of worker %s cannot be read: %s", worker, error)
                 continue
             for family in text_string_to_metric_families(page):
                 like = Metric(family.name, family.documentation, family.type, family.unit)

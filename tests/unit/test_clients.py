@@ -10,13 +10,14 @@ def test_without_a_name_everyone_may_do_everything():
     assert client_of([("te", "trailers"), (POLICY, '{"role":"user"}')]) is ANYONE
     assert ANYONE.is_admin
     ANYONE.check_model("any")
-    assert ANYONE.metadata() == ()
 
 
 def test_the_policy_travels_with_the_call():
     client = Client("alice", Policy(models=frozenset({"a"}), weight=2, tokens_per_minute=1000, streams=3))
-    assert client_of(client.metadata()) == client
-    assert client_of(dict(client.metadata())) == client
+    policy = '{"models":["a"],"weight":2,"tokens_per_minute":1000,"streams":3}'
+    metadata = ((CLIENT, "alice"), (POLICY, policy))
+    assert client_of(metadata) == client
+    assert client_of(dict(metadata)) == client
     assert not client.is_admin
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from millrace.clients import ANYONE, Client, Policy
+from millrace.clients import CLIENT, POLICY
 from millrace.errors import ForbiddenError, NotFoundError
 from millrace.oip.model_description import ModelDescription
 from millrace.payload.call import RECORDED
@@ -15,7 +15,7 @@ from millrace_protos import inference_pb2 as pb
 from services.predictor.repository.entry import State
 from services.predictor.servicer import InferenceServicer
 
-ALICE = Client("alice", Policy(models={"small"})).metadata()
+ALICE = ((CLIENT, "alice"), (POLICY, '{"models":["small"]}'))
 MODELS = ("small", "large")
 
 
@@ -115,7 +115,7 @@ async def test_any_other_is_refused_whether_it_is_loaded_or_not(ask):
 
 
 @pytest.mark.parametrize("ask", WAYS)
-@pytest.mark.parametrize("metadata", [(), ANYONE.metadata(), (*ALICE, RECORDED)])
+@pytest.mark.parametrize("metadata", [(), (*ALICE, RECORDED)])
 async def test_without_keys_and_for_the_transformer_all_are_served(ask, metadata):
     assert await ask("large", metadata) == "large"
 

@@ -12,11 +12,10 @@ from contextlib import contextmanager
 
 from millrace.clients import Client
 from millrace.errors import InvalidRequestError, OverloadedError
+from millrace.rpc.by_client import ByClient
 from millrace.rpc.client_limits import SlidingMinute
 from millrace.rpc.response_head import Pairs
 from services.transformer.generation.month_budget import MonthBudget
-
-_MAX_CLIENTS = 1000  # As millrace/rpc/client_limits.py.
 
 
 class Reservation:
@@ -32,7 +31,7 @@ class TokenQuota:
     def __init__(self, month: MonthBudget | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._month = month
         self._clock = clock
-        self._minutes: dict[str, SlidingMinute] = {}
+        self._minutes = ByClient(SlidingMinute, self._is_used)
 
     async def check_month(self, client: Client) -> None:
         """Raises OverloadedError where the client has used the tokens of its month (month_budget.py)."""
@@ -44,9 +43,13 @@ class TokenQuota:
         limit = client.policy.tokens_per_minute
         if limit is None:
             return ()
-        minute = self._minute(client.name)
+        minute = self._minutes[client.name]
         minute.advance(self._clock())
         return minute.remaining("tokens", limit)
+
+    def _is_used(self, minute: SlidingMinute) -> bool:
+        minute.advance(self._clock())
+        return minute.used > 0
 
     @contextmanager
     def reserved(self, client: Client, prompt_tokens: int, max_tokens: int) -> Iterator[Reservation]:
@@ -77,7 +80,7 @@ class TokenQuota:
                 f"prompt and max_tokens are {wanted} tokens, the key of {client.name} allows {limit} in a minute",
                 param="max_tokens",
             )
-        minute = self._minute(client.name)
+        minute = self._minutes[client.name]
         minute.advance(self._clock())
         if minute.used + wanted > limit:
             left = max(0, limit - minute.used)
@@ -91,13 +94,3 @@ class TokenQuota:
         finally:
             minute.advance(self._clock())
             minute.add(min(0, prompt_tokens + reservation.generated - wanted), second)
-
-    def _minute(self, name: str) -> SlidingMinute:
-        minute = self._minutes.get(name)
-        if minute is None:
-            if len(self._minutes) >= _MAX_CLIENTS:
-                for each in self._minutes.values():
-                    each.advance(self._clock())
-                self._minutes = {name: each for name, each in self._minutes.items() if each.used}
-            minute = self._minutes[name] = SlidingMinute()
-        return minute
