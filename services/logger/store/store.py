@@ -4,11 +4,8 @@
 record was deleted. Reads return the newest first, by the records' times, except `after`, which reads in the order of
 commit. A call that a service may have recorded is not shown for a while, until the service's record can have arrived.
 
-Threads: all writes happen on one thread, reads on a few others, none on the event loop. A query reads some records at a
-time, each time in a transaction, and keeps none open for a slow reader. Long work (deleting, freeing space) is done in
-small steps, between which others can write.
-
-If the database's files are removed, a new database is created, and writes to the old one are not acknowledged.
+A query reads some records at a time, each time in a transaction, and keeps none open for a slow reader. Long work
+(deleting, freeing space) is done in small steps, between which others can write. For threads see database.py.
 
 Errors: StartupError if the file cannot be used, NotReadyError if the database stops answering, InvalidRequestError for
 an invalid page token, DeadlineError if a text search or the sum of usage takes too long.
@@ -17,35 +14,27 @@ an invalid page token, DeadlineError if a text search or the sum of usage takes 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import sqlalchemy as sql
-from sqlalchemy.exc import DatabaseError
 
-from millrace.errors import NotReadyError, StartupError
 from millrace_protos.millrace_pb2 import AppendRequest, PayloadRecord, UsageResponse
 from services.logger.store import reading, removing, schema, tables, usage, writing
+from services.logger.store.database import Database
 from services.logger.store.deletions import Deletions
 from services.logger.store.filters import Filters
 from services.logger.store.readers import FREE_BYTES, Reader
 from services.logger.store.reading import Found, Place, Row, Stored
 from services.logger.telemetry import Commits
 
-logger = logging.getLogger(__name__)
-
 SEARCH_S = 5.0
 
-_READERS = 4
 _ROWS_PER_READ = 100
 _BYTES_PER_BATCH = 1024 * 1024
-
-T = TypeVar("T")
 
 
 class _Batch(NamedTuple):
@@ -65,52 +54,20 @@ class SqliteStore:
     def __init__(
         self, path: Path, fsync: bool = True, search_s: float = SEARCH_S, commits: Commits | None = None
     ) -> None:
-        self._path = path
-        self._fsync = fsync
         self._commits = commits or Commits()
         self._search_s = search_s
         self._deletions = Deletions()
         self._usage = usage.UsageSums()
-        self._lost_after: int | None = None  # The last position of a removed database, until its successor exists.
-        self._open()
-        self._writer = ThreadPoolExecutor(1, "store-writer")
-        self._readers = ThreadPoolExecutor(_READERS, "store-reader")
+        self._database = Database(path, fsync, self._load, self._commits.count_lost_database)
         self._notices: list[Callable[[], None]] = []
         self._gathered: list[AppendRequest] = []
         self._next_commit: asyncio.Task[set[int]] | None = None
         self._committing = asyncio.Lock()
 
-    def _open(self) -> None:
-        schema.prepare(self._path)
-        self._writing = schema.open_for_writing(self._path, self._fsync)
-        self._reading = schema.open_for_reading(self._path, _READERS)
-        with self._writing.connect() as connection:
-            self._deletions.load(connection)  # The first read creates the log beside the file.
-            self._usage.load(connection)
-        self._files = schema.files_of(self._path)
-
-    def _check_files(self) -> None:
-        """Creates a new database if its files were removed; on the writer's thread.
-
-        SQLite would continue to write to the unlinked files, and everything would be lost at the stop.
-        """
-        if schema.files_of(self._path) == self._files:
-            return
-        if self._lost_after is None:
-            logger.error("%s was removed, with every record in it: creating a new one", self._path)
-            self._commits.count_lost_database()
-            with self._writing.connect() as connection:
-                self._lost_after = schema.last_position(connection)
-        self._reading.dispose()
-        self._writing.dispose()
-        try:
-            self._open()
-            with self._writing.begin() as connection:
-                schema.go_on_after(connection, self._lost_after)
-            self._lost_after = None
-        except StartupError as error:
-            raise NotReadyError(f"the payload store cannot be re-created: {error}") from None
-        raise NotReadyError("the payload store has been re-created")
+    def _load(self, connection: sql.Connection) -> None:
+        """Reads what is kept in memory too."""
+        self._deletions.load(connection)
+        self._usage.load(connection)
 
     async def append(self, requests: Sequence[AppendRequest]) -> list[PayloadRecord]:
         """Commits the records, all or none, and returns the new ones; existing ones stay unchanged."""
@@ -128,14 +85,14 @@ class SqliteStore:
         """Commits the requests submitted during the previous commit; returns the `id` of each new one."""
         async with self._committing:
             requests, self._gathered, self._next_commit = self._gathered, [], None
-            new = await self._run_writing(self._commits.observe, requests, lambda: self._add(requests))
+            new = await self._database.run_writing(self._commits.observe, requests, lambda: self._add(requests))
         if new:
             for notice in self._notices:
                 notice()
         return {id(request) for request in new}
 
     def _add(self, requests: Sequence[AppendRequest]) -> Sequence[AppendRequest]:
-        with self._writing.begin() as connection:
+        with self._database.writing.begin() as connection:
             return writing.append(connection, requests, tables.now_us(), self._deletions, self._usage)
 
     async def add_calls(self, calls: Sequence[PayloadRecord], reached: Collection[str] = ()) -> list[PayloadRecord]:
@@ -144,15 +101,15 @@ class SqliteStore:
         A call is joined to the services' records with its call_id. Without such a record it is a record of its own
         until one arrives; these are returned. `reached` has the record_ids of calls that a service may record.
         """
-        return await self._write(writing.add_calls, calls, reached, tables.now_us()) if calls else []
+        return await self._database.write(writing.add_calls, calls, reached, tables.now_us()) if calls else []
 
     async def get(
         self, record_id: str, lender: Reader | None = None, client: str | None = None
     ) -> AsyncGenerator[Found, None]:
         """Yields the record with this id, if there is one and it is the client's; `lender` as in `query`."""
-        for row in await self._select(reading.by_record_id(record_id, client)):
+        for row in await self._database.select(reading.by_record_id(record_id, client)):
             async with _loan(lender, row.size):
-                if (found := await self._read(reading.one, row.position)) is not None:
+                if (found := await self._database.read(reading.one, row.position)) is not None:
                     yield found
 
     async def query(
@@ -163,7 +120,7 @@ class SqliteStore:
         `lender` bounds the large records in memory. Raises DeadlineError, which states the progress, if a text search
         takes too long.
         """
-        before = await self._read(reading.place_of, page_token) if page_token else None
+        before = await self._database.read(reading.place_of, page_token) if page_token else None
         rows_per_read = _ROWS_PER_READ if filters.text else min(limit, _ROWS_PER_READ)
         give_up_at, looked_through = time.monotonic() + self._search_s, 0
         async with aclosing(self._batches(filters, before, rows_per_read, lender)) as batches:
@@ -182,7 +139,7 @@ class SqliteStore:
     ) -> AsyncGenerator[_Batch, None]:
         """The rows of a query, in batches of a few bytes or of one record; a batch's loan lasts until the next one."""
         while True:
-            rows, found = await self._read(reading.page, filters, before, rows_per_read, FREE_BYTES)
+            rows, found = await self._database.read(reading.page, filters, before, rows_per_read, FREE_BYTES)
             is_full = len(rows) == rows_per_read
             rest = rows[len(found) :]
             if found:
@@ -191,7 +148,7 @@ class SqliteStore:
                 count = max(1, reading.fitting(rest, _BYTES_PER_BATCH))
                 some, rest = rest[:count], rest[count:]
                 async with _loan(lender, sum(row.size for row in some)):
-                    found = await self._read(reading.read, filters, some)
+                    found = await self._database.read(reading.read, filters, some)
                     yield _Batch(some, found, is_full or bool(rest))
             if not is_full:
                 return
@@ -199,7 +156,7 @@ class SqliteStore:
 
     async def usage(self, query: usage.UsageQuery) -> UsageResponse:
         """What requests took; raises InvalidRequestError if there are too many groups."""
-        return await self._read(usage.select, query, self._search_s)
+        return await self._database.read(usage.select, query, self._search_s)
 
     async def delete(self, of_client: str | None = None, /, **key: str) -> int:
         """Deletes every record with one key permanently: record_id, request_id or client; returns their number.
@@ -209,12 +166,12 @@ class SqliteStore:
         """
         ((column, value),) = key.items()
         # Registered first, so that records that arrive meanwhile are covered.
-        await self._write(self._deletions.add, column, value, of_client or "", tables.now_us())
+        await self._database.write(self._deletions.add, column, value, of_client or "", tables.now_us())
         chosen = tables.records.c[column] == value
         if of_client is not None:
             chosen &= tables.records.c.client == of_client
         deleted = 0
-        while batch := await self._write(removing.delete_some, chosen):
+        while batch := await self._database.write(removing.delete_some, chosen):
             deleted += batch
         if deleted:
             await self.give_back()
@@ -225,19 +182,19 @@ class SqliteStore:
 
         Without the gateway's part, so that every read of a record returns the same.
         """
-        return await self._read(reading.after, position, limit)
+        return await self._database.read(reading.after, position, limit)
 
     async def last_position(self) -> int:
         """The position of the newest commit, even if deleted; 0 if there was none."""
-        return await self._read(schema.last_position)
+        return await self._database.read(schema.last_position)
 
     async def cursors(self) -> dict[str, int]:
-        return {row.name: row.position for row in await self._select(sql.select(tables.cursors))}
+        return {row.name: row.position for row in await self._database.select(sql.select(tables.cursors))}
 
     async def move_cursor(self, name: str, position: int) -> None:
         """Saves a reader's position under its name; returns after the commit."""
         statement = sql.text("INSERT OR REPLACE INTO cursors (name, position) VALUES (:name, :position)")
-        await self._write(sql.Connection.execute, statement, {"name": name, "position": position})
+        await self._database.write(sql.Connection.execute, statement, {"name": name, "position": position})
 
     def on_append(self, notice: Callable[[], None]) -> None:
         """Registers a callback that runs on the event loop after each commit of services' records."""
@@ -248,75 +205,34 @@ class SqliteStore:
 
         Empty when none are left. Records of only the gateway's line count as position 0.
         """
-        return await self._write(removing.expire_some, before_us, max_bytes)
+        return await self._database.write(removing.expire_some, before_us, max_bytes)
 
     async def forget(self, before_us: int) -> None:
         """Forgets sequences that were received, and calls that were deleted, before a time."""
-        while await self._write(removing.forget_some, before_us):
+        while await self._database.write(removing.forget_some, before_us):
             pass
-        await self._write(self._deletions.load)
+        await self._database.write(self._deletions.load)
 
     async def forget_usage(self, before_us: int) -> None:
         """Forgets the usage of hours that ended before a time."""
-        while await self._write(usage.forget_some, before_us):
+        while await self._database.write(usage.forget_some, before_us):
             pass
 
     async def give_back(self) -> None:
         """Returns deleted records' space to the file system, and removes their contents from the write-ahead log."""
-        while await self._run_writing(removing.give_back_some, self._writing):
+        while await self._database.run_writing(removing.give_back_some, self._database.writing):
             pass
-        await self._run_writing(removing.empty_log, self._writing)
+        await self._database.run_writing(removing.empty_log, self._database.writing)
 
     async def check(self) -> None:
         """Raises NotReadyError unless the store answers."""
-        await self._run_writing(lambda: None)
-        await self._select(sql.select(tables.records.c.position).limit(1))
+        await self._database.run_writing(lambda: None)
+        await self._database.select(sql.select(tables.records.c.position).limit(1))
 
     async def close(self) -> None:
         """Ends the threads after their current work and closes the database."""
         async with self._committing:
-            for executor in (self._writer, self._readers):
-                await asyncio.to_thread(executor.shutdown)
-        self._reading.dispose()
-        self._writing.dispose()
-
-    async def _select(self, statement: sql.Executable) -> Sequence[sql.Row[Any]]:
-        return await self._read(lambda connection: connection.execute(statement).all())
-
-    async def _read(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Runs `work(connection, …)` on a reader's thread, in its own transaction."""
-
-        def transact() -> T:
-            with self._reading.connect() as connection:
-                return work(connection, *arguments)
-
-        return await self._run(self._readers, transact)
-
-    async def _write(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Runs `work(connection, …)` on the writer's thread, and commits."""
-
-        def transact() -> T:
-            with self._writing.begin() as connection:
-                return work(connection, *arguments)
-
-        return await self._run_writing(transact)
-
-    async def _run_writing(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Runs `work(…)` on the writer's thread; raises NotReadyError if its files were removed meanwhile."""
-
-        def checked() -> T:
-            result = work(*arguments)
-            self._check_files()
-            return result
-
-        return await self._run(self._writer, checked)
-
-    async def _run(self, executor: ThreadPoolExecutor, work: Callable[[], T]) -> T:
-        try:
-            return await asyncio.get_running_loop().run_in_executor(executor, work)
-        except DatabaseError as error:
-            logger.error("the database failed: %s", error.orig)
-            raise NotReadyError("the payload store does not answer") from error
+            await self._database.close()
 
 
 def _loan(lender: Reader | None, size: int) -> AbstractAsyncContextManager[None]:
