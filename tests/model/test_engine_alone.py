@@ -120,6 +120,7 @@ async def test_its_end_lets_the_others_go_on(engine_of, monkeypatch, how):
     now = [1000.0]
     clock = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
     monkeypatch.setattr("services.predictor.engine.engine.time", clock)
+    monkeypatch.setattr("services.predictor.engine.ending.time", clock)
     gate = Gate()
 
     def before(row):

@@ -16,6 +16,7 @@ def clock(monkeypatch):
     now = [1000.0]
     fake = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
     monkeypatch.setattr("services.predictor.engine.engine.time", fake)
+    monkeypatch.setattr("services.predictor.engine.ending.time", fake)
     monkeypatch.setattr("services.predictor.engine.state.sequence.time", fake)
     return now
 

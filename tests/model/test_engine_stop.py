@@ -168,6 +168,7 @@ async def test_a_full_queue_says_how_long_requests_take_to_end(engine_of, monkey
     now = [1000.0]
     clock = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
     monkeypatch.setattr("services.predictor.engine.engine.time", clock)
+    monkeypatch.setattr("services.predictor.engine.ending.time", clock)
     monkeypatch.setattr("services.predictor.engine.state.sequence.time", clock)
     gate = Gate()
 

@@ -25,9 +25,9 @@ from itertools import count
 
 import torch
 
-from millrace.errors import HopBrokenError, MillraceError, NotReadyError, OverloadedError, RequestFailedError
+from millrace.errors import HopBrokenError, MillraceError, NotReadyError
 from millrace.rpc.watchdog import Watchdog, dump_tracebacks
-from services.predictor.counts import Outcome
+from services.predictor.engine.ending import Ending
 from services.predictor.engine.interface import (
     EngineDeadError,
     EngineLimits,
@@ -83,6 +83,7 @@ class ContinuousBatchingEngine:
         self._isolation = Isolation()
         self._flush = flush
         self._estimate = QueueEstimate(scheduler.max_running)
+        self._ending = Ending(runner, scheduler, self._changed, self.statistics, self._estimate, self._isolation)
         self._progress = ProgressWatch(step_timeout_s)
         self._step_timeout_s = step_timeout_s
         self._passes = count()
@@ -136,7 +137,7 @@ class ContinuousBatchingEngine:
     def _queue(self, sequence: Sequence) -> None:
         """Queues a sequence, unless it would miss a deadline in the queue or while it runs."""
         if self._estimate.is_late(sequence, self._scheduler.queue_before(sequence), time.monotonic()):
-            raise self._too_late()
+            raise self._estimate.too_late()
         if sequence.alone:
             self._isolation.acquire(sequence)
         try:
@@ -144,10 +145,6 @@ class ContinuousBatchingEngine:
         except MillraceError:
             self._isolation.release(sequence)
             raise
-
-    def _too_late(self) -> OverloadedError:
-        message = "the queue is longer than the request can wait"
-        return OverloadedError(message, retry_after_ms=self._estimate.retry_after_ms)
 
     def _run(self) -> None:
         try:
@@ -203,18 +200,15 @@ class ContinuousBatchingEngine:
             self._meter.end(rows, time.perf_counter() - started)
             self._publish(results)
             for sequence, error in failed:
-                self._end(sequence, "failed", error, forget=True)
+                self._ending.end(sequence, "failed", error, forget=True)
             served = {result.row.sequence for result in results}
             self._scheduler.regain()
             elapsed = time.perf_counter() - started
-            self._observe_pace(rows, elapsed)
+            chunks = [(row.start, row.count) for row in rows if row.count > 1]
+            self._pace.observe(len(rows) - len(chunks), chunks, elapsed)
             self.statistics.steps += 1
             self.statistics.step_ns += int(elapsed * 1e9)
         self._look_for_stuck(served)
-
-    def _observe_pace(self, rows: list[Row], elapsed_s: float) -> None:
-        chunks = [(row.start, row.count) for row in rows if row.count > 1]
-        self._pace.observe(len(rows) - len(chunks), chunks, elapsed_s)
 
     def _schedule(self) -> list[Row]:
         """The rows of this step; sequences that are cancelled, late or crowded out of the queue end first."""
@@ -224,13 +218,13 @@ class ContinuousBatchingEngine:
             contended = self._scheduler.contended
         for sequence in sequences:
             if sequence.slot.cancelled:
-                self._cancel(sequence)
+                self._ending.cancel(sequence)
             elif (error := sequence.overdue(now)) is not None:
-                self._end(sequence, "failed", error)
+                self._ending.end(sequence, "failed", error)
             elif sequence in crowded_out:
-                self._end(sequence, "failed", queue_full(self._estimate.retry_after_ms))
+                self._ending.end(sequence, "failed", queue_full(self._estimate.retry_after_ms))
             elif contended and sequence.timeline.started is None and self._estimate.is_hopeless(sequence, now):
-                self._end(sequence, "failed", self._too_late())
+                self._ending.end(sequence, "failed", self._estimate.too_late())
         with self._changed:
             streams, prompts = self._scheduler.streams, self._scheduler.prompts
             prefill = self._pace.limit(streams, prompts, self._scheduler.prefill_start) if prompts else 0
@@ -248,7 +242,7 @@ class ContinuousBatchingEngine:
         sequence.alone_is_announced = True
         if sequence.slot.run_alone(_NOTIFY_S):
             return True
-        self._cancel(sequence)
+        self._ending.cancel(sequence)
         return False
 
     def _make_room(self, rows: list[Row]) -> Sequence | None:
@@ -286,33 +280,9 @@ class ContinuousBatchingEngine:
         self.statistics.tokens_after_cancel += sequence.slot.cancelled
         finish = None
         if reason is not None:
-            self._release(sequence, "succeeded")
+            self._ending.release(sequence, "succeeded")
             finish = reason, sequence.usage
         return sequence.slot.publish(token_id, logprobs, finish, prompt)
-
-    def _cancel(self, sequence: Sequence) -> None:
-        self._end(sequence, "cancelled", RequestFailedError("the request was cancelled"))
-
-    def _end(self, sequence: Sequence, outcome: Outcome, error: MillraceError, forget: bool = False) -> None:
-        void = self._release(sequence, outcome, forget)
-        # The slot first: on a failed device, clearing may fail.
-        sequence.slot.fail(error)
-        if forget or not sequence.proven:
-            self._runner.clear(void)
-
-    def _release(self, sequence: Sequence, outcome: Outcome, forget: bool = False) -> list[int]:
-        """Frees a sequence's blocks and counts it, before its reader is notified; returns the void blocks."""
-        with self._changed:
-            released = self._scheduler.remove(sequence, forget)
-            now = sequence.timeline.ended = time.monotonic()
-            submitted_at, started_at = sequence.timeline.submitted, sequence.timeline.started or now
-            if sequence.timeline.started is not None:
-                self._estimate.ended(now)
-            if outcome == "succeeded":
-                self._estimate.succeeded(sequence.requested_tokens, now - started_at)
-        self._isolation.release(sequence)
-        self.statistics.add(outcome, submitted_at, started_at, now)
-        return released
 
     def _look_for_stuck(self, served: set[Sequence]) -> None:
         with self._changed:

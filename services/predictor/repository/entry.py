@@ -44,3 +44,15 @@ class Entry:
 
     def set(self, state: State, reason: str = "") -> None:
         self.state, self.reason = state, reason
+
+    def report(self, progress: str) -> None:
+        """Shows how far a load is."""
+        if self.state is State.LOADING:
+            self.reason = progress
+
+    async def unwatch(self) -> None:
+        """Ends the task that replaces the model's engine."""
+        if self.watch is not None:
+            self.watch.cancel()
+            await asyncio.gather(self.watch, return_exceptions=True)
+            self.watch = None

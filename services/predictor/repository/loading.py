@@ -7,10 +7,12 @@ Problems with a model raise StartupError with one line of text here and do not w
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from millrace.errors import StartupError
 from millrace.models.hub import Report, fetch
 from millrace.models.kinds import ModelKind, kind_of
 from millrace.models.sources import ModelSource
@@ -20,6 +22,8 @@ from services.predictor.engine_process.launch import launch_engine
 from services.predictor.generation.model import GenerationModel
 from services.predictor.models.served_model import ServedModel
 from services.predictor.models.startup_errors import as_startup_error
+from services.predictor.repository.lease import Serving
+from services.predictor.repository.memory_release import release_memory
 from services.predictor.settings import PredictorSettings
 from services.predictor.tensor_models.python_model import PythonModel
 
@@ -39,6 +43,28 @@ def fetch_model(source: ModelSource, report: Report) -> FetchedModel:
     with as_startup_error(source.name):
         folder = fetch(source, _FILES, report)
         return FetchedModel(folder, kind_of(source, folder))
+
+
+async def build_served(
+    source: ModelSource,
+    fetched: FetchedModel,
+    settings: PredictorSettings,
+    host: EngineHost,
+    report: Report,
+    device_memory: int = 0,
+) -> Serving:
+    """As `build`, and warms the model up; its memory is released if that fails."""
+    try:
+        model = await build(source, fetched, settings, host, report, device_memory)
+        try:
+            await model.warm_up()
+        except BaseException:
+            await asyncio.to_thread(model.close)
+            raise
+    except StartupError:
+        await asyncio.to_thread(release_memory)
+        raise
+    return Serving(model)
 
 
 async def build(

@@ -1,8 +1,7 @@
 """The served models and the state of each; loads and unloads models while the others are served.
 
 A model is LOADING, READY, UNLOADING (requests in flight may end, new ones are refused) or UNAVAILABLE, with a reason.
-Loads run one at a time, each as a task of the repository: it continues if its caller leaves, and the index reports its
-result.
+Loads run one at a time and continue if their callers leave (operations.py); the index reports their results.
 
 - Loading a model that is already loaded replaces it. The new one is built beside the old one, which serves until then
   and stays if the new one fails. A generation model is the exception: the old one is unloaded once the new files are
@@ -10,8 +9,8 @@ result.
 - An unload drains: requests in flight have `drain_s`, then end as UNAVAILABLE; those that can resume elsewhere are
   handed back. Then the model's threads end and its memory is released.
 - A load that fails returns its error to the caller and changes nothing else.
-- A generation model whose engine process ends is LOADING until another one has taken its place, and UNAVAILABLE while
-  that fails and is tried again. Other models live in this process: it ends if one of them cannot continue.
+- A generation model whose engine process ends is loaded again (replacement.py). Other models live in this process: it
+  ends if one of them cannot continue.
 
 `ready` means that every expected model is ready: those of `MODELS` and those loaded later, except for models that were
 unloaded or whose load on request failed. Nothing is ready once the repository drains or this process has to end.
@@ -35,6 +34,7 @@ from millrace.errors import (
     RequestFailedError,
     StartupError,
 )
+from millrace.models.hub import Report
 from millrace.models.kinds import ModelKind
 from millrace.models.sources import ModelSource
 from millrace.rpc.threads import run_in_daemon_thread
@@ -44,7 +44,7 @@ from services.predictor.generation.served_engines import ServedEngines
 from services.predictor.models.served_model import VERSION
 from services.predictor.repository.entry import Entry, IndexRow, State
 from services.predictor.repository.lease import Serving
-from services.predictor.repository.loading import FetchedModel, build, fetch_model
+from services.predictor.repository.loading import FetchedModel, build_served, fetch_model
 from services.predictor.repository.locations import ModelLocations
 from services.predictor.repository.memory_release import release_memory
 from services.predictor.repository.operations import Operations
@@ -80,7 +80,7 @@ class ModelRepository:
         }
         self._loading = asyncio.Lock()
         self._operations = Operations()
-        self._draining = False
+        self.is_draining = False
         self.is_leaving = False  # Streams may resume at another replica.
         self.is_drained = False
         self.watchers: set[Callable[[], None]] = set()  # Called when a model becomes ready or stops being ready.
@@ -131,10 +131,6 @@ class ModelRepository:
         """The models that are ready."""
         return [e.serving for e in self._entries.values() if e.serving is not None and e.state is State.READY]
 
-    @property
-    def is_draining(self) -> bool:
-        return self._draining
-
     def is_ready(self, name: str, version: str = "") -> bool:
         known = self._entries.get(name)
         return known is not None and known.state is State.READY and version in ("", VERSION) and not self.ending
@@ -146,9 +142,7 @@ class ModelRepository:
             raise NotFoundError(f"no model {name!r}" if name else "the request names no model")
         if version not in ("", VERSION):
             raise NotFoundError(f"model {name!r} has no version {version!r}, only {VERSION}")
-        if entry.state in (State.LOADING, State.UNLOADING):
-            raise NotReadyError(f"model {name!r} is not ready: {entry.reason}")
-        if entry.serving is None and entry.expected:
+        if entry.state in (State.LOADING, State.UNLOADING) or (entry.serving is None and entry.expected):
             raise NotReadyError(f"model {name!r} is not ready: {entry.reason}")
         if entry.serving is None:
             raise NotFoundError(f"model {name!r} is not loaded")
@@ -162,23 +156,21 @@ class ModelRepository:
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests; lets those in flight end or resume elsewhere; after the timeout hands back the rest."""
-        self._draining = True
+        self.is_draining = True
+        self.is_leaving = self._settings.drain == "hand-back"
         await self.changed()
         served = [entry.serving for entry in self._entries.values() if entry.serving is not None]
-        if self._settings.drain == "hand-back":
-            self.is_leaving = True
-            self._notify()
         left = sum(await asyncio.gather(*(serving.drain(timeout_s) for serving in served)))
         if left:
             logger.warning("%d requests have not ended in time", left)
         self.is_drained = True
-        self._notify()
+        await self.changed()
 
     async def close(self) -> None:
         """Stops every model; a load in progress ends with the process."""
         await self._operations.close()
         for entry in self._entries.values():
-            await self._unwatch(entry)
+            await entry.unwatch()
             if entry.serving is not None:
                 await entry.serving.stop()
         await self._host.close()
@@ -211,7 +203,7 @@ class ModelRepository:
                     entry.expected = False
                 await self.changed()
                 raise
-            await self._unwatch(entry)
+            await entry.unwatch()
             replaced, entry.source = entry.serving, source
             entry.watch = asyncio.create_task(self._watch(entry), name=f"watch-{source.name}")
             await self.serve(entry, new)
@@ -222,31 +214,16 @@ class ModelRepository:
 
     async def _make(self, entry: Entry, source: ModelSource) -> Serving:
         """Builds and warms up the model; first unloads the entry's current one if there is no memory for both."""
-
-        def report(progress: str) -> None:
-            if entry.state is State.LOADING:
-                entry.reason = progress
-
-        fetched = await run_in_daemon_thread(f"load-{source.name}", partial(fetch_model, source, report))
+        fetched = await run_in_daemon_thread(f"load-{source.name}", partial(fetch_model, source, entry.report))
         if fetched.kind is ModelKind.GENERATION and entry.serving is not None:
             await self._take_out(entry)
             entry.set(State.LOADING, "loading")
-        serving = await self._build(source, fetched, report)
+        serving = await self._build(source, fetched, entry.report)
         entry.fetched = fetched
         return serving
 
-    async def _build(self, source: ModelSource, fetched: FetchedModel, report: Callable[[str], None]) -> Serving:
-        try:
-            model = await build(source, fetched, self._settings, self._host, report, self.engines.device_memory)
-            try:
-                await model.warm_up()
-            except BaseException:
-                await asyncio.to_thread(model.close)
-                raise
-        except StartupError:
-            await asyncio.to_thread(release_memory)
-            raise
-        return Serving(model)
+    async def _build(self, source: ModelSource, fetched: FetchedModel, report: Report) -> Serving:
+        return await build_served(source, fetched, self._settings, self._host, report, self.engines.device_memory)
 
     async def rebuild(self, entry: Entry) -> Serving:
         """Builds the model from the files that are there."""
@@ -271,7 +248,7 @@ class ModelRepository:
             if entry.serving is None and entry.watch is None:
                 return
             if entry.serving is None:
-                await self._unwatch(entry)  # It is about to replace the model's engine.
+                await entry.unwatch()  # It is about to replace the model's engine.
             await self._take_out(entry)
             await self.changed()
 
@@ -294,7 +271,7 @@ class ModelRepository:
             logger.warning("model %s: %d requests are ended with it", serving.model.name, left)
         if watched is not None:
             # Closing an engine is not a death.
-            await self._unwatch(watched)
+            await watched.unwatch()
         await serving.stop()
         self.engines.remove(serving.model)
 
@@ -306,23 +283,14 @@ class ModelRepository:
             self._dead.set()
             await self.changed()
 
-    async def _unwatch(self, entry: Entry) -> None:
-        if entry.watch is not None:
-            entry.watch.cancel()
-            await asyncio.gather(entry.watch, return_exceptions=True)
-            entry.watch = None
-
     @property
     def ending(self) -> bool:
-        return self._draining or self._dead.is_set()
-
-    def _notify(self) -> None:
-        for notify in tuple(self.watchers):
-            notify()
+        return self.is_draining or self._dead.is_set()
 
     async def changed(self) -> None:
         """Reports the state of an entry that has changed."""
-        self._notify()
+        for notify in tuple(self.watchers):
+            notify()
         if self.ready != self._reported_ready:
             self._reported_ready = self.ready
             await self._report_ready(self._reported_ready)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+from millrace.errors import OverloadedError
 from services.predictor.engine.state.sequence import Sequence
 
 _ENOUGH = 8
@@ -52,6 +53,11 @@ class QueueEstimate:
     def retry_after_ms(self) -> int:
         """The estimated time until the next slot is free."""
         return max(1, int(self._interval_s * 1000))
+
+    def too_late(self) -> OverloadedError:
+        """The error of a sequence that is expected to miss a deadline."""
+        message = "the queue is longer than the request can wait"
+        return OverloadedError(message, retry_after_ms=self.retry_after_ms)
 
     def is_late(self, sequence: Sequence, ahead: int, now: float) -> bool:
         """Whether a sequence behind `ahead` others is expected to miss a deadline."""

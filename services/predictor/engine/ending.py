@@ -1,0 +1,61 @@
+"""The end of a sequence: its blocks are freed, it is counted, its reader is notified. Used by the engine's thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from millrace.errors import MillraceError, RequestFailedError
+from services.predictor.counts import Outcome
+from services.predictor.engine.interface import EngineStatistics
+from services.predictor.engine.isolation import Isolation
+from services.predictor.engine.load.queue_estimate import QueueEstimate
+from services.predictor.engine.runners.interface import ModelRunner
+from services.predictor.engine.scheduler import Scheduler
+from services.predictor.engine.state.sequence import Sequence
+
+
+class Ending:
+    """Ends the sequences of one engine; `guard` guards its scheduler."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        guard: threading.Condition,
+        statistics: EngineStatistics,
+        estimate: QueueEstimate,
+        isolation: Isolation,
+    ) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._guard = guard
+        self._statistics = statistics
+        self._estimate = estimate
+        self._isolation = isolation
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Ends a sequence whose caller has left."""
+        self.end(sequence, "cancelled", RequestFailedError("the request was cancelled"))
+
+    def end(self, sequence: Sequence, outcome: Outcome, error: MillraceError, forget: bool = False) -> None:
+        """Ends a sequence with an error. With `forget` none of its blocks is reusable."""
+        void = self.release(sequence, outcome, forget)
+        # The slot first: on a failed device, clearing may fail.
+        sequence.slot.fail(error)
+        if forget or not sequence.proven:
+            self._runner.clear(void)
+
+    def release(self, sequence: Sequence, outcome: Outcome, forget: bool = False) -> list[int]:
+        """Frees a sequence's blocks and counts it, before its reader is notified; returns the void blocks."""
+        with self._guard:
+            released = self._scheduler.remove(sequence, forget)
+            now = sequence.timeline.ended = time.monotonic()
+            submitted_at, started_at = sequence.timeline.submitted, sequence.timeline.started or now
+            if sequence.timeline.started is not None:
+                self._estimate.ended(now)
+            if outcome == "succeeded":
+                self._estimate.succeeded(sequence.requested_tokens, now - started_at)
+        self._isolation.release(sequence)
+        self._statistics.add(outcome, submitted_at, started_at, now)
+        return released
