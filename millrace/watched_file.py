@@ -97,9 +97,11 @@ def first_fault(error: ValidationError) -> tuple[tuple[int | str, ...], str]:
     return first["loc"], first["msg"].removeprefix("Value error, ")
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Writes a file that others read: they see the whole old text or the whole new one. Raises OSError."""
+def replace_file(path: Path, data: str | bytes, mode: int = 0o644) -> None:
+    """Writes a file that others read: they see the whole old contents or the whole new ones. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(text)
+    unfinished.unlink(missing_ok=True)  # Its mode may be another.
+    with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(data.encode() if isinstance(data, str) else data)
     unfinished.replace(path)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.errors import StartupError
+from millrace.watched_file import replace_file
 from runner import settings as stack_settings
 from runner.run_folder import RunFolder
 from runner.stack import Stack
@@ -91,11 +92,7 @@ def _outcome_file(folder: RunFolder) -> Path:
 
 
 def _write(path: Path, document: object) -> None:
-    """Writes a file atomically, readable only by its user."""
-    new = path.with_name(path.name + ".new")
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        json.dump(document, file)
-    new.replace(path)
+    replace_file(path, json.dumps(document), mode=0o600)
 
 
 def _read(path: Path) -> dict[str, Any]:

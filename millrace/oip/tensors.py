@@ -1,12 +1,10 @@
 """Tensors of the Open Inference Protocol to numpy arrays and back.
 
-Datatypes: BOOL, (U)INT8 to 64, FP16, FP32, FP64, BF16, BYTES. Raw contents are little-endian, row by
-row; a BYTES element is a 4-byte length and its bytes. Typed contents exist for all but FP16 and
-BF16. Fixed-size raw tensors are decoded without a copy, as read-only views of the message's bytes;
-BF16 has no numpy type and is kept as its bits in uint16; BYTES becomes an object array of `bytes`.
+Datatypes: BOOL, (U)INT8 to 64, FP16, FP32, FP64, BF16, BYTES. Raw contents are little-endian, row by row; a BYTES
+element is a 4-byte length and its bytes. Typed contents exist for all datatypes except FP16 and BF16. Fixed-size raw
+tensors are decoded without a copy, as read-only views. BF16 is kept as its bits in uint16, BYTES as arrays of `bytes`.
 
-Every mismatch of name, datatype, shape and size raises `InvalidRequestError`, and so do BYTES tensors of more than
-MAX_BYTES_ELEMENTS.
+Raises InvalidRequestError if name, datatype, shape and size do not match, and above MAX_BYTES_ELEMENTS.
 Source: the protocol's "Tensor Data" section and Triton's binary tensor data extension.
 """
 

@@ -7,11 +7,11 @@ kept nowhere, so each call makes a new authority. Files are replaced by renaming
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from millrace.errors import StartupError
+from millrace.watched_file import replace_file
 from runner.report import short
 from runner.settings import HOME, StackSettings
 
@@ -34,15 +34,14 @@ def make(folder: Path, names: Iterable[str], *, ask_clients: bool = False) -> No
     client = authority.issue_cert(_CLIENT)
     trusted = authority.cert_pem.bytes()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         # In a container the gateway is another user, who must read its key.
-        _replace(folder / "tls.key", server.private_key_pem.bytes(), mode=0o644)
-        _replace(folder / "tls.crt", b"".join(pem.bytes() for pem in server.cert_chain_pems))
-        _replace(folder / "client.key", client.private_key_pem.bytes(), mode=0o600)
-        _replace(folder / "client.crt", b"".join(pem.bytes() for pem in client.cert_chain_pems))
-        _replace(folder / "authority.crt", trusted)
+        replace_file(folder / "tls.key", server.private_key_pem.bytes(), mode=0o644)
+        replace_file(folder / "tls.crt", b"".join(pem.bytes() for pem in server.cert_chain_pems))
+        replace_file(folder / "client.key", client.private_key_pem.bytes(), mode=0o600)
+        replace_file(folder / "client.crt", b"".join(pem.bytes() for pem in client.cert_chain_pems))
+        replace_file(folder / "authority.crt", trusted)
         if ask_clients:
-            _replace(folder / "ca.crt", trusted)
+            replace_file(folder / "ca.crt", trusted)
         else:
             (folder / "ca.crt").unlink(missing_ok=True)
     except OSError as error:
@@ -66,11 +65,3 @@ def next_steps(folder: Path, settings: StackSettings, *, ask_clients: bool) -> s
             f"grpcurl     grpcurl -cacert {at}/authority.crt{of_grpcurl} {address} grpc.health.v1.Health/Check",
         )
     )
-
-
-def _replace(path: Path, content: bytes, mode: int = 0o644) -> None:
-    new = path.with_name(path.name + ".new")
-    new.unlink(missing_ok=True)  # Its mode may be another.
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-        file.write(content)
-    new.replace(path)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from millrace.clients import NAME_PATTERN
 from millrace.errors import StartupError
+from millrace.watched_file import replace_file
 from runner.settings import HOME
 
 FILE = HOME / "keys" / "keys.yaml"
@@ -24,11 +25,8 @@ def add(file: Path, name: str, role: str, models: Sequence[str]) -> str:
     if models:
         entry += f"  models: [{', '.join(models)}]\n"
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
         before = file.read_text() if file.exists() else ""
-        new = file.with_name(f".{file.name}.new")
-        new.write_text(before + ("\n" if before and not before.endswith("\n") else "") + entry)
-        new.replace(file)
+        replace_file(file, before + ("\n" if before and not before.endswith("\n") else "") + entry)
     except OSError as error:
         raise StartupError(f"{file} cannot be written: {error.strerror}") from None
     return key

@@ -39,9 +39,7 @@ _FEW_ROWS = 8  # For so few, a block is not worth a copy in float32.
 _THREADS = threading.Lock()
 numba.config.THREADING_LAYER = "workqueue"  # The only layer without a system library.
 
-_ZERO = np.float32(0)
-_ONE = np.float32(1)
-_LOWEST = np.float32(-3e38)
+_ZERO, _ONE, _LOWEST = np.float32(0), np.float32(1), np.float32(-3e38)
 
 # Without Python's checks: the caller constructs the shapes, so no exception can occur.
 _OPTIONS = {"nogil": True, "error_model": "numpy", "cache": True}
@@ -291,8 +289,7 @@ def _attend_in_parallel(
 def attend(threads: int, *arguments: Any) -> None:
     """Computes all tokens with `threads` threads.
 
-    The arguments are the address of the contiguous `packed`, its number of heads, and those that the module describes;
-    the last is the output.
+    The arguments: the address of contiguous `packed`, its number of heads, and those of the module, the output last.
     """
     if threads == 1:
         _attend_in_turn(*arguments)
