@@ -144,7 +144,6 @@ class Process:
         return exit_code
 
     async def _spawn(self) -> Running:
-        """Starts the process."""
         return await self._run(self.spec.command)
 
     async def _until_end(self, process: Running) -> int:

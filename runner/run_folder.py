@@ -74,7 +74,6 @@ class RunFolder:
         return self.logs.is_dir() and (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
 
     def release(self) -> None:
-        """Releases the folder."""
         if self._lock is not None:
             self._lock.truncate(0)
             self._lock.close()

@@ -39,8 +39,6 @@ _ENVOY_REFUSED = 1
 
 @dataclass(frozen=True)
 class StackPlan:
-    """The processes of a stack."""
-
     logger: ProcessSpec
     predictors: tuple[ProcessSpec, ...]
     transformer: ProcessSpec

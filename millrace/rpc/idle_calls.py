@@ -46,8 +46,6 @@ class IdleCall(Protocol):
 
 
 class IdleCalls:
-    """See the module."""
-
     def __init__(self, most: int, most_of_one: int, max_unfinished: int, budget: ByteBudget) -> None:
         self.messages = UnfinishedMessages()
         self._budget = budget

@@ -18,8 +18,6 @@ _MAX_MESSAGE = 64 * 1024 * 1024
 
 
 class Gateway:
-    """See the module."""
-
     def __init__(self, address: str) -> None:
         self.address = address
         options = (("grpc.max_receive_message_length", _MAX_MESSAGE), ("grpc.enable_http_proxy", 0))

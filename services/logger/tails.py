@@ -99,7 +99,6 @@ class OpenTail:
         self._changed.set()
 
     def fail(self, error: MillraceError) -> None:
-        """Ends the tail with an error."""
         self._error = error
         self._changed.set()
 

@@ -66,7 +66,6 @@ class ObservedGeneration:
         return chunk
 
     def add(self, tokens: int) -> None:
-        """Counts tokens."""
         self._tokens += tokens
         self._record_queue_time()
 

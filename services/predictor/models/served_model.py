@@ -32,8 +32,6 @@ ANY_CALLER = Caller()
 
 
 class ServedModel(Protocol):
-    """See the module."""
-
     @property
     def name(self) -> str: ...
 

@@ -21,7 +21,6 @@ logger = logging.getLogger(__name__)
 
 
 async def watch(repository: ModelRepository, entry: Entry) -> None:
-    """See the module."""
     while entry.serving is not None:
         try:
             await entry.serving.model.died()

@@ -40,8 +40,6 @@ _STARTING_INTERVAL_S = 0.1
 
 
 class Catalogue:
-    """See the module."""
-
     def __init__(
         self,
         sources: Sequence[ModelSource],

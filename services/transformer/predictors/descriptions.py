@@ -73,7 +73,6 @@ class PredictorModel:
 def described(
     metadata: pb.ModelMetadataResponse, config: model_config_pb2.ModelConfig | None, streams: bool = True
 ) -> PredictorModel:
-    """A model from what the predictor answers."""
     parameters = {key: value.string_value for key, value in config.parameters.items()} if config is not None else {}
     length = parameters.get("context_length", "")
     is_ours = length.isdecimal()

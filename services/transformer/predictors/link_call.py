@@ -138,7 +138,6 @@ class LinkCall:
             self.wake()
 
     def wake(self) -> None:
-        """Wakes the reader."""
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
 

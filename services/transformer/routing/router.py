@@ -173,7 +173,6 @@ class Router:
             routed.others = ()
 
     def answered_by(self, model: str, fingerprint: str) -> None:
-        """See the catalogue."""
         self._catalogue.answered_by(model, fingerprint)
 
     def as_text(self, model: Model) -> TextModel:

@@ -22,8 +22,6 @@ _MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausa
 
 
 class FlatDecoder:
-    """See the module."""
-
     def __init__(self, model: Any) -> None:
         decoder = model.model
         self._embedding: Tensor = decoder.embed_tokens.weight
