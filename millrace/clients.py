@@ -1,7 +1,7 @@
-"""Who calls, and what this client may do and take: the gateway checks the key and passes both on with the call.
+"""Clients and their policies: the gateway checks the key of a call and passes both on with the call.
 
-The gateway sets the metadata `x-millrace-client`, a name, and `x-millrace-policy`, a Policy as JSON, and removes
-whatever a caller sent under these names. Without keys there is neither: everyone is ANYONE, who may do everything.
+The gateway sets the metadata `x-millrace-client`, a name, and `x-millrace-policy`, a Policy as JSON, and removes values
+that a caller sent under these names. Without keys there is neither: every caller is ANYONE, which may do everything.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _FORWARDED_FOR = "x-forwarded-for"
 
 
 class Policy(BaseModel):
-    """What a client may do and take; None is no limit."""
+    """The rights and limits of a client; None: no limit."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     role: Literal["user", "admin"] = "user"
-    models: frozenset[str] | None = Field(None, description="The models that it may use; none given: all.")
+    models: frozenset[str] | None = Field(None, description="The models that the client may use; None: all.")
     weight: float = Field(1.0, gt=0, le=1000, allow_inf_nan=False, description="Its share where clients compete.")
     requests_per_second: int | None = Field(None, ge=1, le=10_000)
     requests_per_minute: int | None = Field(None, ge=1)
@@ -52,7 +52,7 @@ class Client:
 
     @property
     def has_minute(self) -> bool:
-        """Whether it has a limit by the minute, of which it sees what remains."""
+        """Whether it has a limit for a minute, whose remaining amount is in the headers of answers."""
         return self.policy.requests_per_minute is not None or self.policy.tokens_per_minute is not None
 
     @property
@@ -78,9 +78,9 @@ def client_of(metadata: Iterable[tuple[str, str | bytes]] | Mapping[str, str]) -
 
 
 def caller_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    """By which callers are told apart: the client's name, or without keys the address that the gateway saw.
+    """Identifies a caller: the client's name, or without keys the address that the gateway saw.
 
-    "" of what comes from another service. IPv6 addresses of one /64 are one caller: a single host has as many.
+    "" for another service. All IPv6 addresses of one /64 are one caller, because a single host has that many.
     """
     name, forwarded = _values(metadata, CLIENT, _FORWARDED_FOR)
     # The gateway appends the address; the caller may have sent everything before it.

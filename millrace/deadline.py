@@ -1,4 +1,4 @@
-"""When a request must have been answered: one value from its arrival to the last call made for it."""
+"""The deadline of a request: one value from its arrival to the last call made for it."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ from dataclasses import dataclass
 from millrace.errors import DeadlineError
 
 PASSED = "the deadline passed"
-# A caller's clock starts before a server's, by as long as the request travels, and so its deadline passes first: a
-# cancel so shortly before the deadline is taken for that. On a busy machine a request travels for a tenth of a second.
+# A caller's deadline passes before the server's, by the time that the request was on its way (up to 0.1 s on a busy
+# machine): a cancellation so shortly before the deadline is treated as the deadline.
 DEADLINE_MARGIN_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """`at` is of the monotonic clock, in seconds; infinity is no deadline."""
+    """`at` is a time of the monotonic clock, in seconds; infinity: no deadline."""
 
     at: float = math.inf
 
     @classmethod
     def after(cls, timeout_s: float | None) -> Deadline:
-        """The deadline of a request that has so many seconds left; None: it has no deadline."""
+        """The deadline in `timeout_s` seconds; None: no deadline."""
         return cls() if timeout_s is None else cls(time.monotonic() + timeout_s)
 
     def left(self, message: str = PASSED) -> float | None:
-        """The seconds that are left, as timeouts take them: None for no deadline; raises DeadlineError once it has
-        passed."""
+        """The remaining seconds, None without a deadline; raises DeadlineError if it has passed."""
         if self.at == math.inf:
             return None
         left_s = self.at - time.monotonic()
@@ -44,7 +43,7 @@ class Deadline:
 
     @asynccontextmanager
     async def scope(self, message: str = PASSED) -> AsyncIterator[None]:
-        """Ends what the block waits for with DeadlineError once the deadline passes."""
+        """Ends the block with DeadlineError when the deadline passes."""
         timeout = asyncio.timeout(self.left(message))
         try:
             async with timeout:

@@ -1,8 +1,8 @@
-"""Errors that carry their status: the one table of INTERFACE's error section.
+"""Errors that carry their status: the table of docs/interface.md's section on errors.
 
-A service raises these; the server interceptor turns them into a gRPC status with `x-failed-hop` and
-`x-http-status` in the trailing metadata, and the client interceptor turns such a status back into
-the same class, so that an error keeps its meaning and its origin across any number of hops.
+A service raises these; the server interceptor turns them into a gRPC status with `x-failed-hop` and `x-http-status` in
+the trailing metadata, and the client interceptor turns such a status back into the same class, so that an error keeps
+its meaning and its origin across any number of hops.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MillraceError(Exception):
 
     status: ClassVar[StatusCode] = StatusCode.INTERNAL
     http_status: ClassVar[int] = 500
-    mark: ClassVar[str] = ""  # Metadata that tells the class from another one with the same statuses.
+    mark: ClassVar[str] = ""  # Metadata that distinguishes the class from another one with the same statuses.
 
     def __init__(
         self, message: str, *, hop: str | None = None, retry_after_ms: int | None = None, param: str | None = None
@@ -110,7 +110,7 @@ class OverloadedError(MillraceError):
 
 
 class RequestFailedError(MillraceError):
-    """This request failed inside; its neighbours did not."""
+    """This request failed inside; other requests are not affected."""
 
     status = StatusCode.INTERNAL
     http_status = 500
@@ -131,13 +131,13 @@ class NotReadyError(MillraceError):
 
 
 class DrainingError(NotReadyError):
-    """Handed back by a replica that is about to stop: another, or the next process, can have it at once."""
+    """Handed back by a replica that is about to stop: another replica, or its successor, can take it at once."""
 
     mark = DRAINING
 
 
 class OtherWeightsError(NotReadyError):
-    """A stream that another replica began cannot go on at this one, whose model has another fingerprint."""
+    """A stream that another replica began cannot resume here: the model has another fingerprint."""
 
 
 class DeadlineError(MillraceError):
@@ -177,12 +177,12 @@ _TOO_LARGE = "message larger than max"
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, hop: str) -> MillraceError:
-    """The error that `hop` or a hop behind it reported, or what its breaking off means."""
+    """The error that `hop` or a hop behind it reported, or the error for a broken connection."""
     metadata = {key: value for key, value in error.trailing_metadata() or () if isinstance(value, str)}
     code, message = error.code(), error.details() or error.code().name
     failed_hop = metadata.get(FAILED_HOP)
     if failed_hop is None:
-        # Nobody behind `hop` signed this: a proxy or the transport speaks.
+        # No service behind `hop` signed this: it is from a proxy or the transport.
         if any(text in message for text in _NO_REPLICA):
             return NotReadyError(f"no {hop} is ready", hop=hop)
         if code is StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in message:
@@ -201,7 +201,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError, hop: str) -> MillraceError:
 
 
 def from_http_status(status: int, message: str, hop: str, retry_after_ms: int | None = None) -> MillraceError:
-    """The error that `hop` reported by HTTP; 499 is that of a server that has given a request up."""
+    """The error that `hop` reported by HTTP; 499 means that a server has given up a request."""
     if not 400 <= status < 600:
         return HopBrokenError(f"the {hop} answered {status}", hop=hop)
     cls = _BY_HTTP_STATUS.get(status, InvalidRequestError if status < 500 else RequestFailedError)

@@ -1,8 +1,8 @@
-"""What a user writes to put code of one's own before and after a model: a `Processor` in the transformer.
+"""`Processor`: users' code in the transformer, before and after a model.
 
     class Upper(Processor):
-        inputs = {"text": ("BYTES", [-1])}    what callers send; requests are held against it
-        outputs = {"text": ("BYTES", [-1])}   what they get; for metadata
+        inputs = {"text": ("BYTES", [-1])}    the tensors of callers; requests are validated
+        outputs = {"text": ("BYTES", [-1])}   the tensors of answers; for metadata
         model = "echo"                        the predictor's model; by default the processor's own name
 
         def preprocess(self, request):        its tensors go to the model
@@ -11,15 +11,14 @@
         def postprocess(self, request, outputs):
             return {"text": outputs["x"]}
 
-`TRANSFORMER_PROCESSORS=name=package.module:Class` or `name=folder/file.py:Class` gives it a name that
-callers use as a model's. Values are numpy arrays by name: BYTES are object arrays of bytes (text is
-taken too), BF16 its bits as uint16.
+`TRANSFORMER_PROCESSORS=name=package.module:Class` or `name=folder/file.py:Class` gives it a name that callers use as a
+model's. Values are numpy arrays by name: BYTES are object arrays of bytes (text is taken too), BF16 its bits as uint16.
 
-A plain method may block: it runs on one of a few threads, where several requests' calls may run at the
-same time. An `async def` runs on the event loop and must not block. `load` runs once, before the first
-request; what it raises keeps the transformer from starting. `postprocess` runs once for each answer of
-the model. An exception fails its request alone, as INTERNAL with the traceback in the log;
-`raise InvalidRequestError(text)` (millrace.errors) refuses it, as do the other MillraceErrors.
+A plain method may block: it runs on one of a few threads, where several requests' calls may run at the same time. An
+`async def` runs on the event loop and must not block. `load` runs once, before the first request; an exception prevents
+the transformer from starting. `postprocess` runs once for each answer of the model. An exception fails its request
+alone, as INTERNAL with the traceback in the log; `raise InvalidRequestError(text)` (millrace.errors) refuses it, as do
+the other MillraceErrors.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ Declared = Mapping[str, tuple[str, Sequence[int]]]
 class ProcessorRequest:
     """A caller's request.
 
-    `inputs` of fixed size are read-only. What `parameters` holds after `preprocess` goes to the model;
-    `state` is the processor's own, from `preprocess` to `postprocess`.
+    `inputs` of fixed size are read-only. The `parameters` after `preprocess` go to the model; `state` is the
+    processor's own, from `preprocess` to `postprocess`.
     """
 
     id: str
@@ -49,7 +48,7 @@ class ProcessorRequest:
 
 
 class Processor:
-    """See the module; as it stands it passes everything on."""
+    """See the module. This class passes everything on unchanged."""
 
     inputs: ClassVar[Declared | None] = None
     outputs: ClassVar[Declared | None] = None

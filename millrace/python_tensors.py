@@ -1,4 +1,4 @@
-"""What a user's code gives, numpy arrays by name, as tensors of the protocol, and a request's parameters as values."""
+"""Converts results of users' code, numpy arrays by name, to tensors of the protocol, and their parameters."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _DATATYPES = {
 
 @dataclass(frozen=True)
 class Response:
-    """What a Python model may answer with instead of the outputs alone: also parameters, bool, int, float or str."""
+    """A Python model's answer with parameters (bool, int, float or str) besides the outputs."""
 
     outputs: Mapping[str, Any]
     parameters: Mapping[str, bool | int | float | str] = field(default_factory=dict)
 
 
 class BadResultError(Exception):
-    """What a user's code gave is not tensors; the message says so to the client as well."""
+    """The result of a user's code is not tensors; the client gets the message too."""
 
 
 def as_mapping(result: Any, who: str) -> Mapping[str, Any]:
-    """The result of a user's code; `who` is what the message calls it."""
+    """The result of a user's code; `who` is its name in messages."""
     if not isinstance(result, Mapping):
         raise BadResultError(f"{who} answered with {type(result).__name__}, not with a dict of name to numpy array")
     return result
@@ -61,11 +61,11 @@ def as_tensor(name: Any, value: Any, who: str) -> Tensor | RawTensor:
 
 
 def write_response_parameters(response: pb.ModelInferResponse, given: Any) -> None:
-    """Adds what a user's code gives as parameters; BadResultError for other than bool, int, float and str by name."""
+    """Adds parameters from a user's code; raises BadResultError unless they are bool, int, float or str by name."""
     try:
         for name, value in given.items():
             if not isinstance(name, str) or not name or name.startswith("triton_"):
-                raise ValueError(f"{name!r} is no name of a parameter")
+                raise ValueError(f"{name!r} is not a name for a parameter")
             if not isinstance(value, bool | int | float | str):
                 raise ValueError(f"{name!r} is {type(value).__name__}")
             set_parameters(response.parameters, {name: value})

@@ -1,8 +1,8 @@
-"""How tokens are chosen: the one table of sampling parameters, their limits and their defaults.
+"""Sampling: the table of its parameters, their limits and their defaults.
 
-Every front end (gRPC, OIP, OpenAI) and the predictor read requests through `SamplingParameters`, so
-a parameter means the same and is refused with the same words everywhere. What ends a sequence is
-decided here too: `may_end`, `end_ids` and `finish_reason`, for the sampler and for the engine.
+Every front end (gRPC, OIP, OpenAI) and the predictor read requests through `SamplingParameters`, so a parameter has the
+same meaning and the same errors everywhere. `may_end`, `end_ids` and `finish_reason` decide where a sequence ends, for
+the sampler and for the engine.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class ContextLimits:
 
     def room(self, prompt_tokens: int) -> int:
         """Tokens that the context has left for output after a prompt."""
-        # An encoder-decoder model counts its prompt and its output apart.
+        # An encoder-decoder model has separate limits for its prompt and its output.
         return self.context_length if self.is_encoder_decoder else self.context_length - prompt_tokens
 
 
 class SamplingParameters(BaseModel):
-    """What a request says of sampling; numbers and lists of them may be text, since some clients send only that."""
+    """The sampling parameters of a request; numbers and lists of numbers may be text: some clients send only text."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     max_tokens: int | None = Field(None, ge=1, description="Tokens at most; 256, or what the context has left if less.")
-    min_tokens: int = Field(0, ge=0, description="No end, stop token or stop string counts before so many.")
+    min_tokens: int = Field(0, ge=0, description="The answer cannot end before this number of tokens.")
     temperature: float = Field(
         1.0, ge=0, le=2, description="Below 1e-5 greedy; 0 by default for encoder-decoder models."
     )
@@ -56,7 +56,7 @@ class SamplingParameters(BaseModel):
     repetition_penalty: float = Field(1.0, ge=0.01, le=100, description="Of tokens in prompt or output; 1 is off.")
     presence_penalty: float = Field(0.0, ge=-100, le=100, description="Of tokens in the output; 0 is off.")
     frequency_penalty: float = Field(0.0, ge=-100, le=100, description="Of tokens in the output, times their count.")
-    ignore_eos: bool = Field(False, description="Goes on after the end-of-sequence token.")
+    ignore_eos: bool = Field(False, description="Continues after the end-of-sequence token.")
     stop_token_ids: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] = Field(
         (), max_length=MAX_STOP_TOKEN_IDS, description="Each ends the output, as its last id and without its text."
     )
@@ -73,8 +73,10 @@ class SamplingParameters(BaseModel):
     priority: int = Field(
         0, ge=-(2**31), lt=2**31, description="Of a client's own waiting requests, the lowest is the first to start."
     )
-    chunk_tokens: int = Field(1, ge=1, le=4096, description="Tokens a message at least, but for the last.")
-    chunk_ms: int = Field(0, ge=0, le=600_000, description="Milliseconds held back for chunk_tokens; 0: no limit.")
+    chunk_tokens: int = Field(1, ge=1, le=4096, description="Minimum of tokens in a message, except the last one.")
+    chunk_ms: int = Field(
+        0, ge=0, le=600_000, description="Maximum of milliseconds that a message waits for chunk_tokens; 0: no limit."
+    )
 
     @field_validator("*", mode="before")
     @classmethod
@@ -146,7 +148,7 @@ class SamplingParameters(BaseModel):
 
 
 def defaults_of(generation_config: Mapping[str, Any], is_encoder_decoder: bool) -> SamplingParameters:
-    """A model's defaults: what its generation_config.json says where it samples, else the table's."""
+    """A model's defaults: those of its generation_config.json if that samples, otherwise those of the table."""
     if generation_config.get("do_sample"):
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         given = {name: generation_config[name] for name in names if generation_config.get(name) is not None}

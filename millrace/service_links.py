@@ -23,8 +23,7 @@ _NUMBER = r"\d{1,5}"
 _PROTOCOL = "tcp|udp|sctp"
 _URL = rf"({_PROTOCOL})://(\[[0-9A-Fa-f:.]+\]|[0-9.]+):{_NUMBER}"
 _NAMED_PORT = rf"PORT_{_NUMBER}_({_PROTOCOL.upper()})"
-# What a link's name ends with, and whether its value is one. Of a service named `predictor-gpu` that much more stands
-# before the fixed part.
+# The end of a link's name, and the test of its value. A service named `predictor-gpu` has a longer name before the end.
 _LINKS = tuple(
     (re.compile(rf"(.*_)?({end})").fullmatch, is_value)
     for end, is_value in (

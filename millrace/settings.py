@@ -1,8 +1,7 @@
 """Settings from environment variables, refused when unknown or malformed.
 
-Each service declares a subclass of `ServiceSettings` with its prefix; a field's description is its
-documentation and what `--help` prints. Nothing else reads the environment but OpenTelemetry's own
-`OTEL_*` and the hub client's `HF_*`.
+Each service declares a subclass of `ServiceSettings` with its prefix; a field's description is its documentation and
+what `--help` prints. Nothing else reads the environment but OpenTelemetry's own `OTEL_*` and the hub client's `HF_*`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 def read_by(parse: Callable[[str], Any]) -> BeforeValidator:
-    """Makes a setting's value of its text; beside NoDecode, without which it would have to be JSON."""
+    """Parses a setting's text; needs NoDecode beside it, otherwise pydantic expects JSON."""
     return BeforeValidator(lambda value: parse(value) if isinstance(value, str) else value)
 
 
@@ -71,7 +70,7 @@ class ServiceSettings(BaseSettings):
         ge=1,
         description=(
             "Maximum of open calls without a request in flight, such as an idle ModelStreamInfer; beyond it "
-            "the one that has been idle longest ends, of the caller that has most."
+            "the longest idle call of the caller with most calls ends."
         ),
     )
     max_idle_calls_per_client: int = Field(

@@ -1,6 +1,6 @@
-"""Files between processes: an operator's file that is read again when it changes, and one that others read.
+"""Files between processes: an operator's file that is read again when it changes, and files that others read.
 
-Contents of the operator's that cannot be used leave the last good ones in force.
+If the new contents of an operator's file are invalid, the last valid ones stay in effect.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 class WatchedFile(Generic[T]):
     """`parse` turns the file's text into `value` and raises ValueError, with one line that names the fault.
 
-    If the first contents are not good, `value` is `default`, or without one the file raises StartupError.
+    If the first contents are invalid, `value` is `default`; without a default StartupError is raised.
     """
 
     def __init__(self, path: Path, parse: Callable[[str], T], default: T | None = None) -> None:
@@ -41,7 +41,7 @@ class WatchedFile(Generic[T]):
         except ValueError as error:
             if default is None:
                 raise StartupError(f"{path}: {error}") from None
-            logger.error("%s: %s; what it said before stays in force", path, error)
+            logger.error("%s: %s; the last valid contents stay in effect", path, error)
             self.value = default
 
     async def watch(self, changed: Callable[[T], None]) -> None:
@@ -57,7 +57,7 @@ class WatchedFile(Generic[T]):
                 await asyncio.to_thread(changed, self.value)
             except ValueError as error:
                 self._count("refused")
-                logger.error("%s: %s; what it said before stays in force", self._path, error)
+                logger.error("%s: %s; the last valid contents stay in effect", self._path, error)
                 continue
             self._count("applied")
             logger.info("%s was read again", self._path)
@@ -92,7 +92,7 @@ def load_yaml(text: str) -> Any:
 
 
 def first_fault(error: ValidationError) -> tuple[tuple[int | str, ...], str]:
-    """Where a document is at fault, and why; without the value, which may be secret."""
+    """The place and the message of the first fault; without the value, which may be secret."""
     first = error.errors(include_input=False, include_url=False)[0]
     return first["loc"], first["msg"].removeprefix("Value error, ")
 

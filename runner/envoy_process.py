@@ -64,7 +64,7 @@ class EnvoyProcess(Process):
             await self._wait_for_place()
             running = self._process
             if running is None or running.returncode is not None or not self._base_id_file.exists():
-                raise StartupError("envoy is being started just now; reload once more")
+                raise StartupError("envoy is starting; reload again")
             # Connected now, because the port of the admin page passes to the new one.
             admin = await asyncio.to_thread(_AdminConnection, self._admin_port)
             try:

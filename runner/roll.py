@@ -62,7 +62,9 @@ async def roll_on_request(stack: Stack, request: asyncio.Event, say: Callable[[s
             error = str(reason)
             say(f"not rolled: {error}")
         else:
-            say(f"rolled in {time.monotonic() - started:.1f} s: every process is a new one, with the present settings")
+            say(
+                f"rolled in {time.monotonic() - started:.1f} s: every process was replaced and has the current settings"
+            )
         with suppress(OSError):
             _write(_outcome_file(stack.folder), {"id": document.get("id", ""), "error": error})
 

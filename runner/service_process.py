@@ -35,7 +35,7 @@ class ServiceProcess(Process):
         await self.predecessor_ended()
         running = self._process
         if running is None or running.returncode is not None:
-            raise StartupError(f"{self.spec.name} is being started just now")
+            raise StartupError(f"{self.spec.name} is starting; try again")
         with (
             tempfile.TemporaryDirectory(prefix="millrace-") as folder,
             socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready,

@@ -168,7 +168,7 @@ class Stack:
         """Restores the folder if it was removed; raises OSError if that fails."""
         try:
             if self.folder.restore():
-                self._say(f"{self.folder.path} was removed and is made again; logs from before are gone")
+                self._say(f"{self.folder.path} was removed and has been created again; earlier logs are lost")
             if not self.folder.envoy_config.exists():
                 envoy_config.write(self.settings, self.folder.envoy_config, self._change_gateway)
         except StartupError as error:

@@ -1,1 +1,1 @@
-"""Where models come from, of what kind they are, and how their files reach the local disk."""
+"""Sources and kinds of models, and the download of their files."""

@@ -1,4 +1,4 @@
-"""Brings a model's files to the local disk: a folder as it is, a hub id by download into the hub's cache."""
+"""Provides a model's files on the local disk: a folder as it is, a hub id by download into the hub's cache."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Report = Callable[[str], None]
 def fetch(source: ModelSource, patterns: Sequence[str], report: Report = lambda _: None) -> Path:
     """The folder that holds the source's files; only files that match `patterns` are downloaded.
 
-    Logs and reports how far a download is. Raises StartupError that says what to do. Blocks, for
-    minutes where much is downloaded.
+    Logs and reports the progress of a download. Raises StartupError with what to do. Blocks, for minutes if much is
+    downloaded.
     """
     if source.is_local:
         folder = Path(source.location)
@@ -40,21 +40,21 @@ def fetch(source: ModelSource, patterns: Sequence[str], report: Report = lambda 
 
     reported = ""
 
-    def tell(text: str) -> None:
+    def show(text: str) -> None:
         nonlocal reported
         if text != reported:
             reported = text
             logger.info("%s: %s", where, text)
             report(text)
 
-    tell("fetching from the hub")
+    show("fetching from the hub")
     try:
         return Path(
             snapshot_download(
                 source.location,
                 revision=source.revision,
                 allow_patterns=list(patterns),
-                tqdm_class=_progress_told_to(tell),
+                tqdm_class=_progress_shown_by(show),
             )
         )
     except GatedRepoError:
@@ -69,7 +69,7 @@ def fetch(source: ModelSource, patterns: Sequence[str], report: Report = lambda 
         raise StartupError(f"{where}: the hub cannot be reached; check the network or name a local folder") from None
 
 
-def _progress_told_to(tell: Report) -> type[tqdm_asyncio[Any]]:
+def _progress_shown_by(show: Report) -> type[tqdm_asyncio[Any]]:
     """The hub's progress bars as lines of text, for services have no terminal."""
 
     class Progress(tqdm_asyncio):  # type: ignore[type-arg]
@@ -78,8 +78,8 @@ def _progress_told_to(tell: Report) -> type[tqdm_asyncio[Any]]:
             super().__init__(*arguments, **options)
 
         def display(self, msg: str | None = None, pos: int | None = None) -> None:
-            # There is a bar of files, too; bytes say more.
+            # There is a progress bar of files too; bytes are more informative.
             if self.unit == "B" and self.n:
-                tell(f"fetched {self.n / 1e6:.1f} of {(self.total or self.n) / 1e6:.1f} MB")
+                show(f"fetched {self.n / 1e6:.1f} of {(self.total or self.n) / 1e6:.1f} MB")
 
     return Progress

@@ -1,12 +1,12 @@
-"""What kind of model a folder holds: how the predictor runs it, and whether the transformer has text to process.
+"""The kind of a model: how the predictor runs it, and whether the transformer has text to process.
 
-Decided from the folder's files alone, so that both services decide the same. The rules, in order:
+It depends only on the folder's files, so that both services decide the same. The rules, in order:
 
 1. `model.py`, in a local folder: a Python model (code of the hub is never run);
 2. `modules.json` (a model of sentence-transformers): embeddings;
 3. `config.json` names a class `…ForSequenceClassification`: classification;
 4. it names an encoder (`BertModel`, `T5EncoderModel`, …): embeddings;
-5. anything else generates text, or the predictor says that it does not.
+5. anything else generates text, or the predictor refuses it.
 """
 
 from __future__ import annotations

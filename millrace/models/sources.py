@@ -62,12 +62,12 @@ def is_name(text: str) -> bool:
 
 
 def parse_hub_id(name: str, text: str) -> ModelSource:
-    """The source that a hub id with an optional revision means, whatever folders there are; raises ValueError."""
+    """The source that a hub id with an optional revision means, even if a folder has this name; raises ValueError."""
     hub_id, at, revision = text.partition("@")
     if not _HUB_ID.fullmatch(hub_id) or any(part.strip(".") == "" for part in hub_id.split("/")):
-        raise ValueError(f"{text!r} is no hub id")
+        raise ValueError(f"{text!r} is not a hub id")
     if at and not _REVISION.fullmatch(revision):
-        raise ValueError(f"{revision!r} is no revision")
+        raise ValueError(f"{revision!r} is not a revision")
     return ModelSource(name, hub_id, revision or None, from_hub=True)
 
 

@@ -1,8 +1,8 @@
 """Tensors in the bodies of V2 REST's infer: described in JSON, with data inside it or as binary data behind it.
 
-The JSON takes as many bytes as the header `inference-header-content-length` says. The contents of the tensors with the
-parameter `binary_data_size` follow in order, as in memory; a BYTES element is a 4-byte length and its bytes. A
-request's inputs and an answer's outputs have this form.
+The header `inference-header-content-length` is the size of the JSON. The contents of the tensors with the parameter
+`binary_data_size` follow in order, as in memory; a BYTES element is a 4-byte length and its bytes. A request's inputs
+and an answer's outputs have this form.
 
 Raises InvalidRequestError. Source: the protocol's "Tensor Data" section and Triton's binary tensor data extension.
 """
@@ -25,7 +25,7 @@ from millrace.rpc.byte_budget import MAX_MESSAGE_BYTES
 HEADER_LENGTH = "inference-header-content-length"
 BINARY_SIZE, BINARY, BINARY_ALL = "binary_data_size", "binary_data", "binary_data_output"
 MAX_TENSORS = 1024
-MAX_BODY_BYTES = MAX_MESSAGE_BYTES - 65536  # What is around it in a message takes less.
+MAX_BODY_BYTES = MAX_MESSAGE_BYTES - 65536  # The rest of the message is smaller.
 
 Parameters = dict[str, Any] | None
 Contents = Sequence[bytes | memoryview]  # Of one tensor, in parts.

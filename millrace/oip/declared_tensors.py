@@ -15,13 +15,13 @@ from millrace_protos import inference_pb2 as pb
 
 
 def declared(mapping: Any) -> tuple[TensorSpec, ...]:
-    """What a user's mapping declares; ValueError where it does not look like the module's example."""
+    """The tensors of a user's mapping; ValueError if it differs from the module's example."""
     try:
         tensors = tuple(_declared(name, *described) for name, described in mapping.items())
     except (AttributeError, TypeError) as error:
         raise ValueError(str(error)) from None
     if not all(isinstance(tensor.name, str) and tensor.datatype in DATATYPES for tensor in tensors):
-        raise ValueError("a name is no text, or a datatype is not the protocol's")
+        raise ValueError("a name must be text, and a datatype one of the protocol's")
     return tensors
 
 
@@ -34,7 +34,7 @@ def _declared(name: Any, datatype: Any, shape: Any, more: Any = None) -> TensorS
 
 
 def check_requested_outputs(request: pb.ModelInferRequest) -> None:
-    """Refuses outputs that no model of ours can give as they are asked for: twice, or by Triton's classification."""
+    """Refuses outputs that are requested twice, or with Triton's classification extension."""
     names = set()
     for output in request.outputs:
         if output.name in names:
@@ -47,7 +47,7 @@ def check_requested_outputs(request: pb.ModelInferRequest) -> None:
 
 
 def check_inputs(tensors: Mapping[str, RawTensor], specs: Sequence[TensorSpec]) -> None:
-    """Refuses inputs that are not those declared."""
+    """Refuses inputs that differ from the declared ones."""
     by_name = {spec.name: spec for spec in specs}
     for name, tensor in tensors.items():
         spec = by_name.get(name)

@@ -1,4 +1,4 @@
-"""Parameters in JSON: an object of names to truths, numbers and strings."""
+"""Parameters in JSON: an object of names to booleans, numbers and strings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write_parameters(target: Any, given: Mapping[str, Any]) -> None:
 
 
 def plain_parameters(parameters: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
-    """A response's parameters, but for what speaks to the server's own clients."""
+    """A response's parameters, except reserved ones."""
     values = {}
     for name, parameter in parameters.items():
         choice = parameter.WhichOneof("parameter_choice")

@@ -1,9 +1,9 @@
-"""Tensors in JSON: lists of numbers, truths or strings to a tensor's raw contents, and back.
+"""Tensors in JSON: lists of numbers, booleans or strings to a tensor's raw contents, and back.
 
-Data may be nested like the shape or flat; a tensor of one element may be the element itself. Integers
-must fit their datatype, BOOL takes `true` and `false` alone, BYTES takes strings, kept as UTF-8. FP32
-and FP64 take any number, `NaN` and the infinities, but no finite number that overflows. FP16 and BF16
-have no JSON form in the protocol. Sizes are compared before anything of their size is made.
+Data may be nested like the shape or flat; a tensor of one element may be the element itself. Integers must fit their
+datatype, BOOL takes `true` and `false` alone, BYTES takes strings, kept as UTF-8. FP32 and FP64 take any number, `NaN`
+and the infinities, but no finite number that overflows. FP16 and BF16 have no JSON form in the protocol. Sizes are
+compared before memory is allocated.
 
 Raises InvalidRequestError. Large tensors are worked on a slice at a time, see json_text.
 Source: the protocol's "Tensor Data" section and Triton's http_server.cc.

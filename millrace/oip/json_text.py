@@ -1,7 +1,7 @@
 """JSON as Triton reads and writes it: with `NaN`, `Infinity` and `-Infinity`, which JSON itself lacks.
 
-Arrays of numbers are written from numpy a slice at a time, so that a thread that writes a large one lets
-the others run. FP32 is written with as many digits as make it FP32 again.
+Arrays of numbers are written from numpy a slice at a time, so that a thread that writes a large one does not block
+others. FP32 is written with as many digits as make it FP32 again.
 
 Source: triton_json.h of triton-inference-server/common, whose flags allow the three names both ways.
 """
@@ -50,7 +50,7 @@ def _load_with_names(data: bytes | memoryview, refused: orjson.JSONDecodeError) 
                 _refuse_surrogates(values)
             return values
         except (ValueError, RecursionError):
-            pass  # orjson's words are the better ones.
+            pass  # The message of orjson is better.
     raise InvalidRequestError(f"the body is not JSON: {refused}") from None
 
 

@@ -1,10 +1,10 @@
-"""What every server of the Open Inference Protocol here answers in the same way; a base class of the servicers.
+"""The base class of all servicers of the Open Inference Protocol: methods that every server answers alike.
 
-- `TraceSetting` and `LogSettings` (Triton's extensions) tell what is really in force in this process.
-  Each replica is a process of its own: a change reaches the one that gets the call.
+- `TraceSetting` and `LogSettings` (Triton's extensions) return the settings in effect in this process. Each replica is
+  a process of its own: a change affects only the one that gets the call.
   - Tracing is set at the start (`OTEL_*`): `trace_mode`, `trace_level` (TIMESTAMPS or OFF), `trace_count`
-    (-1: no end) and `trace_sampler`, in OpenTelemetry's words. A request that names what is in force
-    anyway is answered, one that would change it is refused.
+    (-1: no end) and `trace_sampler`, in OpenTelemetry's terms. A request with the
+    current values is answered, one that would change them is refused.
   - Log levels can be changed: `log_error`, `log_warning`, `log_info` (bool) and `log_verbose_level`
     (0, or anything else for debug) are the levels of Python's root logger, each of which takes in those
     above it. `log_file` is empty: logs go to standard error.
@@ -48,7 +48,7 @@ class OpenInferenceBase(inference_pb2_grpc.GRPCInferenceServiceServicer):
         for name, setting in request.settings.items():
             if name not in in_force:
                 raise InvalidRequestError(f"unknown trace setting {name!r}; there are {', '.join(in_force)}")
-            # No value asks for the default, and nothing but the defaults is ever in force.
+            # A request without a value asks for the default, which is always in effect.
             if setting.value and list(setting.value) != [in_force[name]]:
                 raise InvalidRequestError(f"{name} is {in_force[name]} and cannot be changed while the server runs")
         values = {name: pb.TraceSettingResponse.SettingValue(value=[value]) for name, value in in_force.items()}
@@ -77,7 +77,7 @@ class OpenInferenceBase(inference_pb2_grpc.GRPCInferenceServiceServicer):
 
 
 def trace_settings() -> dict[str, str]:
-    """What is in force."""
+    """The settings in effect."""
     sampler = getattr(trace.get_tracer_provider(), "sampler", None)
     return {
         "trace_mode": "opentelemetry",
@@ -88,7 +88,7 @@ def trace_settings() -> dict[str, str]:
 
 
 def log_settings(level: int) -> dict[str, bool | int | str]:
-    """What a level of Python's means in Triton's settings."""
+    """Triton's settings for a level of Python's."""
     return {
         "log_file": "",
         **{name: level <= least for name, least in _LEVELS.items()},
@@ -109,7 +109,7 @@ def _given(settings: Mapping[str, Any]) -> dict[str, bool | int | str]:
 
 
 def _level_of(wanted: Mapping[str, bool | int | str]) -> int:
-    """The level of Python's that the settings mean."""
+    """Python's level for the settings."""
     if wanted["log_file"]:
         raise InvalidRequestError("log_file cannot be set: logs go to standard error")
     if not wanted["log_error"]:

@@ -1,14 +1,14 @@
 """`ModelStreamInfer` for any servicer: many requests multiplexed on one call, answered as they come.
 
-Each request runs in its own task, so that a slow one does not delay others. A request that fails
-gives a response with `error_message` and its id, and the stream continues; with the metadata
-`triton_grpc_error: true` (Triton's own switch) the first error ends the call with its real status
-instead. Half-close ends the call after the last answer; cancelling it cancels every request.
+Each request runs in its own task, so that a slow one does not delay others. A request that fails gives a response with
+`error_message` and its id, and the stream continues; with the metadata `triton_grpc_error: true` (Triton's own switch)
+the first error ends the call with its real status instead. Half-close ends the call after the last answer; cancelling
+it cancels every request.
 
-`triton_final_response` is true on the last response of a request, which `answer` marks, and on an error.
-A request with the parameter `triton_enable_empty_final_response` gets an empty response as its last one
-instead, unless it fails. Answers in bytes, a serialized ModelStreamInferResponse each, pass as they are:
-they come from a server that has marked them itself.
+`triton_final_response` is true on the last response of a request, which `answer` marks, and on an error. A request with
+the parameter `triton_enable_empty_final_response` gets an empty response as its last one instead, unless it fails.
+Answers in bytes, a serialized ModelStreamInferResponse each, pass as they are: they come from a server that has marked
+them itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EMPTY_FINAL = "triton_enable_empty_final_response"
 
 
 class StreamRequest(Protocol):
-    """What is read here of a ModelInferRequest."""
+    """The parts of a ModelInferRequest that are used here."""
 
     @property
     def model_name(self) -> str: ...
@@ -97,7 +97,7 @@ async def multiplex(
                         else:
                             group.create_task(run(request, finish))
                 except MillraceError as error:
-                    # What cannot be parsed has no id to answer to: the call ends with it.
+                    # An unparseable request has no id, so the call ends.
                     await responses.put(error)
         except Exception:
             logger.exception("a stream's requests could not be read")

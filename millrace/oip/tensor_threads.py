@@ -29,12 +29,12 @@ async def decoding(described: Iterable[Any], decode: Callable[[], T]) -> T:
 
 
 def elements_by_one(described: Iterable[Any]) -> int:
-    """How many elements of inputs or outputs are decoded one by one, at some 0.5 µs each; the others cost nothing."""
+    """How many elements of inputs or outputs are decoded one by one, at some 0.5 µs each; others take no time."""
     count = 0
     for description in described:
         if description.datatype == BYTES:
             size = math.prod(map(abs, description.shape[:32]))
-            count += size if size <= MAX_BYTES_ELEMENTS else 0  # More are refused unseen.
+            count += size if size <= MAX_BYTES_ELEMENTS else 0  # More are refused without decoding.
         elif description.HasField("contents"):
             count += sum(len(values) for field, values in description.contents.ListFields() if field.name not in _FIXED)
     return count

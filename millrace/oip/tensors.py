@@ -48,15 +48,17 @@ _TYPES: Mapping[str, tuple[DType, str | None]] = {
     BYTES: (np.dtype(object), "bytes_contents"),
 }
 DATATYPES = frozenset(_TYPES)
-MAX_BYTES_ELEMENTS = 65_536  # Of all BYTES tensors together: each becomes an object, and is looked at by itself.
-_PIECE = 8192  # Numbers that are converted by one call, in less than a millisecond: others go on between two calls.
+MAX_BYTES_ELEMENTS = 65_536  # Of all BYTES tensors together: each becomes an object and is checked individually.
+_PIECE = (
+    8192  # Numbers that are converted by one call, in less than a millisecond: other threads run between two calls.
+)
 _LENGTH = struct.Struct("<I")
 _MAX_ELEMENTS = 2**59  # Bytes of any datatype stay within 63 bits.
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A named array with its protocol datatype; the datatype tells BF16 from UINT16."""
+    """A named array with its protocol datatype; the datatype distinguishes BF16 from UINT16."""
 
     name: str
     datatype: str
@@ -65,7 +67,8 @@ class Tensor:
 
 @dataclass(frozen=True)
 class RawTensor:
-    """A tensor's raw contents with its protocol datatype: what need not be looked at, and what numpy cannot hold."""
+    """A tensor's raw contents with its protocol datatype: for tensors that need no decoding or that numpy cannot
+    hold."""
 
     datatype: str
     shape: Shape
@@ -96,7 +99,7 @@ def raw_inputs(request: pb.ModelInferRequest) -> dict[str, RawTensor]:
 
 
 def raw_outputs(response: pb.ModelInferResponse) -> dict[str, RawTensor]:
-    """The response's outputs by name, whose raw contents are not looked at."""
+    """The response's outputs by name, whose raw contents are not checked."""
     return _raw_tensors(response.outputs, response.raw_output_contents, "output")
 
 

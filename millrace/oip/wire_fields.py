@@ -1,7 +1,7 @@
 """The length-delimited fields of a serialized protobuf message: no copy, no parsing, and the head of a new one.
 
-Fields of the other types, which none of the messages here has by itself, are skipped as any parser skips what it does
-not know, or refused. What cannot be read raises protobuf's DecodeError, as the generated parsers do.
+Fields of the other types, which none of the messages here has by itself, are skipped like unknown fields,
+or refused. Invalid data raise protobuf's DecodeError, as the generated parsers do.
 Source of the format: protobuf's wire encoding.
 """
 
@@ -44,7 +44,7 @@ def fields(data: bytes | memoryview, *, only: bool = False) -> Iterator[tuple[in
 
 
 def field_head(number: int, size: int) -> bytes:
-    """What stands before the contents of a length-delimited field."""
+    """The tag and length before the contents of a length-delimited field."""
     return _as_varint(number << 3 | _LENGTH_DELIMITED) + _as_varint(size)
 
 

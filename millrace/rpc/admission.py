@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 FIRST_MESSAGE_S = 120.0
 _UNCOUNTED = ("/grpc.health.", "/grpc.reflection.")
 _WATCH = "/grpc.health.v1.Health/Watch"
-# From services and the gateway itself alone: silent for as long as there is nothing to record, and as large as records
-# are.
+# Internal: calls of services and of the gateway, which may be silent for long and as large as records.
 _STEPS = "/millrace.v1.PredictorSteps/"
 _INNER = ("/millrace.v1.PayloadIngest/", "/opentelemetry.proto.collector.logs.v1.LogsService/", _STEPS)
 
@@ -45,19 +44,19 @@ _current: ContextVar[Call | None] = ContextVar("call", default=None)
 
 
 def error_of_call() -> MillraceError | None:
-    """What the service has ended the call with that the task belongs to: it is cancelled, and its caller reads this."""
+    """The error with which the service ended this task's call; the task is cancelled, and the caller gets the error."""
     call = _current.get()
     return None if call is None else call.error
 
 
 def call_metadata(context: Context) -> Metadata:
-    """The metadata of a call: those of the call that the task serves are at hand, grpc makes them anew each time."""
+    """The metadata of a call; cached for the call that this task serves, because grpc builds them at each access."""
     call = _current.get()
     return tuple(context.invocation_metadata() or ()) if call is None else call.metadata
 
 
 def head_of_call() -> ResponseHead:
-    """The head of the answer to the call that the task serves; one that nobody sends, if it serves none."""
+    """The head of the answer to the call that the task serves; one that is never sent, if it serves none."""
     call = _current.get()
     return ResponseHead(tuple) if call is None else call.head
 
@@ -90,7 +89,7 @@ class Admission:
 
     @property
     def idle(self) -> int:
-        """Calls that ask nothing now."""
+        """The number of idle calls."""
         return len(self._idle)
 
     def call(self, method: str, request_streaming: bool, metadata: Metadata = ()) -> Call:
@@ -99,7 +98,7 @@ class Admission:
         return Call(self, method, request_streaming, limit_s, metadata)
 
     def cut_off(self) -> None:
-        """Ends every open call, and those that still come, because the service stops."""
+        """Ends every open call, and those that arrive later, because the service stops."""
         self._is_over = True
         for call in self._open:
             call.end(_stopping())
@@ -111,7 +110,7 @@ class Admission:
 
 
 class Call:
-    """One call, from its first moment to its end, in the task that serves it."""
+    """One call, from its start to its end, in the task that serves it."""
 
     def __init__(
         self, admission: Admission, method: str, request_streaming: bool, idle_limit_s: float, metadata: Metadata
@@ -122,11 +121,11 @@ class Call:
         self.is_inner = method.startswith(_INNER)
         self._watches = method == _WATCH
         self._is_never_idle = method.startswith(_STEPS)
-        self.may_be_idle = request_streaming or self._watches  # As it is meant to be.
+        self.may_be_idle = request_streaming or self._watches  # By design.
         self.may_arrive = not self._watches and not self.is_inner
         self.idle_limit_s = math.inf if self._watches or self.is_inner else idle_limit_s
         self._task: asyncio.Task[Any] | None = None  # That serves it, until it ends.
-        self._cancelled_before = 0  # How often that task was to be cancelled by others.
+        self._cancelled_before = 0  # How many cancellations by others were pending.
         self.error: MillraceError | None = None  # What the service ends it with.
         self._bytes = 0
         self._requests = 0
@@ -142,7 +141,7 @@ class Call:
 
     @cached_property
     def caller(self) -> str:
-        """Who makes the call; "" for other services."""
+        """The name of the caller; "" for other services."""
         return caller_of(self.metadata)
 
     async def __aenter__(self) -> Call:
@@ -172,13 +171,13 @@ class Call:
             admission.budget.release(self._bytes)
             self._bytes = 0
         task, self._task = self._task, None
-        # As asyncio.timeout does: a cancel that is not only ours stays one.
+        # As asyncio.timeout does: a cancellation by others remains one.
         is_ours = self._is_cut and task is not None and task.uncancel() <= self._cancelled_before
         if is_ours and self.error is not None and kind is not None and issubclass(kind, asyncio.CancelledError):
             raise self.error from None
 
     def end(self, error: MillraceError) -> None:
-        """Ends the call with an error, if it has not ended; the first one counts."""
+        """Ends the call with an error, if it has not ended; only the first error has an effect."""
         self._admission._idle.discard(self)
         if self.error is None and self in self._admission._open:
             self.error = error
@@ -218,7 +217,7 @@ class Call:
         self._requests += 1
 
     def _remaining(self) -> Pairs:
-        """Headers of what the client may still do in this minute."""
+        """Headers with the remaining limits of the client for this minute."""
         try:
             return self._admission.limits.remaining(self.client) if self.client.has_minute else ()
         except UnauthenticatedError:  # With which the call ends.
@@ -242,10 +241,7 @@ class Call:
         self._bytes += size
 
     async def reserve_in_turn(self, size: int) -> None:
-        """As `reserve`, but waits for its turn where requests of this call hold bytes: what comes next can wait.
-
-        So can what comes from another service.
-        """
+        """As `reserve`, but waits for its turn if requests of this call hold bytes, or if another service calls."""
         if self._bytes or self.is_inner:
             await self._admission.budget.reserve_in_turn(size)
             self._bytes += size
@@ -264,4 +260,4 @@ def charge_of(size: int) -> int:
 
 
 def _stopping() -> NotReadyError:
-    return NotReadyError("the service stops")
+    return NotReadyError("the service is stopping")

@@ -1,8 +1,8 @@
 """A bound on the memory of large requests in flight, for one process.
 
 A request is charged with its copies: what gRPC receives, what the parser makes of it, what goes on to the next hop and
-what comes back. Small requests are not charged, so that they cost nothing here; the limit on concurrent calls
-(`Admission`) covers them. After large releases the allocator returns free pages to the machine.
+what comes back. Small requests are not charged, to save time; the limit on concurrent calls (`Admission`) covers them.
+After large releases the allocator returns free pages to the machine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ByteBudget:
         return self._in_use
 
     def reserve(self, size: int) -> None:
-        """Takes `size` bytes, ahead of those that wait; raises TooLargeError if they can never fit, OverloadedError if
+        """Takes `size` bytes, ahead of waiting requests; raises TooLargeError if they can never fit, OverloadedError if
         they do not fit now."""
         self._check(size)
         if self._in_use + size > self._limit:
@@ -102,7 +102,9 @@ class ByteBudget:
             )
 
     def _full(self) -> OverloadedError:
-        message = f"the requests in flight may take {self._limit >> 20} MiB of memory together (*_REQUEST_MEMORY)"
+        message = (
+            f"requests in flight use the {self._limit >> 20} MiB of memory that *_REQUEST_MEMORY allows; retry later"
+        )
         return OverloadedError(message, retry_after_ms=RETRY_AFTER_MS)
 
     def _next_turns(self) -> None:
@@ -123,7 +125,7 @@ class ByteBudget:
 
 
 def give_memory_back() -> None:
-    """Returns the allocator's free pages to the machine; blocks for some milliseconds, without the interpreter
-    lock; for any thread."""
+    """Returns the allocator's free pages to the machine; blocks for some milliseconds, without the interpreter lock;
+    for any thread."""
     if _malloc_trim is not None:
         _malloc_trim(0)

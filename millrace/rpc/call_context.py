@@ -1,6 +1,6 @@
-"""What is known of a call besides its request: the method, the request's id, the metadata, the deadline.
+"""The context of a call: its method, the request's id, the metadata, the deadline.
 
-`CALL_ID` and the client are set by the gateway, which overwrites or removes them whatever a caller sent.
+`CALL_ID` and the client are set by the gateway, which overwrites or removes the values that a caller sent.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class ServedModel(NamedTuple):
 
 @dataclass
 class Routed:
-    """Where a route has led a call: to the model `served`, and to `others` in order where that one cannot answer.
+    """The models that a route chose for a call: `served`, and the fallbacks `others`, in order.
 
-    `is_copied` is whether its shadow gets a copy, once that is drawn.
+    `is_copied`: whether the shadow gets a copy; None until that is drawn.
     """
 
     served: ServedModel
@@ -53,8 +53,8 @@ class CallContext:
     """`protocol` is the method called, `request_id` the caller's or the gateway's, `arrived` a time of the monotonic
     clock.
 
-    `routed` has where routes have led the call, by the names that its requests use. Of a copy for another model,
-    whose answer nobody gets, `shadow_of` is the record_id of the request that was copied.
+    `routed` has the models that routes chose, by the names in the requests. In a shadow copy, `shadow_of` is the
+    record_id of the copied request.
     """
 
     protocol: str
@@ -67,12 +67,12 @@ class CallContext:
 
     @property
     def elapsed_s(self) -> float:
-        """Since the arrival."""
+        """Seconds since the arrival."""
         return time.monotonic() - self.arrived
 
     @cached_property
     def client(self) -> Client:
-        """Who calls."""
+        """The client that calls."""
         return client_of(self.metadata)
 
     def header(self, name: str) -> str:
@@ -80,8 +80,8 @@ class CallContext:
         return ", ".join(value for key, value in self.metadata if key == name and isinstance(value, str))
 
     def with_id(self, request_id: str) -> CallContext:
-        """The same call under the id that its request gives, if it gives one; spans and log lines of the task have it
-        from now on."""
+        """The same call with the id in its request, if there is one; later spans and log lines of the task have this
+        id."""
         if not request_id:
             return self
         request_id = request_id[:MAX_REQUEST_ID]

@@ -64,7 +64,7 @@ class CallSpan:
         self._span, self._end = span, end
 
     def end(self, code: StatusCode) -> None:
-        """Ends a call that `ClientSpans.begin` began; the first end counts."""
+        """Ends a call that `ClientSpans.begin` began; only the first end has an effect."""
         end, self._end = self._end, None
         if end is not None:
             end(code)
@@ -122,7 +122,7 @@ class ClientSpans:
         def end(code: StatusCode) -> None:
             duration_s = time.monotonic() - began
             if code is StatusCode.CANCELLED and timeout_s is not None:
-                # Whoever waits for it may see the same deadline pass first, and cancel it.
+                # The waiting task may notice the same deadline first, and cancel the call.
                 code = code if duration_s < timeout_s - DEADLINE_MARGIN_S else StatusCode.DEADLINE_EXCEEDED
             end_span(span, code, is_server=False, streams=self._streams)
             self._duration.record(duration_s, attributes | {"rpc.response.status_code": code.name})

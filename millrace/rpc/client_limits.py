@@ -1,9 +1,7 @@
-"""What a client's key allows it at once, in a second and in a minute (millrace/clients.py), counted by one process of a
-service.
+"""The limits of a client's key (millrace/clients.py): requests in flight, in a second and in a minute.
 
-Second and minute slide: of any 60 s in a row no more is granted than the limit. A client without limits costs nothing.
-What remains of a minute is in headers with the names and the durations of OpenAI's API: x-ratelimit-remaining-requests,
-6m0s.
+Each process of a service has its own counts. Windows slide: any 60 s in a row have at most the limit of a minute. The
+remaining requests are in headers with the names and durations of OpenAI's API: x-ratelimit-remaining-requests, 6m0s.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ class SlidingMinute:
         self.used = 0
 
     def advance(self, now: float) -> None:
-        """Forgets what is older than a minute; `now` never decreases."""
+        """Drops amounts older than a minute; `now` never decreases."""
         second = int(now)
         for old in range(self._second + 1, min(second, self._second + _SLOTS) + 1):
             self.used -= self._slots[old % _SLOTS]
@@ -57,7 +55,7 @@ class SlidingMinute:
         return _SLOTS
 
     def remaining(self, kind: str, limit: int) -> Pairs:
-        """Headers of what remains of a limit, and of the time until all of it does; `kind` is their last word."""
+        """Headers with a limit, its remaining amount and the time until it is full again; `kind` ends their names."""
         minutes, seconds = divmod(int(self.wait_s(limit, limit)), 60)
         return (
             (f"x-ratelimit-limit-{kind}", str(limit)),
@@ -87,11 +85,11 @@ class ClientLimits:
         self._others: list[Callable[[Client], Pairs]] = []
 
     def add(self, remaining: Callable[[Client], Pairs]) -> None:
-        """Has the headers of a limit that is counted elsewhere in the process among those of `remaining`."""
+        """Adds the headers of another limit, which is counted elsewhere in the process, to those of `remaining`."""
         self._others.append(remaining)
 
     def remaining(self, client: Client) -> Pairs:
-        """Headers of what remains to a client of its limits by the minute."""
+        """Headers with the client's remaining requests and other limits for this minute."""
         headers: Pairs = ()
         limit = client.policy.requests_per_minute
         if limit is not None:

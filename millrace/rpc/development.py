@@ -1,7 +1,7 @@
-"""What calls of `Development` and `PredictorDevelopment` must bring along, which are for demonstrations alone.
+"""The header that calls of `Development` and `PredictorDevelopment` need; both services are for demonstrations only.
 
 The metadata `REQUESTED` is a header that a page of another origin cannot send without asking the gateway first, and the
-gateway allows it no origin for this service (envoy/envoy.yaml), whatever GATEWAY_ALLOWED_ORIGINS says.
+gateway allows it no origin for this service (envoy/envoy.yaml), regardless of GATEWAY_ALLOWED_ORIGINS.
 """
 
 from __future__ import annotations
@@ -14,6 +14,6 @@ REQUESTED = ("x-millrace-development", "true")
 
 
 def check_requested(context: Context) -> None:
-    """ForbiddenError where the call does not say that it is meant."""
+    """Raises ForbiddenError if the call lacks the header."""
     if REQUESTED not in tuple(context.invocation_metadata() or ()):
-        raise ForbiddenError(f"this wants the header {REQUESTED[0]}: {REQUESTED[1]}")
+        raise ForbiddenError(f"the call needs the header {REQUESTED[0]}: {REQUESTED[1]}")

@@ -19,7 +19,7 @@ class HealthServicer(health.aio.HealthServicer):
     """grpcio-health-checking's, with the method that it lacks."""
 
     async def List(self, request: Any, context: Any) -> Any:  # noqa: N802  # The method's name.
-        """Every name that Check knows, with what it says of it."""
+        """Every name that Check knows, with its status."""
         answer = health_pb2.HealthCheckResponse
         statuses = {name: answer(status=status) for name, status in self._server_status.items()}  # type: ignore[attr-defined]
         return health_pb2.HealthListResponse(statuses=statuses)  # type: ignore[attr-defined]
@@ -35,8 +35,8 @@ async def is_serving(channel: grpc.aio.Channel, name: str) -> bool:
     return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-async def watch_serving(channel: grpc.aio.Channel, name: str, tell: Callable[[bool], Awaitable[None]]) -> None:
-    """Tells every second whether `name` is served, for ever."""
+async def watch_serving(channel: grpc.aio.Channel, name: str, report: Callable[[bool], Awaitable[None]]) -> None:
+    """Reports every second whether `name` is served, until cancelled."""
     while True:
-        await tell(await is_serving(channel, name))
+        await report(await is_serving(channel, name))
         await asyncio.sleep(_INTERVAL_S)

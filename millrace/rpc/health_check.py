@@ -16,11 +16,11 @@ _TIMEOUT_S = 3.0
 
 
 def serving(address: str, name: str = "") -> bool:
-    """Whether the server at `address` (host:port) says that `name` is served; blocks, for seconds at most."""
+    """Whether the server at `address` (host:port) reports `name` as served; blocks, for seconds at most."""
     encoded = name.encode()
     # HealthCheckRequest: field 1, a string; one shorter than 128 bytes has a length of one byte.
     request = b"\x0a" + bytes([len(encoded)]) + encoded if encoded else b""
-    # A proxy of the environment is not the way to one's own container.
+    # Ignores a proxy in the environment: the server is in this container.
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_CHECK)
         try:

@@ -1,17 +1,17 @@
-"""Calls that wait for a message and have no request in flight, and which of them end.
+"""Calls that wait for a message and have no request in flight; decides which of them end.
 
-There are those that may be idle, such as streams of requests and watches of health, and those whose only message has
-yet to come. Each kind is bounded in all and for each caller, so that a call that is about to ask ends no stream.
-Beyond a caller's own bound its longest idle call ends, beyond the bound in all the longest idle call of the caller that
-has most: what one caller opens ends none of another that has fewer. Callers without a name (`caller_of` in
+There are two kinds: calls that may be idle, such as streams of requests and health watches, and calls whose only
+message has not arrived yet. Each kind is bounded in total and for each caller, so a new call of one kind never ends a
+call of the other. Above a caller's bound its longest idle call ends; above the total bound, the longest idle call of
+the caller with most calls. So a caller never ends calls of a caller with fewer. Callers without a name (`caller_of` in
 millrace/clients.py) are other services, and have no bound of their own.
 
-A call also ends after its own limit of idleness. gRPC holds the parts of a message until it is complete. Beyond
-`max_unfinished` bytes in all, calls end, those that began to wait last first. Of those that have waited for longest, as
-many stay as cannot hold more than that: they began before the memory was taken.
+A call also ends after its own idle timeout. gRPC holds the parts of a message until it is complete. Above
+`max_unfinished` bytes in total, the calls that began to wait last end first. The oldest calls stay, as many as cannot
+together hold more than that: they began before the memory was used.
 
-Owned by the event loop. Callers are told apart only while there are more calls of a kind than one caller may have:
-until then a call that waits for its message costs an entry of a dictionary and no more.
+Owned by the event loop. Calls are grouped by caller only while there are more calls of a kind than one caller may have:
+until then a waiting call costs only one entry in a dictionary.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SWEEP_S = 1.0
 _LOOK_S = 0.05
 _SETTLE_S = 0.5
 _GROWTH_BYTES = 16 * 1024 * 1024
-_ARRIVAL_S = 0.05  # What has been arriving for a shorter time is most likely about to be whole.
+_ARRIVAL_S = 0.05  # A message that has been arriving for a shorter time is most likely almost complete.
 
 
 class IdleCall(Protocol):
@@ -57,17 +57,21 @@ class IdleCalls:
         self._unfinished_limit = max_unfinished
         self._settles_at = 0.0
         self._looks = False
-        self._evicted = 0  # Since memory was below its limit, the last time.
+        self._evicted = 0  # Calls that ended since memory was last below its limit.
 
     def __len__(self) -> int:
         return len(self._open) + len(self._unsent)
 
     def add(self, call: IdleCall) -> None:
-        """The call waits from now on."""
+        """Adds a call that starts to wait."""
         loop = asyncio.get_running_loop()
         surplus = (self._open if call.may_be_idle else self._unsent).add(call, loop.time())
         if surplus is not None:
-            surplus.end(OverloadedError("too many calls are open that ask nothing", retry_after_ms=RETRY_AFTER_MS))
+            surplus.end(
+                OverloadedError(
+                    "too many idle calls are open; close those that are not in use", retry_after_ms=RETRY_AFTER_MS
+                )
+            )
         if self._sweep is None:
             self._sweep = loop.call_later(_SWEEP_S, self._end_overdue)
         if self._look is None and call.may_arrive:
@@ -85,23 +89,23 @@ class IdleCalls:
         now, self._sweep = loop.time(), None
         for call, since in self._all():
             if now - since >= call.idle_limit_s:
-                call.end(DeadlineError(f"nothing was asked for {call.idle_limit_s:g} s"))
+                call.end(DeadlineError(f"the call was idle for {call.idle_limit_s:g} s; make a new one"))
         if len(self):
             self._sweep = loop.call_later(_SWEEP_S, self._end_overdue)
 
     def _look_at_memory(self) -> None:
-        """Ends calls whose messages take too much memory before they are whole: those that began to arrive last."""
+        """Ends calls whose incomplete messages take too much memory; those that began to arrive last end first."""
         loop, self._look = asyncio.get_running_loop(), None
         if not any(call.may_arrive for kind in (self._open, self._unsent) for call, _ in kind.items()):
             self._evicted, self._unfinished_limit, self._looks = 0, self._max_unfinished, False
             return
-        if not self._looks:  # Not where every call has its message at once.
+        if not self._looks:  # Not needed while every message arrives at once.
             self._looks = True
             self.messages.begin()
         unfinished = self.messages.estimate()
         if unfinished > self._unfinished_limit:
             self._evict(max(1 + unfinished // MAX_MESSAGE_BYTES, 2 * self._evicted), loop.time() - _ARRIVAL_S)
-            # What they held is not free at once: more end where it still grows.
+            # Their memory is not free at once; more calls end only if it still grows.
             self._unfinished_limit = unfinished + _GROWTH_BYTES
             self._settles_at = loop.time() + _SETTLE_S
             self._budget.trim_after(_LOOK_S)
@@ -114,7 +118,7 @@ class IdleCalls:
         suspects.sort(key=itemgetter(0), reverse=True)
         suspects = suspects[: max(0, len(suspects) - self._max_unfinished // MAX_MESSAGE_BYTES)]
         error = OverloadedError(
-            "messages that are not whole take all the memory that they may", retry_after_ms=RETRY_AFTER_MS
+            "incomplete messages take all the memory that they may; retry later", retry_after_ms=RETRY_AFTER_MS
         )
         for _, call in suspects[:count]:
             call.end(error)
@@ -128,7 +132,7 @@ class _Kind:
         self._most = most
         self._most_of_one = min(most, most_of_one)
         self._since: dict[IdleCall, float] = {}
-        self._of: dict[str, dict[IdleCall, float]] = {}  # By caller, while they are told apart.
+        self._of: dict[str, dict[IdleCall, float]] = {}  # By caller, while calls are grouped.
 
     def __len__(self) -> int:
         return len(self._since)

@@ -26,8 +26,7 @@ _ANY_PORT = range(32_000, 32_768)  # Below Linux's ephemeral ports.
 class Listeners(grpc.aio.Server):
     """What services are added to, with the methods of one grpc.aio.Server; owned by the event loop.
 
-    Nobody else can have the port, unless `shares_port`: then it is one of several processes for which somebody else
-    has reserved it.
+    The port is exclusive, unless `shares_port`: then several processes share a port that their parent has reserved.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ def reserved(host: str, port: int, is_shared: bool = False) -> Iterator[int]:
 
 
 def _free_port(family: socket.AddressFamily, host: str) -> int:
-    """A port that is free now; the kernel deals none of these out, which it may do twice where servers share ports."""
+    """A port that is free now; outside of the kernel's range, which may assign a shared port twice."""
     for port in random.sample(_ANY_PORT, len(_ANY_PORT)):
         with socket.socket(family) as probe, suppress(OSError):
             probe.bind((host, port))
@@ -110,7 +109,7 @@ def _free_port(family: socket.AddressFamily, host: str) -> int:
 
 
 def _bind(held: socket.socket, address: tuple[str, int]) -> None:
-    """Binds if no other socket has the port; connections in TIME_WAIT do not count."""
+    """Binds if no other socket has the port; connections in TIME_WAIT are ignored."""
     try:
         held.bind(address)
     except OSError:

@@ -73,7 +73,7 @@ class RequestStream(AsyncIterator[Any]):
     """
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any], reading: RequestReading, call: Call) -> None:
-        # Not grpc.aio's iterator, which is a cycle: the last message would lie there until the collector comes by.
+        # Not grpc.aio's iterator: it is a reference cycle, which would keep the last message until it is collected.
         self._context = context
         self._reading = reading
         self._call = call

@@ -1,7 +1,7 @@
 """The metadata with which a call's answer begins: collected while the call is handled, and sent once, before its first
 message.
 
-The answer of a client with a limit by the minute begins with what remains of it (client_limits.py). A call that fails
+The answer to a client with limits for a minute begins with its remaining amounts (client_limits.py). A call that fails
 before its first message has all of it in its trailing metadata instead: HTTP clients see both as headers.
 """
 
@@ -27,12 +27,12 @@ class ResponseHead:
         self._remaining = remaining
 
     def add(self, *metadata: tuple[str, str]) -> None:
-        """Adds to what is sent, in place of what has the same names; without effect once it is."""
+        """Adds metadata, replacing those with the same names; has no effect after the head was sent."""
         names = {name for name, _ in metadata}
         self._metadata = (*(pair for pair in self._metadata if pair[0] not in names), *metadata)
 
     async def send(self, context: Context, even_empty: bool = False) -> None:
-        """Sends it, unless it is sent or, where that is not required, empty."""
+        """Sends the head once; an empty one only if `even_empty`."""
         if self.is_sent:
             return
         metadata = self.take()
@@ -40,7 +40,7 @@ class ResponseHead:
             await context.send_initial_metadata(metadata)
 
     def take(self) -> Pairs:
-        """What has not been sent, and no more is."""
+        """Returns the metadata that have not been sent; they will not be sent any more."""
         if self.is_sent:
             return ()
         self.is_sent = True

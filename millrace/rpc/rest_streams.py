@@ -1,8 +1,8 @@
 """Errors in the streams that the gateway transcodes, message by message, into lines of JSON.
 
-A REST client sees no trailers: once the first message is out, a call that fails looks to it like one that has ended.
-`errors_in_band` therefore gives callers by REST one more message, of which only the field `error` is set. The call
-itself ends with its status all the same, for the trace and the access log. gRPC callers get the status alone.
+A REST client sees no trailers: after the first message, a failed call looks to it like a complete one. `errors_in_band`
+therefore gives callers by REST one more message, of which only the field `error` is set. The call itself ends with its
+status all the same, for the trace and the access log. gRPC callers get the status alone.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ SettingsT = TypeVar("SettingsT", bound=ServiceSettings)
 def run_service(
     name: str, settings_class: type[SettingsT], serve: Callable[[SettingsT], Coroutine[Any, Any, None]]
 ) -> None:
-    """Runs `serve(settings)` on uvloop; exits with EX_CONFIG where the start cannot succeed by trying again."""
+    """Runs `serve(settings)` on uvloop; exits with EX_CONFIG if a new attempt to start cannot succeed."""
     try:
         settings = load(settings_class, f"services.{name}")
         # The hub's client reports every request that went well.
@@ -36,8 +36,8 @@ def run_service(
     except StartupError as error:
         sys.stderr.write(f"{name}: {error}\n")
         raise SystemExit(os.EX_CONFIG) from None
-    # All is closed. What the interpreter would still do is to take gRPC's memory apart, piece by piece: after thousands
-    # of calls that takes seconds, and the supervisor would kill the process before its end.
+    # Everything is closed. An ordinary exit would also free gRPC's memory piece by piece: after thousands of calls that
+    # takes seconds, and the supervisor would kill the process before its end.
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,8 +1,8 @@
 """How many bytes of incomplete messages this process has received: gRPC buffers them and does not report how many.
 
-What its sockets have received, less the messages that were read, is what gRPC holds. Headers and frames are part of
-what was received, and a call that ends takes its bytes along; so the estimate is never more than what the process has
-grown by since it was smallest, and is nothing when no call waits for a message.
+The estimate is the bytes that its sockets have received, minus the messages that were read. That includes headers,
+frames and bytes of calls that have ended, so the estimate is limited to the growth of the process since it was
+smallest; it is 0 if no call waits for a message.
 
 Source: Linux, /proc/self and tcp_info of <linux/tcp.h>. Elsewhere nothing is known, and the estimate is 0.
 """
@@ -42,7 +42,7 @@ class UnfinishedMessages:
         self._read += size + _CALL_BYTES
 
     def begin(self) -> None:
-        """Nothing is unfinished now."""
+        """Starts to count: no message is incomplete now."""
         with suppress(OSError):
             self._received = self._received_now()
             self._least = self._resident = resident_bytes()
@@ -50,7 +50,7 @@ class UnfinishedMessages:
         self._looked_at = time.monotonic()
 
     def estimate(self) -> int:
-        """Bytes that are unfinished now."""
+        """Estimates the bytes of incomplete messages."""
         try:
             resident, now = resident_bytes(), time.monotonic()
             if resident < self._resident + _GROWTH_BYTES and now < self._looked_at + _LOOK_S:
@@ -70,7 +70,7 @@ class UnfinishedMessages:
         return self._unfinished
 
     def _received_now(self) -> dict[str, int]:
-        """What each accepted connection has received so far."""
+        """The bytes that each accepted connection has received so far."""
         found: dict[str, int] = {}
         names: dict[str, int] = {}
         for entry in os.listdir("/proc/self/fd"):
@@ -94,7 +94,7 @@ class UnfinishedMessages:
         return found
 
     def _port_of(self, descriptor: int) -> int | None:
-        """The local port of a connection; that of a listener is taken note of."""
+        """The local port of a connection; the port of a listener is remembered."""
         with socket.socket(fileno=os.dup(descriptor)) as each:
             if each.type != socket.SOCK_STREAM or each.family not in (socket.AF_INET, socket.AF_INET6):
                 return None
@@ -106,6 +106,6 @@ class UnfinishedMessages:
 
 
 def resident_bytes() -> int:
-    """What this process holds; raises OSError where that is not known."""
+    """Resident memory of this process in bytes; raises OSError if it is unknown."""
     with open("/proc/self/statm", "rb") as statm:
         return int(statm.read().split()[1]) * _PAGE_BYTES

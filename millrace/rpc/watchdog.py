@@ -1,8 +1,7 @@
-"""Threads that look whether something in this process still moves.
+"""Threads that check whether something in this process still makes progress.
 
-Time counts by the thread's own looks, and a look for twice its interval at most: a process that was
-stopped (SIGSTOP, a frozen container) or that got no CPU finds its watchdogs as late as all else, and is
-not taken for one that hangs.
+Elapsed time is the sum of the intervals between checks, each limited to twice its nominal length. So a process that was
+stopped (SIGSTOP, a frozen container) or got no CPU does not appear to hang: its watchdogs were delayed as well.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _JOIN_TIMEOUT_S = 5.0
 
 
 class Watchdog:
-    """Calls `stuck()` once when `mark()` has been the same for `timeout_s`, unless it is None: nothing to wait for.
+    """Calls `stuck()` once when `mark()` has not changed for `timeout_s`. A mark of None means that there is no work.
 
     Both are called on the watchdog's own thread.
     """
@@ -103,7 +102,7 @@ class LoopWatchdog:
 
 
 def dump_tracebacks() -> None:
-    """What every thread does now, to standard error."""
+    """Writes the current traceback of every thread to standard error."""
     try:
         faulthandler.dump_traceback(all_threads=True)
     except (RuntimeError, ValueError, OSError) as error:

@@ -1,8 +1,8 @@
-"""Several values of a histogram as one measurement, for what is measured at every token.
+"""Several values of a histogram as one measurement, for values of every token.
 
-Most of what a measurement costs is the same for any number of values: its attributes are cleaned, hashed and looked up.
-A `Batch` is recorded as any other measurement, and counts as each of its values, without exemplars, where the
-MeterProvider has the histogram's `batch_views`. Without them it counts as one value, their sum.
+Most of a measurement's cost does not depend on the number of values: its attributes are cleaned, hashed and looked up.
+A `Batch` is recorded like any other measurement. With `batch_views` in the MeterProvider the histogram adds each of its
+values, without exemplars; otherwise it adds one value, their sum.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The client's side of an HTTP call: its span, its duration, and the headers that say whose call it is.
+"""The client's side of an HTTP call: its span, its duration, and the headers that identify the request.
 
 Source of the names: OpenTelemetry semantic conventions, "HTTP spans" and "HTTP metrics". A background call
 (suppression.py) has neither span nor duration.
@@ -43,7 +43,7 @@ class HttpClientSpans:
 
     @contextmanager
     def call(self, method: str, template: str, path: str) -> Iterator[HttpCall]:
-        """The call is made inside of the block; `template` is the path with names for its variable parts."""
+        """Makes a span for the call in the block; `template` is the path with names for its variable parts."""
         if is_tracing_suppressed():
             yield HttpCall(carried_headers())
             return

@@ -1,7 +1,7 @@
-"""Whose call it is: the ids that spans, log lines and payload records have in common.
+"""The identity of a call: the ids that spans, log lines and payload records have in common.
 
 The trace and the span are OpenTelemetry's; the request's id is the caller's own, the gateway's, or a new one, and goes
-from hop to hop as the metadata `x-request-id`. All are of the task that asks.
+from hop to hop as the metadata `x-request-id`. All belong to the current task.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def current_request_id() -> str:
 
 
 def begin_request(value: str) -> None:
-    """Names the request that this task serves; its span has been named."""
+    """Sets the id of the request that this task serves; its span has the id already."""
     _request_id.set(value)
 
 
 def set_request_id(value: str) -> None:
-    """Names the request that this task serves otherwise than the call did, and with it the current span."""
+    """Replaces the id of the request that this task serves, also in the current span."""
     if value != _request_id.get():
         _request_id.set(value)
         trace.get_current_span().set_attribute(REQUEST_ID, value)
@@ -82,7 +82,7 @@ def links_to(traceparent: str) -> list[Link]:
 
 
 def protocol_of(metadata: Metadata) -> str:
-    """What the caller spoke to the gateway: "grpc" (gRPC-Web too), or "http" for REST and its event streams."""
+    """The protocol between caller and gateway: "grpc" (gRPC-Web too), or "http" for REST and its event streams."""
     return "http" if any(key == _TRANSCODED for key, _ in metadata) else "grpc"
 
 
@@ -94,7 +94,7 @@ def as_metadata(value: str) -> str:
 
 
 def carried_headers(context: Context | None = None) -> dict[str, str]:
-    """The metadata or headers by which the next hop finds out whose call it is."""
+    """The metadata or headers that identify the call at the next hop."""
     carrier: dict[str, str] = {}
     propagate.inject(carrier, context)
     if request_id := current_request_id():

@@ -27,13 +27,14 @@ LogFormat = Literal["auto", "json", "console"]
 
 _MAX_LINES = 8192
 _CLOSE_S = 1.0
-_GATHER_S = 0.05  # For which lines wait for others.
+_GATHER_S = 0.05  # Lines that arrive within this time are written together.
 _LINES_AT_ONCE = 256
 _JSON_NAMES = {"levelname": "level", "name": "logger"}
 
 
 def set_up_logging(service: str, level: str, log_format: LogFormat, meter: Meter | None = None) -> Callable[[], None]:
-    """Writes to standard error, `auto` is text where that is a terminal; the returned function writes what waits."""
+    """Writes to standard error, `auto` is text where that is a terminal; the returned function writes the waiting
+    lines."""
     handler = logging.StreamHandler()
     handler.setFormatter(formatter(service, log_format))
     handler.addFilter(_name_request)
@@ -44,7 +45,7 @@ def set_up_logging(service: str, level: str, log_format: LogFormat, meter: Meter
 
 
 def formatter(service: str, log_format: LogFormat) -> logging.Formatter:
-    """What a line looks like."""
+    """The formatter of lines."""
     if log_format == "json" or (log_format == "auto" and not sys.stderr.isatty()):
         fields = ["levelname", "name", "message"]
         return JsonFormatter(fields, timestamp="time", rename_fields=_JSON_NAMES, static_fields={"service": service})
@@ -71,7 +72,7 @@ class _Line(NamedTuple):
 
 
 class CallLog:
-    """The lines of calls. A call pays for a tuple: a thread formats and writes what has come, all at once.
+    """The lines of calls. A call only appends a tuple; a thread formats and writes the lines, many at once.
 
     Without that thread a line is written at once.
     """
@@ -85,7 +86,7 @@ class CallLog:
         return self._logger.isEnabledFor(level)
 
     def write(self, level: int, text: str, arguments: tuple[object, ...], fields: Mapping[str, object]) -> None:
-        """Writes `text % arguments`, with `fields` beside it; to be called only where `writes` says so."""
+        """Writes `text % arguments`, with `fields` beside it; call it only if `writes` is true."""
         if self._writer is None:
             self._logger.log(level, text, *arguments, extra=dict(fields))
         else:
@@ -97,7 +98,7 @@ class CallLog:
         self._writer.start()
 
     def close(self) -> None:
-        """Writes what waits, within a second, and ends the thread."""
+        """Writes the waiting lines, within a second, and ends the thread."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
@@ -150,7 +151,7 @@ class _CallLogWriter(threading.Thread):
     def close(self) -> None:
         self._is_closing.set()
         self._come.set()
-        self.join(_CLOSE_S)  # Nobody may take what is written: it is lost with the process.
+        self.join(_CLOSE_S)  # If standard error is blocked, the lines are lost with the process.
 
 
 def _record(line: _Line) -> logging.LogRecord:

@@ -1,4 +1,4 @@
-"""How late the event loop is: what every stream of a process waits for, whatever its own hop has to do."""
+"""The lag of the event loop, which delays every stream of a process."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _LOOKS = 100  # Ten seconds: longer than most pages' scrape interval, so that no
 
 
 async def watch_loop_lag(meter: Meter | None = None) -> None:
-    """Measures, until it is cancelled, how much later than asked for the loop wakes a task."""
+    """Measures, until cancelled, how late the loop wakes a task."""
     latest: deque[float] = deque(maxlen=_LOOKS)
 
     def longest(_: CallbackOptions) -> Iterable[Observation]:
-        # A copy: the loop goes on meanwhile.
+        # A copy, because the loop runs meanwhile.
         return [Observation(max(tuple(latest), default=0.0))]
 
     (meter or metrics.get_meter("millrace")).create_observable_gauge(

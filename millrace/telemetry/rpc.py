@@ -1,4 +1,4 @@
-"""What OpenTelemetry's conventions for RPC say of a gRPC call: names, attributes, statuses, durations.
+"""A gRPC call by OpenTelemetry's conventions for RPC: names, attributes, statuses, durations.
 
 Source: OpenTelemetry semantic conventions, "gRPC" and "RPC metrics".
 """
@@ -18,7 +18,7 @@ from opentelemetry.trace import StatusCode as SpanStatus
 from millrace.telemetry.identity import span_id_of, trace_id_of
 from millrace.telemetry.logs import call_log
 
-# Neither traced nor measured: health and reflection, what Envoy and Docker ask for ever; the payload ingest and the
+# Neither traced nor measured: health and reflection, which Envoy and Docker call constantly; the payload ingest and the
 # predictor's steps, calls that last for days (each sequence of the latter has its own span); the gateway's access log.
 UNTOLD = (
     "/grpc.health.",
@@ -34,7 +34,7 @@ _KNOWN_METHODS = 1024
 # Seconds; the conventions' own, and further ones for answers that stream.
 DURATION_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 30, 60, 300)
 
-# A server's span is in error only where the server is to blame, as the conventions say.
+# By the conventions, a server's span has an error only if the server caused it.
 _SERVER_FAULTS = {
     StatusCode.UNKNOWN,
     StatusCode.DEADLINE_EXCEEDED,
@@ -57,7 +57,7 @@ def name_of(method: str) -> str:
 
 
 def attributes_of(name: str) -> dict[str, str]:
-    """What is known of a call before it ends."""
+    """The attributes of a call that are known before it ends."""
     return {"rpc.system.name": "grpc", "rpc.method": name}
 
 
@@ -69,7 +69,7 @@ def duration_histogram(meter: Meter, name: str) -> Histogram:
 
 
 def end_span(span: Span, code: StatusCode, *, is_server: bool, streams: bool) -> None:
-    """Ends a call's span with the status that the call had; of one that streams the end is an event too."""
+    """Ends a call's span with the status that the call had; the end of a stream is also an event."""
     span.set_attribute("rpc.response.status_code", code.name)
     if code is not StatusCode.OK and (code in _SERVER_FAULTS or not is_server):
         _mark(span, code)
@@ -104,7 +104,7 @@ def log_call(
 
 
 def mark_failure(span: Span, code: StatusCode) -> None:
-    """Tells a server's span of a failure that the call's own status does not show: an error inside of a stream."""
+    """Marks a server's span with an error inside of a stream, which the call's own status does not show."""
     if code in _SERVER_FAULTS:
         _mark(span, code)
 
@@ -115,7 +115,7 @@ def _mark(span: Span, code: StatusCode) -> None:
 
 
 def status_of(code: Any, default: StatusCode = StatusCode.OK) -> StatusCode:
-    """What a context's `code()` says, which is an enum, a number or nothing yet."""
+    """The status of a context's `code()`, which is an enum, a number or not set yet."""
     if isinstance(code, StatusCode):
         return code
     for status in StatusCode:

@@ -5,8 +5,8 @@ Spans are always made, so that every request has a trace id. They are exported b
 (`…_METRICS_ENDPOINT`), which the Prometheus page always has. `OTEL_TRACES_EXPORTER` and `OTEL_METRICS_EXPORTER` may be
 `none`, or `otlp` for a collector at the default address.
 
-Exporters run on separate threads with bounded queues: a dead or slow collector costs spans, not requests, and losses
-are counted (`otel.sdk.*`).
+Exporters run on separate threads with bounded queues: a dead or slow collector loses spans but delays no request;
+losses are counted (`otel.sdk.*`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Signal = Literal["TRACES", "METRICS"]
 _DEFAULTS = {
     # Without it the SDK counts none of what it loses.
     "OTEL_PYTHON_SDK_INTERNAL_METRICS_ENABLED": "true",
-    # A Prometheus page shows no exemplars, and to choose them costs as much as to count.
+    # A Prometheus page shows no exemplars, and choosing them costs as much as counting.
     "OTEL_METRICS_EXEMPLAR_FILTER": "always_off",
 }
 
@@ -54,7 +54,7 @@ def set_up_telemetry(service: str) -> Callable[[], None]:
     meters = MeterProvider(readers, resource, shutdown_on_exit=False, views=batch_views())
     metrics.set_meter_provider(meters)
 
-    # What is lost is counted where it is exported; to count each span that begins and ends costs more than to make it.
+    # Lost spans are counted by the exporter; counting each span at its start and end would cost more than the span.
     tracers = TracerProvider(resource=resource, shutdown_on_exit=False, meter_provider=NoOpMeterProvider())
     if exports_traces:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from opentelemetry import context, trace
 
-_TRACE_ID = 1  # Of all suppressed calls, and never sampled; the gateway removes it from what strangers send.
+_TRACE_ID = 1  # Of all suppressed calls, and never sampled; the gateway removes it from callers' metadata.
 _NOT_SAMPLED = trace.NonRecordingSpan(trace.SpanContext(trace_id=_TRACE_ID, span_id=1, is_remote=False))
 
 

@@ -61,7 +61,7 @@ class Conversation:
 
 
 def choose_model(gateway: Gateway, name: str) -> str:
-    """The as_fields model, or the first one that generates text; raises StartupError if there is none."""
+    """The model of this name, or the first one that generates text; raises StartupError if there is none."""
     if name:
         if not gateway.generates_text(name):
             raise StartupError(f"{name} does not generate text; `millrace smoke {name}` shows what it answers")

@@ -136,7 +136,7 @@ class Tails:
     def at(self, number: int) -> Shown | None:
         """The record with this number; None if it is still to come; raises OverloadedError if it is no longer kept."""
         if number < self._first:
-            late = "the reader is too slow: records are past that it has not examined"
+            late = "the reader is too slow and has missed records; query for them and open a new tail"
             raise OverloadedError(late, retry_after_ms=COME_BACK_MS)
         index = number - self._first
         return self._kept[index] if index < len(self._kept) else None
@@ -178,10 +178,12 @@ class Tails:
         tail = min(idle, key=lambda one: one.idle_since, default=None)
         if tail is None:
             # Without the number of others' tails, which is not the caller's to know.
-            message = f"{of[caller]} tails of this caller are open, and with those of others as many as may be"
+            message = f"too many tails are open, {of[caller]} of them of this caller; retry later"
             raise OverloadedError(message, retry_after_ms=COME_BACK_MS)
         self._open.discard(tail)
-        tail.fail(OverloadedError("a newer tail has taken its place", retry_after_ms=COME_BACK_MS))
+        tail.fail(
+            OverloadedError("too many tails are open: a newer one replaced this one", retry_after_ms=COME_BACK_MS)
+        )
 
 
 def _stopping() -> NotReadyError:

@@ -19,7 +19,7 @@ def _parse_patterns(text: str) -> tuple[str, ...]:
     patterns = tuple(item.strip() for item in text.split(",") if item.strip())
     for pattern in patterns:
         if not _PATTERN.fullmatch(pattern):
-            raise ValueError(f"{pattern!r} is no pattern of hub ids, such as org/* or org/name")
+            raise ValueError(f"{pattern!r} is not a pattern of hub ids, such as org/* or org/name")
     return patterns
 
 

@@ -20,12 +20,11 @@ from millrace_protos.millrace_pb2_grpc import PayloadLogStub, add_TextGeneration
 from services.transformer.frontends.grpc import development
 from services.transformer.keys import KeyFile
 from services.transformer.settings import TransformerSettings
-from services.transformer.supervisor import supervise, tell_page
+from services.transformer.supervisor import open_page, supervise
 
 logger = logging.getLogger(__name__)
 
-# The public face: what reflection lists and health answers for. The payload log is the logger's, behind the
-# same address.
+# The public services, for reflection and health. The payload log is the logger's, behind the same address.
 _OWN = ("inference.GRPCInferenceService", "millrace.v1.TextGeneration")
 _PAYLOAD_LOG = "millrace.v1.PayloadLog"
 _TAP_DRAIN_S = 3.0
@@ -42,8 +41,8 @@ async def serve(settings: TransformerSettings) -> None:
 
 async def serve_worker(settings: TransformerSettings, page: int) -> None:
     """Runs one of several transformers; `page` is a descriptor, see supervisor.py."""
-    tell_page(page)
-    # It listens once it can serve: another one takes the connections until then.
+    open_page(page)
+    # It listens once it can serve; until then other workers take the connections.
     await _serve(settings.model_copy(update={"listen": "take-over", "metrics_port": 0}))
 
 
@@ -164,7 +163,7 @@ async def _serve(settings: TransformerSettings) -> None:
 
 
 def _import_transformers() -> None:
-    """Imports what reads tokenizers: it holds the interpreter, so not once anybody waits for the event loop."""
+    """Imports the tokenizers' library before the event loop serves calls: the import blocks the interpreter."""
     _leave_out_torch()
     from transformers import AutoTokenizer, PreTrainedTokenizerBase  # noqa: F401
 
@@ -176,7 +175,7 @@ def _leave_out_torch() -> None:
     """
     if "torch" in sys.modules:
         return
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # That there is none would be news of every start.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # Otherwise each start warns that torch is missing.
     sys.modules["torch"] = None  # type: ignore[assignment]
     try:
         from transformers.utils.import_utils import is_torch_available

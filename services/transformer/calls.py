@@ -1,4 +1,4 @@
-"""What every front end checks before it reads a request."""
+"""Checks that every front end makes before it reads a request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_MESSAGES = 4096  # Of one conversation: rendering more would stop the event 
 
 
 def check_message_count(count: int) -> None:
-    """Refuses a conversation of more messages than are rendered; to be asked before they are looked at."""
+    """Refuses a conversation of more messages than are rendered; call it before they are read."""
     if count > MAX_MESSAGES:
         raise InvalidRequestError(f"{count} messages, at most {MAX_MESSAGES} are allowed")
 
@@ -27,6 +27,6 @@ def check_stop(stop: Sequence[str]) -> None:
 
 
 def check_stop_count(count: int) -> None:
-    """Refuses too many stop strings; to be asked before they are looked at."""
+    """Refuses too many stop strings; call it before they are read."""
     if count > MAX_STOP_STRINGS:
         raise InvalidRequestError(f"{count} stop strings, at most {MAX_STOP_STRINGS} are allowed", param="stop")

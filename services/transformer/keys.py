@@ -85,7 +85,7 @@ def parse_keys(text: str) -> list[Entry]:
 
 
 def digests(entries: Sequence[Entry]) -> str:
-    """What the gateway reads: a line for each entry, with digest, name, role and the rest of the policy."""
+    """The gateway's file: a line for each entry, with digest, name, role and the rest of the policy."""
     lines = []
     for entry in entries:
         rest = entry.policy.model_dump_json(exclude={"role"}, exclude_defaults=True)[1:-1]

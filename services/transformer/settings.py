@@ -60,7 +60,7 @@ class TransformerSettings(RecordingSettings):
         ge=2,
         le=3600,
         description=(
-            "Seconds without a message after which a predictor counts as dead and its streams resume at another "
+            "Seconds without a message after which a predictor is treated as dead and its streams resume at another "
             "one. Predictors send a message at least every second."
         ),
     )
@@ -79,8 +79,9 @@ class TransformerSettings(RecordingSettings):
     cached_tokens: Literal["own", "all"] = Field(
         "own",
         description=(
-            "Whose usage has the number of cached prompt tokens: own, only requests with a key or a cache_salt, "
-            "which share no cache with others; all, every request, which reveals what others have sent."
+            "Requests whose usage has the number of cached prompt tokens: own, only those with a key or a "
+            "cache_salt, which share no cache with other callers; all, every request, which reveals prompts of "
+            "other callers."
         ),
     )
     sse_keep_alive: float = Field(
@@ -97,8 +98,8 @@ class TransformerSettings(RecordingSettings):
         ge=1,
         le=100,
         description=(
-            "Deaths of predictors in a row, without a new token between them, after which a request runs "
-            "isolated on its next predictor; if that one dies too, the request fails and is refused for ten "
+            "Crashes of predictors in a row, without a new token between them, after which a request runs "
+            "isolated on its next predictor; if that one crashes too, the request fails and is refused for ten "
             "minutes."
         ),
     )
@@ -116,7 +117,7 @@ class TransformerSettings(RecordingSettings):
         2048,
         ge=1,
         description=(
-            "Maximum of calls in flight for each worker; further ones are refused at once. Health checks do not count."
+            "Maximum of calls in flight for each worker; further ones are refused at once. Health checks are exempt."
         ),
     )
     direct_models: Path | None = Field(
@@ -143,7 +144,7 @@ class TransformerSettings(RecordingSettings):
     key_digests: Path | None = Field(
         None,
         validate_default=True,
-        description="File in which the transformer gives the gateway what it needs of them; needed with keys.",
+        description="File with the digests of the keys, written for the gateway; needed with keys.",
     )
     development: bool = Field(
         False, description="Allow callers to kill the predictor of their request; for demonstrations only."
@@ -178,6 +179,6 @@ class TransformerSettings(RecordingSettings):
 
     @property
     def unknown_logged_models(self) -> list[str]:
-        """Models with a mode of their own that are not configured; they may be loaded later, or misspelt."""
+        """Models with their own log mode that are not configured; they may be loaded later, or be misspelt."""
         known = {model.name for model in self.models} | {processor.name for processor in self.processors}
         return [name for name in self.payload_log.models if name not in known]

@@ -36,7 +36,7 @@ _PORT_BYTES = 16
 
 
 class _WorkerRefusedError(Exception):
-    """A worker cannot run, and has said why."""
+    """A worker cannot run, and has logged the reason."""
 
 
 class _Pages:
@@ -70,7 +70,7 @@ class _Pages:
 
 
 class _Orders:
-    """What the parent's signals ask: `stop` soon, or `retire` once the calls in flight have ended."""
+    """The orders by signals: `stop` soon, or `retire` once the calls in flight have ended."""
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
@@ -112,8 +112,8 @@ async def supervise(settings: TransformerSettings) -> None:
             raise SystemExit(os.EX_CONFIG) from None
 
 
-def tell_page(descriptor: int) -> None:
-    """Opens a worker's page and tells the parent where it is."""
+def open_page(descriptor: int) -> None:
+    """Opens a worker's page and sends its port to the parent."""
     page = MetricsPage("127.0.0.1", 0)
     os.write(descriptor, str(page.port).encode())
     os.close(descriptor)

@@ -24,7 +24,7 @@ import numpy as np
 from millrace_protos import inference_pb2 as pb
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from services.transformer.processes.body_worker import stay_behind
+from services.transformer.processes.body_worker import lower_priority
 from tests.fuzz import floods
 from tests.fuzz.target import ATTACKS, MEGABYTE, Report, Target, attack
 from tests.system.calls import channel, text_request
@@ -402,7 +402,7 @@ async def large_good_tensors(target: Target) -> None:
 
 
 async def _main(name: str, gateway: str, seconds: float) -> None:
-    stay_behind(19)
+    lower_priority(19)
     report = Report()
     await ATTACKS[name](Target(gateway, time.monotonic() + seconds, report))
     figures = {"begun": report.begun, "answers": dict(report.answers), "honest_errors": report.honest_errors[:20]}

@@ -208,5 +208,5 @@ async def test_outputs_of_a_prompt_need_the_parameter(model_of):
 async def test_a_model_that_scores_no_prompts_says_so(model_of):
     model = model_of(FakeRunner())
     assert len(model.description.outputs) == 4
-    with pytest.raises(InvalidRequestError, match="gives no log probabilities of prompts"):
+    with pytest.raises(InvalidRequestError, match="has no log probabilities of prompts"):
         await model.infer(message(prompt_logprobs=1), NO_DEADLINE)

@@ -117,7 +117,7 @@ def test_a_chat_templates_variables_can_be_set(moody):
 
 @pytest.mark.parametrize("name", ["chat_template", "tokenize", "tools", "conversation", "self", "tokenizer_kwargs"])
 def test_what_is_no_variable_of_the_template_is_refused(moody, name):
-    with pytest.raises(InvalidRequestError, match=f"'{name}' is no variable of a chat template") as raised:
+    with pytest.raises(InvalidRequestError, match=f"'{name}' is not a variable of a chat template") as raised:
         moody.render_chat(HELLO, 1024, {name: "{{ 1 }}"})
     assert raised.value.param == "chat_template_kwargs"
 

@@ -238,7 +238,7 @@ def test_what_cannot_be_done_is_said_in_one_line(run, tmp_path, capsys):
     for prepare, message in (
         (lambda: None, "no such database"),
         (lambda: database.write_bytes(b"x" * 5000), "file is not a database"),
-        (lambda: (database.unlink(), sqlite3.connect(database).close(), database.touch()), "no database of this"),
+        (lambda: (database.unlink(), sqlite3.connect(database).close(), database.touch()), "is not a payload log"),
     ):
         prepare()
         assert run("--output", str(tmp_path / "out")) == 1
@@ -318,7 +318,7 @@ def test_a_wrong_argument_is_told_with_the_usage(run, capsys):
             run(*arguments)
         assert ended.value.code == status
     printed = capsys.readouterr()
-    assert "'soon' is no date, time or age such as 24h" in printed.err
+    assert "'soon' is not a date, a time or an age such as 24h" in printed.err
     assert "--until TIME" in printed.out
 
 

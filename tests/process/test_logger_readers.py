@@ -81,7 +81,7 @@ async def test_large_records_that_nobody_reads_are_in_memory_within_the_budget_a
     with pytest.raises(grpc.RpcError) as caught:
         await served.read(served.query("idle", model="large"))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "wait for callers that do not read them" in caught.value.details()
+    assert "wait to be read by their callers" in caught.value.details()
     for call in served.calls:
         call.cancel()
     await until(lambda: served.readers.lent_bytes == 0)

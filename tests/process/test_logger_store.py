@@ -305,7 +305,7 @@ async def test_a_search_for_text_that_takes_too_long_says_where_to_go_on(tmp_pat
             found.append(uuid.UUID(one.record.record_id).int)
 
     for _ in range(4):
-        with pytest.raises(DeadlineError, match="100 were looked through") as caught:
+        with pytest.raises(DeadlineError, match="100 records were searched") as caught:
             await search()
         token = caught.value.message.rpartition("page_token=")[2]
     await search()

@@ -74,7 +74,7 @@ async def test_a_stack_whose_folder_is_removed_goes_on(tmp_path: Path) -> None:
     try:
         shutil.rmtree(stack.folder.path)
         await until(lambda: stack.folder.holder() == os.getpid())
-        assert "was removed and is made again" in said[0]
+        assert "was removed and has been created again" in said[0]
         for name in ("predictor-0", "envoy"):
             shutil.rmtree(stack.folder.path)
             await stack.kill(name)

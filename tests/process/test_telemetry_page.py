@@ -71,4 +71,4 @@ def test_a_worker_that_does_not_answer_is_left_out(pages, caplog):
     registry.register(WorkerPages(lambda: ports))
     told = read(pages(registry).port)
     assert {dict(key[1:])["worker"] for key in told} == {"1"}
-    assert "worker 0 tells no metrics" in caplog.text
+    assert "the metrics of worker 0 cannot be read" in caplog.text

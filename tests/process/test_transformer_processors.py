@@ -198,7 +198,7 @@ def test_the_setting_names_modules_and_files():
     ("code", "name", "text"),
     [
         ("", "Missing", "has no class Missing"),
-        ("class C: pass", "C", "C is no millrace.processor.Processor"),
+        ("class C: pass", "C", "C is not a subclass of millrace.processor.Processor"),
         ("import nothing_like_it", "C", "cannot be imported: ModuleNotFoundError"),
         (
             "from millrace.processor import Processor\nclass C(Processor):\n    inputs = {'x': 3}",

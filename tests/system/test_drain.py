@@ -146,15 +146,18 @@ async def test_what_outlasts_the_drain_of_the_transformer_is_on_record_as_its_ca
             await stack.kill("transformer", signal.SIGTERM)
             with pytest.raises(grpc.aio.AioRpcError) as ended:
                 await rest_of(call)
-            assert (ended.value.code(), ended.value.details()) == (grpc.StatusCode.UNAVAILABLE, "the service stops")
-        assert "the service stops" in json.loads((await rest).events[-1])["error"]["message"]
+            assert (ended.value.code(), ended.value.details()) == (
+                grpc.StatusCode.UNAVAILABLE,
+                "the service is stopping",
+            )
+        assert "the service is stopping" in json.loads((await rest).events[-1])["error"]["message"]
 
         async with channel(stack.gateway) as open_channel:
             log = millrace_pb2_grpc.PayloadLogStub(open_channel)
             for request_id in ("by gRPC", "by REST"):
                 record = await recorded(log, request_id)
                 told = (record.status, record.message, record.failed_hop)
-                assert told == ("UNAVAILABLE", "the service stops", "transformer")
+                assert told == ("UNAVAILABLE", "the service is stopping", "transformer")
 
 
 async def rest_of(call):

@@ -156,8 +156,8 @@ async def test_a_hub_model_that_is_allowed_is_loaded_by_its_id_or_another_name(p
 REFUSED = {
     "nobody": (grpc.StatusCode.NOT_FOUND, "no model 'nobody'"),
     "evil/model": (grpc.StatusCode.PERMISSION_DENIED, "PREDICTOR_HUB_ALLOW"),
-    "../echo": (grpc.StatusCode.INVALID_ARGUMENT, "no hub id"),
-    "good/..": (grpc.StatusCode.INVALID_ARGUMENT, "no hub id"),
+    "../echo": (grpc.StatusCode.INVALID_ARGUMENT, "not a hub id"),
+    "good/..": (grpc.StatusCode.INVALID_ARGUMENT, "not a hub id"),
     "": (grpc.StatusCode.INVALID_ARGUMENT, "names no model"),
     "broken": (grpc.StatusCode.INTERNAL, "cannot be imported: ZeroDivisionError"),
 }

@@ -136,7 +136,7 @@ REFUSED = {
     "an encoder's prompt": (
         "/v1/completions",
         {"model": "normalizer", "prompt": "a", "echo": True, "logprobs": 1},
-        "model 'normalizer' gives no log probabilities of prompts",
+        "model 'normalizer' has no log probabilities of prompts",
     ),
     "too many": (
         "/v1/completions",

@@ -87,5 +87,5 @@ def test_patterns_that_are_none_are_refused(monkeypatch):
 
     monkeypatch.setenv("PREDICTOR_HUB_ALLOW", "good/*,/etc/*")
     monkeypatch.setattr("sys.argv", ["predictor"])
-    with pytest.raises(StartupError, match=r"PREDICTOR_HUB_ALLOW=.*: '/etc/\*' is no pattern of hub ids"):
+    with pytest.raises(StartupError, match=r"PREDICTOR_HUB_ALLOW=.*: '/etc/\*' is not a pattern of hub ids"):
         load(PredictorSettings, "services.predictor")

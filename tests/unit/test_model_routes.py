@@ -72,7 +72,7 @@ class Catalogue:
             except NotReadyError:
                 await asyncio.wait_for(self.changed.wait(), 5)
 
-    def tell_of_change(self):
+    def notify(self):
         self.changed.set()
         self.changed = asyncio.Event()
 
@@ -248,7 +248,7 @@ async def test_a_model_that_loads_is_waited_for_and_one_that_is_gone_is_not(tmp_
     waiting = asyncio.create_task(answered(router, "m"))
     await asyncio.sleep(0)
     catalogue.models["b"] = text_model("b")
-    catalogue.tell_of_change()
+    catalogue.notify()
     assert await waiting == "b"
     catalogue.models["b"] = gone
     with pytest.raises(NotFoundError, match="no model behind 'm' is loaded"):

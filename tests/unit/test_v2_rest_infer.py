@@ -299,7 +299,7 @@ def test_a_raw_binary_request_is_the_one_input_of_the_model():
     for inputs, body, text in (
         ([], b"", "has 0"),
         ([("x", "FP32", [-1]), ("y", "FP32", [-1])], b"", "has 2"),
-        ([("x", "FP32", [-1])], b"123", "no whole number of elements"),
+        ([("x", "FP32", [-1])], b"123", "not a whole number of elements"),
         ([("x", "FP32", [-1, 3])], b"1234", "do not fill the shape [-1, 3]"),
         ([("x", "FP32", [0, -1])], b"1234", "do not fill the shape"),
     ):

@@ -107,7 +107,7 @@ def instant(text: str, now: datetime | None = None) -> datetime:
         time = datetime.fromisoformat(text)
         return time.astimezone(UTC) if time.tzinfo else time.replace(tzinfo=UTC)
     except (OverflowError, ValueError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no date, time or age such as 24h") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a date, a time or an age such as 24h") from None
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -163,7 +163,7 @@ class SinkRunner:
             events = await asyncio.to_thread(self._sink.events, record)
         except Exception:
             self.counts["failed"] += 1
-            logger.exception("the sink %s makes no events of the record %s", self._sink.name, record.record_id)
+            logger.exception("the sink %s cannot convert the record %s to events", self._sink.name, record.record_id)
             events = ()
         for event in events:
             await self._send(event)
@@ -227,12 +227,12 @@ class SinkRunner:
         if now >= self._next_warning:
             self._next_warning = now + _WARN_EVERY_S
             self._is_unavailable = True
-            logger.warning("the sink %s takes no events: %s", self._sink.name, error or type(error).__name__)
+            logger.warning("the sink %s accepts no events: %s", self._sink.name, error or type(error).__name__)
 
     def _log_recovery(self) -> None:
         if self._is_unavailable:
             self._is_unavailable = False
-            logger.info("the sink %s takes events again", self._sink.name)
+            logger.info("the sink %s accepts events again", self._sink.name)
 
 
 async def _retrying(call: Callable[Arguments, Awaitable[T]], *args: Arguments.args, **kwargs: Arguments.kwargs) -> T:

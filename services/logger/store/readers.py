@@ -70,7 +70,7 @@ class Readers:
         count, total = self._readers[caller], self._readers.total()
         if count >= self._max_of_one or total >= self._max_readers:
             # Without the number of others' calls, which is not the caller's to know.
-            message = f"{count} calls of this caller read records, and with those of others as many as may"
+            message = f"too many calls read records, {count} of them of this caller; retry later"
             raise OverloadedError(message, retry_after_ms=COME_BACK_MS)
         self._readers[caller] += 1
         try:
@@ -105,7 +105,7 @@ class Readers:
             else:
                 self._give_back(caller, size)  # It was granted at the last moment.
             if isinstance(error, TimeoutError):
-                message = "too many bytes of records wait for callers that do not read them"
+                message = "too many bytes of records wait to be read by their callers; read faster or retry later"
                 raise OverloadedError(message, retry_after_ms=COME_BACK_MS) from None
             raise
 

@@ -249,6 +249,6 @@ def _newest_first() -> tuple[sql.ColumnElement[Any], ...]:
 def searched_too_long(looked_through: int, last: Row) -> DeadlineError:
     """The error of a text search that has reached the row `last`."""
     return DeadlineError(
-        f"of the newest records {looked_through} were looked through for the text, which took too long:"
-        f" narrow the search by other filters, or go on with page_token={token_of(last)}"
+        f"the text search took too long; the newest {looked_through} records were searched:"
+        f" add filters, or continue with page_token={token_of(last)}"
     )

@@ -137,7 +137,9 @@ def _bring_up_to_date(engine: sql.Engine, path: Path) -> None:
                 connection.exec_driver_sql("VACUUM")
             except DatabaseError as error:
                 logger.warning(
-                    "%s keeps its size, whatever is deleted, until a start succeeds in VACUUM: %s", path, error.orig
+                    "%s does not shrink when records are deleted, until VACUUM succeeds at a start: %s",
+                    path,
+                    error.orig,
                 )
 
 

@@ -43,7 +43,9 @@ class Snapshot:
             version = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
             schema.check_version(path, version)
             if version < schema.SCHEMA_VERSION:
-                raise StartupError(f"{path} is no database of this logger's, or an earlier one's: start this one on it")
+                raise StartupError(
+                    f"{path} is not a payload log, or has an older schema: start this logger with it once"
+                )
             last = connection.execute(sql.select(sql.func.max(records.c.position))).scalar_one() or 0
         self._clauses = [records.c.position <= last, *filters.clauses(records)]
 

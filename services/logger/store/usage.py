@@ -133,7 +133,7 @@ class UsageQuery:
         text = request.group if request.HasField("group") else DEFAULT_GROUP
         group = tuple(filter(None, map(str.strip, text.split(","))))
         if len(set(group)) < len(group) or not set(group) <= set(_COLUMNS):
-            raise InvalidRequestError(f"group {text!r} is no comma list of {', '.join(_COLUMNS)}", param="group")
+            raise InvalidRequestError(f"group {text!r} is not a comma list of {', '.join(_COLUMNS)}", param="group")
         return cls(
             _hour(request.since.seconds) if request.HasField("since") else None,
             _hour(request.until.seconds + (request.until.nanos > 0) + HOUR_S - 1)

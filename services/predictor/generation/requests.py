@@ -199,7 +199,7 @@ def _prompt_logprobs(value: Any, prompt_tokens: int, limits: EngineLimits) -> in
     if value is None:
         return None
     if not limits.scores_prompts:
-        raise InvalidRequestError("the model gives no log probabilities of prompts", param=PROMPT_LOGPROBS)
+        raise InvalidRequestError("the model has no log probabilities of prompts", param=PROMPT_LOGPROBS)
     if type(value) is not int or not 0 <= value <= MAX_TOP_LOGPROBS:
         raise InvalidRequestError(f"{PROMPT_LOGPROBS} must be from 0 to {MAX_TOP_LOGPROBS}", param=PROMPT_LOGPROBS)
     check_size(prompt_tokens, value)

@@ -33,12 +33,14 @@ class ModelLocations:
             raise NotFoundError(f"no model {name!r}")
         try:
             if source and not is_name(name):
-                raise ValueError(f"{name!r} is no name for a model")
+                raise ValueError(f"{name!r} is not a name for a model")
             from_hub = parse_hub_id(name, source or name)
         except ValueError as error:
             raise InvalidRequestError(str(error)) from None
         if not self._allowed(from_hub.location):
-            raise ForbiddenError(f"hub id {from_hub.location!r} may not be loaded; PREDICTOR_HUB_ALLOW names what may")
+            raise ForbiddenError(
+                f"hub id {from_hub.location!r} may not be loaded; add it to PREDICTOR_HUB_ALLOW to allow that"
+            )
         return from_hub
 
     def names(self) -> list[str]:

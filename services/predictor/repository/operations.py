@@ -28,7 +28,7 @@ class Operations:
         """Runs `work` and waits for it until the caller's deadline; raises its error, or DeadlineError."""
         if len(self._tasks) >= _MAX_OPERATIONS:
             work.close()
-            raise OverloadedError(f"{_MAX_OPERATIONS} loads and unloads are under way already")
+            raise OverloadedError(f"{_MAX_OPERATIONS} loads and unloads are in progress; retry later")
         task = asyncio.create_task(work, name=what)
         self._tasks.add(task)
         task.add_done_callback(partial(self._ended, what))

@@ -185,7 +185,7 @@ class ModelRepository:
         if len(self._entries) >= _MAX_MODELS:
             idle = (name for name, entry in self._entries.items() if entry.state is State.UNAVAILABLE)
             if (forgotten := next(idle, None)) is None:
-                raise OverloadedError(f"{_MAX_MODELS} models are loaded already")
+                raise OverloadedError(f"{_MAX_MODELS} models are loaded, the maximum; unload one first")
             del self._entries[forgotten]
         entry = self._entries[source.name] = Entry(source, State.LOADING)
         return entry

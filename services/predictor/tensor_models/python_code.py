@@ -76,7 +76,7 @@ class PythonCode:
             submodule_search_locations=[str(self._path.parent)],
         )
         if spec is None or spec.loader is None:
-            raise StartupError(f"model {self._name}: {self._path} is no Python file")
+            raise StartupError(f"model {self._name}: {self._path} is not a Python file")
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module
         try:

@@ -1,8 +1,8 @@
 """REST bodies that the gateway passes through as they are, and errors in them.
 
-An error before the first body travels as initial metadata (`x-http-status`, `x-failed-hop`), from
-which the gateway sets the HTTP status, and a body in the API's own shape. After the first body the
-status is gone: the error is one more server-sent event.
+An error before the first body travels as initial metadata (`x-http-status`, `x-failed-hop`), from which the gateway
+sets the HTTP status, and a body in the API's own shape. After the first body the status is gone: the error is one more
+server-sent event.
 
 A handler yields `Header` before its first body for one more header in its answer.
 
@@ -41,14 +41,14 @@ _COMMENT = HttpBody(content_type=EVENTS, data=b": keep-alive\n\n")
 
 @dataclass(frozen=True)
 class KeepAlive:
-    """What a handler yields before its events; nothing is sent of it. 0: silence is left alone."""
+    """What a handler yields before its events; it is not sent itself. 0: no comments."""
 
     after_s: float
 
 
 @dataclass(frozen=True)
 class Header:
-    """A header of the answer, errors included; it goes out with what comes first."""
+    """A header of the answer, also of an error; it is sent before the first body."""
 
     name: str
     value: str
@@ -111,7 +111,7 @@ def rest_errors(shape: Callable[[MillraceError], dict[str, Any]]) -> Callable[[H
             else:
                 head.add(*error.trailing_metadata(_HOP))
                 yield json_body(shape(error))
-            # The body is out; the call itself ends as what it is, for gRPC callers and for the trace.
+            # The body was sent; the call still ends with its error, for gRPC callers and for the trace.
             raise error
 
         return handle
@@ -120,9 +120,9 @@ def rest_errors(shape: Callable[[MillraceError], dict[str, Any]]) -> Callable[[H
 
 
 class _Comments:
-    """Writes comments into a call while nothing else is written: between `go_on`, or the beginning, and `pause`.
+    """Writes comments into a call while no body is written: from the start or `go_on` until `pause`.
 
-    One timer, which looks whether there was silence: a body costs two assignments.
+    One timer checks for silence, so a body costs only two assignments.
     """
 
     def __init__(self, context: Context, after_s: float, head: ResponseHead) -> None:
@@ -136,17 +136,17 @@ class _Comments:
         self._timer = self._loop.call_later(after_s, self._look)
 
     async def pause(self) -> None:
-        """Somebody else is about to write: returns once no comment is on its way."""
+        """Call it before writing a body; returns when no comment is being written."""
         self._silent_since = None
         if self._writing is not None:
             await asyncio.wait((self._writing,))
 
     def go_on(self) -> None:
-        """The other has written."""
+        """Call it after a body was written."""
         self._silent_since = self._loop.time()
 
     async def end(self) -> None:
-        """Nothing is written any more; one that the caller does not read is given up."""
+        """Ends the comments; one that the caller does not read is abandoned."""
         self._timer.cancel()
         self._silent_since = None
         if (writing := self._writing) is not None:
@@ -168,7 +168,7 @@ class _Comments:
         try:
             await self._head.send(self._context)
             await self._context.write(_COMMENT)
-        except Exception:  # The caller has left, which the call itself finds out.
+        except Exception:  # The caller has left; the call itself will notice.
             logger.debug("a comment was not written", exc_info=True)
         finally:
             self._writing = None

@@ -1,7 +1,7 @@
-"""Which generations are taken: those that would end within their deadline as things are.
+"""Admission of generations: those that are expected to end within their deadline.
 
-A generation that would end too late is refused before any work is done for it, see load_estimate.py, but not for the
-queue of another client; a refusal may be delayed, see `RefusalPace`.
+A generation that would end too late is refused before any work is done (load_estimate.py), but never because of another
+client's queue. A refusal may be delayed, see `RefusalPace`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Admission:
     """Owned by the event loop; one for all requests."""
 
     def __init__(self) -> None:
-        self._loads: dict[str, LoadEstimate] = {}  # By model, of those that are served.
+        self._loads: dict[str, LoadEstimate] = {}  # By model.
         self._pace = RefusalPace()
 
     @contextmanager
@@ -49,7 +49,7 @@ class Admission:
 
     @asynccontextmanager
     async def holding_refusals(self, request: TextRequest) -> AsyncIterator[None]:
-        """Delays the block's OverloadedError where it is one among many; see `RefusalPace`."""
+        """Delays the block's OverloadedError if there are many; see `RefusalPace`."""
         try:
             yield
         except OverloadedError:
@@ -70,7 +70,7 @@ class AdmittedGeneration:
         self._ended = False
 
     def chunk(self, chunk: TextChunk) -> None:
-        """Measures a chunk that has come; the time until an answer is resumed is not that of a token."""
+        """Measures a chunk that has come; the gap before a resumed answer is excluded."""
         if self._latest_s is None:
             self._load.first_token(chunk.elapsed_s, self._client)
         elif not chunk.resumed:

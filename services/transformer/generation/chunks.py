@@ -44,7 +44,7 @@ class TextChunk(NamedTuple):
     engine_s: float | None = None
 
     def without_output(self) -> TextChunk:
-        """Of an answer that is to have no token: a predictor makes at least one."""
+        """The chunk of an answer without tokens; a predictor generates at least one."""
         usage = self.usage
         if usage is not None:
             usage = Usage(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
@@ -60,7 +60,7 @@ class TextChunk(NamedTuple):
         )
 
     def without_cached_tokens(self) -> TextChunk:
-        """The chunk for a caller who must not learn which prompts others have sent."""
+        """The chunk for a caller that must not find out which prompts other callers have sent."""
         if self.usage is None:
             return self
         usage = Usage(prompt_tokens=self.usage.prompt_tokens, completion_tokens=self.usage.completion_tokens)

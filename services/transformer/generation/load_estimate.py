@@ -1,7 +1,7 @@
 """Estimates how long a generation would take, from its arrival to its last token, from the current speed of its model.
 
 Predictors know their queues, but not how long a call waited before it reached them, nor how long its answer waits on
-the way back; and if a batch has room for all there is no queue: every answer becomes slower, and all are late. This
+the way back. If a batch has room for all there is no queue, but every answer becomes slower, and all are late. This
 estimate includes all of it: the time between two tokens of an answer as they leave the transformer, and the number of
 answers that shared the machine. A step of a batch costs a constant and something for each sequence, so the time for a
 token grows with `sequences + _BASE`. If nothing is known, or nothing runs, no request is refused.
@@ -10,8 +10,8 @@ Clients that compete have turns at the predictors, so a queue is its own client'
 of its client's, of each other client those that are answered already or at most as many per weight as its own client
 has, and the wait for a first token that its client's requests have had: none if none of them is in flight.
 
-A refusal costs a millisecond of the machine, which answers could use. Callers that retry at once, in spite of
-`retry-after`, would use up the cores with refusals. So beyond a rate each refusal is held back, within its deadline.
+A refusal takes a millisecond of processor time. Callers that ignore `retry-after` and retry at once would use all cores
+for refusals. So above a rate each refusal is held back, within its deadline.
 
 Pure; the caller passes the time, in seconds.
 """
@@ -25,26 +25,26 @@ from dataclasses import dataclass, field
 from millrace.clients import ANYONE, Client
 
 _BASE = 64  # Sequences at which a step takes twice as long as an empty one would; few machines are worse.
-_MARGIN = 3.0  # Answers of one length differ by so much, and who is late by a little has cost all of its work.
-_MEMORY_S = 1.0  # What is older weighs less than a third.
-_ENOUGH = 64  # Tokens that were measured, and have not been forgotten.
-_PAUSE_S = 2.0  # Without a token of any answer: the predictor was away or stood still, which is no speed.
+_MARGIN = 3.0  # Durations of equal answers differ by this factor, and all work for a late answer is lost.
+_MEMORY_S = 1.0  # Older measurements have less than a third of the weight.
+_ENOUGH = 64  # Tokens that were measured recently.
+_PAUSE_S = 2.0  # Without a token of any answer: the predictor was unavailable, which is not its speed.
 _IDLE_CLIENTS = 64  # Those without requests in flight that are remembered, at most.
 _LENGTHS = 64  # Answers whose lengths are known.
 _FEW_LENGTHS = 16
-_LONG = 0.9  # Of ten answers nine are not longer than what is reckoned with.
+_LONG = 0.9  # Nine of ten answers are not longer than the expected length.
 _WEIGHT = 0.1  # Of one first token in the mean.
 _LEAST_RETRY_S, _MOST_RETRY_S = 0.1, 10.0
 _REFUSALS_PER_S = 60.0
 _LONGEST_HOLD_S = 4.0
-_SHARE_OF_LEFT = 0.75  # What a caller may lose of its time by being held back.
+_SHARE_OF_LEFT = 0.75  # The share of a caller's remaining time that a delay may take.
 _SPREAD = 0.2
 _GOLDEN_RATIO = 0.618034
 
 
 @dataclass(slots=True)
 class _Share:
-    """Of one client."""
+    """The requests of one client."""
 
     weight: float
     in_flight: int = 0
@@ -54,11 +54,11 @@ class _Share:
 
 @dataclass
 class LoadEstimate:
-    """Of one model."""
+    """The load of one model."""
 
     in_flight: int = 0
     _answering: int = 0  # Of those in flight, the ones that have a first token.
-    # Of the last seconds: tokens, what they took, and how many answers came beside each.
+    # Of the last seconds: tokens, their durations, and the number of concurrent answers for each.
     _tokens: float = 0.0
     _token_s: float = 0.0
     _beside: float = 0.0
@@ -69,7 +69,7 @@ class LoadEstimate:
     _lengths: deque[int] = field(default_factory=lambda: deque(maxlen=_LENGTHS))
 
     def began(self, client: Client = ANYONE) -> None:
-        """Notes that a generation has been taken."""
+        """Records that a generation was admitted."""
         self.in_flight += 1
         share = self._shares.get(client.name)
         if share is None:
@@ -77,7 +77,7 @@ class LoadEstimate:
                 self._shares = {name: each for name, each in self._shares.items() if each.in_flight}
             share = self._shares[client.name] = _Share(client.policy.weight)
         share.weight = client.policy.weight
-        if not share.in_flight:  # What was before says nothing of now.
+        if not share.in_flight:  # Earlier waits do not predict the current one.
             share.first_token_s = 0.0
         share.in_flight += 1
 
@@ -89,9 +89,9 @@ class LoadEstimate:
         share.first_token_s += _WEIGHT * (waited_s - share.first_token_s)
 
     def more_tokens(self, count: int, gap_s: float, now: float) -> None:
-        """Notes that so many tokens of an answer have come, so long after the ones before.
+        """Records `count` tokens of an answer, `gap_s` after the previous ones.
 
-        A gap that a pause of all answers is part of does not count.
+        A gap that includes a pause of all answers is ignored.
         """
         if now - self._latest > _PAUSE_S:
             self._running_since = now
@@ -104,15 +104,14 @@ class LoadEstimate:
         self._beside += count * self._answering
 
     def ended(self, length: int | None, client: Client = ANYONE) -> None:
-        """Notes that a generation has ended; `length` is how many tokens it had, None if it did not come to its end or
-        never began."""
+        """Records that a generation has ended; `length` is its number of tokens, None if it did not finish."""
         self.in_flight -= 1
         self._shares[client.name].in_flight -= 1
         if length is not None:
             self._lengths.append(length)
 
     def answer_ended(self, client: Client = ANYONE) -> None:
-        """Records the end of an answer that had begun, whatever ended it."""
+        """Records the end of an answer that had begun, for any reason."""
         self._answering -= 1
         self._shares[client.name].answering -= 1
 
@@ -151,15 +150,15 @@ class LoadEstimate:
 
 
 class RefusalPace:
-    """When refusals are sent: at once, a second's worth of them even in one moment, and beyond that at a rate.
+    """When refusals are sent: at once up to a burst of one second, beyond that at a fixed rate.
 
-    Where so many are refused that this would take a caller's time, each is held back for the greater part of it, some
-    longer than others: callers that were refused together come back one by one.
+    If that would exceed a caller's remaining time, the refusal is held back for most of that time, some longer than
+    others: callers that were refused together return one by one.
     """
 
     def __init__(self) -> None:
         self._due = 0.0
-        self._turn = 0.0  # Of one; evenly spread whatever the number of turns.
+        self._turn = 0.0  # Of one; evenly spread for any number of turns.
 
     def hold_s(self, left_s: float, now: float) -> float:
         """How long to hold back a refusal whose caller's deadline has so many seconds left."""

@@ -1,7 +1,7 @@
 """Tokens a month by client, from the payload log's usage: calendar months in UTC.
 
 The figure is read again once a minute, by the first generation that needs it; until then the tokens that this process
-has used since are added. While the logger cannot be asked, generations are served: the log harms no request.
+has used since are added. While the logger is unreachable, generations are served: the log never fails a request.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Known:
 
 
 class MonthBudget:
-    """Owned by the event loop. `used_tokens` is of a client since a time."""
+    """Owned by the event loop. `used_tokens` returns a client's tokens since a time."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class MonthBudget:
             )
 
     def add(self, client: Client, tokens: int) -> None:
-        """Tokens that a generation has used, until the log says so."""
+        """Adds the tokens of a generation, until the next read of the log includes them."""
         known = self._known.get(client.name)
         if known is not None:
             known.used += tokens
@@ -88,7 +88,7 @@ class MonthBudget:
 
 
 def used_by_log(log: Any) -> UsedTokens:
-    """What the logger counts; `log` is a PayloadLogStub."""
+    """Reads the logger's counts; `log` is a PayloadLogStub."""
 
     async def used_tokens(client: str, since: datetime) -> int:
         start = Timestamp()

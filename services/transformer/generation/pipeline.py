@@ -1,9 +1,9 @@
-"""One generation, from text to text: what every front end calls.
+"""One generation, from text to text; every front end calls it.
 
-`Pipeline.generate` finds the model, admits the request, renders and tokenises the prompt, reads the tokens of as many
-predictors as it takes, and detokenises. Beside it: telemetry, the payload log, the delay of refusals under overload,
-and the first-token deadline. `generate` is the one loop over the tokens. What is the same for several choices of a
-request is made once, see `SharedPrompt`.
+`Pipeline.generate` finds the model, admits the request, renders and tokenises the prompt, reads the tokens of one or
+more predictors, and detokenises. Around it are telemetry, the payload log, the delay of refusals under overload, and
+the first-token deadline. `generate` is the only loop over the tokens. Choices of one request share their prompt, see
+`SharedPrompt`.
 """
 
 from __future__ import annotations
@@ -103,11 +103,11 @@ class Pipeline:
     async def _begun(self, request: TextRequest, first_token: FirstToken, held: ExitStack) -> Begun:
         """Waits for the first tokens: of the model that the request names, or of one that its route falls back to.
 
-        `held` is what the answer holds until its end.
+        `held` has the resources of the answer until its end.
         """
         async with first_token.in_time():
             model = await self._router.get(request.model, request.version, request.call)
-        if request.choices > 1:  # All of them are of one model.
+        if request.choices > 1:  # All choices use one model.
             self._router.keep(request.model, request.call)
         while True:
             try:
@@ -131,12 +131,12 @@ class Pipeline:
         tokens = held.enter_context(closing(self._generator.open(generation, call.deadline, first_token, wait_s)))
         async with first_token.in_time():
             first = await tokens.read()
-        # Once is enough: one set of weights gives the whole answer.
+        # Once is enough: one set of weights generates the whole answer.
         self._router.answered_by(model.name, first.fingerprint)
         return Begun(admitted, reservation, tokens, _assembler(request, model, generation), first)
 
     def _copy(self, request: TextRequest, record_id: str) -> None:
-        """Has another model answer the request too, if its route says so."""
+        """Starts a shadow copy of the request if its route has a shadow."""
         served = self._router.shadow(request.model, request.call)
         if served is None:
             return
@@ -148,7 +148,7 @@ class Pipeline:
         """The generation to request from the predictors; raises InvalidRequestError, ContextLengthError."""
         sampling = model.defaults.changed(request.sampling)
         if request.prompt_logprobs is not None and not model.scores_prompts:
-            raise InvalidRequestError(f"model {model.name!r} gives no log probabilities of prompts", param="logprobs")
+            raise InvalidRequestError(f"model {model.name!r} has no log probabilities of prompts", param="logprobs")
         prompt_ids = await self._shared_ids(request, model)
         if request.prompt_logprobs is not None:
             check_size(len(prompt_ids), request.prompt_logprobs, request.choices)
@@ -165,7 +165,7 @@ class Pipeline:
         )
 
     async def _shared_ids(self, request: TextRequest, model: TextModel) -> list[int]:
-        """The prompt's ids: the first choice makes them, the others wait; an InvalidRequestError is remembered for all.
+        """The prompt's ids: the first choice computes them, other choices wait; an InvalidRequestError is kept for all.
 
         The list is shared: it must not be changed.
         """
@@ -197,7 +197,7 @@ class Pipeline:
 
 
 class Begun(NamedTuple):
-    """An answer of which the first tokens have come."""
+    """An answer whose first tokens have arrived."""
 
     admitted: AdmittedGeneration
     reservation: Reservation
@@ -207,7 +207,7 @@ class Begun(NamedTuple):
 
 
 def _size_of(generation: Generation) -> tuple[int, int]:
-    """Tokens of the prompt, and at most of the answer."""
+    """The number of tokens of the prompt, and the maximum of the answer."""
     return len(generation.prompt_ids), generation.sampling.max_tokens or 0
 
 

@@ -41,7 +41,7 @@ class RecordedGeneration:
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
-        recording.engine_s = 0.0  # Of one that is refused, or ends before its first token.
+        recording.engine_s = 0.0  # For a generation that is refused or ends before its first token.
         self._is_flushed = False
 
     @property
@@ -49,11 +49,12 @@ class RecordedGeneration:
         return self._recording.record_id
 
     def served_by(self, model: str) -> None:
-        """A route led to the model."""
+        """Records the model that a route chose."""
         self._recording.served_model = model
 
     async def chunk(self, chunk: TextChunk) -> None:
-        """Adds a chunk. The first one waits until the begin of the record is on disk, even if this process dies now."""
+        """Adds a chunk. The first one waits until the start of the record is on disk, where it survives this
+        process."""
         recording = self._recording
         if chunk.resumed:
             recording.resumes += 1
@@ -91,7 +92,7 @@ def _recorded_prompt(request: TextRequest) -> str:
 
 
 def recorded_list(prompts: Sequence[str | Sequence[int]]) -> str:
-    """Several prompts as a JSON list, which it stays where prompts are cut off: rules read it."""
+    """Several prompts as a JSON list, also if prompts are cut off, because redaction rules parse it."""
     texts = iter(_cut_together([prompt for prompt in prompts if isinstance(prompt, str)]))
     left = _MAX_IDS
     kept: list[str] = []
@@ -124,10 +125,10 @@ def _cut(text: str, limit: int = MAX_RECORDED_CHARACTERS) -> str:
 
 
 def _recorded_parameters(request: TextRequest) -> dict[str, Any]:
-    """All but the seed."""
+    """The parameters without the seed."""
     given = {name[:_MAX_NAME]: _brief(value) for name, value in islice(request.sampling.items(), _MAX_NAMES)}
     given.pop("seed", None)
-    given.pop("cache_salt", None)  # Who knows it can tell what its owner's prompts share with others.
+    given.pop("cache_salt", None)  # Knowing it would reveal which prompts share a prefix with its owner's.
     if request.prompt_logprobs is not None:
         given["prompt_logprobs"] = request.prompt_logprobs
     if request.prompt_only:

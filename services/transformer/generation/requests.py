@@ -1,4 +1,4 @@
-"""What a front end asks the pipeline for."""
+"""The requests of front ends to the pipeline."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from services.transformer.calls import check_stop
 
 
 class SharedPrompt:
-    """What is made once for all choices of a request: the ids of its prompt, and what records hold of it.
+    """The values that all choices of a request share: the prompt's ids, and its text in records.
 
-    Owned by the event loop; it belongs to the requests that differ in their seeds alone.
+    Owned by the event loop; shared by requests that differ only in their seeds.
     """
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
-        self.ids: dict[str, list[int] | InvalidRequestError] = {}  # By model; or why it does not take the prompt.
+        self.ids: dict[str, list[int] | InvalidRequestError] = {}  # By model; an error if the model refuses the prompt.
         self.recorded: tuple[str, dict[str, Any]] | None = None  # The prompt, and the parameters without the seed.
 
 
@@ -29,10 +29,10 @@ class SharedPrompt:
 class TextRequest:
     """One generation: one of `prompt`, `prompt_ids` and `messages`, and the sampling parameters given.
 
-    `template_options` are variables of the chat template. Without max_tokens in `sampling`, `default_max_tokens` or
-    the room left in the context counts. `prompt_logprobs` asks for the prompt's own log probabilities, and for so many
-    of the likeliest tokens at each position; `choices` is how many such requests make one answer. With `prompt_only`
-    the answer has no token of its own. `ignored_fields` are names, for the record.
+    `template_options` are variables of the chat template. Without max_tokens in `sampling`, the maximum is
+    `default_max_tokens` or the room left in the context, if that is less. `prompt_logprobs` asks for the prompt's own
+    log probabilities, and for so many of the likeliest tokens at each position; `choices` is how many such requests
+    make one answer. With `prompt_only` the answer has no token of its own. `ignored_fields` are names, for the record.
     """
 
     call: CallContext
@@ -52,7 +52,7 @@ class TextRequest:
     prompt_only: bool = False
 
     def check(self) -> None:
-        """Refuses what can be refused without the model; raises InvalidRequestError."""
+        """Validates the parts that do not depend on the model; raises InvalidRequestError."""
         check_stop(self.stop)
         if (self.prompt is not None) + (self.prompt_ids is not None) + bool(self.messages) != 1:
             raise InvalidRequestError("give either a prompt or messages")

@@ -1,8 +1,8 @@
 """Metrics and span attributes of one generation, however many calls to predictors it takes.
 
-Names are OpenTelemetry's for generative AI, seen from the server's side and with the gateway's protocol beside the
-model, so that gRPC and HTTP can be compared; what they lack is `millrace.*`. A model that is not served is `_OTHER`: no
-label is a caller's text. Prompts and answers are never part of telemetry.
+Names are OpenTelemetry's for generative AI, measured at the server, with the gateway's protocol as an attribute, so
+that gRPC and HTTP can be compared; other names are `millrace.*`. A model that is not served is `_OTHER`: no label is
+text of a caller. Prompts and answers are never part of telemetry.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _OUTCOMES = {StatusCode.CANCELLED: "cancelled", StatusCode.DEADLINE_EXCEEDED: "d
 _REQUEST_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
-_GAPS_S = 1.0  # Gaps of a stream are recorded together, so often and at its end.
+_GAPS_S = 1.0  # Gaps of a stream are recorded together at this interval and at its end.
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576)
 
 
@@ -70,7 +70,7 @@ class GenerationTelemetry:
         self.usage = histogram("gen_ai.client.token.usage", "{token}", "Tokens of prompts and answers.", _TOKENS)
         self.streams = meter.create_counter("millrace.streams", "{stream}", "Generations that have ended, by outcome.")
         self.resumed = meter.create_counter(
-            "millrace.stream.resumed", "{resume}", "How often a stream went on at another predictor."
+            "millrace.stream.resumed", "{resume}", "How often another predictor resumed a stream."
         )
 
     @contextmanager
@@ -116,7 +116,7 @@ class ObservedGeneration:
         self._ended = False
 
     def served_by(self, model: str) -> None:
-        """A route led to the model."""
+        """Records the model that a route chose."""
         self._span.set_attribute("gen_ai.response.model", model)
 
     def chunk(self, chunk: TextChunk) -> None:
@@ -140,7 +140,7 @@ class ObservedGeneration:
             self.end(StatusCode.OK)
 
     def end(self, status: StatusCode) -> None:
-        """The first end counts: a caller that has the last chunk may still leave."""
+        """Only the first end has an effect: a caller may leave after the last chunk."""
         if self._ended:
             return
         self._ended = True

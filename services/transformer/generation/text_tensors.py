@@ -1,16 +1,14 @@
 """Text models as tensors, with the names of Triton's vLLM backend.
 
-Inputs, each of one element: `text_input` BYTES; optional `stream` BOOL, `sampling_parameters` BYTES
-(JSON), `exclude_input_in_output` BOOL (default true), and `return_finish_reason`,
-`return_cumulative_logprob`, `return_logprobs`, `return_num_input_tokens`, `return_num_output_tokens`
-BOOL, each by default whether the request names that output. Sampling parameters are read from the
-request's `parameters` too, which win; `logprobs` may be a number, as vLLM has it: so many of the
-likeliest tokens at each position.
+Inputs, each of one element: `text_input` BYTES; optional `stream` BOOL, `sampling_parameters` BYTES (JSON),
+`exclude_input_in_output` BOOL (default true), and `return_finish_reason`, `return_cumulative_logprob`,
+`return_logprobs`, `return_num_input_tokens`, `return_num_output_tokens` BOOL, each by default whether the request names
+that output. Sampling parameters are read from the request's `parameters` too, which win; `logprobs` may be a number, as
+vLLM has it: so many of the likeliest tokens at each position.
 
-Outputs, each [1]: `text_output` BYTES; where asked for, in every response, `finish_reason` BYTES
-("None" before the end), `cumulative_logprob` FP32, `logprobs` BYTES (JSON: for each new token an object
-of token id to logprob, rank and decoded_token), `num_input_tokens` and `num_output_tokens` UINT32 (the
-response's own).
+Outputs, each [1]: `text_output` BYTES; where asked for, in every response, `finish_reason` BYTES ("None" before the
+end), `cumulative_logprob` FP32, `logprobs` BYTES (JSON: for each new token an object of token id to logprob, rank and
+decoded_token), `num_input_tokens` and `num_output_tokens` UINT32 (the response's own).
 
 Source of the names: triton-inference-server/vllm_backend, docs/additional_outputs.md.
 """
@@ -56,18 +54,18 @@ _INPUTS = {
     **{f"return_{name}": "BOOL" for name in _OUTPUTS if name != TEXT_OUTPUT},
 }
 _PLATFORM = "millrace_text"
-# What is more can be no request to a text model, and reading it would hold up the others.
+# A larger request cannot be one to a text model, and reading it would delay other requests.
 _MAX_TENSORS, _MAX_PARAMETERS, _MAX_DIMENSIONS = 64, 256, 32
 _MAX_SAMPLING_BYTES = 128 * 1024
 
 
 @dataclass(frozen=True)
 class TextCall:
-    """A parsed request: what to generate, and how its answer is to look."""
+    """A parsed request: the generation, and the form of its answer."""
 
     text: TextRequest
     stream: bool
-    echo: str  # What goes before the answer: the prompt or nothing.
+    echo: str  # Text before the answer: the prompt or nothing.
     wanted: frozenset[str]  # Outputs beside the text.
 
     @property
@@ -154,7 +152,7 @@ class TextAnswer:
 
 
 def describe(model: TextModel) -> ModelDescription:
-    """What ModelMetadata and ModelConfig answer."""
+    """The description for ModelMetadata and ModelConfig."""
     parameters = {
         "context_length": str(model.limits.context_length),
         "chat_template": str(model.tokenizer.has_chat_template).lower(),
@@ -171,7 +169,7 @@ def describe(model: TextModel) -> ModelDescription:
 
 
 def _check_shapes(request: pb.ModelInferRequest) -> None:
-    """Refuses by its description what is too much to be looked at."""
+    """Refuses, by their descriptions, tensors that are too large to decode."""
     if len(request.inputs) > _MAX_TENSORS or len(request.outputs) > _MAX_TENSORS:
         raise InvalidRequestError(f"more than {_MAX_TENSORS} tensors; a text model takes {', '.join(_INPUTS)}")
     if len(request.parameters) > _MAX_PARAMETERS:
@@ -197,7 +195,7 @@ def _check(request: pb.ModelInferRequest, tensors: Mapping[str, Tensor]) -> None
 
 
 def _read_logprobs(sampling: dict[str, Any], wanted: frozenset[str]) -> None:
-    """vLLM's `logprobs` is how many of the likeliest tokens are wanted; ours, whether any is."""
+    """vLLM's `logprobs` is the number of likeliest tokens; ours is a boolean."""
     given = sampling.get(_LOGPROBS)
     count = int(given) if isinstance(given, str) and given.isdecimal() and len(given) < 10 else given
     if isinstance(count, int) and not isinstance(count, bool):

@@ -1,4 +1,4 @@
-"""Tokens by client, in a minute: a generation reserves its prompt and what it may generate, and settles at its end.
+"""Tokens by client, in a minute: a generation reserves its prompt and max_tokens, and settles at its end.
 
 So generations that run at the same time cannot exceed the limit together. A cancelled one is charged for its prompt and
 what it had generated. The counts are those of one process.
@@ -19,7 +19,7 @@ from services.transformer.generation.month_budget import MonthBudget
 
 
 class Reservation:
-    """The tokens of one generation; `generated` is to be kept up to date."""
+    """The tokens of one generation; the owner keeps `generated` up to date."""
 
     def __init__(self) -> None:
         self.generated = 0
@@ -39,7 +39,7 @@ class TokenQuota:
             await self._month.check(client)
 
     def remaining(self, client: Client) -> Pairs:
-        """Headers of what remains to a client of its minute, without what is reserved; none where it has no limit."""
+        """Headers with the remaining tokens of a client's minute, without reserved ones; none without a limit."""
         limit = client.policy.tokens_per_minute
         if limit is None:
             return ()
@@ -55,7 +55,7 @@ class TokenQuota:
     def reserved(self, client: Client, prompt_tokens: int, max_tokens: int) -> Iterator[Reservation]:
         """Holds the tokens of the generation in the block.
 
-        Raises OverloadedError where the client has to wait, and InvalidRequestError where it asks for more than its key
+        Raises OverloadedError if the client has to wait, and InvalidRequestError if it asks for more than its key
         allows in a minute.
         """
         reservation = Reservation()

@@ -1,8 +1,8 @@
-"""One OIP request, whatever its model is: text, a processor of the user's own, or tensors that are relayed.
+"""One OIP request to any kind of model: text, a user's processor, or relayed tensors.
 
-Behind every front end that speaks the protocol, gRPC and REST. Text is recorded by the pipeline, with
-what was said; of anything else the record has the tensors, those of a stream answer by answer. An answer is a
-message, or the unparsed bytes of the predictor's. Raises MillraceError; closing a generator cancels the request.
+Used by the gRPC and REST front ends of the protocol. The pipeline records text generations; records of other requests
+have the tensors, those of a stream answer by answer. An answer is a message, or the unparsed bytes of the predictor's.
+Raises MillraceError; closing a generator cancels the request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from services.transformer.predictors.relay import Relay
 from services.transformer.routing.router import Router
 from services.transformer.routing.shadows import Shadows, copied_call
 
-_BESIDE_PROMPT = 1024 * 1024  # Bytes of a request beside its prompt: more than they can be.
+_BESIDE_PROMPT = 1024 * 1024  # An upper bound of a request's bytes besides its prompt.
 
 
 class Inference:
@@ -104,14 +104,14 @@ class Inference:
                     yield self._named(answer, request, call, is_streamed=True)
 
     def _routed(self, request: InferRequest, call: CallContext) -> InferRequest:
-        """The request to the model that the call was led to."""
+        """The request with the model that the route chose."""
         routed = call.routed.get(request.model_name)
         return request if routed is None else request.for_model(routed.served)
 
     def _named(
         self, answer: pb.ModelInferResponse | bytes, request: InferRequest, call: CallContext, is_streamed: bool = False
     ) -> pb.ModelInferResponse | bytes:
-        """The answer under the name that the request uses; of a field that is there twice the last one counts."""
+        """The answer under the name in the request; protobuf uses the last value of a repeated scalar field."""
         if request.model_name not in call.routed:
             return answer
         if not isinstance(answer, bytes):
@@ -121,7 +121,7 @@ class Inference:
         return answer + (pb.ModelStreamInferResponse(infer_response=name) if is_streamed else name).SerializeToString()
 
     def _copy(self, request: InferRequest, call: CallContext, record_id: str) -> None:
-        """Has another model answer the request too, if its route says so."""
+        """Starts a shadow copy of the request if its route has a shadow."""
         served = self._router.shadow(request.model_name, call)
         if served is None:
             return

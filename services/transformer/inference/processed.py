@@ -1,8 +1,7 @@
 """Requests to a processor: its preprocessing, the predictor's model, its postprocessing.
 
-What the caller names and gets are the processor's tensors. Parameters that preprocessing leaves go to
-the model, and those of the model's answers come back. The functions raise MillraceError; all of them
-but the last two end with DeadlineError when the time is up, wherever it was spent.
+Callers send and receive the processor's tensors. The parameters after preprocessing go to the model, and those of the
+model's answers are returned. The functions raise MillraceError, DeadlineError at any stage.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ async def stream(
 
 
 def describe(model: ProcessedModel, is_decoupled: bool = False) -> ModelDescription:
-    """What ModelMetadata and ModelConfig answer; only the latter tells whether the predictor's model is decoupled."""
+    """The description for ModelMetadata and ModelConfig; only the latter knows whether the model is decoupled."""
     inputs, outputs = model.processor.inputs or (), model.processor.outputs or ()
     return ModelDescription(_PLATFORM, inputs, outputs, is_decoupled, parameters={"model": model.processor.model})
 

@@ -1,8 +1,8 @@
 """A `ModelInferRequest` of which only the head is parsed until its tensors are needed.
 
-The head is what says where a request goes: model name and version, id and parameters. A request that
-is relayed is forwarded as the bytes it came in; its tensors are neither copied nor looked at. A head
-that cannot be parsed raises protobuf's DecodeError, as the generated parser does.
+The head has what routing needs: model name and version, id and parameters. A relayed request is forwarded as its
+original bytes; its tensors are neither copied nor parsed. A head that cannot be parsed raises protobuf's DecodeError,
+as the generated parser does.
 
 Source of the format: protobuf's wire encoding; every field of these messages is length-delimited.
 """
@@ -20,7 +20,7 @@ from millrace_protos import inference_pb2 as pb
 
 # model_name, model_version, id, parameters.
 _HEAD_FIELDS = frozenset({1, 2, 3, 4})
-_NO_VERSION = b"\x12\x00"  # Field 2, empty, which a message by itself would not write.
+_NO_VERSION = b"\x12\x00"  # Field 2, empty, which protobuf would not write.
 # Beyond so many fields the C parser is faster than this scan, and no request can block the event loop with it.
 _MAX_SCANNED_FIELDS = 1024
 
@@ -51,7 +51,7 @@ class InferRequest:
         return cls(message, None, message)
 
     def for_model(self, served: ServedModel) -> InferRequest:
-        """The same request to another model: of a field that is there twice the last one counts."""
+        """The same request to another model; protobuf uses the last value of a repeated scalar field."""
         names = pb.ModelInferRequest(model_name=served.model, model_version=served.version)
         return InferRequest.received(self.data + _NO_VERSION + names.SerializeToString())
 

@@ -1,1 +1,1 @@
-"""What the transformer knows of each model, and the processors that users supply."""
+"""The transformer's data about each model, and users' processors."""

@@ -54,19 +54,19 @@ class Catalogue:
         self._pool = pool
         self._processors = processors or {}
         self._texts: dict[str, ModelText] = {}
-        self._unreadable: dict[str, str] = {}  # Why a model that is served takes no text, where its files are at fault.
+        self._unreadable: dict[str, str] = {}  # Why a served model takes no text, if its files are the cause.
         self._states: Mapping[str, ModelState] = {name: ModelState(LOADING) for name in self._sources}
-        self._is_known = False  # Until the predictor has first listed its models.
-        self._is_complete = True  # False: the predictor has no index, and may know more models.
+        self._is_known = False  # Becomes true when the predictor has listed its models.
+        self._is_complete = True  # False: the predictor has no index, and may serve other models too.
         self._models: dict[str, TextModel | RelayedModel] = {}
-        self._learned: set[str] = set()  # Of `_models`, those known of the predictor that answers now.
+        self._learned: set[str] = set()  # The models in `_models` whose description is current.
         self._learning: dict[str, asyncio.Task[None]] = {}
-        self._troubles: dict[str, str] = {}  # What was last logged of a model that cannot be learned.
+        self._troubles: dict[str, str] = {}  # The last logged error of a model that cannot be added.
         self._looking = asyncio.Lock()
-        self._tasks: asyncio.TaskGroup | None = None  # There while `watch` runs, and so is `_tell`.
-        self._tell: Callable[[bool], Awaitable[None]]
+        self._tasks: asyncio.TaskGroup | None = None  # There while `watch` runs, and so is `_report_ready`.
+        self._report_ready: Callable[[bool], Awaitable[None]]
         self._first_ready = asyncio.Event()
-        self.changed = asyncio.Event()  # Set, and replaced, whenever `find` may answer otherwise.
+        self.changed = asyncio.Event()  # Set, and replaced, whenever the result of `find` may change.
         self._draining = False
         self.ready = False
 
@@ -99,7 +99,7 @@ class Catalogue:
         return name in self.states
 
     def find(self, name: str, version: str = "") -> Model:
-        """The model, whatever its kind; raises NotFoundError, or NotReadyError where that will change."""
+        """The model, of any kind; raises NotFoundError, or NotReadyError if it will be available."""
         if not name:
             raise NotFoundError("the request names no model")
         processor = self._processors.get(name)
@@ -119,7 +119,8 @@ class Catalogue:
         return await self.found_in_time(lambda: self.find(name, version), call)
 
     async def found_in_time(self, find: Callable[[], Model], call: CallContext) -> Model:
-        """What `find` finds: while it raises NotReadyError, it is tried again at each change, within the deadlines."""
+        """The result of `find`: while it raises NotReadyError, it is tried again at each change, within the
+        deadlines."""
         with suppress(NotReadyError):
             return find()
         backoff = self._predictor.backoff(call.deadline)
@@ -150,17 +151,17 @@ class Catalogue:
     def _state(self, name: str) -> ModelState:
         return self._states.get(name, ModelState(UNAVAILABLE))
 
-    async def watch(self, tell: Callable[[bool], Awaitable[None]]) -> None:
-        """Follows the predictor until cancelled; keeps `ready` up to date, and reports each change to `tell`."""
+    async def watch(self, report_ready: Callable[[bool], Awaitable[None]]) -> None:
+        """Follows the predictor until cancelled; keeps `ready` up to date, and reports each change of it."""
         suppress_tracing()
-        self._tell = tell
+        self._report_ready = report_ready
         async with asyncio.TaskGroup() as self._tasks:
             while True:
                 await self._look()
                 await asyncio.sleep(_PROBE_INTERVAL_S if self.ready else _STARTING_INTERVAL_S)
 
     async def drain(self, grace_s: float) -> None:
-        """Is never ready again: the process stops in so many seconds."""
+        """Sets `ready` to false for good: the process stops after `grace_s`."""
         self._draining = True
         self.ready = False
 
@@ -170,17 +171,17 @@ class Catalogue:
             await asyncio.wait_for(self._first_ready.wait(), timeout_s)
 
     def answered_by(self, name: str, fingerprint: str) -> None:
-        """Takes note of the weights that have answered a call; a model that has got others is made known anew."""
+        """Records the weights that answered a call; a model with new weights is described again."""
         known = self._models.get(name)
         if known is not None and known.fingerprint != fingerprint:
             self._learned.discard(name)
 
     def why_unreadable(self, name: str) -> str | None:
-        """Why a model that is served takes no text, where its files are at fault."""
+        """Why a served model takes no text, if its files are the cause."""
         return self._unreadable.get(name)
 
     async def refresh(self, reloaded: str = "") -> None:
-        """Follows the predictor now, to the end; the model `reloaded` is made known anew."""
+        """Updates the catalogue now and returns when it is complete; the model `reloaded` is described again."""
         if self._tasks is None:
             raise NotReadyError("starting")
         self._texts.pop(reloaded, None)
@@ -193,25 +194,25 @@ class Catalogue:
     async def _look(self) -> None:
         async with self._looking:
             ready = await self._follow() and not self._draining
-            self.tell_of_change()
+            self.notify()
             if ready != self.ready:
                 self.ready = ready
-                await self._tell(ready)
+                await self._report_ready(ready)
             if ready:
                 self._first_ready.set()
 
-    def tell_of_change(self) -> None:
-        """What a name leads to may be another model from now on."""
+    def notify(self) -> None:
+        """Wakes waiting requests: a name may now lead to another model."""
         self.changed.set()
         self.changed = asyncio.Event()
 
     async def _follow(self) -> bool:
-        """Takes over what the predictor serves; whether its models can be called."""
+        """Updates the models from the predictor; returns whether they can be called."""
         try:
             self._states = await self._index()
             self._is_known = True
         except MillraceError:
-            # It may come back with other models; until then calls get its own errors.
+            # It may return with other models; until then calls get its errors.
             self._learned.clear()
             return False
         for name in (*self._models, *self._learning):
@@ -223,7 +224,7 @@ class Catalogue:
         for name in ready:
             if name not in self._learned and name not in self._learning and self._tasks is not None:
                 self._learning[name] = self._tasks.create_task(self._learn(name), name=f"learn-{name}")
-        # A model that joins others takes nothing from them while it is made known.
+        # Other models stay ready while a new one is added.
         known = self.ready or self._learned.issuperset(ready)
         return known and await self._predictor.ready()
 
@@ -246,24 +247,24 @@ class Catalogue:
         }
 
     async def _learn(self, name: str) -> None:
-        """Makes a model known that the predictor serves; where that fails, the next look tries again."""
+        """Adds a model that the predictor serves; if that fails, the next update tries again."""
         try:
             described = await self._replicas.describe(name)
             known = self._models.get(name)
             if known is not None and known.fingerprint != described.fingerprint:
-                self._texts.pop(name, None)  # Other files: the tokenizer may be another.
+                self._texts.pop(name, None)  # Other files may have another tokenizer.
             self._models[name] = model_of(name, described, await self._text_of(name, described))
             self._learned.add(name)
-            self.tell_of_change()
+            self.notify()
             self._troubles.pop(name, None)
         except MillraceError as error:
             if self._troubles.get(name) != error.message:
                 logger.warning("model %s: the predictor does not describe it: %s", name, error.message)
             self._troubles[name] = error.message
         except Exception as error:
-            # One model's files or description: the others are served.
+            # An error of one model; other models are served.
             if self._troubles.get(name) != repr(error):
-                logger.exception("model %s cannot be made known", name)
+                logger.exception("model %s cannot be added", name)
             self._troubles[name] = repr(error)
         finally:
             if self._learning.get(name) is asyncio.current_task():
@@ -273,8 +274,8 @@ class Catalogue:
         """The text side of a model; empty where it has none or it cannot be read."""
         self._unreadable.pop(name, None)
         if described.makes_ids and not described.streams:
-            self._unreadable[name] = "text needs TRANSFORMER_PROTOCOL=grpc-v2, for REST has no streams of token ids"
-            logger.error("model %s takes ids and no text: %s", name, self._unreadable[name])
+            self._unreadable[name] = "text needs TRANSFORMER_PROTOCOL=grpc-v2, because REST has no streams of token ids"
+            logger.error("model %s takes token ids but no text: %s", name, self._unreadable[name])
             return ModelText()
         if name in self._texts:
             return self._texts[name]
@@ -285,7 +286,7 @@ class Catalogue:
             source = source or parse_location(name, described.source or "")
             text = await run_in_daemon_thread(f"tokenizer-{name}", partial(read_text, source, self._pool))
         except (StartupError, ValueError) as error:
-            logger.warning("model %s takes ids and no text: %s", name, error)
+            logger.warning("model %s takes token ids but no text: %s", name, error)
             self._unreadable[name] = str(error)
             return ModelText()
         self._texts[name] = text

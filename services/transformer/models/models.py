@@ -1,4 +1,4 @@
-"""What the catalogue knows of a model: its kind, and what that needs of the transformer."""
+"""Models in the catalogue: their kinds, and the data that the transformer needs for each."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ VERSION = "1"
 
 @dataclass(frozen=True)
 class TextModel:
-    """A model that generates text; one that resumes goes on after ids that were given before.
+    """A model that generates text.
 
-    One that scores prompts gives log probabilities of their tokens.
+    `resumes`: it can continue after earlier ids. `scores_prompts`: it has log probabilities of prompts.
     """
 
     name: str
@@ -28,20 +28,20 @@ class TextModel:
     resumes: bool = True
     dialect: Dialect = OURS
     versions: Sequence[str] = (VERSION,)
-    fingerprint: str = ""  # Of its weights; "" where the predictor says none.
+    fingerprint: str = ""  # Of its weights; "" if the predictor reports none.
     scores_prompts: bool = False
 
 
 @dataclass(frozen=True)
 class RelayedModel:
-    """A model that needs no text processing; one that embeds has a tokenizer where its folder has one.
+    """A model that needs no text processing; an embedding model has a tokenizer if its folder has one.
 
-    A direct one is served by a predictor of ours, which can do for a call of its tensors all that the transformer does.
+    A direct one is served by our predictor, which can answer calls without the transformer.
     """
 
     name: str
     tokenizer: TextTokenizer | None = None
-    versions: Sequence[str] = ()  # None known: the predictor will say.
+    versions: Sequence[str] = ()  # Empty: the predictor checks the version.
     context_length: int | None = None  # Of a model that embeds: tokens a row at most.
     fingerprint: str = ""
     is_direct: bool = False
@@ -83,12 +83,12 @@ def model_of(name: str, described: PredictorModel, text: ModelText) -> TextModel
 def _relayed(
     name: str, described: PredictorModel, tokenizer: TextTokenizer | None = None, context_length: int | None = None
 ) -> RelayedModel:
-    is_ours = described.source is not None  # No other server says from where it has loaded a model.
+    is_ours = described.source is not None  # Only our predictors report the source of a model.
     return RelayedModel(name, tokenizer, described.versions, context_length, described.fingerprint, is_ours)
 
 
 def _limits_of(described: PredictorModel, text: ModelText) -> ContextLimits | None:
-    """The predictor's own, which may be less than the model's files say."""
+    """The predictor's limits, which may be lower than those in the model's files."""
     if described.context_length is None:
         return text.limits
     is_encoder_decoder = described.is_encoder_decoder

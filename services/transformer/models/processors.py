@@ -1,8 +1,7 @@
 """Processors of the user's own: `name=package.module:Class` or `name=folder/file.py:Class`, imported and run.
 
-See millrace/processor.py for what a processor is. What is wrong with one is said at the start, in one
-line (StartupError). Here are its calls, plain ones on a pool's threads and async ones on the event
-loop; what they raise becomes a MillraceError.
+See millrace/processor.py for the interface. An invalid processor raises StartupError at the start, with one line. Plain
+methods run on a pool's threads, async ones on the event loop; their exceptions become MillraceErrors.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class RunningProcessor:
 
 
 def _without_exits(method: Callable[..., Any], *arguments: Any) -> Any:
-    """A user's code can end its own request and nothing else."""
+    """Converts exits to errors: a user's code can end only its own request."""
     try:
         return method(*arguments)
     except (SystemExit, KeyboardInterrupt) as error:
@@ -105,18 +104,18 @@ def _made(source: ProcessorSource) -> Processor:
         logger.debug("%s cannot be imported", where, exc_info=True)
         raise StartupError(f"{where} cannot be imported: {_in_one_line(error)}") from None
     if not isinstance(made, Processor):
-        raise StartupError(f"{where}: {source.class_name} is no millrace.processor.Processor")
+        raise StartupError(f"{where}: {source.class_name} is not a subclass of millrace.processor.Processor")
     return made
 
 
 def _module(source: ProcessorSource) -> ModuleType:
     if not source.where.endswith(".py"):
         return importlib.import_module(source.where)
-    # Hexadecimal, because a name may hold what a module's must not.
+    # Hexadecimal, because a name may have characters that a module's cannot.
     name = f"millrace_processor_{source.name.encode().hex()}"
     spec = importlib.util.spec_from_file_location(name, Path(source.where))
     if spec is None or spec.loader is None:
-        raise ImportError(f"{source.where} is no Python file")
+        raise ImportError(f"{source.where} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

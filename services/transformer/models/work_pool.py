@@ -17,7 +17,7 @@ _RETRY_AFTER_MS = 100
 
 
 class WorkPool:
-    """Used by one event loop. A call whose caller leaves runs to its end, for a thread cannot be stopped."""
+    """Used by one event loop. A call whose caller leaves runs to its end, because a thread cannot be stopped."""
 
     def __init__(self, threads: int, max_waiting: int, name: str) -> None:
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name)
@@ -27,7 +27,7 @@ class WorkPool:
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
         """The function's result; raises OverloadedError where too many calls wait already."""
         if self._held >= self._limit:
-            raise OverloadedError("too many requests wait for a thread", retry_after_ms=_RETRY_AFTER_MS)
+            raise OverloadedError("too many requests wait for a thread; retry later", retry_after_ms=_RETRY_AFTER_MS)
         loop = asyncio.get_running_loop()
         context = contextvars.copy_context()
         future = self._executor.submit(partial(context.run, function, *arguments))

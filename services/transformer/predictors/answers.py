@@ -1,4 +1,4 @@
-"""What a predictor answers, as values; what breaks the protocol in it is the predictor's fault, never the caller's."""
+"""Parses a predictor's answers; errors in them are the predictor's fault, never the caller's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BrokenAnswerError(HopBrokenError):
 
 @contextmanager
 def predictor_answers() -> Iterator[None]:
-    """Raises BrokenAnswerError for what an answer has made the block raise."""
+    """Converts errors of the block, which parses an answer, to BrokenAnswerError."""
     try:
         yield
     except InvalidRequestError as error:

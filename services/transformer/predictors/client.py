@@ -1,8 +1,8 @@
 """Predictors call by call, through Envoy's inner listener: probes, tensors, and generations of other servers.
 
-Any server of the Open Inference Protocol can stand there: what it lacks of ours (health by the name `ready`,
-ModelConfig) is requested in another way or done without. A generation there is one `ModelStreamInfer` call, so that
-cancel, deadline and flow control are HTTP/2's own. Predictors of ours generate over links.py.
+Any server of the Open Inference Protocol can stand there: features that it lacks (health by the name `ready`,
+ModelConfig) are replaced or omitted. A generation there is one `ModelStreamInfer` call, so that cancel, deadline and
+flow control are HTTP/2's own. Predictors of ours generate over links.py.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class PredictorClient(Predictor):
         return await self._infer_bytes(request, timeout=deadline.left(), metadata=(RECORDED,))
 
     async def stream_bytes(self, request: bytes, deadline: Deadline) -> AsyncGenerator[bytes, None]:
-        """One call for each request. Marks of the last response are the predictor's: it reads what the request says
-        of them."""
+        """One call for each request. Marks of the last response are the predictor's: it reads what the request says of
+        them."""
         span = CallSpan()
         with span.of_next_call():
             metadata = (ERRORS_AS_STATUS, RECORDED)

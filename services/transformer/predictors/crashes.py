@@ -1,13 +1,13 @@
 """Requests under which predictors crash: how often a request is retried, when in isolation, and when it is refused.
 
 A crash alone does not prove that the request caused it: a machine may have failed, or a request beside it. So only
-crashes in a row count, without a new token between them. After `limit` of them the next call runs in isolation: its
-replica computes nothing else. A crash in isolation is caused by the request, which then is quarantined: refused for a
-while, whoever sends it. A crash before isolation has begun does not prove anything, but a request to which that happens
-again and again is quarantined too: it may crash its predictor before its first step.
+consecutive crashes are counted, without a new token between them. After `limit` of them the next call runs in
+isolation: its replica computes nothing else. A crash in isolation is caused by the request, which then is quarantined:
+refused for ten minutes from any caller. A crash before isolation has begun does not prove anything, but a request to
+which that happens again and again is quarantined too: it may crash its predictor before its first step.
 
-A request can end the engine that computes it, and then its predictor says so. A predictor that is lost as a whole was
-most likely killed, replaced or cut off, so that counts as half a crash. Pure.
+A request can end the engine that computes it, and its predictor reports that. A predictor that is lost as a whole was
+most likely killed, replaced or cut off, so that is half a crash. Pure.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CrashCount:
 
     def __init__(self, limit: int) -> None:
         self._limit = _HALVES * limit
-        self._in_a_row = 0  # In halves, as all counts here.
+        self._in_a_row = 0  # In halves, like all counts here.
         self._in_isolation = 0
         self._is_isolated = False
 

@@ -18,12 +18,12 @@ from millrace_protos import model_config_pb2
 class Dialect:
     """How a predictor takes token ids, [N] or batched as [1, N], and whether its last answer has a finish_reason.
 
-    One that gives none has finished where its call ends well.
+    Without a reason, a generation is complete when its call ends without an error.
     """
 
     datatype: str = "INT32"
     batched: bool = False
-    tells_reason: bool = True
+    reports_reason: bool = True
 
 
 OURS = Dialect()
@@ -31,8 +31,8 @@ OURS = Dialect()
 
 @dataclass(frozen=True)
 class PredictorModel:
-    """One model at a predictor; `source` is a folder or hub id as `MODELS` names it, `fingerprint` that
-    of its weights. One that does not stream cannot be asked for token ids as they come."""
+    """One model at a predictor; `source` is a folder or hub id as `MODELS` names it, `fingerprint` that of its weights.
+    Without `streams` it cannot stream token ids."""
 
     name: str
     versions: Sequence[str]
@@ -52,7 +52,7 @@ class PredictorModel:
 
     @property
     def generates(self) -> bool:
-        """Text can be made of what it makes."""
+        """It can generate text."""
         return self.makes_ids and self.streams
 
     @property
@@ -93,5 +93,5 @@ def described(
 def _dialect(metadata: pb.ModelMetadataResponse) -> Dialect:
     ids = next((tensor for tensor in metadata.inputs if tensor.name == INPUT_IDS), None)
     if ids is None:
-        return Dialect(tells_reason=False)
-    return Dialect(ids.datatype, batched=len(ids.shape) == 2, tells_reason=False)
+        return Dialect(reports_reason=False)
+    return Dialect(ids.datatype, batched=len(ids.shape) == 2, reports_reason=False)

@@ -1,6 +1,6 @@
-"""The first-token deadline: `x-first-token-timeout-ms`, what a caller allows until its answer begins.
+"""The first-token deadline: `x-first-token-timeout-ms`, the maximum time until an answer begins.
 
-Counted from the request's arrival, through every wait for a predictor, and apart from the deadline of the whole.
+It starts at the request's arrival, includes every wait for a predictor, and is separate from the request's deadline.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FirstToken:
 
     @asynccontextmanager
     async def in_time(self) -> AsyncIterator[None]:
-        """Ends what the block waits for with DeadlineError where the first token is not there in time."""
+        """Ends the block with DeadlineError if the first token is late."""
         try:
             async with self._deadline.scope(self._message):
                 yield

@@ -1,4 +1,4 @@
-"""A generation's call at one predictor, over a link: what has come of it and is not read yet.
+"""A generation's call at one predictor, over a link, with the tokens that are not read yet.
 
 The link writes, one task reads. A slow reader gets larger chunks, not a longer queue: memory is bounded by the
 request's `max_tokens`. Owned by the event loop.
@@ -93,7 +93,7 @@ class LinkCall:
         self.wake()
 
     def begin(self, begun: pb.Begun) -> None:
-        """Takes what comes with the first token."""
+        """Reads the data that come with the first token."""
         self._span.message()
         self._cached_tokens = begun.cached_tokens
         if self._scored is not None:
@@ -122,7 +122,7 @@ class LinkCall:
         self.wake()
 
     def end(self, ended: pb.Ended) -> None:
-        """Ends the call as the predictor says."""
+        """Ends the call with the predictor's result."""
         if ended.HasField("error"):
             self.fail(read_error(ended.error))
             return
@@ -131,7 +131,7 @@ class LinkCall:
         self.wake()
 
     def fail(self, error: MillraceError) -> None:
-        """Ends the call with an error, after the tokens that it already has; the first end counts."""
+        """Ends the call with an error, after the tokens that it already has; only the first end has an effect."""
         if self._finish is None and self._error is None:
             self._error = error
             self._span.end(error.status)

@@ -77,7 +77,7 @@ class OipCall:
     def _last(self) -> TokenChunk:
         """The end of a server whose last answer has no finish_reason: its call has ended well."""
         generation = self._generation
-        if generation.dialect.tells_reason:
+        if generation.dialect.reports_reason:
             raise HopBrokenError("the predictor ended the stream before its last token", hop="predictor")
         reason = "length" if self._produced >= (generation.sampling.max_tokens or 0) else "stop"
         usage = Usage(prompt_tokens=len(generation.prompt_ids), completion_tokens=self._produced)

@@ -1,4 +1,4 @@
-"""What the transformer needs of the server behind TRANSFORMER_PREDICTOR, whatever protocol that speaks.
+"""The interface of the server behind TRANSFORMER_PREDICTOR, for either protocol.
 
 `client.py` speaks gRPC (`grpc-v2`), `v2_rest/client.py` REST (`v2`): KServe's names for the two.
 """
@@ -28,8 +28,7 @@ ResponseT = TypeVar("ResponseT", covariant=True)
 
 @contextmanager
 def probe_errors() -> Iterator[None]:
-    """Of a call about a model, whose timeout is ours and not the caller's: when it passes the predictor is not
-    ready."""
+    """Converts the DeadlineError of a probe, whose timeout is ours and not the caller's, to NotReadyError."""
     try:
         yield
     except DeadlineError:
@@ -43,8 +42,7 @@ class Method(Protocol[RequestT, ResponseT]):
 
 
 class Stub(Protocol):
-    """Of the stub of GRPCInferenceService, what is asked about models; what a server lacks raises
-    NotImplementedMethodError."""
+    """The methods about models of GRPCInferenceService; a missing one raises NotImplementedMethodError."""
 
     @property
     def ModelMetadata(self) -> Method[pb.ModelMetadataRequest, pb.ModelMetadataResponse]: ...  # noqa: N802
@@ -67,8 +65,8 @@ class Stub(Protocol):
 class Predictor(ABC):
     """Every method raises MillraceError signed with the hop that failed.
 
-    `wait_s` is how long a request waits for predictors that are away, `start_wait_s` one of which nothing has been
-    answered yet. `streams` tells whether a request may have several answers, as a generation of token ids has.
+    `wait_s` is how long a request waits for unavailable predictors, `start_wait_s` the same before its first output.
+    `streams`: a request may have several answers, like a generation of token ids.
     """
 
     streams: ClassVar[bool]
@@ -88,11 +86,11 @@ class Predictor(ABC):
 
     @abstractmethod
     async def ready(self) -> bool:
-        """Whether a predictor says that a generation would work now."""
+        """Whether a predictor reports that a generation would work now."""
 
     @abstractmethod
     async def model_ready(self, name: str, version: str = "") -> bool:
-        """Whether a predictor says that a model can be called now."""
+        """Whether a predictor reports that a model can be called now."""
 
     @abstractmethod
     async def infer_bytes(self, request: bytes, deadline: Deadline) -> bytes:

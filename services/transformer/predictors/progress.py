@@ -1,4 +1,4 @@
-"""What a generation has so far, over all its calls, and what the end of a call means for it."""
+"""The progress of a generation over all its calls, and the effect of a call's end on it."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Progress:
         self._cached_tokens: int | None = None
         self._engine_s = 0.0  # Of the latest call, and of those before it.
         self._earlier_engine_s = 0.0
-        self.was_moved = False  # A predictor that had it gave it up.
+        self.was_moved = False  # A predictor lost it or handed it back.
         self._span: CallSpan | None = None  # The latest call's.
         self._follows = ""
 
     def check_weights(self, fingerprint: str) -> None:
         """Notes which weights answer a call; raises OtherWeightsError where these cannot resume the answer."""
         if self.fingerprint and fingerprint != self.fingerprint:
-            raise OtherWeightsError("a predictor would have gone on with other weights", hop="predictor")
+            raise OtherWeightsError("a predictor would have resumed the answer with other weights", hop="predictor")
         self._answering = fingerprint
 
     def take(self, chunk: TokenChunk) -> None:
@@ -65,7 +65,7 @@ class Progress:
         return self._span
 
     def ended(self, error: MillraceError) -> None:
-        """Takes note of what ended a call; raises it where it ends the request too."""
+        """Records the error that ended a call; raises it if it ends the request too."""
         self._earlier_engine_s += self._engine_s
         self._engine_s = 0.0
         if self.output_ids and not self.generation.resumes:
@@ -81,13 +81,13 @@ class Progress:
             logger.info("request %s is moved after %d tokens: %s", *moved)
 
     def last_word(self, error: MillraceError) -> MillraceError:
-        """What the request ends with where no predictor takes it in time."""
+        """The error of the request if no predictor takes it in time."""
         if self.output_ids and isinstance(error, OtherWeightsError):
             return HopBrokenError(
                 "the model's weights have changed, and no predictor has the old ones", hop="predictor"
             )
         if self.output_ids:
-            return HopBrokenError("the predictor is gone, and no other one went on", hop="predictor")
+            return HopBrokenError("the predictor was lost, and no other one resumed the answer", hop="predictor")
         if isinstance(error, HopBrokenError):
             return NotReadyError("no predictor answers", hop="predictor")
         return error

@@ -1,4 +1,4 @@
-"""Requests as bytes to a predictor, and its answers as bytes back: what needs no text processing.
+"""Relays requests and answers as bytes, for models that need no text processing.
 
 Errors keep their status and the hop that failed. While no predictor is ready a request waits, see retries.py; a request
 that has begun to be answered is not retried.
@@ -23,7 +23,7 @@ class Relay:
     async def infer(self, request: bytes, deadline: Deadline, wait_s: float | None = None) -> bytes:
         """The one answer to a serialized ModelInferRequest, a serialized ModelInferResponse.
 
-        It waits so long for a predictor, None is as long as any request.
+        `wait_s`: the longest wait for a predictor, None for the default.
         """
         backoff = self._predictor.backoff(deadline, wait_s)
         return await backoff.retry(lambda: self._predictor.infer_bytes(request, deadline))

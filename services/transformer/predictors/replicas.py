@@ -2,8 +2,8 @@
 
 Tensors go through Envoy, which picks one replica for each call, and generations over links.py. What changes or reports
 a replica's state has to reach all: names of `addresses` are resolved at each call, and every address behind them is a
-replica. Without addresses there is one predictor, behind Envoy's inner listener. Replicas that are starting or away get
-no calls of Envoy's, and count here only where no other does.
+replica. Without addresses there is one predictor, behind Envoy's inner listener. Envoy does not call replicas that are
+starting or unavailable; here they are used only if there is no other.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from services.transformer.predictors.statistics import summed
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_S = 5.0  # More than a question may take.
+_CLOSE_S = 5.0  # More than the timeout of a probe.
 
 READY, LOADING, UNLOADING, UNAVAILABLE = "READY", "LOADING", "UNLOADING", "UNAVAILABLE"
-# The state of a model is the first of these that any replica says.
+# The state of a model is the first of these that any replica reports.
 _WORST_FIRST = (UNAVAILABLE, UNLOADING, LOADING, READY)
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ModelState:
-    """What an index says of a model, in Triton's words."""
+    """The state of a model in an index, in Triton's terms."""
 
     state: str
     reason: str = ""
@@ -54,7 +54,7 @@ class Replicas:
         self._addresses = addresses
         self._predictor = predictor
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._tasks: dict[object, asyncio.Task[None]] = {}  # What runs beside the calls, by what it is for.
+        self._tasks: dict[object, asyncio.Task[None]] = {}  # Background tasks by purpose.
 
     async def close(self) -> None:
         for task in tuple(self._tasks.values()):
@@ -64,7 +64,7 @@ class Replicas:
             await channel.close()
 
     async def channels(self) -> list[grpc.aio.Channel]:
-        """A channel to each replica, in whatever state it is; empty where there is one, behind Envoy."""
+        """A channel to each replica, in any state; empty if there is only one predictor, behind Envoy."""
         return await self._resolved() if self._addresses else []
 
     async def index(self) -> Mapping[str, ModelState] | None:
@@ -80,7 +80,7 @@ class Replicas:
             return None
 
     async def describe(self, name: str) -> PredictorModel:
-        """What a replica says of a model that is READY, which is the same at all of them."""
+        """A replica's description of a READY model, which is the same at all replicas."""
         stub = (await self._serving())[0]
         with probe_errors():
             calls = pb.ModelMetadataRequest(name=name)
@@ -102,7 +102,7 @@ class Replicas:
         await self._ask_serving(lambda stub: stub.RepositoryModelUnload(request, timeout=timeout_s), all_must=True)
 
     async def statistics(self, request: pb.ModelStatisticsRequest) -> pb.ModelStatisticsResponse:
-        """The sum of what the replicas have counted."""
+        """The sums of the replicas' counters."""
 
         async def ask(stub: Stub) -> pb.ModelStatisticsResponse:
             with probe_errors():
@@ -122,7 +122,8 @@ class Replicas:
         task.add_done_callback(ended)
 
     async def _ask_serving(self, ask: Callable[[Stub], Awaitable[T]], all_must: bool = False) -> list[T]:
-        """The answers of the replicas that serve, at least one; an error where none, or not all, gave one."""
+        """The answers of the replicas that serve, at least one; raises an error if none, or with `all_must` not all,
+        succeeded."""
         answers = await _all_of(ask(stub) for stub in await self._serving())
         good = [answer for answer in answers if not isinstance(answer, BaseException)]
         bad = [answer for answer in answers if isinstance(answer, BaseException)]
@@ -140,7 +141,7 @@ class Replicas:
         return [inference_pb2_grpc.GRPCInferenceServiceStub(channel) for channel in chosen]
 
     async def _resolved(self) -> list[grpc.aio.Channel]:
-        """A channel to each replica; one whose address is gone is closed once what it is asked has ended."""
+        """A channel to each replica; one whose address is gone is closed when its calls have ended."""
         targets = await resolved_addresses(self._addresses)
         if not targets:
             raise NotReadyError("no predictor has an address", hop="predictor")
@@ -163,10 +164,9 @@ async def _close_later(channel: grpc.aio.Channel) -> None:
 
 
 async def _all_of(calls: Iterable[Awaitable[T]]) -> list[T | BaseException]:
-    """What each gives or raises.
+    """The result or error of each call.
 
-    A call whose channel is closed ends as cancelled. That is its own end and not the caller's, whom only its own
-    cancellation ends.
+    A call whose channel is closed ends as cancelled; that is not a cancellation of the caller.
     """
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     gone = HopBrokenError("the predictor has left", hop="predictor")

@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 Call: TypeAlias = LinkCall | HedgedCall | OipCall
 
 _METHOD = "/millrace.v1.PredictorSteps/Run"
-_REFUSED = "this request has ended its predictor again and again; it is refused for a while"
+_REFUSED = "this request has crashed its predictor repeatedly; it is refused for ten minutes"
 
 
 class ResumingGenerator:
@@ -78,7 +78,8 @@ class ResumingGenerator:
     def open(
         self, generation: Generation, deadline: Deadline, first_token: FirstToken, start_wait_s: float | None = None
     ) -> TokenStream:
-        """The tokens of a generation, which waits so long for a predictor to begin it; None is as long as any.
+        """The tokens of a generation, `start_wait_s`: the longest wait for a predictor to begin it, None for the
+        default.
 
         Raises RequestFailedError if the request is in quarantine.
         """
@@ -125,7 +126,9 @@ class TokenStream:
                     self._take(chunk)
                     return chunk
                 if call.is_leaving and self._can_move():
-                    raise DrainingError("it stops, and another one goes on", hop="predictor")
+                    raise DrainingError(
+                        "the predictor is stopping, and another one resumes the answer", hop="predictor"
+                    )
             except BrokenAnswerError:
                 raise
             except (HopBrokenError, NotReadyError, OverloadedError) as error:
@@ -213,7 +216,7 @@ class TokenStream:
                 await self._backoff.wait_for(links.changed, progress.last_word(error))
 
     def _follow(self, call: Call) -> None:
-        """Takes note of a change of a call's state."""
+        """Records a change of a call's state."""
         if call.is_accepted:
             self._progress.check_weights(call.fingerprint)
             self._backoff.reset()
@@ -243,7 +246,9 @@ class TokenStream:
         progress.ended(error)
         if self._generation.resumes and progress.crashes.next_call is NextCall.NONE:
             self._generator.quarantine.add(_fingerprint(self._generation))
-            logger.error("request %s has ended its predictor even alone and is refused", self._generation.request_id)
+            logger.error(
+                "request %s has crashed its predictor in isolation and is quarantined", self._generation.request_id
+            )
             raise RequestFailedError(_REFUSED)
         await self._backoff.pause(progress.last_word(error), error.retry_after_ms)
 
@@ -259,7 +264,7 @@ class TokenStream:
             self._generator.isolation.release()
 
     def _deadline_passed(self) -> None:
-        """Ends the running call; between two calls the backoff finds out by itself."""
+        """Ends the running call; between two calls the backoff notices it."""
         if isinstance(self._call, LinkCall | HedgedCall):
             self._call.fail(DeadlineError(PASSED))
 

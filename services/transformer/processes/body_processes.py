@@ -1,14 +1,14 @@
 """Processes that parse and write large bodies, so that neither the event loop nor the interpreter lock waits for it.
 
-A call for one names a function of a module, its arguments and a body. The function returns a small object, which
-is pickled, and bytes, which come back as they are: taking over a result costs little, whatever the body. Small bodies
-are read where they are, see `SMALL_BYTES`; this is for the others.
+A call for one names a function of a module, its arguments and a body. The function returns a small object, which is
+pickled, and bytes, which come back as they are: receiving a result is cheap for any size. Bodies up to `SMALL_BYTES`
+are parsed on the event loop instead.
 
-There are three processes, each with a queue and a thread that waits for it: one for bodies up to `LARGE_BYTES`, so
-that a long prompt does not wait for a tensor of 50 MB in JSON, one for larger ones, and one for chat templates. Each
-starts with its first call, see body_worker.py for what bounds their memory and time. One that ends fails the call it
-has, and the next call starts another. What waits is bounded in bytes and in calls: beyond that, OverloadedError. A
-wait ends with the request's deadline.
+There are three processes, each with a queue and a thread that waits for it: one for bodies up to `LARGE_BYTES`, so that
+a long prompt does not wait for a tensor of 50 MB in JSON, one for larger ones, and one for chat templates. Each starts
+with its first call, see body_worker.py for what bounds their memory and time. One that ends fails the call it has, and
+the next call starts another. What waits is bounded in bytes and in calls: beyond that, OverloadedError. A wait ends
+with the request's deadline.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ SMALL_BYTES = 64 * 1024  # Parsed in a millisecond.
 LARGE_BYTES = 4 * 1024 * 1024
 BODIES, LARGE_BODIES, TEMPLATES = "bodies", "large-bodies", "chat-templates"
 _MIB = 1024**2
-# Of each process: seconds of the processor's for one call, bytes of memory, and how far it stays behind who serves
-# everybody, as a nice value.
+# Of each process: CPU seconds for one call, bytes of memory, and its nice value.
 _LIMITS = {BODIES: (5, 512 * _MIB, 5), LARGE_BODIES: (15, 1536 * _MIB, 10), TEMPLATES: (3, 512 * _MIB, 5)}
 _MAX_BYTES = 512 * _MIB
 _MAX_WAITING = 256
@@ -44,7 +43,7 @@ _WORKER = "services.transformer.processes.body_worker"
 REQUEST, RESPONSE = struct.Struct("<QQ"), struct.Struct("<BQQ")  # Sizes of the pickle and of the bytes.
 DONE, ERROR = 0, 1
 LAST = 2  # Added where the process ends after this.
-# How a process ends that needs more memory or time than it may have.
+# Exit codes of a process that exceeds its memory or time.
 _BEYOND_LIMITS = (-signal.SIGPROF, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
 
 T = TypeVar("T")
@@ -68,7 +67,8 @@ class BodyProcesses:
         deadline: Deadline = NO_DEADLINE,
         lane: str | None = None,
     ) -> tuple[T, bytes]:
-        """What `work(body, *arguments)` returns or raises; it is a module's own, and its arguments are small."""
+        """What `work(body, *arguments)` returns or raises; `work` is a module-level function, and its arguments are
+        small."""
         size = len(body)
         try:
             call = pickle.dumps((work, arguments))
@@ -76,7 +76,9 @@ class BodyProcesses:
             raise nested_too_deep() from None
         with self._lock:
             if self._bytes + size > self._max_bytes or self._waiting >= _MAX_WAITING:
-                raise OverloadedError("too many large bodies at a time", retry_after_ms=_RETRY_AFTER_MS)
+                raise OverloadedError(
+                    "too many large bodies are being read or written; retry later", retry_after_ms=_RETRY_AFTER_MS
+                )
             self._bytes += size
             self._waiting += 1
 
@@ -92,7 +94,7 @@ class BodyProcesses:
             return await asyncio.wrap_future(future)
 
     async def close(self) -> None:
-        """Ends the processes; work that has not begun is given up."""
+        """Ends the processes; work that has not begun is dropped."""
         for lane in self._lanes.values():
             lane.close()
 
@@ -154,7 +156,7 @@ class _Lane:
                 command = (sys.executable, "-m", _WORKER, str(os.getpid()), *self._limits)
                 # The allocator's settings of this process are for speed; that one gives back what a body took.
                 environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-                # A session of its own: what is sent to the group of this process's terminal is not for it.
+                # A session of its own, so that it does not get signals of this process's terminal.
                 self._process = subprocess.Popen(
                     command, stdin=theirs.fileno(), env=environment, start_new_session=True
                 )
@@ -181,7 +183,7 @@ class _Lane:
 
 
 def received(connection: socket.socket, size: int) -> bytes:
-    """So many bytes; raises OSError where they do not come. One call, which copies nothing and holds no lock."""
+    """Reads `size` bytes; raises OSError if they do not arrive. One call, without a copy or the interpreter lock."""
     data = connection.recv(size, socket.MSG_WAITALL) if size else b""
     while len(data) < size:  # A signal came between.
         more = connection.recv(size - len(data), socket.MSG_WAITALL)
@@ -192,12 +194,12 @@ def received(connection: socket.socket, size: int) -> bytes:
 
 
 def nested_too_deep() -> InvalidRequestError:
-    """What a body is refused with whose lists and objects are in each other too often to be passed on."""
+    """The error for a body whose lists and objects are nested too deep."""
     return InvalidRequestError("the request is nested too deep")
 
 
 def _error_of(cls: type[MillraceError], state: dict[str, Any]) -> MillraceError:
-    """An error that another process raised: the classes' constructors differ, their attributes are what counts."""
+    """An error that another process raised: the classes' constructors differ, so only their attributes are set."""
     error = cls.__new__(cls)
     Exception.__init__(error, state["message"])
     error.__dict__.update(state)

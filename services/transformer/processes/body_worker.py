@@ -4,9 +4,8 @@
 
 Standard input is a socket, over which one request after another comes, see body_processes.py for the format. It ends
 with that, and where its parent does. Each request may use so much time of the processor, and all of them so much
-memory, beyond which the process ends; one that a request has left large ends after its response. NICE is how far it
-stays behind other processes where the processor does not suffice for all. Where the machine, or the container, has no
-memory left, the kernel ends this process before the one that it works for.
+memory, beyond which the process ends; one that a request has left large ends after its response. NICE is its nice
+value. If the machine or the container has no memory left, the kernel ends this process before its parent.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ def _as_pickle(error: Exception) -> bytes:
     return pickle.dumps((type(error), state))
 
 
-def stay_behind(niceness: int) -> None:
-    """Lets others have the processor first, in this process's session and, where Linux groups by session, beside it."""
+def lower_priority(niceness: int) -> None:
+    """Lowers this process's priority, also that of its session where Linux schedules by session."""
     os.nice(niceness)
     with suppress(OSError), open("/proc/self/autogroup", "w") as group:
         group.write(str(niceness))
@@ -83,12 +82,12 @@ def _is_large() -> bool:
 
 
 if __name__ == "__main__":
-    gc.disable()  # It would look at millions of new lists again and again; what a request leaves is measured.
+    gc.disable()  # It would scan millions of new lists repeatedly; the memory left after a request is measured instead.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's, which takes memory for each core.
     from services.transformer.processes.parent import end_with_parent
 
     end_with_parent(int(sys.argv[1]))
-    stay_behind(int(sys.argv[4]))
+    lower_priority(int(sys.argv[4]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_DATA, (int(sys.argv[3]), int(sys.argv[3])))

@@ -1,4 +1,4 @@
-"""A process that another one started, and that must not outlive it."""
+"""Ties a process to its parent, which it must not outlive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file that tells the gateway which models' calls need nothing of the transformer.
+"""The file with the models whose calls need not pass the transformer.
 
 The gateway sends their ModelInfer calls straight to a predictor (envoy/direct_models.lua), which answers and records
 them as the transformer would. The file has a name a line, and is replaced as a whole. Several transformers may share

@@ -45,9 +45,9 @@ _FAILED_THERE = (NotReadyError, NotFoundError, OverloadedError)
 
 
 class Router:
-    """`has_predictor(model)` tells whether a predictor is there that would begin a generation now.
+    """`has_predictor(model)` returns whether a predictor could begin a generation now.
 
-    Raises StartupError where the file is not good.
+    Raises StartupError if the file is invalid.
     """
 
     def __init__(self, catalogue: Catalogue, file: Path | None, has_predictor: Callable[[str], bool]) -> None:
@@ -56,9 +56,9 @@ class Router:
         self._file = None if file is None else WatchedFile(file, parse_routes)
         self._routes: Routes = {} if self._file is None else self._file.value
         meter = metrics.get_meter("millrace")
-        self._routed = meter.create_counter("millrace.routed", "{call}", "Calls that a route led to a model.")
+        self._routed = meter.create_counter("millrace.routed", "{call}", "Calls that a route sent to a model.")
         self._fallbacks = meter.create_counter(
-            "millrace.fallbacks", "{request}", "Requests that went on to another model, having had no output."
+            "millrace.fallbacks", "{request}", "Requests without output that fell back to another model."
         )
 
     async def follow(self) -> None:
@@ -74,7 +74,7 @@ class Router:
 
     def _take(self, routes: Routes) -> None:
         self._routes = routes
-        self._catalogue.tell_of_change()
+        self._catalogue.notify()
 
     # ------------------------------------------------------------------ the model of a call
 
@@ -99,12 +99,12 @@ class Router:
         return self.as_text(await self.wait_for(name, version, call))
 
     def wait_s(self, name: str, call: CallContext) -> float | None:
-        """How long a request waits for predictors that are away before it begins; None is as long as any."""
+        """How long a request waits for unavailable predictors before it begins; None: the default."""
         routed = call.routed.get(name)
         return _FALLBACK_WAIT_S if routed is not None and self._running(routed.others) else None
 
     def fall_back(self, name: str, call: CallContext, failed: Model, error: MillraceError) -> Model | None:
-        """The model that answers instead of one that failed before it gave anything; None where there is none."""
+        """The model that answers instead of one that failed before any output; None if there is none."""
         routed = call.routed.get(name)
         if routed is None or not isinstance(error, _FAILED_THERE) or error.hop is None:
             return None
@@ -117,7 +117,7 @@ class Router:
         return None
 
     def answering(self, name: str, call: CallContext) -> str:
-        """The model that a route led the call to, "" where none did; the head of the answer names it."""
+        """The model that a route chose for the call, "" without a route; the head of the answer names it."""
         routed = call.routed.get(name)
         if routed is None:
             return ""
@@ -125,7 +125,7 @@ class Router:
         return str(routed.served)
 
     def shadow(self, name: str, call: CallContext) -> ServedModel | None:
-        """The model that gets a copy of the request, if it is one of those that are copied."""
+        """The model that gets a copy of the request, if this request is copied."""
         route, routed = self._routes.get(name), call.routed.get(name)
         if route is None or route.shadow is None or routed is None or call.shadow_of:
             return None
@@ -144,7 +144,7 @@ class Router:
         return model
 
     def _running(self, candidates: Sequence[ServedModel]) -> list[tuple[ServedModel, Model]]:
-        """Those that could begin to answer now."""
+        """The candidates that could begin to answer now."""
         with suppress(NotFoundError, NotReadyError):
             return [
                 (served, model)
@@ -154,7 +154,7 @@ class Router:
         return []
 
     def _known(self, name: str, candidates: Sequence[ServedModel]) -> list[tuple[ServedModel, Model]]:
-        """Those that the predictors have loaded, at least one; raises as `_choose`."""
+        """The candidates that the predictors have loaded, at least one; raises as `_choose`."""
         known, not_ready = [], None
         for served in candidates:
             try:
@@ -198,7 +198,7 @@ class Router:
 
     @property
     def names(self) -> list[str]:
-        """Those of models that are loaded or will soon be."""
+        """The names of models that are loaded or loading."""
         return [name for name, state_of_model in self.states.items() if state_of_model.state != UNAVAILABLE]
 
     @property
@@ -207,7 +207,7 @@ class Router:
         return [name for name in self._catalogue.direct_names if name not in self._routes]
 
     def find(self, name: str, version: str = "") -> Model:
-        """The model, for a look at it; of a route, the first that is known. Raises NotFoundError, NotReadyError."""
+        """The model, without a call; for a route, its first known model. Raises NotFoundError, NotReadyError."""
         route = self._routes.get(name)
         if route is None:
             return self._catalogue.find(name, version)

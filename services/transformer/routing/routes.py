@@ -53,7 +53,7 @@ class Weighted(Target):
 
 
 class Shadow(Target):
-    """The model that gets copies of so many percent of the requests; its answers are recorded, and given to nobody."""
+    """The model that gets copies of so many percent of the requests; its answers are only recorded."""
 
     percent: float = Field(100.0, gt=0, le=100)
 

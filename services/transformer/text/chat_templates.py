@@ -1,4 +1,4 @@
-"""Chat templates: programs that come with a model and meet whatever a caller sends.
+"""Chat templates: programs of a model that process any messages of callers.
 
 A small conversation is rendered on the event loop, with a bound on the processor's time; a large one, and any by a
 template that once went beyond that bound, in a process of its own, which can be ended.
@@ -19,7 +19,7 @@ import orjson
 from millrace.errors import InvalidRequestError
 
 _MAX_TIME_S = 0.25
-# What they meet in a caller's messages may end them in many ways.
+# Messages of callers may make a template raise any of these.
 _ERRORS = (jinja2.TemplateError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
 
 
@@ -38,7 +38,7 @@ def refusals(model: str) -> Iterator[None]:
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Raises TemplateTimeoutError inside the block where that takes too much of the processor's time.
+    """Raises TemplateTimeoutError inside the block if that takes too much CPU time.
 
     By a signal, so on the main thread alone, where the event loop runs; anywhere else there is no bound.
     """
@@ -59,7 +59,7 @@ def bounded() -> Iterator[None]:
 
 
 def render(conversation: bytes, model: str, template: str, variables: Mapping[str, Any]) -> tuple[None, bytes]:
-    """What a template makes of a conversation, which is JSON; for a process of bodies."""
+    """Renders a conversation, which is JSON; for a process of bodies."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     with refusals(model):

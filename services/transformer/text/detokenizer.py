@@ -1,15 +1,15 @@
 """Token ids to text, as they come: never half a character, never any part of a stop string.
 
-Pure: one instance a request, no I/O. Text that could still become a stop string is held back until
-it cannot. The work is linear in the text, whatever the stop strings.
+Pure: one instance a request, no I/O. Text that could still become a stop string is held back until it cannot. The work
+is linear in the text, for any stop strings.
 
-The text of new ids is what they add to the text of the ids shortly before them, since what a decoder writes
-for an id depends on its neighbours (vLLM and TGI decode in the same way). Most decoders write an id behind other text
-always in the same way: that text is kept, and such ids are not decoded again. Two kinds of text are not yet certain:
+The text of new ids is what they add to the text of the ids shortly before them, since what a decoder writes for an id
+depends on its neighbours (vLLM and TGI decode in the same way). Most decoders write an id behind other text always in
+the same way: that text is kept, and such ids are not decoded again. Two kinds of text are not yet certain:
 
 - a trailing U+FFFD, which may be the beginning of a character whose other bytes follow;
-- a run of byte-fallback tokens (`<0xE2>`): the decoder joins the whole run, and writes U+FFFD for each byte of a
-  run that is not UTF-8. A run is held back until another token ends it.
+- a run of byte-fallback tokens (`<0xE2>`): the decoder joins the whole run, and writes U+FFFD for each byte of a run
+  that is not UTF-8. A run is held back until another token ends it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _MAX_PIECES = 1 << 15  # Of one tokenizer, in at most 5 MB; more ids than that a
 class _StopString:
     """The automaton of Knuth, Morris and Pratt for one stop string.
 
-    `matched` is the length of the longest end of the text that begins the stop string. The failure table grows
-    with the longest match, so that a stop string that the text never follows costs nothing.
+    `matched` is the length of the longest end of the text that begins the stop string. The failure table grows with the
+    longest match, so that a stop string that the text never follows costs nothing.
     """
 
     def __init__(self, text: str) -> None:
@@ -75,7 +75,7 @@ class StopFinder:
         self.string: str | None = None  # The stop string that was found.
 
     def push(self, text: str) -> str:
-        """What can be passed on after `text`."""
+        """The text that can be passed on after adding `text`."""
         if not self._stop:
             return text
         if self.found:
@@ -94,26 +94,26 @@ class StopFinder:
         return passed
 
     def flush(self) -> str:
-        """What is still held back, at the end."""
+        """The text that is still held back, at the end."""
         held, self._held = self._held, ""
         return held
 
 
 class Piece(NamedTuple):
-    """What an id is written as behind other text, and how many characters it is decoded to by itself."""
+    """The text of an id after other text, and its number of characters when decoded alone."""
 
     text: str
     own_length: int
 
 
 class Decoder:
-    """What a tokenizer makes of ids; one for all sequences of a model. `backend` is the fast tokenizer."""
+    """Decodes ids; one for all sequences of a model. `backend` is the fast tokenizer."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
         vocabulary = backend.get_vocab(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
-        # Ids without a text, whatever is around them.
+        # Ids that never have text.
         self._skipped = frozenset(token_id for token_id, token in added.items() if token.special)
         self._end = max(vocabulary.values(), default=-1) + 1
         self.fallback: frozenset[int] = frozenset()
@@ -160,7 +160,7 @@ def _joins_pieces(decoder: Any) -> bool:
 
 
 class Detokenizer:
-    """Decodes one sequence's output; never raises, whatever the ids. One instance for each sequence.
+    """Decodes one sequence's output; never raises, for any ids. One instance for each sequence.
 
     `prompt_ids` are what the output follows, so that a tokenizer that drops the space before the first word of a text
     does not drop it here; empty where the output begins a text of its own. Stop strings, which must not be empty, are
@@ -222,7 +222,7 @@ class Detokenizer:
         piece = text[self._passed : certain]
         self._passed = max(self._passed, certain)
         if piece and certain == len(text):
-            # What is passed on now is the context of what follows.
+            # The text passed on now is the context of later ids.
             del self._ids[: self._passed_ids]
             self._is_settled = True
         elif len(self._ids) > self._MAX_UNCERTAIN:

@@ -1,4 +1,4 @@
-"""What a model's own files say of its text: tokenizer, sampling defaults, and how many tokens it holds."""
+"""The text side of a model, from its files: tokenizer, sampling defaults, context length."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CONTEXT_LENGTH = ("max_position_embeddings", "n_positions", "max_sequence_lengt
 
 @dataclass(frozen=True)
 class ModelText:
-    """See the module; a model that takes no text has no tokenizer. `limits` are None where no file tells them."""
+    """See the module; a model that takes no text has no tokenizer. `limits` are None if no file has them."""
 
     tokenizer: TextTokenizer | None = None
     defaults: SamplingParameters = field(default_factory=SamplingParameters)
@@ -39,7 +39,7 @@ def read_text(source: ModelSource, pool: ThreadPoolExecutor) -> ModelText:
         is_encoder_decoder = bool(config.get("is_encoder_decoder"))
         defaults = defaults_of(read_config(folder, "generation_config.json"), is_encoder_decoder)
         return ModelText(TextTokenizer(source.name, folder, pool), defaults, _limits(config, is_encoder_decoder))
-    except (ValueError, TypeError, AttributeError, OSError, MillraceError) as error:  # Files of any contents.
+    except (ValueError, TypeError, AttributeError, OSError, MillraceError) as error:  # Files may have any contents.
         raise StartupError(f"model {source.name}: {folder}: {error}") from None
 
 

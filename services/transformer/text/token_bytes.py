@@ -1,8 +1,8 @@
-"""What single tokens stand for, as bytes: a token need not be a whole character.
+"""The bytes of single tokens: a token need not be a whole character.
 
-Three ways of writing are distinguished, as tokenizers' decoders read them: byte-level vocabularies, where
-each character of a token stands for a byte; byte fallback, where `<0xE2>` is one; and tokens that are
-text, whose leading space, if any, shows only behind another token.
+Three ways of writing are distinguished, as tokenizers' decoders read them: byte-level vocabularies, where each
+character of a token stands for a byte; byte fallback, where `<0xE2>` is one; and tokens that are text, whose leading
+space, if any, shows only behind another token.
 """
 
 from __future__ import annotations

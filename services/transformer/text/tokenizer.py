@@ -1,11 +1,11 @@
 """Text to token ids by a model's own tokenizer and chat template.
 
-Tokenising holds the interpreter: 8 MB took 4.4 s during which no other thread ran, while
-`encode_batch` of the same text lets go of it. So a prompt that cannot fit whatever its tokens is
-refused unread, a short one is encoded at once, and a long one goes to a bounded pool.
+Tokenising holds the interpreter: 8 MB took 4.4 s during which no other thread ran, while `encode_batch` of the same
+text releases it. So a prompt that is too long for any tokens is refused before tokenising, a short one is encoded at
+once, and a long one goes to a bounded pool.
 
-On the request path only the backend's `encode` and `encode_batch` are called, on an instance whose
-truncation and padding were switched off once: the wrapper's own settings leak between threads.
+On the request path only the backend's `encode` and `encode_batch` are called, on an instance whose truncation and
+padding were switched off once: the wrapper's own settings leak between threads.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class TextTokenizer:
 
     @property
     def description(self) -> dict[str, Any]:
-        """What the tokenizer's files say of it."""
+        """The attributes in the tokenizer's files."""
         special = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
         tokens = {name: getattr(self._tokenizer, name, None) for name in special}
         return {
@@ -92,7 +92,7 @@ class TextTokenizer:
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
-        """What each token stands for."""
+        """The bytes of each token."""
         return TokenBytes(self.backend)
 
     def most_bytes(self, tokens: int) -> int:
@@ -119,7 +119,7 @@ class TextTokenizer:
         bodies: BodyProcesses,
         deadline: Deadline,
     ) -> str:
-        """As `render_chat`; what takes long is rendered in another process."""
+        """As `render_chat`; slow renderings run in another process."""
         size = sum(len(content) for _, content in messages)
         if size <= _INLINE_BYTES and len(messages) <= _INLINE_MESSAGES and not self._has_slow_template:
             try:
@@ -153,12 +153,14 @@ class TextTokenizer:
             raise InvalidRequestError(f"model {self._name!r} has no chat template; use completions with a prompt")
         for name in options:
             if name in _not_template_options():
-                raise InvalidRequestError(f"{name!r} is no variable of a chat template", param="chat_template_kwargs")
+                raise InvalidRequestError(
+                    f"{name!r} is not a variable of a chat template", param="chat_template_kwargs"
+                )
 
 
 @cache
 def _not_template_options() -> frozenset[str]:
-    """What `apply_chat_template` takes for itself, another template among it, and not for the template."""
+    """The parameters of `apply_chat_template` itself, which are not variables of the template."""
     from transformers import PreTrainedTokenizerBase
 
     own = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
@@ -174,7 +176,7 @@ def _has_vocabulary(folder: Path) -> bool:
 
 
 def _read_tokenizer(name: str, folder: Path) -> Any:
-    """The tokenizer in a folder; raises StartupError, whatever is wrong with the files."""
+    """The tokenizer in a folder; raises StartupError for any fault of the files."""
     from transformers import AutoTokenizer
 
     try:

@@ -44,7 +44,7 @@ class DevelopmentServicer(millrace_pb2_grpc.DevelopmentServicer):
 
 
 async def _kill(channel: grpc.aio.Channel, request: pb.KillPredictorRequest) -> bool:
-    """Whether the predictor behind a channel had the request, and so kills itself; one that is away has none."""
+    """Whether the predictor behind a channel had the request, and so kills itself; an unreachable one has none."""
     try:
         await millrace_pb2_grpc.PredictorDevelopmentStub(channel).Kill(
             request, timeout=_TIMEOUT_S, metadata=(REQUESTED,)

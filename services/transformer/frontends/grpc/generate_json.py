@@ -1,6 +1,6 @@
-"""`Generate` by REST: JSON as the message that it is, as protobuf's JSON mapping has it.
+"""`Generate` by REST: the request message in protobuf's JSON mapping.
 
-A field that the message does not have is refused: a misspelt parameter would have no effect.
+Unknown fields are refused, because a misspelt parameter would have no effect.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The Open Inference Protocol's `GRPCInferenceService`, as the gateway's callers see it.
 
-Thin: what a request does is `Inference`'s; which models there are is the catalogue's, which follows
-the predictor. Requests and answers of relayed models pass as bytes, see `add_to_server`. The REST front end of the
-protocol calls the same object: `infer` for the one answer to a request, `answers` for all of them as they come.
+A thin layer: `Inference` handles requests, and the catalogue, which follows the predictor, has the models. Requests and
+answers of relayed models pass as bytes, see `add_to_server`. The REST front end of the protocol calls the same object:
+`infer` for the one answer to a request, `answers` for all of them as they come.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class InferenceServicer(OpenInferenceBase):
         return await self._metadata(self._router.find(request.name, request.version), request)
 
     async def _metadata(self, model: Model, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
-        """What is known of the model, under the name that the request uses."""
+        """The metadata of the model, under the name in the request."""
         if isinstance(model, TextModel):
             return metadata_of(request.name, model.versions, text_tensors.describe(model))
         if isinstance(model, ProcessedModel):
@@ -130,7 +130,7 @@ class InferenceServicer(OpenInferenceBase):
         return answer
 
     async def metadata_of_called(self, request: pb.ModelMetadataRequest, call: CallContext) -> pb.ModelMetadataResponse:
-        """As ModelMetadata, for a request that calls the model: it waits for it as the call does."""
+        """As ModelMetadata, for a request that calls the model: waits for the model like the call."""
         model = await self._router.wait_for(request.name, request.version, call)
         return await self._predictor.backoff(call.deadline).retry(lambda: self._metadata(model, request))
 
@@ -151,7 +151,7 @@ class InferenceServicer(OpenInferenceBase):
         return answer
 
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
-        """What the predictors have counted; requests that were refused before are not among them."""
+        """The sums of the predictors' counters; requests that were refused earlier are not included."""
         model = self._router.find(request.name, request.version) if request.name else None
         name = model.processor.model if isinstance(model, ProcessedModel) else model.name if model else ""
         if name != request.name:
@@ -206,7 +206,7 @@ class InferenceServicer(OpenInferenceBase):
                 self.ModelStreamInfer, InferRequest.received, serialized
             ),
         }
-        # Of generic handlers the first one counts, of registered ones the last; a server uses one of the two kinds.
+        # The first generic handler of a method wins, and the last registered one; a server uses one of the two kinds.
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         add_GRPCInferenceServiceServicer_to_server(self, server)
         server.add_registered_method_handlers(SERVICE, handlers)

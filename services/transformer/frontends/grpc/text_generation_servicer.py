@@ -96,7 +96,7 @@ def _sampling(request: pb.GenerateRequest) -> dict[str, Any]:
     """The sampling parameters that the request sets: every scalar is optional."""
     given = {field.name: value for field, value in request.ListFields() if field.name not in _NOT_SAMPLING}
     if request.stop_token_ids:
-        # One too many is enough to be refused for.
+        # One more than the maximum is enough for the refusal.
         given["stop_token_ids"] = list(request.stop_token_ids[: MAX_STOP_TOKEN_IDS + 1])
     return given
 

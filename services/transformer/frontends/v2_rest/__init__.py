@@ -1,1 +1,1 @@
-"""The V2 protocol's REST: what its bodies say, as the messages of `GRPCInferenceService`, and back."""
+"""The V2 protocol's REST: its bodies, converted to and from the messages of `GRPCInferenceService`."""

@@ -1,6 +1,6 @@
-"""Bodies that a client has compressed by `deflate` (zlib's format); gzip is the gateway's to read.
+"""Bodies that a client has compressed by `deflate` (zlib's format); the gateway inflates gzip.
 
-A body may not become larger than the gateway lets pass: what would is refused before it is made.
+A body that would exceed the gateway's limit when inflated is refused before it is inflated.
 Source: RFC 9110, section 8.4.1.
 """
 

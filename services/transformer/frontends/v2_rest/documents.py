@@ -1,10 +1,10 @@
 """JSON bodies of the other paths: the protocol's messages as JSON, and back.
 
-Names and shapes are Triton's: fields by their names in the .proto files, whole numbers of 64 bits as
-numbers, enumerations by name. A message that is not set is left out; in statistics it is all zeros.
+Names and shapes are Triton's: fields by their names in the .proto files, whole numbers of 64 bits as numbers,
+enumerations by name. A message that is not set is left out; in statistics it is all zeros.
 
-Source: Triton's extensions for model configuration, repository, statistics, trace and logging, and the
-bodies that tritonclient.http sends and reads.
+Source: Triton's extensions for model configuration, repository, statistics, trace and logging, and the bodies that
+tritonclient.http sends and reads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from millrace.errors import InvalidRequestError, TooLargeError
 from millrace.oip.json_text import load_object
 from millrace_protos import inference_pb2 as pb
 
-MAX_DOCUMENT_BYTES = 64 * 1024  # Larger than any settings; read on the event loop.
+MAX_DOCUMENT_BYTES = 64 * 1024  # More than any settings take; parsed on the event loop.
 _FILE = "file:"
 _TRACE_LEVEL = "trace_level"
 
@@ -50,7 +50,7 @@ def _plain_value(field: Any, value: Any, unset: bool) -> Any:
 
 
 def index_of(response: pb.RepositoryIndexResponse) -> list[dict[str, str]]:
-    """The models of a repository; what is not known of one is left out."""
+    """The models of a repository; unknown fields are left out."""
     return [{name: value for name, value in plain(model).items() if value} for model in response.models]
 
 
@@ -79,7 +79,7 @@ def unload_request(model: str, data: bytes) -> pb.RepositoryModelUnloadRequest:
 
 
 def trace_request(model: str, data: bytes) -> pb.TraceSettingRequest:
-    """What a body changes; null takes a setting back to its default."""
+    """The settings that a body changes; null resets a setting to its default."""
     request = pb.TraceSettingRequest(model_name=model)
     for name, value in _document(data).items():
         items = value if isinstance(value, list) else [] if value is None else [value]

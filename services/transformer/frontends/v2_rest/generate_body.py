@@ -1,18 +1,17 @@
 """Bodies of Triton's generate extension: a JSON object of inputs and parameters in, one of outputs out.
 
-A field that has the name of one of the model's inputs becomes that tensor: one value or a list, of which
-the model's metadata gives datatype and shape. Any other field is a parameter of the request, and so are
-those of the object `parameters`, unless an input has their name; `id` is the request's, null is as good
-as absent. What goes into a text model's sampling parameters may be a list too, and `sampling_parameters`
-an object.
+A field that has the name of one of the model's inputs becomes that tensor: one value or a list, of which the model's
+metadata gives datatype and shape. Any other field is a parameter of the request, and so are those of the object
+`parameters`, unless an input has their name; `id` is the request's, null means absent. Sampling parameters of a text
+model may be lists too, and `sampling_parameters` an object.
 
-Of a model that declares no inputs nothing is known: there each field is a tensor (BOOL, INT64, FP64 or
-BYTES, shaped as its list) and `parameters` holds the parameters.
+For a model that declares no inputs, each field is a tensor (BOOL, INT64, FP64 or BYTES, shaped as its list) and
+`parameters` holds the parameters.
 
-An answer has `model_name`, `model_version`, `id` if the request has one, the response's parameters and
-each output by its name: a value where it is one element, else a flat list.
+An answer has `model_name`, `model_version`, `id` if the request has one, the response's parameters and each output by
+its name: a value where it is one element, else a flat list.
 
-Source: Triton's generate extension, and what its http_server.cc does with shapes and fields.
+Source: Triton's generate extension, and its http_server.cc for shapes and fields.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _DATATYPES = (("BOOL", {bool}), ("INT64", {int}), ("FP64", {int, float}), (BYTES
 
 
 def read_generate(model: str, version: str, metadata: pb.ModelMetadataResponse, data: bytes) -> pb.ModelInferRequest:
-    """The request that a body makes to a model, given what it takes; raises InvalidRequestError."""
+    """The request that a body makes to a model, given its metadata; raises InvalidRequestError."""
     fields = {name: value for name, value in load_object(data).items() if value is not None}
     request = pb.ModelInferRequest(model_name=model, model_version=version)
     request.id = _text(fields.pop("id", ""), "id")
@@ -52,9 +51,9 @@ def read_generate(model: str, version: str, metadata: pb.ModelMetadataResponse, 
         if _SAMPLING in inputs:
             _move_to_sampling(parameters, inputs)
         for name in [name for name in parameters if name in inputs]:
-            tensors[name] = _told_tensor(inputs[name], parameters.pop(name))
+            tensors[name] = _declared_tensor(inputs[name], parameters.pop(name))
     else:
-        tensors = {name: _untold_tensor(name, value) for name, value in fields.items()}
+        tensors = {name: _undeclared_tensor(name, value) for name, value in fields.items()}
     for name, tensor in tensors.items():
         request.inputs.add(name=name, datatype=tensor.datatype, shape=tensor.shape)
         request.raw_input_contents.append(tensor.data)
@@ -112,14 +111,14 @@ def _move_to_sampling(parameters: dict[str, Any], inputs: Mapping[str, Any]) -> 
             raise InvalidRequestError("lists and objects are nested too deep") from None
 
 
-def _told_tensor(declared: pb.ModelMetadataResponse.TensorMetadata, value: Any) -> RawTensor:
+def _declared_tensor(declared: pb.ModelMetadataResponse.TensorMetadata, value: Any) -> RawTensor:
     flat, shape = flattened(declared.name, value)
-    if len(shape) < 2:  # Deeper lists say their shape themselves.
+    if len(shape) < 2:  # The nesting of deeper lists is their shape.
         shape = fitted_shape(declared.name, declared.shape, len(flat))
     return tensor_of(declared.name, declared.datatype, shape, flat)
 
 
-def _untold_tensor(name: str, value: Any) -> RawTensor:
+def _undeclared_tensor(name: str, value: Any) -> RawTensor:
     flat, shape = flattened(name, value)
     types = set(map(type, flat))
     for datatype, allowed in _DATATYPES:

@@ -1,14 +1,13 @@
 """Bodies of `infer`: a JSON object, with tensors inside it or as binary data behind it.
 
-With the header `inference-header-content-length` the JSON takes so many bytes, and the contents of the
-tensors with `binary_data_size` follow in order, as in memory; a BYTES element is a 4-byte length and its
-bytes. Length 0 is a raw binary request: the body is the contents of a model's one input.
-Answers have the same form: an output is binary if the request sets `binary_data` of that output, or
-`binary_data_output` for all outputs that it does not name; a raw binary request gets all outputs so.
+With the header `inference-header-content-length` the JSON takes so many bytes, and the contents of the tensors with
+`binary_data_size` follow in order, as in memory; a BYTES element is a 4-byte length and its bytes. Length 0 is a raw
+binary request: the body is the contents of a model's one input. Answers have the same form: an output is binary if the
+request sets `binary_data` of that output, or `binary_data_output` for all outputs that it does not name; a raw binary
+request gets all outputs so.
 
-Other parameters are passed on. Refused are names that begin with `triton_`, the classification and
-shared-memory extensions, and bytes that belong to no input. An answer that is no tensors is the model's fault:
-HopBrokenError.
+Other parameters are passed on. Refused are names that begin with `triton_`, the classification and shared-memory
+extensions, and bytes that belong to no input. Invalid tensors in an answer are the model's fault: HopBrokenError.
 
 Source: Triton's binary tensor data extension.
 """
@@ -58,7 +57,7 @@ class _Body(BaseModel):
 
 @dataclass(frozen=True)
 class InferCall:
-    """A serialized request, and how its outputs go back: `binary` says it of those that `named` does not."""
+    """A serialized request, and the form of its outputs: binary or JSON by name in `named`, otherwise by `binary`."""
 
     data: bytes
     binary: bool
@@ -70,12 +69,12 @@ class InferCall:
 
     @property
     def wants_json(self) -> bool:
-        """Whether an output may be asked for in JSON."""
+        """Whether any output may be returned as JSON."""
         return not (all(self.named.values()) if self.named else self.binary)
 
 
 def read_body(model: str, version: str, data: bytes, header_length: int | None) -> InferCall:
-    """The call that a body with a JSON header, or of nothing else, asks for; raises InvalidRequestError."""
+    """The call of a body that is JSON, or JSON and binary data; raises InvalidRequestError."""
     head, binary_data = split_body(data, header_length)
     body = validated(_Body, load_object(head))
     for tensor in (*body.inputs, *(body.outputs or ())):
@@ -99,13 +98,13 @@ def read_body(model: str, version: str, data: bytes, header_length: int | None) 
 def parse_body(
     data: bytes, model: str, version: str, header_length: int | None
 ) -> tuple[tuple[bool, Mapping[str, bool]], bytes]:
-    """`read_body` for a process of bodies: how outputs go back, and the request."""
+    """`read_body` for a process of bodies: the form of outputs, and the request."""
     call = read_body(model, version, data, header_length)
     return (call.binary, call.named), call.data
 
 
 def read_raw_body(model: str, version: str, metadata: pb.ModelMetadataResponse, data: bytes) -> InferCall:
-    """The call that a raw binary request asks for, given what the model takes; raises InvalidRequestError."""
+    """The call that a raw binary request asks for, given the model's metadata; raises InvalidRequestError."""
     if len(metadata.inputs) != 1:
         raise InvalidRequestError(
             f"a raw binary request needs a model of one input; {model!r} has {len(metadata.inputs)}"
@@ -117,7 +116,7 @@ def read_raw_body(model: str, version: str, metadata: pb.ModelMetadataResponse, 
     else:
         count, rest = divmod(len(data), dtype_of(entry.name, entry.datatype).itemsize)
         if rest:
-            raise InvalidRequestError(f"{len(data)} bytes are no whole number of elements of {entry.datatype}")
+            raise InvalidRequestError(f"{len(data)} bytes are not a whole number of elements of {entry.datatype}")
     request = pb.ModelInferRequest(model_name=model, model_version=version)
     request.inputs.add(name=entry.name, datatype=entry.datatype, shape=fitted_shape(entry.name, entry.shape, count))
     return InferCall(serialized(request, _RAW_INPUTS, [contents]), binary=True)
@@ -126,8 +125,8 @@ def read_raw_body(model: str, version: str, metadata: pb.ModelMetadataResponse, 
 def write_body(call: InferCall, response: pb.ModelInferResponse) -> tuple[bytes, int | None]:
     """The body of an answer, and how much of it is JSON where binary data follows.
 
-    Raises InvalidRequestError where an output that was asked for is missing or has no JSON form,
-    TooLargeError, and HopBrokenError.
+    Raises InvalidRequestError where an output that was asked for is missing or has no JSON form, TooLargeError, and
+    HopBrokenError.
     """
     outputs, binary, size = [], [], 0
     for name, tensor in _wanted(call, response).items():
@@ -165,7 +164,7 @@ def parsed_answer(data: bytes) -> pb.ModelInferResponse:
 
 
 def answered_tensors(response: pb.ModelInferResponse) -> dict[str, RawTensor]:
-    """A response's outputs; raises HopBrokenError where they are no tensors."""
+    """A response's outputs; raises HopBrokenError if they are invalid."""
     try:
         return raw_outputs(response)
     except InvalidRequestError as error:
@@ -180,7 +179,7 @@ def _check_extensions(tensor: NamedTensor) -> None:
 
 
 def _wanted(call: InferCall, response: pb.ModelInferResponse) -> dict[str, RawTensor]:
-    """The outputs that were asked for, in that order, or all there are."""
+    """The requested outputs in that order, or all outputs."""
     tensors = answered_tensors(response)
     missing = [name for name in call.named if name not in tensors]
     if missing:
@@ -189,7 +188,7 @@ def _wanted(call: InferCall, response: pb.ModelInferResponse) -> dict[str, RawTe
 
 
 def _json(name: str, tensor: RawTensor) -> bytes:
-    # An element takes two bytes at least; what cannot pass is not written first.
+    # An element takes two bytes at least; so an answer that is too large is not written first.
     if tensor.datatype != BYTES:
         _check_size(2 * len(tensor.data) // dtype_of(name, tensor.datatype).itemsize)
     return json_of(name, tensor)

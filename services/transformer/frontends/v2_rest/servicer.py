@@ -57,7 +57,7 @@ def v2_error(error: MillraceError) -> dict[str, Any]:
 
 
 class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
-    """`keep_alive_s` of silence are filled with a comment in streams of events; 0: are not."""
+    """After `keep_alive_s` of silence a stream of events gets a comment; 0: never."""
 
     def __init__(
         self, inference: InferenceServicer, pipeline: Pipeline, bodies: BodyProcesses, keep_alive_s: float = 15.0
@@ -78,9 +78,9 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
         return json_body({"live": answer.live})
 
     async def Ready(self, request: Empty, context: Context) -> HttpBody:
-        """200 where a generation would work now, else 503: what load balancers look at."""
+        """200 where a generation would work now, else 503: for load balancers."""
         answer = await self._inference.ServerReady(pb.ServerReadyRequest(), context)
-        _tell_readiness(answer.ready)
+        _set_readiness_status(answer.ready)
         return json_body({"ready": answer.ready})
 
     async def ModelReady(self, request: ModelRequest, context: Context) -> HttpBody:
@@ -88,8 +88,8 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
         message = pb.ModelReadyRequest(name=request.model, version=request.version)
         answer = await self._inference.ModelReady(message, context)
         if not answer.ready:
-            await self._metadata(request, context)  # Which says so where there is none.
-        _tell_readiness(answer.ready)
+            await self._metadata(request, context)  # Raises NotFoundError if there is none.
+        _set_readiness_status(answer.ready)
         return json_body({"name": request.model, "ready": answer.ready})
 
     async def ModelMetadata(self, request: ModelRequest, context: Context) -> HttpBody:
@@ -129,14 +129,14 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
         message = await self._read(self._read_generate, request, call)
         async with aclosing(self._inference.answers(message, call.with_id(message.id))) as responses:
             async for response in responses:
-                if response.outputs:  # One without says only that there is no more.
+                if response.outputs:  # A response without outputs only marks the end.
                     data = await self._write(response, call)
                     yield HttpBody(content_type=EVENTS, data=b"data: " + data + b"\n\n")
 
     async def _read(
         self, read: Callable[[ModelBody, CallContext], Awaitable[T]], request: ModelBody, call: CallContext
     ) -> T:
-        """What a body asks for; one that is refused is on record like any other request."""
+        """Reads a body; a refused one is recorded like any other request."""
         with self._pipeline.recording_refusals(call, request.model):
             return await read(request, call)
 
@@ -235,8 +235,8 @@ def _parsed(answer: pb.ModelInferResponse | bytes) -> pb.ModelInferResponse:
     return parsed_answer(answer) if isinstance(answer, bytes) else answer
 
 
-def _tell_readiness(ready: bool) -> None:
-    """The answer keeps its body where its status is 503."""
+def _set_readiness_status(ready: bool) -> None:
+    """Sets status 503 if not ready; the answer keeps its body."""
     if not ready:
         head_of_call().add(*NotReadyError("not ready", hop="predictor").trailing_metadata(""))
 

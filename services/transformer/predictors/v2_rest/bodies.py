@@ -5,7 +5,7 @@ in which FP16 and BF16 are numbers and BYTES must be UTF-8. An answer may have e
 `triton_` are the transport's own and stay here; of an answer's, lists and objects become JSON text and null is left
 out.
 
-Raises InvalidRequestError for what cannot be sent, BrokenAnswerError for what is no answer, and TooLargeError.
+Raises InvalidRequestError for an invalid request, BrokenAnswerError for an invalid answer, and TooLargeError.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A server of the Open Inference Protocol by V2 REST, in the place of `predictors/client.py`.
 
 `infer` has one answer, so a stream has one response and no text is generated. There is no index, no ModelConfig and no
-loading. Tensors go as binary data where the server's metadata list that extension, else as JSON; this is asked again
-after the server was away. Large JSON is written and read by processes of their own, see body_processes.py.
+loading. Tensors go as binary data where the server's metadata list that extension, else as JSON; this is requested
+again after the server was unavailable. Large JSON is written and read by processes of their own, see body_processes.py.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ class V2RestClient(Predictor):
         await self._http.close()
 
     async def ready(self) -> bool:
-        return await self._says_ready("/v2/health/ready", "/v2/health/ready")
+        return await self._reports_ready("/v2/health/ready", "/v2/health/ready")
 
     async def model_ready(self, name: str, version: str = "") -> bool:
         try:
             template, path = _model_path(name, version, "/ready")
         except NotFoundError:
             return False
-        return await self._says_ready(template, path)
+        return await self._reports_ready(template, path)
 
     async def infer_bytes(self, request: bytes, deadline: Deadline) -> bytes:
         head, raw = split_request(request)
@@ -134,7 +134,7 @@ class V2RestClient(Predictor):
         """The answer as a serialized ModelInferResponse."""
         length = answer.headers.get(HEADER_LENGTH)
         if length is not None and not (length.isascii() and length.isdigit() and len(length) <= 18):
-            raise BrokenAnswerError(f"the predictor's answer: {HEADER_LENGTH} is no number", hop="predictor")
+            raise BrokenAnswerError(f"the predictor's answer: {HEADER_LENGTH} is not a number", hop="predictor")
         header_length = None if length is None else int(length)
         if (len(answer.body) if header_length is None else header_length) <= SMALL_BYTES:
             return read_answer(answer.body, header_length)[1]
@@ -158,8 +158,8 @@ class V2RestClient(Predictor):
                 self._is_binary = False  # Not every server has metadata.
         return self._is_binary
 
-    async def _says_ready(self, template: str, path: str) -> bool:
-        """By the status; a server that also says it in words is taken at them."""
+    async def _reports_ready(self, template: str, path: str) -> bool:
+        """By the status, and by the field `ready` if the body has one."""
         try:
             answer = await self._http.get(template, path, Deadline.after(PROBE_TIMEOUT_S))
             return not answer.body or _object(answer).get("ready") is not False

@@ -1,8 +1,8 @@
 """HTTP/1.1 to one server: a bounded pool of connections, and every failure as a MillraceError.
 
-When the deadline passes or the caller cancels, the call ends and its connection is closed. Connecting takes at most
-2 s; waiting for a pooled connection at most `wait_s`. TCP keepalive detects a dead host within 40 s. The body of a
-POST's answer may have `MAX_ANSWER_BYTES`, that of a GET, which is decoded on the event loop, `MAX_DOCUMENT_BYTES`.
+When the deadline passes or the caller cancels, the call ends and its connection is closed. Connecting takes at most 2
+s; waiting for a pooled connection at most `wait_s`. TCP keepalive detects a dead host within 40 s. The body of a POST's
+answer may have `MAX_ANSWER_BYTES`, that of a GET, which is decoded on the event loop, `MAX_DOCUMENT_BYTES`.
 
 A connection is not reused after four seconds of silence: uvicorn closes it after five, and a request that meets the
 close would fail.
@@ -155,7 +155,7 @@ class HttpTransport:
 
 
 async def _pieces(body: Body) -> AsyncIterator[bytes]:
-    """The body in pieces, so that others go on between two; a small one is one piece."""
+    """The body in pieces, so that other tasks run between two; a small one is one piece."""
     if sum(map(len, body)) <= _PIECE_BYTES:
         yield b"".join(body)
         return
@@ -186,7 +186,7 @@ async def _error_of(response: httpx2.Response) -> MillraceError:
 
 
 def _message_of(body: bytes) -> str:
-    """What an error's body says: `error` in the protocol, `detail` in FastAPI's servers."""
+    """The message of an error's body: `error` in the protocol, `detail` in FastAPI's servers."""
     try:
         values = orjson.loads(body)
     except orjson.JSONDecodeError:
