@@ -1,10 +1,9 @@
-"""What GATEWAY_TLS, GATEWAY_JWKS and GATEWAY_RATE_LIMIT_SERVICE switch on in the gateway's configuration, as
-envoy/start.sh does in a container.
+"""Applies GATEWAY_TLS, GATEWAY_JWKS and GATEWAY_RATE_LIMIT_SERVICE to the gateway's configuration, as envoy/start.sh
+does in a container.
 
-Lines of `envoy/envoy.yaml` behind the marks #TLS, #CLIENTS, #JWT and #LIMITS are read where the setting is there, and
-<NAME> in them is a setting's value. The certificates are files of their own beside the derived configuration, because
-Envoy reads only such secrets again when they change. Whether the files of the settings can be used is checked before
-Envoy starts: StartupError with one line.
+A setting enables the lines of `envoy/envoy.yaml` after its mark, #TLS, #CLIENTS, #JWT or #LIMITS; <NAME> in them is a
+setting's value. Certificates are separate files beside the derived configuration, because Envoy reloads only such
+secrets when they change. The files of the settings are validated before Envoy starts: StartupError with one line.
 """
 
 from __future__ import annotations

@@ -117,12 +117,12 @@ def _predictor(settings: StackSettings, replica: int) -> Environment:
 
 
 def direct_models(settings: StackSettings) -> Path:
-    """The file by which the transformer tells the gateway which models' calls go straight to a predictor."""
+    """The transformer's file of models whose calls the gateway sends straight to a predictor."""
     return settings.run_folder / "direct-models"
 
 
 def key_digests(settings: StackSettings) -> Path | None:
-    """The file by which the transformer tells the gateway the clients' keys; None without keys."""
+    """The transformer's file of key digests for the gateway; None without keys."""
     return settings.run_folder / "key-digests" if settings.gateway_keys else None
 
 
@@ -208,7 +208,7 @@ def _envoy_command(config: Path) -> tuple[str, ...]:
 def _envoy_workers() -> int:
     """One worker for each four cores, at least one.
 
-    Each worker has its own connections to every service and takes a core when busy: on a small machine, shared with
-    the model, one is faster than two.
+    Each worker has its own connections to every service and takes a core when busy: on a small machine, shared with the
+    model, one is faster than two.
     """
     return max(1, (os.cpu_count() or 1) // 4)

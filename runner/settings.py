@@ -77,15 +77,15 @@ class StackSettings(BaseSettings):
 
     gateway_insecure: bool = Field(
         False,
-        description="Whether the gateway may listen beyond loopback, where everyone who reaches it may use the models.",
+        description="Whether the gateway may listen beyond loopback, where every caller may use the models.",
     )
     gateway_keys: str = Field(
         "", description="YAML file of the clients' keys (docs/security.md). Empty: a call needs no key."
     )
     gateway_jwks: PathText = Field(
         "",
-        description="File with the JSON Web Key Set whose tokens are accepted as keys. A changed file counts within"
-        " 2 s. In containers, one in the folder keys. Empty: no tokens.",
+        description="File with the JSON Web Key Set whose tokens are accepted as keys. A changed file takes effect"
+        " within 2 s. In containers, one in the folder keys. Empty: no tokens.",
     )
     gateway_bind: IPv4Address = Field(
         IPv4Address(LOOPBACK), description="Address the gateway's public port listens on."
@@ -96,11 +96,13 @@ class StackSettings(BaseSettings):
     gateway_tls: PathText = Field(
         "",
         description="Folder with tls.crt and tls.key, for a public port with TLS; with a ca.crt too, clients need a"
-        " certificate of that authority. Changed files count at once. Empty: no TLS.",
+        " certificate of that authority. Changed files take effect at once. Empty: no TLS.",
     )
     gateway_tls_port: Port = Field(8443, description="The public port with TLS, where GATEWAY_TLS is set.")
     gateway_jwt_issuer: TokenName = Field("", description="The issuer (iss) of the tokens of GATEWAY_JWKS.")
-    gateway_jwt_audience: TokenName = Field("", description="Who the tokens of GATEWAY_JWKS must be for (aud).")
+    gateway_jwt_audience: TokenName = Field(
+        "", description="The required audience (aud) of the tokens of GATEWAY_JWKS."
+    )
     gateway_rate_limit_service: str = Field(
         "",
         description="host:port of a rate limit service that speaks Envoy's protocol and counts the requests of clients"

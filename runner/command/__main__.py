@@ -39,12 +39,12 @@ A model without a chat template continues each line."""
 _SMOKE = """Calls every endpoint that a model should answer, and those that it must refuse, on a running stack: a table
 of pass and FAIL, and exit code 1 where one fails. As `make smoke`."""
 _LOAD = """Starts Locust's page, with which to put load on a running stack; Ctrl-C ends it. As `make load`."""
-_KEY = """Makes a key for a client, adds the key's digest to the key file, and prints the key, which is stored nowhere.
+_KEY = """Makes a key for a client, adds the key's digest to the key file, and prints the key, which is not stored.
 A running gateway that has the file as GATEWAY_KEYS knows the key within two seconds.
 
   millrace key alice
   millrace key operator --role admin         may also load models, change settings and read every record
-  millrace key bob --models storyteller      may use this model alone
+  millrace key bob --models storyteller      may use only this model
 
 docs/security.md lists what else an entry can have, such as limits."""
 _CERTS = """Makes an authority, and by it certificates of the gateway and of a client, for development. As `make certs`.
@@ -53,8 +53,8 @@ _CERTS = """Makes an authority, and by it certificates of the gateway and of a c
   millrace certs models.example.com          for this name too; list it in GATEWAY_HOSTS
   millrace certs --ask-clients               the gateway accepts only clients that show a certificate
 
-A gateway that uses the folder takes the new certificate at once; whether it asks clients for theirs it decides when it
-starts or is reloaded."""
+A gateway with this folder uses the new certificate at once; it decides at its start
+or reload whether clients need a certificate."""
 _LOG = """Lists the newest records of the payload log, the newest last: time, model, status, prompt and answer tokens,
 milliseconds to the first token and in all, request id, prompt and answer.
 
@@ -63,7 +63,7 @@ milliseconds to the first token and in all, request id, prompt and answer.
   millrace log --follow
   millrace log --json | jq .text
   millrace log ID                            all of one record, by its own or its request's id"""
-_USAGE = """Shows what requests took: how many there were and failed, their tokens, and the seconds that engines worked.
+_USAGE = """Shows the usage: numbers of requests and failures, their tokens, and the seconds that engines worked.
 
   millrace usage                             for each client and model, since the log began
   millrace usage --since 30d --group day

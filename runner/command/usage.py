@@ -1,4 +1,4 @@
-"""`millrace usage`: what requests took, as a table."""
+"""`millrace usage`: the usage as a table."""
 
 from __future__ import annotations
 

@@ -4,10 +4,10 @@ forward.
 Each line is stored as a record of the call. The store joins it to the service's record with the same `call_id`; if no
 service recorded the call, queries return it as it is, with the same status names as other records. A line that comes
 before its record costs the store several times as much as one that comes after it, so lines are held for a moment, in
-which taps ship what has ended; a logger that is killed loses those lines. The attributes are
-those of the access log in envoy/envoy.yaml; Envoy writes "-" for a missing value. What a client sends need not be
-UTF-8, and Envoy forwards it unchanged, so the messages here have OTLP's fields with bytes for strings. An unreadable
-value counts as missing; an unreadable line is dropped alone.
+which taps ship what has ended; a logger that is killed loses those lines. The attributes are those of the access log in
+envoy/envoy.yaml; Envoy writes "-" for a missing value. What a client sends need not be UTF-8, and Envoy forwards it
+unchanged, so the messages here have OTLP's fields with bytes for strings. An unreadable value is treated as missing; an
+unreadable line is dropped.
 
 Internal: the gateway does not route this service, and reflection does not list it.
 """
@@ -75,7 +75,7 @@ _TOO_LATE = {"UT", "SI", "DT"}
 _BROKE = {"UC", "UR", "UF", "UPE"}
 # With these flags Envoy's upstream address is that of the last host tried, which it could not connect to.
 _NOT_REACHED = {"UF", "UH"}
-# The clusters whose services record requests, and the hops that they are.
+# The clusters whose services record requests, and their hops.
 _RECORDERS = {"transformer": "transformer", "direct": "predictor"}
 _UNIT_MS = {"H": 3_600_000, "M": 60_000, "S": 1_000, "m": 1, "u": 1e-3, "n": 1e-6}
 # The gateway notices an expired deadline of the caller up to this much early.
@@ -166,7 +166,7 @@ def observe(log: Any) -> Observed:
 
 
 def _status(attributes: _Attributes, flags: set[str], gateway: GatewayCall) -> str:
-    """A gRPC status name, whatever protocol the caller used."""
+    """The gRPC status name, for any protocol of the caller."""
     if flags & _LEFT:
         # In Envoy's flags an expired deadline of the caller looks like a cancellation.
         late = gateway.duration_ms + _DEADLINE_MARGIN_MS >= _milliseconds(attributes.get("grpc_timeout", ""))

@@ -2,8 +2,8 @@
 
 `Tails` shows every committed record once, after the commit, to the calls of Tail.
 
-A client whose policy makes it a user reads, follows and deletes its own records alone: those of others are as if they
-did not exist, and a request that names another client raises ForbiddenError. Admins, and everyone where there are no
+A client whose policy makes it a user reads, follows and deletes only its own records: records of other clients appear
+not to exist, and a request that names another client raises ForbiddenError. Admins, and everyone where there are no
 keys, have all records.
 """
 
@@ -150,7 +150,7 @@ class PayloadLogServicer:
 
 
 def _restricted_to(context: Context) -> str | None:
-    """The client whose records alone the caller may have; None: it may have all."""
+    """The client to whose records the caller is restricted; None: no restriction."""
     client = client_of(context.invocation_metadata() or ())
     return None if client.is_admin else client.name
 
@@ -166,7 +166,7 @@ def _restrict(request: QueryPayloadsRequest | TailPayloadsRequest | UsageRequest
 
 
 def _not_its_own(client: str | None) -> ForbiddenError:
-    return ForbiddenError(f"the client {client} may read and delete its own records alone")
+    return ForbiddenError(f"the client {client} may read and delete only its own records")
 
 
 def _serialized(response: Response) -> bytes:

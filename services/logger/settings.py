@@ -36,8 +36,8 @@ class LoggerSettings(ServiceSettings):
         ge=0,
         le=36500,
         description=(
-            "Days for which the sums of usage are kept, whatever becomes of the records; 0: for good. Monthly token "
-            "budgets need 31."
+            "Days for which the sums of usage are kept, also after the records are deleted; 0: without limit. Monthly "
+            "token budgets need 31."
         ),
     )
     max_size: ByteSize = Field(

@@ -148,7 +148,7 @@ class Tails:
         for record in records:
             self._kept.append(shown := Shown(record))
             self._kept_bytes += shown.size
-        # The latest batch is kept whatever its size: no tail has seen it yet.
+        # The latest batch is always kept: no tail has seen it yet.
         self._drop(max(MAX_KEPT, len(records)), _MAX_KEPT_BYTES, keep=len(records))
         for tail in self._open:
             tail.wake()
@@ -177,7 +177,7 @@ class Tails:
         idle = (tail for tail in self._open if tail.is_waiting and tail.caller == greediest)
         tail = min(idle, key=lambda one: one.idle_since, default=None)
         if tail is None:
-            # Without the number of others' tails, which is not the caller's to know.
+            # Without the number of other callers' tails, which is not public.
             message = f"too many tails are open, {of[caller]} of them of this caller; retry later"
             raise OverloadedError(message, retry_after_ms=COME_BACK_MS)
         self._open.discard(tail)

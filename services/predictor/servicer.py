@@ -145,7 +145,7 @@ class InferenceServicer(OpenInferenceBase):
                 yield response
 
     def _serving(self, name: str, version: str, context: Context) -> Serving:
-        """The model that a call names; raises NotFoundError, and ForbiddenError where its client may not use it."""
+        """The model that a call names; raises NotFoundError, and ForbiddenError if its client may not use it."""
         _client_of(context).check_model(name)
         return self._repository.get(name, version)
 
@@ -156,7 +156,7 @@ class InferenceServicer(OpenInferenceBase):
     def _recorded(
         self, request: pb.ModelInferRequest, context: Context, method: str
     ) -> AbstractContextManager[Recording | None]:
-        """Records the request that the block handles, unless its caller records it or nobody is to."""
+        """Records the request that the block handles, unless its caller records it or it is not recorded."""
         if self._tap is None or is_recorded(context) or not (self._records_addressed or is_direct(context)):
             return nullcontext()
         call = call_context(context, f"{_SERVICE}/{method}", request.id)
@@ -170,7 +170,7 @@ def _caller(context: Context) -> Caller:
 
 
 def _client_of(context: Context) -> Client:
-    """Who calls: of a request that the transformer records, the transformer, which has checked its own caller."""
+    """The client; ANYONE for calls that the transformer records, because it has checked the client already."""
     return ANYONE if is_recorded(context) else client_of(call_metadata(context))
 
 

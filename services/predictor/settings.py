@@ -71,7 +71,9 @@ class PredictorSettings(RecordingSettings):
         ),
     )
     step_timeout: float = Field(
-        120.0, gt=0, description="Seconds after which a forward pass counts as hung; its process ends and is replaced."
+        120.0,
+        gt=0,
+        description="Seconds after which a forward pass is treated as hung; its process ends and is replaced.",
     )
     python_timeout: float = Field(
         300.0,

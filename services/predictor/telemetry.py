@@ -1,8 +1,8 @@
 """Telemetry of a generation: its queue time as a metric, its phases as events of the call's span.
 
 The events are `queued`, `prefill`, `first_token`, `preempted` (each time) and `generation_end`, with the engine's own
-times: they are exact even if the reader or the event loop was busy. They are written when the generation ends, whatever
-its outcome; a phase that it never reached has no event, and a request that was refused has none.
+times: they are exact even if the reader or the event loop was busy. They are written when the generation ends, with any
+outcome; a phase that it never reached has no event, and a request that was refused has none.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ObservedGeneration:
         came = sorted((at, name) for name, at in marks if at is not None and at <= ended)
         for at, name in came:
             span.add_event(name, timestamp=now_ns - int((now - at) * 1e9))
-        # Of a sequence that a transformer cancelled the engine alone knows how many tokens it had.
+        # Only the engine knows the number of tokens of a sequence that a transformer cancelled.
         attributes: dict[str, int] = {_OUTPUT_TOKENS: self._tokens} if self._tokens or not timeline.first_token else {}
         if timeline.preemptions:
             attributes[_PREEMPTIONS] = timeline.preemptions

@@ -75,7 +75,7 @@ async def test_another_client_s_name_is_refused_whether_it_exists_or_not(served,
         lambda: anext(aiter(stub.Tail(TailPayloadsRequest(client=client), metadata=ANN))),
         lambda: stub.Usage(UsageRequest(client=client), metadata=ANN),
     ):
-        with pytest.raises(ForbiddenError, match="ann may read and delete its own records alone"):
+        with pytest.raises(ForbiddenError, match="ann may read and delete only its own records"):
             await call()
     with pytest.raises(ForbiddenError):
         await stub.Delete(DeletePayloadsRequest(client=client or "-"), metadata=ANN)

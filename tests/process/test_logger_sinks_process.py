@@ -59,7 +59,7 @@ async def test_a_logger_that_is_killed_sends_every_event(server, tmp_path):
     [
         ("ftp://127.0.0.1/", "LOGGER_SINKS=ftp://127.0.0.1/: URL scheme should be 'http' or 'https'"),
         ("http://a/,here", "LOGGER_SINKS=here: Input should be a valid URL, relative URL without a base"),
-        ("http://a/x,http://u:secret@a/x", "LOGGER_SINKS: http://a/x is there twice"),
+        ("http://a/x,http://u:secret@a/x", "LOGGER_SINKS: http://a/x is listed twice; remove one"),
     ],
 )
 async def test_a_wrong_sink_is_refused_in_one_line(tmp_path, sinks, message):

@@ -460,4 +460,4 @@ async def test_a_sink_goes_on_after_its_reader_has_failed(store, server, monkeyp
         await until(lambda: cursor_is(store, server.url, 3))
         await until(lambda: runner.lag_s == 0)
     assert set(server.keys) == set(pairs([1, 2, 3]))
-    assert "it begins again" in caplog.text
+    assert "it is restarted" in caplog.text

@@ -41,7 +41,7 @@ async def start_sinks(settings: LoggerSettings, store: SqliteStore, server: Serv
             connections=settings.sink_concurrency,
         )
         if sink.name in runners:
-            raise StartupError(f"LOGGER_SINKS: {sink.name} is there twice")
+            raise StartupError(f"LOGGER_SINKS: {sink.name} is listed twice; remove one")
         from_beginning = settings.sink_from == "beginning"
         runner = SinkRunner(sink, store, concurrency=settings.sink_concurrency, from_beginning=from_beginning)
         runners[sink.name] = runner
@@ -66,11 +66,11 @@ def observe_sinks(sinks: Mapping[str, SinkRunner], meter: Meter | None = None) -
 
     meter = meter or metrics.get_meter("millrace")
     meter.create_observable_counter(
-        "millrace.sink.events", [outcomes], "{event}", "What became of a sink's events: failed ones were given up."
+        "millrace.sink.events", [outcomes], "{event}", "Events of a sink by outcome; failed ones were abandoned."
     )
     meter.create_observable_gauge(
         "millrace.sink.lag",
         [lags],
         "s",
-        "How long ago the oldest committed record ended that the sink has not got; 0: there is none.",
+        "Time since the end of the oldest committed record that the sink has not accepted; 0: there is none.",
     )

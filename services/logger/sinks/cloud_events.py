@@ -3,8 +3,8 @@
 A record becomes one event for the request and one for its answer, with KServe's types and extensions (kserve/kserve,
 pkg/logger/worker.go). Both have the record's id, by which KServe's consumers pair them; their sources differ,
 `<source>/request` and `<source>/response`, because CloudEvents requires a unique (source, id). An event without
-contents is omitted: the settings may exclude requests or answers from the log. `SinkRunner` sends a record again if
-its delivery is uncertain, so its events are the same every time, including their ids.
+contents is omitted: the settings may exclude requests or answers from the log. `SinkRunner` sends a record again if its
+delivery is uncertain, so its events are the same every time, including their ids.
 
 The data is JSON: the fields of PayloadRecord by name. Headers follow the HTTP binding 1.0.2, section 3.1.3.2, exactly.
 The CloudEvents SDK does not: it also escapes `/` and `:`, and receivers with its first generation, including KServe's,
@@ -89,7 +89,7 @@ class CloudEventsSink:
         values = row(record)
         values["parameters"] = _parsed(record.parameters)
         has_request = any(values[name] for name in _REQUEST_CONTENT)
-        # An error counts as an answer.
+        # An error is an answer too.
         has_response = record.status != "OK" or any(values[name] for name in _RESPONSE_CONTENT)
         events = []
         if has_request:

@@ -83,7 +83,7 @@ class SinkRunner:
     def lag_s(self) -> float:
         """The time since the end of the first record, in the order of commit, that the sink has not accepted; 0: none.
 
-        Between two pages of the store, when that record is unknown, the last one before it counts. Thread-safe.
+        Between two pages of the store, when that record is unknown, the last one before it is used. Thread-safe.
         """
         try:
             end = self._ends[0]
@@ -113,7 +113,7 @@ class SinkRunner:
             try:
                 await self._run()
             except ExceptionGroup:
-                logger.exception("sending to the sink %s failed; it begins again", self._sink.name)
+                logger.exception("sending to the sink %s failed; it is restarted", self._sink.name)
             await asyncio.sleep(_RESTART_DELAY_S)
             # Records that were in flight are sent again.
             self._records = self._bytes = 0
@@ -209,9 +209,7 @@ class SinkRunner:
                 failures += 1
                 if failures == _MAX_FAILURES:
                     self.counts["failed"] += 1
-                    logger.exception(
-                        "the sink %s fails with the event %s, which is given up", self._sink.name, event.id
-                    )
+                    logger.exception("the sink %s fails with the event %s, which is skipped", self._sink.name, event.id)
                     return
                 self.counts["retried"] += 1
                 self._warn_unavailable(error)

@@ -69,7 +69,7 @@ class Readers:
         """Registers a call of a caller that reads, which gets memory by `Reader`."""
         count, total = self._readers[caller], self._readers.total()
         if count >= self._max_of_one or total >= self._max_readers:
-            # Without the number of others' calls, which is not the caller's to know.
+            # Without the number of other callers' calls, which is not public.
             message = f"too many calls read records, {count} of them of this caller; retry later"
             raise OverloadedError(message, retry_after_ms=COME_BACK_MS)
         self._readers[caller] += 1
@@ -80,7 +80,7 @@ class Readers:
 
     @asynccontextmanager
     async def lend(self, caller: str, size: int) -> AsyncIterator[None]:
-        """Lends bytes to a caller; a single loan is always granted, whatever its size."""
+        """Lends bytes to a caller; a single loan of any size is always granted."""
         if size <= FREE_BYTES:
             yield
             return

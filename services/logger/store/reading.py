@@ -2,7 +2,7 @@
 
 Newest first means by the records' times, then by the order of commit. If few records pass a filter, they are looked up
 in its index and sorted; if many records pass every filter, the newest are scanned for those that pass all, so a page is
-found soon. SQLite cannot know which of the two applies, so `page` counts matches, up to a bound.
+found quickly. SQLite cannot know which of the two applies, so `page` counts matches, up to a bound.
 
 A page is first found without the bodies of its records, which may be large; the bodies are then read in batches, so
 that records without a reader take no memory. Records stay serialized: a `Found` is the record for a reader, assembled
@@ -37,7 +37,7 @@ RECORD_LATE_S = 10.0
 _BYTES_PER_READ = 16 * 1024 * 1024  # Of records in the order of commit.
 
 # The first byte distinguishes it from the tokens of earlier versions. A record's own id, and not its position: the gaps
-# between positions would tell a client how many records others have.
+# between positions would reveal to a client how many records other clients have.
 _TOKEN, _TOKEN_VERSION = struct.Struct(">Bq16s"), 3
 
 Row = sql.Row[Any]

@@ -1,6 +1,6 @@
 """Removes records from the tables of tables.py (deletion, expiry, forgetting), and returns the file's free space.
 
-Each function does a bounded part of its work, so that others can write in between, and returns whether there was work.
+Each function does a bounded part of its work, so that other writes can run in between, and returns whether it did any.
 The first three run within the transaction of their connection.
 """
 

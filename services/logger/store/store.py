@@ -155,7 +155,7 @@ class SqliteStore:
             before = Place(rows[-1].time_us, rows[-1].position)
 
     async def usage(self, query: usage.UsageQuery) -> UsageResponse:
-        """What requests took; raises InvalidRequestError if there are too many groups."""
+        """The usage by group; raises InvalidRequestError if there are too many groups."""
         return await self._database.read(usage.select, query, self._search_s)
 
     async def delete(self, of_client: str | None = None, /, **key: str) -> int:

@@ -1,12 +1,12 @@
-"""The sums of usage: what requests took, for each client, hour of UTC and model.
+"""The sums of usage by client, hour of UTC and model.
 
-They are apart from the records, so that neither retention nor a deletion changes what a client has used.
-`UsageSums.add` runs in the transaction that marks a record's (source, sequence) as arrived, so each record counts
-exactly once, however often it is sent. Lines of the gateway alone count nothing: they have no tokens, and the service's
-record of the same call may follow.
+They are separate from the records, so that neither retention nor a deletion changes a client's usage. `UsageSums.add`
+runs in the transaction that marks a record's (source, sequence) as arrived, so each record is counted exactly once,
+even if it is sent repeatedly. Lines of only the gateway are not counted: they have no tokens, and the service's record
+of the same call may follow.
 
-A request that was refused may name any model. So a failure counts under its model only if that model has answered
-before, otherwise under "": nobody can add rows without end.
+A request that was refused may name any model. So a failure is counted under its model only if that model has answered
+before, otherwise under "": callers cannot add an unlimited number of rows.
 
 `select` reads one range of the primary key for each client, which is found by a loose scan of the key.
 """
@@ -81,7 +81,7 @@ class UsageSums:
         sums: dict[_Key, list[int]] = {}
         for record in records:
             if record.shadow_of:
-                continue  # Not asked for by the client.
+                continue  # A shadow copy: the client did not request it.
             total = sums.setdefault(self._key(record), [0] * len(_SUMS))
             for index, value in enumerate(_taken(record)):
                 total[index] += value
@@ -99,7 +99,7 @@ class UsageSums:
 
 
 def _taken(record: PayloadRecord) -> tuple[int, ...]:
-    """What a request took, in the order of the columns."""
+    """The usage of a request, in the order of the columns."""
     taken = record.usage
     duration_us = _microseconds(record.duration_ms)
     return (

@@ -25,11 +25,11 @@ _GAUGES: tuple[tuple[str, str, str, Callable[[EngineLoad], float]], ...] = (
     ),
     ("millrace.sequences.running", "{sequence}", "Sequences that are computed.", lambda load: load.running),
     ("millrace.sequences.waiting", "{sequence}", "Sequences that wait for a place.", lambda load: load.waiting),
-    ("millrace.batch.size", "{sequence}", "Sequences in the latest step; 0 at rest.", lambda load: load.batch),
+    ("millrace.batch.size", "{sequence}", "Sequences in the latest step; 0 when idle.", lambda load: load.batch),
     (
         "millrace.sequences.oldest_age",
         "s",
-        "How long ago the oldest sequence was submitted; 0 where there is none.",
+        "Time since the oldest sequence was submitted; 0 if there is none.",
         lambda load: load.oldest_age_s,
     ),
 )

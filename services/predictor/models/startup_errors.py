@@ -1,4 +1,4 @@
-"""What is wrong with a model, in one line."""
+"""Errors of loading a model, in one line."""
 
 from __future__ import annotations
 

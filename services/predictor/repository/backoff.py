@@ -1,17 +1,17 @@
-"""When an engine that has ended is started again: at once, then with growing delays. Pure but for the clock."""
+"""When an engine that has ended is started again: at once, then with growing delays. Pure except for the clock."""
 
 from __future__ import annotations
 
 import time
 
-_STEADY_S = 30.0  # An engine that has run for so long is no reason to wait.
+_STEADY_S = 30.0  # After a run of this length the next start is immediate.
 _AT_ONCE = 3
 _FIRST_S = 0.5
 _LONGEST_S = 30.0
 
 
 class Backoff:
-    """Counts the starts of one model's engine that came to nothing, or not to much."""
+    """Counts failed starts and short runs of one model's engine."""
 
     def __init__(self) -> None:
         self._short_lives = 0

@@ -30,7 +30,7 @@ class IndexRow(NamedTuple):
 
 @dataclass(eq=False)
 class Entry:
-    """`expected`: nothing is ready without it. `fetched`: the files of the model that is served, or was."""
+    """`expected`: nothing is ready without it. `fetched`: the files of the served or last served model."""
 
     source: ModelSource
     state: State

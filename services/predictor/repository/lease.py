@@ -144,7 +144,7 @@ class Serving:
 class _Wait:
     """A request that waits for its model, in the block: raises NotReadyError from it when the model is stopped.
 
-    May be entered again and again, which costs a stream less than a timeout for each response.
+    It may be entered repeatedly, which is cheaper for a stream than a timeout for each response.
     """
 
     __slots__ = ("_cancelled_before", "_is_cut", "_serving", "_task")
@@ -152,7 +152,7 @@ class _Wait:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._task: asyncio.Task[Any] | None = None
-        self._cancelled_before = 0  # How often that task was to be cancelled by others.
+        self._cancelled_before = 0  # How many cancellations by others were pending.
         self._is_cut = False
 
     def end(self) -> None:
@@ -173,7 +173,7 @@ class _Wait:
     ) -> None:
         self._serving._waits.discard(self)
         task, self._task = self._task, None
-        # As asyncio.timeout does: a cancel that is not only ours stays one.
+        # As asyncio.timeout does: a cancellation by others remains one.
         is_ours = self._is_cut and task is not None and task.uncancel() <= self._cancelled_before
         if is_ours and kind is not None and issubclass(kind, asyncio.CancelledError):
             raise self._serving._unloaded() from None

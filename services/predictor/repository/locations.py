@@ -50,7 +50,7 @@ class ModelLocations:
         try:
             return sorted(path.name for path in self._folder.iterdir() if is_name(path.name) and path.is_dir())
         except OSError:
-            return []  # The folder is missing for now; loaded models are served all the same.
+            return []  # The folder is missing for now; loaded models are still served.
 
     def _local(self, name: str) -> ModelSource | None:
         if name in self._configured:

@@ -193,7 +193,7 @@ class ModelRepository:
     async def _load(self, entry: Entry, source: ModelSource) -> None:
         async with entry.turn:
             if entry.serving is None:
-                entry.set(State.LOADING, "waits for another load")
+                entry.set(State.LOADING, "waiting for another load")
             try:
                 async with self._loading:
                     new = await self._make(entry, source)
@@ -243,7 +243,7 @@ class ModelRepository:
     async def _unload(self, entry: Entry) -> None:
         async with entry.turn:
             if entry.state is State.LOADING and entry.watch is None:
-                raise NotReadyError(f"model {entry.source.name!r} waits to be loaded")
+                raise NotReadyError(f"model {entry.source.name!r} is still waiting to be loaded")
             entry.expected = False
             if entry.serving is None and entry.watch is None:
                 return
@@ -256,7 +256,7 @@ class ModelRepository:
         """Unloads the served model; the caller holds the entry's `turn` and sets its next state."""
         serving = entry.serving
         if serving is not None:
-            entry.set(State.UNLOADING, "ends what is in flight")
+            entry.set(State.UNLOADING, "waiting for requests in flight")
             await self.changed()
             await self._end(serving, entry)
             entry.serving = None
@@ -268,7 +268,7 @@ class ModelRepository:
     async def _end(self, serving: Serving, watched: Entry | None = None) -> None:
         left = await serving.drain(self._settings.drain_s)
         if left:
-            logger.warning("model %s: %d requests are ended with it", serving.model.name, left)
+            logger.warning("model %s: %d requests in flight are ended", serving.model.name, left)
         if watched is not None:
             # Closing an engine is not a death.
             await watched.unwatch()

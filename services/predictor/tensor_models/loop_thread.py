@@ -106,7 +106,7 @@ class LoopThread:
         return result
 
     def watch(self, timeout_s: float) -> None:
-        """Starts the watchdog: the thread counts as dead after its loop has not responded for `timeout_s`."""
+        """Starts the watchdog: the thread is treated as dead after its loop has not responded for `timeout_s`."""
 
         def hang() -> None:
             logger.critical("%s has been blocked for %g s", self._thread.name, timeout_s)

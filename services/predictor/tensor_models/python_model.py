@@ -191,7 +191,7 @@ class PythonModel:
         self.statistics.add(outcome, submitted_at, started_at, time.monotonic())
 
     async def _run(self, message: pb.ModelInferRequest, channel: Channel[pb.ModelInferResponse]) -> Outcome:
-        """Runs one request on the model's thread. Raises only CancelledError, whatever the code raises."""
+        """Runs one request on the model's thread. Raises only CancelledError, for any error of the code."""
         try:
             request = Request(message)
             if self._code.inputs is not None:

@@ -4,8 +4,8 @@ torch has no such operation: it needs a sequence's blocks in one tensor. That co
 cost several times as much as reading the cache once (two thirds of the time of an OPT-125M step of 32 rows).
 
 Neighbouring tokens of a prompt, and query heads that share a key head, read each block once for all of them. Yet every
-query has sums of its own, always in the same order, so its result is the same to the last bit, whatever else is in the
-step and however its sequence is divided into chunks.
+query has sums of its own, always in the same order, so its result is the same to the last bit, for any other contents
+of the step and any division of its sequence into chunks.
 
 Shapes, with T tokens in the step: packed [T, query heads, then key heads, then value heads, head size], of which keys
 and values are written to the cache first; or queries only, if nothing is written. Cosines and sines [T, head size] of

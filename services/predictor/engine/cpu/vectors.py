@@ -163,7 +163,7 @@ def array_at(address: Any, shape: Any, like: Any) -> Any:
 def add_weighted_rows(typing_context: Any, weights: Any, rows: Any, sums: Any) -> Any:
     """Adds rows [n, m], each times its weight, to each of q sums: weights [q, n], sums [q, m], both float32.
 
-    Every sum adds even rows and odd rows separately, then both, whatever q is. `rows`, and each row of `weights` and
+    Every sum adds even rows and odd rows separately, then both, for any q. `rows`, and each row of `weights` and
     `sums`, is contiguous.
     """
 

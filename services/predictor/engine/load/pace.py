@@ -14,10 +14,10 @@ largest of these:
 If no stream runs, a step may take `_PATIENCE_S`: new requests wait for its end, and a prompt of ordinary length fits
 undivided.
 
-The durations of steps are measured, because no constant suits every model and machine. A step without prompts takes
-a + b · streams; a chunk of n prompt tokens adds n · c + (n + `_READ`) · d · position: each token attends to all tokens
-before it, whose keys and values the chunk reads once. Both lines follow the latest steps, so whatever makes a step
-longer than estimated makes the next one smaller. Pure; times come from the caller.
+The durations of steps are measured, because no constant suits every model and machine. A step without prompts takes a +
+b · streams; a chunk of n prompt tokens adds n · c + (n + `_READ`) · d · position: each token attends to all tokens
+before it, whose keys and values the chunk reads once. Both lines follow the latest steps, so a step that takes longer
+than estimated makes the next one smaller. Pure; times come from the caller.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class PrefillPace:
 class _Line:
     """y by x, both positive: a line through the latest measurements, by least squares; 0 without measurements.
 
-    It neither descends nor is negative at x = 0, whatever the noise.
+    It neither descends nor is negative at x = 0, for any noise.
     """
 
     def __init__(self, memory: float) -> None:

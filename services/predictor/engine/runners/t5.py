@@ -35,7 +35,7 @@ _SCALES_OUTPUTS: dict[type, Callable[[Any], bool]] = {
     MT5ForConditionalGeneration: lambda config: False,
     UMT5ForConditionalGeneration: lambda config: config.tie_word_embeddings,
 }
-_SHORT_PROMPT = 16  # Prompts up to this length are padded together, whatever their lengths.
+_SHORT_PROMPT = 16  # Prompts up to this length are padded together.
 _COPIED_TOKENS = 64  # The number of tokens whose blocks are copied at a time if there is no kernel.
 
 

@@ -1,6 +1,6 @@
 """The sequences that have not ended: which of them wait, which run, and the blocks that these hold.
 
-Pure; decides nothing except who has no place in a full queue. The scheduler, which is built on it, decides the rest.
+Pure. It decides only which sequence leaves a full queue; the scheduler, which is built on it, decides the rest.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class InFlight:
         # Both sorted by `precedence`.
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        # Refused after all, for clients with fewer: they end before the next step.
+        # Removed from the queue for clients with fewer sequences; they end before the next step.
         self.crowded_out: list[Sequence] = []
         self.preempted = 0
         self._limits = StepLimits(max(step_tokens, max_running), max_running)
         self._holdings = Holdings(blocks, reuses_prefixes)
         self._shares = Shares()
-        self._alone: list[Sequence] = []  # Isolated ones whose next token is not there yet, in order of arrival.
+        self._alone: list[Sequence] = []  # Isolated sequences without their next token, in order of arrival.
         self._max_waiting = max_waiting
         self._arrivals = counter()
 

@@ -180,9 +180,9 @@ class Row:
 
 
 def precedence(sequence: Sequence) -> tuple[bool, int, int]:
-    """The order of service within a client: who resumes an interrupted answer first, then by priority, then by arrival.
+    """The order of service within a client: resumed answers first, then by priority, then by arrival.
 
-    Between clients that compete it decides nothing, see shares.py.
+    It does not order sequences of different clients, see shares.py.
     """
     return not sequence.request.moved, sequence.request.sampling.priority, sequence.number
 

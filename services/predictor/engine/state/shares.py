@@ -1,10 +1,10 @@
 """How clients that compete share the engine: slots, tokens of a step, blocks and the queue, in proportion to weights.
 
 Each client has an account of its service: tokens computed for it, divided by its weight. The client with the least
-service has the first turn. A client that arrives is lifted to the service of those that compete, so time without
-requests earns no credit; a client that leaves while its service is above another's keeps it until the others catch up,
-so to leave and return pays no debt. A client with few running sequences may take a slot or blocks from the one with the
-most per weight, never so much that this one then has less per weight than the newcomer: so nothing is taken back.
+service has the first turn. A client that arrives gets at least the service of its competitors, so time without requests
+earns no credit; a client that leaves while its service is above another's keeps it until the others catch up, so to
+leave and return pays no debt. A client with few running sequences may take a slot or blocks from the one with the most
+per weight, but never so much that this client would have less per weight than the newcomer: so nothing is taken back.
 
 With one client nothing is counted. Pure: no clock. Source: the virtual token counter (Sheng et al. 2024, Fairness in
 Serving Large Language Models), to which slots, blocks and short steps are added.
@@ -116,7 +116,8 @@ class Shares:
         return sorted(self._accounts, key=lambda name: (self._accounts[name].served, self._accounts[name].load))
 
     def resting(self, prompts: Iterable[str]) -> frozenset[str]:
-        """The clients whose rows a step may leave out for the prompt of one with far fewer; `prompts`: who has some."""
+        """The clients whose rows a step may omit for the prompt of a client with far fewer; `prompts`: clients with
+        prompts."""
         accounts = [self._accounts[name] for name in prompts]
         least = min((account.served for account in accounts), default=0.0)
         close = [account for account in accounts if account.served <= least + account.quantum]
@@ -131,7 +132,7 @@ class Shares:
         )
 
     def newest_of_heaviest(self, running: Rows[Sequence]) -> Sequence:
-        """The sequence to preempt where one must be: never the oldest of all, if there are two."""
+        """The sequence to preempt: never the oldest of all, if there are two."""
         several = [name for name, account in self._accounts.items() if account.running > 1]
         if not self.competing or not several:
             return running[-1]
@@ -199,7 +200,7 @@ class Shares:
         return max(others, key=lambda other: other.load).served
 
     def _settle(self) -> None:
-        """Forgets the debts with which the others have caught up; all of them when nobody is left."""
+        """Forgets the debts with which the others have caught up; all debts if no client is left."""
         least = min((account.served for account in self._accounts.values()), default=math.inf)
         self._debts = {name: served for name, served in self._debts.items() if served > least}
 
