@@ -188,7 +188,7 @@ async def test_who_has_more_tails_than_there_may_be_of_one_displaces_its_own(ser
         first_waits = asyncio.ensure_future(first.next())
         await until(lambda: first.is_waiting)
         stack.enter_context(tails.open(NOTHING, "greedy"))
-        with pytest.raises(OverloadedError, match="a newer tail"):
+        with pytest.raises(OverloadedError, match="a newer one"):
             await waiting[0]
         assert not first_waits.done()
         for one in (first_waits, *waiting):
@@ -198,7 +198,7 @@ async def test_who_has_more_tails_than_there_may_be_of_one_displaces_its_own(ser
 async def test_tails_whose_readers_do_not_read_keep_their_places_and_others_are_refused():
     tails = Tails(max_tails=2, max_of_one=2)
     with tails.open(NOTHING, "a"), tails.open(NOTHING, "b"):
-        with pytest.raises(OverloadedError, match="0 tails of this caller are open"), tails.open(NOTHING, "c"):
+        with pytest.raises(OverloadedError, match="0 of them of this caller"), tails.open(NOTHING, "c"):
             pass
         assert len(tails) == 2
 
