@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from millrace.errors import DeadlineError
 
 PASSED = "the deadline passed"
-# A caller's deadline passes before the server's, by the time that the request was on its way (up to 0.1 s on a busy
+# A caller's deadline passes before the server's, by the time that the request travelled (up to 0.1 s on a busy
 # machine): a cancellation so shortly before the deadline is treated as the deadline.
 DEADLINE_MARGIN_S = 0.25
 

@@ -68,7 +68,7 @@ class SamplingParameters(BaseModel):
         "", max_length=MAX_CACHE_SALT, description="Cached prefixes are shared only with requests of the same salt."
     )
     hedge: int = Field(
-        1, ge=1, le=2, description="2: two predictors compute the answer at once, and the death of one costs no time."
+        1, ge=1, le=2, description="2: two predictors compute the answer at once, and the crash of one causes no pause."
     )
     priority: int = Field(
         0, ge=-(2**31), lt=2**31, description="Of a client's own waiting requests, the lowest is the first to start."

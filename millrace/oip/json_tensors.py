@@ -1,7 +1,7 @@
 """Tensors in JSON: lists of numbers, booleans or strings to a tensor's raw contents, and back.
 
 Data may be nested like the shape or flat; a tensor of one element may be the element itself. Integers must fit their
-datatype, BOOL takes `true` and `false` alone, BYTES takes strings, kept as UTF-8. FP32 and FP64 take any number, `NaN`
+datatype, BOOL takes only `true` and `false`, BYTES takes strings, kept as UTF-8. FP32 and FP64 take any number, `NaN`
 and the infinities, but no finite number that overflows. FP16 and BF16 have no JSON form in the protocol. Sizes are
 compared before memory is allocated.
 
@@ -67,7 +67,7 @@ def fitted_shape(name: str, declared: Sequence[int], count: int) -> tuple[int, .
 
 
 def flattened(name: str, data: Any) -> tuple[list[Any], tuple[int, ...]]:
-    """The elements of nested lists, row by row, and the lists' shape, which is () for an element alone."""
+    """The elements of nested lists, row by row, and the lists' shape, which is () for a single element."""
     if not isinstance(data, list):
         return [data], ()
     level, shape = data, [len(data)]

@@ -1,6 +1,6 @@
 """A bound on the memory of large requests in flight, for one process.
 
-A request is charged with its copies: what gRPC receives, what the parser makes of it, what goes on to the next hop and
+A request is charged with its copies: what gRPC receives, what the parser makes of it, what goes to the next hop and
 what comes back. Small requests are not charged, to save time; the limit on concurrent calls (`Admission`) covers them.
 After large releases the allocator returns free pages to the machine.
 """

@@ -33,7 +33,7 @@ _ARRIVAL_S = 0.05  # A message that has been arriving for a shorter time is most
 
 
 class IdleCall(Protocol):
-    """A call, equal to itself alone; `end` removes it from here."""
+    """A call, equal only to itself; `end` removes it from here."""
 
     may_be_idle: bool  # As it is meant to be.
     may_arrive: bool  # Its next message is a stranger's.

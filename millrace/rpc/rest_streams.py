@@ -2,7 +2,7 @@
 
 A REST client sees no trailers: after the first message, a failed call looks to it like a complete one. `errors_in_band`
 therefore gives callers by REST one more message, of which only the field `error` is set. The call itself ends with its
-status all the same, for the trace and the access log. gRPC callers get the status alone.
+status all the same, for the trace and the access log. gRPC callers get only the status.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bounds on what a serialized protobuf message becomes when it is parsed, from its wire format alone.
+"""Bounds on what a serialized protobuf message becomes when it is parsed, from only its wire format.
 
 A parser makes up to a hundred bytes of two: an element of a repeated message, or a number of one byte that becomes one
 of eight. It also holds the interpreter until it is done. So a large message is walked first, without parsing: every

@@ -54,7 +54,7 @@ def request_of(spans: Sequence[ReadableSpan]) -> ExportTraceServiceRequest:
         for number, span in enumerate(same, start=1):
             _encode(span, scope)
             if number % _AT_ONCE == 0:
-                time.sleep(0)  # The event loop may go on.
+                time.sleep(0)  # Lets the event loop run.
         if request.resource_spans:
             request.resource_spans[0].scope_spans.extend(around.scope_spans)
         else:
@@ -117,7 +117,7 @@ def _attribute(key: str, value: Any) -> bytes:
     return Span(attributes=(_key_value(key, value),)).SerializeToString()
 
 
-# Texts alone, for 1, 1.0 and True are the same key.
+# Only texts, because 1, 1.0 and True are the same key.
 _known_attribute = lru_cache(maxsize=_KNOWN)(_attribute)
 
 

@@ -1,4 +1,4 @@
-"""`millrace key`: makes a key for a client, and adds its entry, which has the key's digest alone, to the key file."""
+"""`millrace key`: makes a key for a client, and adds its entry, which has only the key's digest, to the key file."""
 
 from __future__ import annotations
 

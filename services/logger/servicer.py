@@ -3,7 +3,7 @@
 `Tails` shows every committed record once, after the commit, to the calls of Tail.
 
 A client whose policy makes it a user reads, follows and deletes only its own records: records of other clients appear
-not to exist, and a request that names another client raises ForbiddenError. Admins, and everyone where there are no
+not to exist, and a request that names another client raises ForbiddenError. Admins, and all callers where there are no
 keys, have all records.
 """
 

@@ -3,7 +3,7 @@
 A record waits in a spool until the logger has it, and the record of a request in flight is written at its end. So a
 deletion covers, besides the records in the store, every later record with its key whose request arrived before the
 deletion. Deletions are kept for as long as sequences (`removing.forget_some`), up to a maximum number. A client's own
-deletion covers its own records alone, and above the maximum it displaces none of those with fewer.
+deletion covers only its own records, and above the maximum it displaces no deletion of a client with fewer.
 
 Belongs to the writer's thread.
 """
@@ -30,7 +30,7 @@ class Deletions:
     """The table `deletions`, with a copy in memory, where every new record is looked up."""
 
     def __init__(self) -> None:
-        # The time of each request, oldest first, by the client whose records are covered; "" covers everyone's.
+        # The time of each request, oldest first, by the client whose records are covered; "" covers all clients.
         self._times: dict[str, dict[_Key, int]] = {}
         self._count = 0
 
@@ -41,7 +41,8 @@ class Deletions:
             self._put(client, (key, row.value), row.time_us)
 
     def add(self, connection: sql.Connection, key: str, value: str, client: str, now_us: int) -> None:
-        """Adds a deletion of a client's records, or of everyone's if it is empty; above the maximum an old one goes."""
+        """Adds a deletion of a client's records, or of all clients' if it is empty; above the maximum an old one
+        goes."""
         value = _kept(value)
         self._put(client, (key, value), now_us)
         connection.exec_driver_sql(

@@ -209,7 +209,7 @@ def each_of(values: Sequence[int | str]) -> sql.ScalarSelect[Any]:
 
 
 def lookups(filters: Filters) -> list[sql.Select[Any]]:
-    """Statements that find, for each filter alone, the positions that pass it, up to FEW + 1."""
+    """Statements that find, for each single filter, the positions that pass it, up to FEW + 1."""
     return [sql.select(records.c.position).where(clause).limit(FEW + 1) for clause in filters.lookups(records)]
 
 

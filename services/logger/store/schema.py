@@ -152,7 +152,7 @@ def _from_1(connection: sql.Connection) -> None:
     connection.connection.create_function("class_of", 1, lambda ms: None if ms is None else class_of(ms))
     kept = "record_id, time_us, model, request_id, trace_id, status, finish_reason, duration_ms, ttft_ms, body"
     connection.exec_driver_sql(
-        f"INSERT INTO records ({kept}, duration_class, ttft_class, client, of_call)"  # noqa: S608  # of names alone
+        f"INSERT INTO records ({kept}, duration_class, ttft_class, client, of_call)"  # noqa: S608  # only names
         f" SELECT {kept}, class_of(duration_ms), class_of(ttft_ms), '', 0 FROM records_1 ORDER BY record_id"
     )
     connection.exec_driver_sql("INSERT INTO sources (source) SELECT DISTINCT source FROM records_1")

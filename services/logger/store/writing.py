@@ -142,7 +142,7 @@ def _insert(connection: sql.Connection, into: str, rows: list[_Row]) -> None:
             begin += size
             row = f"({', '.join('?' * len(some[0]))})"
             values = ", ".join([row] * size)
-            statement = f"INSERT INTO {into} VALUES {values}"  # noqa: S608  # of names and question marks alone
+            statement = f"INSERT INTO {into} VALUES {values}"  # noqa: S608  # only names and question marks
             connection.exec_driver_sql(statement, tuple(chain.from_iterable(some)))
 
 

@@ -289,7 +289,7 @@ class ContinuousBatchingEngine:
             due = self._scheduler.due
         stuck = self._progress.observe(due, served, time.monotonic())
         if stuck is not None:
-            raise EngineDeadError(f"request {stuck.request.id} gets no token, although steps go on")
+            raise EngineDeadError(f"request {stuck.request.id} gets no token, although steps continue")
 
     def _sequences(self) -> list[Sequence]:
         with self._changed:

@@ -1,8 +1,8 @@
 """An event loop on its own thread, for code that may block it.
 
 `start` and `call` are thread-safe. Code on this thread cannot end the process: SystemExit and KeyboardInterrupt that
-escape a task are logged, and the loop continues. After `watch`, the thread counts as dead when code blocks the loop for
-too long: only the end of the process can stop such code.
+escape a task are logged, and the loop continues. After `watch`, the thread is regarded as dead when code blocks the
+loop for too long: only the end of the process can stop such code.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Requests under which predictors crash: how often a request is retried, when in isolation, and when it is refused.
 
-A crash alone does not prove that the request caused it: a machine may have failed, or a request beside it. So only
+One crash does not prove that the request caused it: a machine may have failed, or a request beside it. So only
 consecutive crashes are counted, without a new token between them. After `limit` of them the next call runs in
 isolation: its replica computes nothing else. A crash in isolation is caused by the request, which then is quarantined:
 refused for ten minutes from any caller. A crash before isolation has begun does not prove anything, but a request to

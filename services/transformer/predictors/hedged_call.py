@@ -1,4 +1,4 @@
-"""One generation at two predictors at once: the first to deliver a position wins, so the death of one costs no time.
+"""One generation at two predictors at once: the first to deliver a position wins, so the crash of one causes no pause.
 
 Possible because the sampler is exact: predictors with the same weights compute the same tokens from the same seed. A
 call that ends early is replaced, while another predictor has the same weights; the generation ends with an error only

@@ -1,7 +1,7 @@
 """One long call to each predictor of ours, over which all generations of this process go: see protos/steps.proto.
 
 A link is up from its first message on. When it breaks or is silent for too long, every call on it ends with
-PredictorLostError, which counts as half a crash that the request may have caused (crashes.py). A call that a silent
+PredictorLostError, which is treated as half a crash that the request may have caused (crashes.py). A call that a silent
 predictor had not yet accepted ends with NotReadyError: it cannot have caused the hang. The link then connects again,
 for ever. `Links` keeps one link for each address of a predictor and chooses among them.
 
@@ -126,7 +126,7 @@ class PredictorLink:
                     self._take(step)
         finally:
             call.cancel()
-            # grpc.aio goes on asking for the requests of a call that has broken.
+            # grpc.aio continues to ask for the requests of a call that has broken.
             ended, self._has_outgoing = self._has_outgoing, asyncio.Event()
             ended.set()
         return is_up
@@ -255,6 +255,6 @@ class Links:
             if address not in self._links:
                 self._links[address] = PredictorLink(address, self._silence_limit_s, self)
         for address in [address for address in self._links if address not in addresses]:
-            # A name may be away for a moment, and calls that run go on.
+            # A name may be missing for a moment; calls in flight continue.
             if self._links[address].is_idle and not self._links[address].loads:
                 await self._links.pop(address).close()

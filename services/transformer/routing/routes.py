@@ -59,7 +59,7 @@ class Shadow(Target):
 
 
 def _with_model(value: Any) -> Any:
-    """A name alone is that of a model."""
+    """A plain name is that of a model."""
     return {"model": value} if isinstance(value, str) else value
 
 

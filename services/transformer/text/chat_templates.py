@@ -40,7 +40,7 @@ def refusals(model: str) -> Iterator[None]:
 def bounded() -> Iterator[None]:
     """Raises TemplateTimeoutError inside the block if that takes too much CPU time.
 
-    By a signal, so on the main thread alone, where the event loop runs; anywhere else there is no bound.
+    By a signal, so only on the main thread, where the event loop runs; anywhere else there is no bound.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

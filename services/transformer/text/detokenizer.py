@@ -28,7 +28,7 @@ class _StopString:
     """The automaton of Knuth, Morris and Pratt for one stop string.
 
     `matched` is the length of the longest end of the text that begins the stop string. The failure table grows with the
-    longest match, so that a stop string that the text never follows costs nothing.
+    longest match, so that a stop string that the text never follows has no cost.
     """
 
     def __init__(self, text: str) -> None:

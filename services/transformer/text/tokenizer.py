@@ -202,7 +202,7 @@ def check_token_count(count: int, max_tokens: int) -> None:
 
 
 def embedding_tokenizer(name: str, folder: Path, pool: ThreadPoolExecutor) -> TextTokenizer | None:
-    """The tokenizer of a model that embeds; None where its folder has none, for ids alone will do; blocks.
+    """The tokenizer of a model that embeds; None where its folder has none, because ids suffice; blocks.
 
     It lies beside the weights, which sentence-transformers may put into a folder of their own.
     """

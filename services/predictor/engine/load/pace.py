@@ -5,7 +5,8 @@ largest of these:
 
 - the target, so that the gap between two tokens of a stream stays within it. A long prompt needs large steps: each
   chunk reads the keys and values of all tokens before it, whether many or few tokens share that cost;
-- `_LEAST_STRETCH` times a step without prompts, so that prompts progress also where that step alone exceeds the target;
+- `_LEAST_STRETCH` times a step without prompts, so that prompts progress also where that step by itself exceeds the
+  target;
 - 1 + prompts / streams times a step without prompts: each prompt gets as much time as each stream, so that one stream
   does not delay sixteen prompts;
 - as many times a step without prompts as there are prompts, up to `_PATIENCE_S`: small steps are inefficient, and more

@@ -1,4 +1,4 @@
-"""Finds a stream that gets no tokens although steps go on. Pure: times come from the caller.
+"""Finds a stream that gets no tokens although steps continue. Pure: times come from the caller.
 
 Every step must serve the sequences that are due (`Scheduler.due`). If steps pass one by for `timeout_s`, the sequence
 and with it the engine are stuck, which would otherwise raise no error.

@@ -1,6 +1,6 @@
 """`millrace.v1.Development` at the transformer: kills the predictor that generates for a request.
 
-For demonstrations, and only if the settings allow it. It calls every replica by its own address, because Envoy alone
+For demonstrations, and only if the settings allow it. It calls every replica by its own address, because only Envoy
 knows which one has the request; that one kills itself.
 """
 

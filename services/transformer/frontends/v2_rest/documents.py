@@ -122,7 +122,7 @@ def log_settings(response: pb.LogSettingsResponse) -> dict[str, Any]:
 
 
 def _document(data: bytes) -> dict[str, Any]:
-    """The JSON object in a body; raises InvalidRequestError, and TooLargeError by the size alone."""
+    """The JSON object in a body; raises InvalidRequestError, and TooLargeError by only its size."""
     if len(data) > MAX_DOCUMENT_BYTES:
         raise TooLargeError(f"the body has {len(data)} bytes, at most {MAX_DOCUMENT_BYTES} are allowed here")
     return load_object(data)

@@ -68,7 +68,7 @@ class HttpTransport:
         self._address = address
         self._spans = HttpClientSpans(address)
         self._timeouts = httpx2.Timeout(None, connect=_CONNECT_S, pool=wait_s).as_dict()
-        # The transport alone: a client adds cookies, redirects, proxies and a log line a call.
+        # Only the transport: a client adds cookies, redirects, proxies and a log line a call.
         self._transport = httpx2.AsyncHTTPTransport(
             trust_env=False,
             limits=httpx2.Limits(
