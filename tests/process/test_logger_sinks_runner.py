@@ -441,7 +441,7 @@ async def test_a_sink_that_raises_what_it_should_not_goes_on_with_the_next_recor
         await store.append([append_request(9, model="later")])
         await until(lambda: "later" in sink.sent)
     assert sum("cannot convert the record" in message for message in caplog.messages) == 1
-    assert sum("is given up" in message for message in caplog.messages) == 1
+    assert sum("which is skipped" in message for message in caplog.messages) == 1
 
 
 async def test_a_sink_goes_on_after_its_reader_has_failed(store, server, monkeypatch, caplog):
