@@ -42,11 +42,11 @@ down: $(RUN_DEPENDENCIES) ## stop a running stack
 	@exec $(VENV)/bin/python -m runner down
 
 .PHONY: reload
-reload: $(RUN_DEPENDENCIES) ## have a running stack's gateway read envoy/ anew, at the cost of no call
+reload: $(RUN_DEPENDENCIES) ## make a running stack's gateway read envoy/ again; interrupts no call
 	@exec $(VENV)/bin/python -m runner reload
 
 .PHONY: roll
-roll: $(RUN_DEPENDENCIES) ## replace every process of a running stack, with the present settings and code, at the cost of no call
+roll: $(RUN_DEPENDENCIES) ## replace every process of a running stack, with the current settings and code; interrupts no call
 	@exec $(VENV)/bin/python -m runner roll
 
 .PHONY: load
@@ -70,14 +70,14 @@ bench: $(RUN_DEPENDENCIES) ## the engine beside its peers, installed once (BENCH
 	@exec $(VENV)/bin/python -m bench.engine $(BENCH)
 
 .PHONY: test
-test: test-unit test-model test-process test-system ## every promise: all tests but the slow ones and those of the containers (PYTEST=)
+test: test-unit test-model test-process test-system ## all tests except the slow tests and the container tests (PYTEST=)
 
 .PHONY: test-all
 test-all: export FULL := 1
-test-all: test test-slow ## the tests that take minutes as well, and more examples of the others
+test-all: test test-slow ## the slow tests too, and more examples of the other tests
 
 .PHONY: test-unit
-test-unit: $(DEV_DEPENDENCIES) ## tests that start nothing: no model, no socket, no process
+test-unit: $(DEV_DEPENDENCIES) ## tests without a model, a socket or a process
 	$(PARALLEL) --dist worksteal tests/unit $(PYTEST)
 
 .PHONY: test-model
@@ -85,7 +85,7 @@ test-model: $(DEV_DEPENDENCIES) ## tests that compute with torch or read a token
 	$(PARALLEL) --dist loadfile tests/model $(PYTEST)
 
 .PHONY: test-process
-test-process: $(DEV_DEPENDENCIES) ## tests of one service, or of Envoy alone
+test-process: $(DEV_DEPENDENCIES) ## tests of one service, or of only Envoy
 	$(PARALLEL_PROCESSES) tests/process $(PYTEST)
 
 .PHONY: test-system
@@ -93,7 +93,7 @@ test-system: $(DEV_DEPENDENCIES) $(CLIENTS) $(NODE_TOOLS) ## tests of whole stac
 	$(PARALLEL_PROCESSES) --no-loadscope-reorder tests/system tests/scenarios tests/conformance tests/fuzz $(PYTEST)
 
 .PHONY: test-slow
-test-slow: $(DEV_DEPENDENCIES) ## what the others show in little, under load and for minutes
+test-slow: $(DEV_DEPENDENCIES) ## the long tests, under load and for minutes
 	$(PARALLEL) --dist loadfile --no-loadscope-reorder tests/slow $(PYTEST)
 
 .PHONY: test-containers
@@ -106,7 +106,7 @@ test-tools: $(TOOLS) ## perf_analyzer, genai-perf, guidellm and lm-eval against 
 	@exec tests/tools/run 127.0.0.1:$${GATEWAY_PORT:-$(call setting,GATEWAY_PORT)}
 
 .PHONY: chaos
-chaos: $(DEV_DEPENDENCIES) ## random faults under mixed load, each answer held against the right one (SEEDS=, SECONDS_EACH=, OUT=)
+chaos: $(DEV_DEPENDENCIES) ## random faults under mixed load, each answer compared with the right one (SEEDS=, SECONDS_EACH=, OUT=)
 	@exec $(VENV)/bin/python -m tests.chaos --seeds $(or $(SEEDS),1$(comma)2$(comma)3) --seconds $(or $(SECONDS_EACH),180) $(if $(OUT),--out '$(OUT)')
 
 .PHONY: check

@@ -1,4 +1,4 @@
-"""Tokens of GATEWAY_JWKS: who gets through, as whom; the key set changes at the cost of no call."""
+"""Tokens of GATEWAY_JWKS: who gets through, as whom; the key set changes without interrupting a call."""
 
 from __future__ import annotations
 

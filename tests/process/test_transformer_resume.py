@@ -400,7 +400,7 @@ async def test_a_predictor_that_is_away_is_waited_for():
 async def test_a_stream_that_nobody_takes_ends_as_broken_and_one_that_has_not_begun_as_not_ready():
     away = NotReadyError("loading")
     async with resuming(breaks(3), *(raises(away) for _ in range(1000)), wait_s=0.2) as r:
-        with pytest.raises(HopBrokenError, match="no other one went on") as raised:
+        with pytest.raises(HopBrokenError, match="no other one resumed the answer") as raised:
             await r.generate()
         assert raised.value.hop == "predictor"
         with pytest.raises(NotReadyError, match="loading"):
