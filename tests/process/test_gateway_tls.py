@@ -1,4 +1,4 @@
-"""The port with TLS: the calls of the others, clients' certificates, and a new certificate, which interrupts no call."""
+"""The port with TLS: its calls, clients' certificates, and a new certificate, which interrupts no call."""
 
 from __future__ import annotations
 
