@@ -1,4 +1,4 @@
-"""The gateway is reloaded without interrupting a call: open calls continue in the old Envoy, new ones reach the new one.
+"""The gateway reloads without interrupting a call: open calls continue in the old Envoy, new ones reach the new one.
 
 The services are fakes that speak gRPC health alone; a `Watch` is the stream that lasts.
 """
