@@ -49,9 +49,7 @@ _TYPES: Mapping[str, tuple[DType, str | None]] = {
 }
 DATATYPES = frozenset(_TYPES)
 MAX_BYTES_ELEMENTS = 65_536  # Of all BYTES tensors together: each becomes an object and is checked individually.
-_PIECE = (
-    8192  # Numbers that are converted by one call, in less than a millisecond: other threads run between two calls.
-)
+_PIECE = 8192  # Numbers converted by one call, in less than a millisecond: other threads run between two calls.
 _LENGTH = struct.Struct("<I")
 _MAX_ELEMENTS = 2**59  # Bytes of any datatype stay within 63 bits.
 
@@ -67,8 +65,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class RawTensor:
-    """A tensor's raw contents with its protocol datatype: for tensors that need no decoding or that numpy cannot
-    hold."""
+    """Raw contents with their protocol datatype, for tensors that need no decoding or that numpy cannot hold."""
 
     datatype: str
     shape: Shape

@@ -387,7 +387,7 @@ async def test_too_many_loads_at_once_are_refused(models, monkeypatch):
         loads = [asyncio.create_task(repository.load("slow")) for _ in range(3)]
         await until((slow / "begun").exists)
         await until(lambda: len(repository._operations._tasks) == 3)
-        with pytest.raises(OverloadedError, match="under way"):
+        with pytest.raises(OverloadedError, match="in progress"):
             await repository.load("slow")
         (slow / "go").touch()
         await asyncio.gather(*loads)
