@@ -41,8 +41,7 @@ class ByteBudget:
         return self._in_use
 
     def reserve(self, size: int) -> None:
-        """Takes `size` bytes, ahead of waiting requests; raises TooLargeError if they can never fit, OverloadedError if
-        they do not fit now."""
+        """Takes `size` bytes, ahead of waiting requests; raises TooLargeError or, if they do not fit now, OverloadedError."""
         self._check(size)
         if self._in_use + size > self._limit:
             raise self._full()
@@ -125,7 +124,6 @@ class ByteBudget:
 
 
 def give_memory_back() -> None:
-    """Returns the allocator's free pages to the machine; blocks for some milliseconds, without the interpreter lock;
-    for any thread."""
+    """Returns the allocator's free pages to the machine; blocks for milliseconds, without the interpreter lock."""
     if _malloc_trim is not None:
         _malloc_trim(0)

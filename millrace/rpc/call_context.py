@@ -80,8 +80,7 @@ class CallContext:
         return ", ".join(value for key, value in self.metadata if key == name and isinstance(value, str))
 
     def with_id(self, request_id: str) -> CallContext:
-        """The same call with the id in its request, if there is one; later spans and log lines of the task have this
-        id."""
+        """The same call with the id in its request, if any; later spans and log lines of the task have it."""
         if not request_id:
             return self
         request_id = request_id[:MAX_REQUEST_ID]

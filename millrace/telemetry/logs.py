@@ -33,8 +33,7 @@ _JSON_NAMES = {"levelname": "level", "name": "logger"}
 
 
 def set_up_logging(service: str, level: str, log_format: LogFormat, meter: Meter | None = None) -> Callable[[], None]:
-    """Writes to standard error, `auto` is text where that is a terminal; the returned function writes the waiting
-    lines."""
+    """Writes to standard error, `auto` as text to a terminal; the returned function writes the waiting lines."""
     handler = logging.StreamHandler()
     handler.setFormatter(formatter(service, log_format))
     handler.addFilter(_name_request)

@@ -41,8 +41,7 @@ class Deletions:
             self._put(client, (key, row.value), row.time_us)
 
     def add(self, connection: sql.Connection, key: str, value: str, client: str, now_us: int) -> None:
-        """Adds a deletion of a client's records, or of all clients' if it is empty; above the maximum an old one
-        goes."""
+        """Adds a deletion for a client, or for all if it is empty; above the maximum an old one is dropped."""
         value = _kept(value)
         self._put(client, (key, value), now_us)
         connection.exec_driver_sql(

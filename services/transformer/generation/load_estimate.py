@@ -116,8 +116,7 @@ class LoadEstimate:
         self._shares[client.name].answering -= 1
 
     def retry_after_s(self, left_s: float, max_tokens: int, now: float, client: Client = ANYONE) -> float | None:
-        """None if the generation would end within `left_s` or too little is known; otherwise the seconds after which to
-        retry."""
+        """None if the generation would end within `left_s` or too little is known; else the seconds until a retry."""
         self._forget(now)
         if self._tokens < _ENOUGH or not self.in_flight or left_s == math.inf:
             return None

@@ -53,8 +53,7 @@ class RecordedGeneration:
         self._recording.served_model = model
 
     async def chunk(self, chunk: TextChunk) -> None:
-        """Adds a chunk. The first one waits until the start of the record is on disk, where it survives this
-        process."""
+        """Adds a chunk. The first one waits until the start of the record is on disk."""
         recording = self._recording
         if chunk.resumed:
             recording.resumes += 1

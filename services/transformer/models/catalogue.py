@@ -119,8 +119,7 @@ class Catalogue:
         return await self.found_in_time(lambda: self.find(name, version), call)
 
     async def found_in_time(self, find: Callable[[], Model], call: CallContext) -> Model:
-        """The result of `find`: while it raises NotReadyError, it is tried again at each change, within the
-        deadlines."""
+        """The result of `find`, which is retried at each change while it raises NotReadyError, within the deadlines."""
         with suppress(NotReadyError):
             return find()
         backoff = self._predictor.backoff(call.deadline)

@@ -97,8 +97,7 @@ class PredictorClient(Predictor):
         return await self._infer_bytes(request, timeout=deadline.left(), metadata=(RECORDED,))
 
     async def stream_bytes(self, request: bytes, deadline: Deadline) -> AsyncGenerator[bytes, None]:
-        """One call for each request. Marks of the last response are the predictor's: it reads what the request says of
-        them."""
+        """One call for each request. The predictor marks the last response, as the request asks."""
         span = CallSpan()
         with span.of_next_call():
             metadata = (ERRORS_AS_STATUS, RECORDED)

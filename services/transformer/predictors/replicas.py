@@ -122,8 +122,7 @@ class Replicas:
         task.add_done_callback(ended)
 
     async def _ask_serving(self, ask: Callable[[Stub], Awaitable[T]], all_must: bool = False) -> list[T]:
-        """The answers of the replicas that serve, at least one; raises an error if none, or with `all_must` not all,
-        succeeded."""
+        """The answers of the replicas that serve; raises an error if none, or with `all_must` not all, succeeded."""
         answers = await _all_of(ask(stub) for stub in await self._serving())
         good = [answer for answer in answers if not isinstance(answer, BaseException)]
         bad = [answer for answer in answers if isinstance(answer, BaseException)]

@@ -67,8 +67,7 @@ class BodyProcesses:
         deadline: Deadline = NO_DEADLINE,
         lane: str | None = None,
     ) -> tuple[T, bytes]:
-        """What `work(body, *arguments)` returns or raises; `work` is a module-level function, and its arguments are
-        small."""
+        """The result or error of `work(body, *arguments)`; `work` is a module-level function with small arguments."""
         size = len(body)
         try:
             call = pickle.dumps((work, arguments))
