@@ -41,7 +41,7 @@ class ByteBudget:
         return self._in_use
 
     def reserve(self, size: int) -> None:
-        """Takes `size` bytes, ahead of waiting requests; raises TooLargeError or, if they do not fit now, OverloadedError."""
+        """Takes `size` bytes, before waiting requests; raises TooLargeError, or OverloadedError if there is no room."""
         self._check(size)
         if self._in_use + size > self._limit:
             raise self._full()

@@ -116,7 +116,7 @@ class Shares:
         return sorted(self._accounts, key=lambda name: (self._accounts[name].served, self._accounts[name].load))
 
     def resting(self, prompts: Iterable[str]) -> frozenset[str]:
-        """Clients whose rows a step may omit for the prompt of a client with fewer; `prompts`: clients with prompts."""
+        """Clients whose rows a step may omit for the prompt of a client with fewer. `prompts` are clients with one."""
         accounts = [self._accounts[name] for name in prompts]
         least = min((account.served for account in accounts), default=0.0)
         close = [account for account in accounts if account.served <= least + account.quantum]
