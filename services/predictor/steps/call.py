@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
 from millrace.deadline import Deadline
@@ -21,17 +21,20 @@ from millrace.errors import (
     NotImplementedMethodError,
     RequestFailedError,
 )
-from millrace.step_errors import error_named, write_error
-from millrace_protos import engine_pb2, steps_pb2
+from millrace.step_errors import write_error
+from millrace_protos import steps_pb2
 from services.predictor.engine_process.remote_engine import RemoteEngine
 from services.predictor.generation.model import GenerationModel
 from services.predictor.generation.requests import read_submission
 from services.predictor.repository.repository import ModelRepository
+from services.predictor.steps.engine_stream import EngineStream
 from services.predictor.steps.sequence import SequenceCall, SequenceTelemetry, StepsSequence, status_of
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
+# An acceptance waits so long for a step that takes it along: a message of its own would cost more than the rest of it.
+_ACCEPTANCE_S = 0.02
 _LOADS_S = 0.1  # The least time between two reports of the loads, unless a model becomes ready or stops being ready.
 _MESSAGE_BYTES = 8 * 1024 * 1024
 _LEAVING = steps_pb2.Step(leaving=True).SerializeToString()
@@ -45,12 +48,13 @@ class StepsCall:
         self._stopping = stopping
         self._telemetry = SequenceTelemetry()
         self._loop = asyncio.get_running_loop()
-        self._streams: dict[RemoteEngine, _EngineStream] = {}
-        self._sequences: dict[int, _EngineStream] = {}  # In flight, by number.
+        self._streams: dict[RemoteEngine, EngineStream] = {}
+        self._sequences: dict[int, EngineStream] = {}  # In flight, by number.
         self._pending: deque[bytes] = deque()
+        self._accepted: asyncio.TimerHandle | None = None  # Sends acceptances that no step has taken along.
         # Sequences that run in isolation from now on: confirmed to the engine once the transformer has been sent the
         # notice.
-        self._isolated: list[tuple[_EngineStream, int]] = []
+        self._isolated: list[tuple[EngineStream, int]] = []
         self._due = asyncio.Event()
         self._due.set()
         self._loads_due = True
@@ -60,8 +64,10 @@ class StepsCall:
         self._failure: MillraceError | None = None
         self._is_closed = False
 
-    async def run(self, requests: AsyncIterator[steps_pb2.StepsRequest]) -> AsyncGenerator[bytes, None]:
-        """Yields serialized steps until the call is over.
+    async def run(
+        self, requests: AsyncIterator[steps_pb2.StepsRequest], write: Callable[[bytes], Awaitable[None]]
+    ) -> None:
+        """Writes serialized steps until the call is over.
 
         Raises DrainingError when the predictor stops, and the MillraceError of a request that cannot be read.
         """
@@ -76,7 +82,7 @@ class StepsCall:
                 self._due.clear()
                 isolated, self._isolated = self._isolated, []
                 if message := self._message():
-                    yield message
+                    await write(message)
                 for stream, number in isolated:
                     stream.engine.report_alone(stream.channel, number)
             if self._failure is not None:
@@ -84,6 +90,8 @@ class StepsCall:
         finally:
             self._repository.watchers.discard(self._models_changed)
             self._timer.cancel()
+            if self._accepted is not None:
+                self._accepted.cancel()
             self._close()
             for task in (reader, stop):
                 task.cancel()
@@ -95,7 +103,7 @@ class StepsCall:
             self._pending.append(step)
             self._due.set()
 
-    def announce_isolated(self, stream: _EngineStream, number: int) -> None:
+    def announce_isolated(self, stream: EngineStream, number: int) -> None:
         """Confirms to the engine that a sequence runs isolated, once the transformer has been sent the notice."""
         self._isolated.append((stream, number))
 
@@ -159,18 +167,20 @@ class StepsCall:
             raise
         self._sequences[message.number] = stream
         accepted = steps_pb2.Accepted(number=message.number, fingerprint=serving.fingerprint, span=call.traceparent)
-        self.put(steps_pb2.Step(accepted=[accepted]).SerializeToString())
+        self._pending.append(steps_pb2.Step(accepted=[accepted]).SerializeToString())
+        if self._accepted is None:
+            self._accepted = self._loop.call_later(_ACCEPTANCE_S, self._due.set)
 
     def _refuse(self, number: int, error: MillraceError) -> None:
         ended = steps_pb2.Ended(number=number, error=write_error(error, "predictor"))
         self.put(steps_pb2.Step(ended=[ended]).SerializeToString())
 
-    def _stream(self, engine: RemoteEngine) -> _EngineStream:
+    def _stream(self, engine: RemoteEngine) -> EngineStream:
         stream = self._streams.get(engine)
         if stream is None:
             for other in [other for other in self._streams if other.has_ended]:
                 del self._streams[other]
-            stream = self._streams[engine] = _EngineStream(self, engine)
+            stream = self._streams[engine] = EngineStream(self, engine)
         return stream
 
     def _is_over(self) -> bool:
@@ -196,6 +206,9 @@ class StepsCall:
             size += len(parts[-1])
         if self._pending:
             self._due.set()
+        if self._accepted is not None:
+            self._accepted.cancel()
+            self._accepted = None
         is_silent = now - self._sent_at >= HEARTBEAT_S
         if self._loads_due or is_silent or (parts and now - self._loads_at >= _LOADS_S):
             parts.append(steps_pb2.Step(loads=self._loads()).SerializeToString())
@@ -238,61 +251,3 @@ class StepsCall:
         self._pending.clear()
         for stream in tuple(self._streams.values()):
             stream.close()
-
-
-class _EngineStream:
-    """The sequences of this call at one engine; receives its steps (StepSink)."""
-
-    def __init__(self, call: StepsCall, engine: RemoteEngine) -> None:
-        self.engine = engine
-        self.channel = engine.open_channel(self)
-        self._call = call
-        self._sequences: dict[int, StepsSequence] = {}
-        self._is_closing = False
-
-    def begin(self, number: int, sequence: StepsSequence, generate: partial[None]) -> None:
-        generate(sequence.timeline)
-        self._sequences[number] = sequence
-        sequence.begin()
-
-    def take(self, step: bytes, ended: Sequence[engine_pb2.SequenceEnd], alone: Sequence[int]) -> None:
-        """Passes a step on to the transformer, ends the sequences that it ends, and notes those that run isolated."""
-        for number in alone:
-            self._call.announce_isolated(self, number)
-        self._call.put(step)
-        for end in ended:
-            error = error_named(end.error, "the sequence failed") if end.error else None
-            self._end(end.sequence.number, error, end.tokens)
-
-    def cancel(self, number: int) -> None:
-        """Ends a sequence for its caller at once; the engine may still finish its current step."""
-        sequence = self._sequences.pop(number, None)
-        if sequence is not None:
-            self.engine.cancel(self.channel, number)
-            self._call.forget(number)
-            sequence.cancel()
-
-    def hand_back(self, number: int, error: MillraceError) -> None:
-        """Ends a sequence with `error`, at the engine and towards the transformer."""
-        self.engine.end(self.channel, number)
-        ended = steps_pb2.Ended(number=number, error=write_error(error, "predictor"))
-        self._call.put(steps_pb2.Step(ended=[ended]).SerializeToString())
-        self._end(number, error, 0)
-
-    def close(self) -> None:
-        """Cancels every sequence and closes the channel at the engine."""
-        self._is_closing = True
-        for number in tuple(self._sequences):
-            self.cancel(number)
-        self._leave()
-
-    def _end(self, number: int, error: MillraceError | None, tokens: int) -> None:
-        sequence = self._sequences.pop(number, None)
-        if sequence is not None:
-            self._call.forget(number)
-            sequence.end(error, tokens)
-        self._leave()
-
-    def _leave(self) -> None:
-        if self._is_closing and not self._sequences:
-            self.engine.close_channel(self.channel)

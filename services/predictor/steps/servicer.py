@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -24,12 +23,8 @@ class StepsServicer:
         self._repository = repository
         self._stopping = stopping
 
-    async def Run(
-        self, request_iterator: AsyncIterator[steps_pb2.StepsRequest], context: Context
-    ) -> AsyncGenerator[bytes, None]:
-        async with aclosing(StepsCall(self._repository, self._stopping).run(request_iterator)) as steps:
-            async for step in steps:
-                yield step
+    async def Run(self, request_iterator: AsyncIterator[steps_pb2.StepsRequest], context: Context) -> None:
+        await StepsCall(self._repository, self._stopping).run(request_iterator, context.write)
 
 
 def add_to_server(repository: ModelRepository, stopping: asyncio.Event, server: grpc.aio.Server) -> None:

@@ -1,0 +1,248 @@
+"""What a predictor can carry: tokens a second through engine and front, with a model that computes nothing.
+
+The predictor as `make up` starts it, with every setting by default but the number of running sequences, and a caller of
+its steps call (protos/steps.proto) that counts the tokens and submits a sequence for each that ends: prompts of 32
+tokens, 64 tokens out, greedy. Engine, front and host have one core together, the caller has the others. `--model
+llama-10M` measures the same with that model, in bfloat16.
+
+`us_a_token` is processor time by process (bench/processes.py) and by thread; `forward` the part of the runner.
+
+`python -m bench.step_path` writes bench/results/step_path.json; a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import grpc
+import uvloop
+
+from bench import forward_times
+from bench.cases import PROMPT_IDS
+from bench.contenders import ROOT
+from bench.processes import NAMED_THREADS, Usage, roles, usage
+from bench.runs import machine, parser, write
+from bench.server_process import LOOPBACK, accepts, free_port, server_process, until
+from millrace_protos import steps_pb2, steps_pb2_grpc
+from runner.services import predictor_tuning
+from runner.settings import StackSettings
+
+_MODELS_FOLDER = ROOT / ".run" / "bench" / "models"
+_MODEL = "llama-10M"
+_FREE = "free"
+_PROMPT_TOKENS = 32
+_WARM_UP_S = 1.0
+_START_S = 120.0
+_SAMPLING = {"max_tokens": 64, "temperature": 0, "ignore_eos": True, "seed": 1}
+_LEAST_US = 0.5
+
+
+class Caller:
+    """One steps call with `count` sequences in flight; `tokens` and `steps` count what has come."""
+
+    def __init__(self, channel: grpc.aio.Channel, count: int, tokens: int) -> None:
+        self.tokens = 0
+        self.steps = 0
+        self._draw = random.Random(count)  # noqa: S311
+        self._sampling = json.dumps(_SAMPLING | {"max_tokens": tokens}).encode()
+        self._submitted = 0
+        self._outgoing = steps_pb2.StepsRequest()
+        self._due = asyncio.Event()
+        self._to_submit = count  # Once the model is ready.
+        self._task = asyncio.create_task(self._read(steps_pb2_grpc.PredictorStepsStub(channel).Run(self._requests())))
+
+    async def run(self, seconds: float) -> None:
+        """Waits; raises what has ended the call."""
+        done, _ = await asyncio.wait([self._task], timeout=seconds)
+        if done:
+            self._task.result()
+            raise RuntimeError("the predictor has ended the call")
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _read(self, call: Any) -> None:
+        try:
+            async for step in call:
+                if self._to_submit and step.loads.models:
+                    for _ in range(self._to_submit):
+                        self._submit()
+                    self._to_submit = 0
+                self.tokens += len(step.token_ids)
+                self.steps += bool(step.token_ids)
+                for ended in step.ended:
+                    if ended.HasField("error"):
+                        raise RuntimeError(f"a sequence has failed: {ended.error.message}")
+                    self._submit()
+        finally:
+            call.cancel()
+
+    async def _requests(self) -> AsyncIterator[steps_pb2.StepsRequest]:
+        while await self._due.wait():
+            self._due.clear()
+            request, self._outgoing = self._outgoing, steps_pb2.StepsRequest()
+            yield request
+
+    def _submit(self) -> None:
+        self._submitted += 1
+        self._outgoing.submissions.add(
+            number=self._submitted,
+            model=_MODEL,
+            request_id=f"request-{self._submitted}",
+            prompt_ids=self._draw.choices(PROMPT_IDS, k=_PROMPT_TOKENS),
+            sampling=self._sampling,
+            timeout_s=600.0,
+        )
+        self._due.set()
+
+
+def main() -> None:
+    options = parser(__doc__, "step_path")
+    options.add_argument("--model", choices=(_FREE, _MODEL), default=_FREE)
+    options.add_argument("--callers", type=int, nargs="+", default=(8, 32, 128))
+    options.add_argument("--new-tokens", type=int, default=64)
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--seconds", type=float, default=3.0)
+    options.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="default: the last")
+    options.add_argument("--exec", help=argparse.SUPPRESS)  # A command that gets the processes' ids, for profilers.
+    arguments = options.parse_args()
+    subprocess.run([sys.executable, "-m", "bench.models", str(_MODELS_FOLDER)], cwd=ROOT, check=True)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
+        samples = loop.run(_measure(arguments))
+    report = {str(callers): _figures(found) for callers, found in sorted(samples.items())}
+    write(
+        arguments.out,
+        {
+            "machine": machine(),
+            "model": arguments.model,
+            "prompt_tokens": _PROMPT_TOKENS,
+            "new_tokens": arguments.new_tokens,
+            "rounds": arguments.rounds,
+            "seconds": arguments.seconds,
+            "callers": report,
+        },
+    )
+    for callers, figures in report.items():
+        print(f"{callers:>4} callers", json.dumps(figures))
+
+
+async def _measure(arguments: argparse.Namespace) -> dict[int, list[dict[str, Any]]]:
+    samples: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    async with _predictor(arguments) as (address, processes, times), grpc.aio.insecure_channel(address) as channel:
+        others = os.sched_getaffinity(0) - {arguments.core}
+        with _on_cores(others or {arguments.core}):
+            for _ in range(arguments.rounds):
+                for callers in random.sample(arguments.callers, len(arguments.callers)):
+                    samples[callers].append(await _sample(channel, callers, arguments, processes, times))
+    return samples
+
+
+@asynccontextmanager
+async def _predictor(arguments: argparse.Namespace) -> AsyncIterator[tuple[str, Any, Path]]:
+    """The address of a predictor that is ready, its processes by role, and the file of its forward times."""
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        times = Path(folder) / "forward-times"
+        environment = {
+            "PREDICTOR_HOST": LOOPBACK,
+            "PREDICTOR_PORT": str(port),
+            "PREDICTOR_METRICS_PORT": "0",
+            "PREDICTOR_DEVICE": "cpu",
+            "PREDICTOR_DTYPE": "bf16",
+            "PREDICTOR_MAX_RUNNING": str(max(arguments.callers)),
+            "PREDICTOR_PAYLOAD_SPOOL": str(Path(folder) / "spool"),
+            "MODELS": f"{_MODEL}={_MODELS_FOLDER / _MODEL}",
+            forward_times.VARIABLE: str(times),
+        }
+        if arguments.model == _FREE:
+            environment |= {"FREE": "1", "PACE_MS": "0"}
+        command = (sys.executable, "-m", "bench.timed_predictor")
+        log = ROOT / ".run" / "bench" / "step_path.log"
+        with _on_cores({arguments.core}):
+            opened = server_process(
+                *("the predictor", command, log, predictor_tuning(StackSettings()) | NAMED_THREADS | environment)
+            )
+            server = await opened.__aenter__()
+        try:
+            await until(lambda: accepts(port), server, _START_S)
+            yield f"{LOOPBACK}:{port}", lambda: roles({"front": server.pid}), times
+        finally:
+            await opened.__aexit__(None, None, None)
+
+
+async def _sample(
+    channel: grpc.aio.Channel, callers: int, arguments: argparse.Namespace, found: Callable[[], Mapping[int, str]], times: Path
+) -> dict[str, Any]:
+    caller = Caller(channel, callers, arguments.new_tokens)
+    try:
+        while not caller.tokens:
+            await caller.run(0.1)
+        await caller.run(_WARM_UP_S)
+        processes = found()
+        before, passes_before, tokens, steps = usage(processes), forward_times.read(times), caller.tokens, caller.steps
+        started = time.perf_counter()
+        if arguments.exec:
+            subprocess.Popen([*arguments.exec.split(), *map(str, processes)])
+        await caller.run(arguments.seconds)
+        used, passes = usage(processes).since(before), forward_times.read(times)
+        tokens, steps, seconds = caller.tokens - tokens, caller.steps - steps, time.perf_counter() - started
+    finally:
+        await caller.close()
+    return _sample_figures(tokens, steps, seconds, used, passes.cpu_s - passes_before.cpu_s)
+
+
+def _sample_figures(tokens: int, steps: int, seconds: float, used: Usage, forward_s: float) -> dict[str, Any]:
+    each = 1e6 / tokens
+    return {
+        "tokens_per_s": tokens / seconds,
+        "tokens_a_message": tokens / steps,
+        "us_a_token": {
+            **{role: each * spent for role, spent in used.processes.items()},
+            **{f"{role}:{name}": each * spent for (role, name), spent in used.threads.items()},
+            "forward": each * forward_s,
+        },
+    }
+
+
+def _figures(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over the rounds."""
+    costs = {
+        name: round(median(sample["us_a_token"].get(name, 0.0) for sample in samples), 2)
+        for name in sorted({name for sample in samples for name in sample["us_a_token"]})
+    }
+    return {
+        "tokens_per_s": round(median(sample["tokens_per_s"] for sample in samples)),
+        "tokens_per_s_each_round": [round(sample["tokens_per_s"]) for sample in samples],
+        "tokens_a_message": round(median(sample["tokens_a_message"] for sample in samples), 1),
+        "us_a_token": {name: us for name, us in costs.items() if us >= _LEAST_US},
+    }
+
+
+@contextmanager
+def _on_cores(cores: set[int]) -> Iterator[None]:
+    """This thread's cores, and those of the processes and threads that it starts."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+if __name__ == "__main__":
+    main()
