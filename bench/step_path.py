@@ -22,11 +22,11 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import uvloop
@@ -47,8 +47,19 @@ _FREE = "free"
 _PROMPT_TOKENS = 32
 _WARM_UP_S = 1.0
 _START_S = 120.0
+# Small enough that its pages are made in the first round. Until they are, each of 2 MiB takes about 3 ms to make: with
+# this model 17 µs a token.
+_CACHE = "256MiB"
 _SAMPLING = {"max_tokens": 64, "temperature": 0, "ignore_eos": True, "seed": 1}
 _LEAST_US = 0.5
+
+
+class Server(NamedTuple):
+    """A running predictor, and the file of its forward times."""
+
+    pid: int
+    address: str
+    forward_times: Path
 
 
 class Caller:
@@ -119,7 +130,6 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--seconds", type=float, default=3.0)
     options.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="default: the last")
-    options.add_argument("--exec", help=argparse.SUPPRESS)  # A command that gets the processes' ids, for profilers.
     arguments = options.parse_args()
     subprocess.run([sys.executable, "-m", "bench.models", str(_MODELS_FOLDER)], cwd=ROOT, check=True)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
@@ -143,21 +153,20 @@ def main() -> None:
 
 async def _measure(arguments: argparse.Namespace) -> dict[int, list[dict[str, Any]]]:
     samples: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    async with _predictor(arguments) as (address, processes, times), grpc.aio.insecure_channel(address) as channel:
-        others = os.sched_getaffinity(0) - {arguments.core}
-        with _on_cores(others or {arguments.core}):
+    async with _predictor(arguments) as server, grpc.aio.insecure_channel(server.address) as channel:
+        with _on_cores(os.sched_getaffinity(0) - {arguments.core} or {arguments.core}):
             for _ in range(arguments.rounds):
                 for callers in random.sample(arguments.callers, len(arguments.callers)):
-                    samples[callers].append(await _sample(channel, callers, arguments, processes, times))
+                    samples[callers].append(await _sample(server, channel, callers, arguments))
     return samples
 
 
 @asynccontextmanager
-async def _predictor(arguments: argparse.Namespace) -> AsyncIterator[tuple[str, Any, Path]]:
-    """The address of a predictor that is ready, its processes by role, and the file of its forward times."""
+async def _predictor(arguments: argparse.Namespace) -> AsyncIterator[Server]:
+    """A predictor on its core, which may still load its model."""
     port = free_port()
-    with tempfile.TemporaryDirectory() as folder:
-        times = Path(folder) / "forward-times"
+    async with AsyncExitStack() as opened:
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
         environment = {
             "PREDICTOR_HOST": LOOPBACK,
             "PREDICTOR_PORT": str(port),
@@ -165,41 +174,35 @@ async def _predictor(arguments: argparse.Namespace) -> AsyncIterator[tuple[str, 
             "PREDICTOR_DEVICE": "cpu",
             "PREDICTOR_DTYPE": "bf16",
             "PREDICTOR_MAX_RUNNING": str(max(arguments.callers)),
-            "PREDICTOR_PAYLOAD_SPOOL": str(Path(folder) / "spool"),
+            "PREDICTOR_KV_CACHE_MEMORY": _CACHE,
+            "PREDICTOR_PAYLOAD_SPOOL": str(folder / "spool"),
             "MODELS": f"{_MODEL}={_MODELS_FOLDER / _MODEL}",
-            forward_times.VARIABLE: str(times),
+            forward_times.VARIABLE: str(folder / "forward-times"),
         }
         if arguments.model == _FREE:
             environment |= {"FREE": "1", "PACE_MS": "0"}
         command = (sys.executable, "-m", "bench.timed_predictor")
         log = ROOT / ".run" / "bench" / "step_path.log"
+        environment |= predictor_tuning(StackSettings()) | NAMED_THREADS
         with _on_cores({arguments.core}):
-            opened = server_process(
-                *("the predictor", command, log, predictor_tuning(StackSettings()) | NAMED_THREADS | environment)
-            )
-            server = await opened.__aenter__()
-        try:
-            await until(lambda: accepts(port), server, _START_S)
-            yield f"{LOOPBACK}:{port}", lambda: roles({"front": server.pid}), times
-        finally:
-            await opened.__aexit__(None, None, None)
+            process = await opened.enter_async_context(server_process("the predictor", command, log, environment))
+        await until(lambda: accepts(port), process, _START_S)
+        yield Server(process.pid, f"{LOOPBACK}:{port}", folder / "forward-times")
 
 
 async def _sample(
-    channel: grpc.aio.Channel, callers: int, arguments: argparse.Namespace, found: Callable[[], Mapping[int, str]], times: Path
+    server: Server, channel: grpc.aio.Channel, callers: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     caller = Caller(channel, callers, arguments.new_tokens)
     try:
         while not caller.tokens:
             await caller.run(0.1)
         await caller.run(_WARM_UP_S)
-        processes = found()
-        before, passes_before, tokens, steps = usage(processes), forward_times.read(times), caller.tokens, caller.steps
-        started = time.perf_counter()
-        if arguments.exec:
-            subprocess.Popen([*arguments.exec.split(), *map(str, processes)])
+        processes = roles({"front": server.pid})
+        before, passes_before = usage(processes), forward_times.read(server.forward_times)
+        tokens, steps, started = caller.tokens, caller.steps, time.perf_counter()
         await caller.run(arguments.seconds)
-        used, passes = usage(processes).since(before), forward_times.read(times)
+        used, passes = usage(processes).since(before), forward_times.read(server.forward_times)
         tokens, steps, seconds = caller.tokens - tokens, caller.steps - steps, time.perf_counter() - started
     finally:
         await caller.close()

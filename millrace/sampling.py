@@ -132,6 +132,12 @@ class SamplingParameters(BaseModel):
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether each token is the likeliest of the model's own logits, and nothing else is wanted of these."""
+        has_penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
+        return self.is_greedy and not (has_penalties or self.min_tokens or self.logprobs)
+
     def may_end(self, produced: int) -> bool:
         """Whether the token after `produced` ones may be one of `end_ids`."""
         return produced >= self.min_tokens
@@ -140,9 +146,9 @@ class SamplingParameters(BaseModel):
         """The tokens that end a sequence that may end; `eos_ids` are the model's own."""
         return frozenset(self.stop_token_ids) if self.ignore_eos else eos_ids.union(self.stop_token_ids)
 
-    def finish_reason(self, token_id: int, produced: int, eos_ids: frozenset[int]) -> str | None:
-        """Why a sequence ends with `token_id`, if it does, after `produced` tokens before it."""
-        if self.may_end(produced) and token_id in self.end_ids(eos_ids):
+    def finish_reason(self, token_id: int, produced: int, end_ids: frozenset[int]) -> str | None:
+        """Why a sequence with these `end_ids` ends with `token_id`, if it does, after `produced` tokens before it."""
+        if token_id in end_ids and self.may_end(produced):
             return "stop"
         return "length" if produced + 1 >= (self.max_tokens or 0) else None
 

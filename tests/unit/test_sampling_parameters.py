@@ -73,7 +73,7 @@ def test_top_logprobs_need_logprobs():
 def test_end_and_stop_tokens_finish_a_sequence_that_may_end():
     def reason(token_id, produced=5, **parameters):
         sampling = SamplingParameters(**{"max_tokens": 10, "stop_token_ids": [7], **parameters})
-        return sampling.finish_reason(token_id, produced, frozenset({2}))
+        return sampling.finish_reason(token_id, produced, sampling.end_ids(frozenset({2})))
 
     assert (reason(2), reason(7), reason(3)) == ("stop", "stop", None)
     assert (reason(2, ignore_eos=True), reason(7, ignore_eos=True)) == (None, "stop")

@@ -226,7 +226,8 @@ class ContinuousBatchingEngine:
             elif contended and sequence.timeline.started is None and self._estimate.is_hopeless(sequence, now):
                 self._ending.end(sequence, "failed", self._estimate.too_late())
         with self._changed:
-            streams, prompts = self._scheduler.streams, self._scheduler.prompts
+            streams = self._scheduler.streams
+            prompts = self._scheduler.prompts(streams)
             prefill = self._pace.limit(streams, prompts, self._scheduler.prefill_start) if prompts else 0
             rows = self._scheduler.schedule(prefill)
             self.statistics.preempted = self._scheduler.preempted
@@ -286,7 +287,8 @@ class ContinuousBatchingEngine:
 
     def _look_for_stuck(self, served: set[Sequence]) -> None:
         with self._changed:
-            due = self._scheduler.due
+            # Nobody else is due.
+            due = [] if served.issuperset(self._scheduler.running) else self._scheduler.due
         stuck = self._progress.observe(due, served, time.monotonic())
         if stuck is not None:
             raise EngineDeadError(f"request {stuck.request.id} gets no token, although steps continue")

@@ -42,12 +42,14 @@ class Scheduler(InFlight):
         self._left_out = False  # Whether the latest step left out the rows of clients.
         self._scores_left = 0  # Prompt positions that this step can still score.
 
-    @property
-    def prompts(self) -> int:
-        """The number of sequences with more to compute: running ones, and waiting ones for which there is a slot."""
+    def prompts(self, streams: int) -> int:
+        """The number of sequences with more to compute: running ones, and waiting ones for which there is a slot.
+
+        `streams` is the property.
+        """
         # A client may get a slot that another one has.
         places = max(self.max_running - len(self.running), int(self._shares.competing))
-        return len(self.running) - self.streams + min(places, len(self.waiting))
+        return len(self.running) - streams + min(places, len(self.waiting))
 
     @property
     def prefill_start(self) -> int:
@@ -220,6 +222,10 @@ class Scheduler(InFlight):
 
     def _plan(self, sequence: Sequence, count: int, rows: dict[Sequence, Row]) -> int:
         """Adds a row of up to `count` ids, as far as there are blocks; returns the number of its ids."""
+        computed = sequence.computed
+        if count == 1 and computed and sequence.to_score <= computed < len(sequence.blocks) * self.blocks.block_tokens:
+            rows[sequence] = Row(sequence, computed, 1)  # The usual case, in few operations.
+            return 1
         if sequence not in self.running:
             return 0
         count = sequence.limited(count, self._scores_left)

@@ -65,15 +65,17 @@ class StepRunner:
     def run(self, rows: list[Row]) -> Outcome:
         """Computes the rows; raises errors for which no request is to blame."""
         outcome = self._run(rows)
+        broken = [row for row, token_id, _, scores in outcome.results if _is_broken(row, token_id, scores)]
+        if not (outcome.failed or broken):
+            return outcome
         sampled = [result for result in outcome.results if result.row.samples]
         numbers = not sampled or any(result.token_id != NO_TOKEN for result in sampled)
         if (outcome.failed and not outcome.results) or not numbers:
             self._runner.probe()
         failed = list(outcome.failed)
-        for row, token_id, _, scores in outcome.results:
-            if (row.samples and token_id == NO_TOKEN) or (scores is not None and np.isnan(scores.chosen).any()):
-                logger.error("request %s: the model's logits are not numbers", row.sequence.request.id)
-                failed.append((row.sequence, RequestFailedError("the model failed on this request")))
+        for row in broken:
+            logger.error("request %s: the model's logits are not numbers", row.sequence.request.id)
+            failed.append((row.sequence, RequestFailedError("the model failed on this request")))
         ended = {sequence for sequence, _ in failed}
         return Outcome([result for result in outcome.results if result.row.sequence not in ended], failed)
 
@@ -93,7 +95,7 @@ class StepRunner:
         self._statistics.forward_ns += time.perf_counter_ns() - started
         sampling = [row for row in rows if row.samples]
         scoring = [row for row in rows if row.scores]
-        results = [Result(row, NO_TOKEN, None) for row in rows if not row.samples]
+        results = [Result(row, NO_TOKEN, None) for row in rows if not row.samples] if len(sampling) < len(rows) else []
         if sampling:
             last = logits[: len(sampling)] if scoring else logits
             sampled = sample(last, [row.sequence.row for row in sampling])
@@ -132,3 +134,8 @@ class StepRunner:
             return []
         logger.error("out of memory on request %s alone", hopeless.request.id, exc_info=error)
         return [(hopeless, RequestFailedError("there is not enough memory for this request"))]
+
+
+def _is_broken(row: Row, token_id: int, scores: PromptLogprobs | None) -> bool:
+    """Whether the model's logits are not numbers."""
+    return (token_id == NO_TOKEN and row.samples) or (scores is not None and bool(np.isnan(scores.chosen).any()))

@@ -19,7 +19,7 @@ from services.predictor.engine.interface import EngineLoad, EngineStatistics, Lo
 from services.predictor.engine.state.slot import Reader
 from services.predictor.engine_process.framing import framed
 
-_STATE_S = 0.05  # The least time between two reports of the engine's state, unless a sequence begins or ends.
+_STATE_S = 0.05  # The least time between two reports of the engine's state, unless a sequence ends.
 
 Key = tuple[int, int]  # Channel, number.
 
@@ -56,7 +56,7 @@ class StepFrames:
                 self._frame, self._steps = engine_pb2.EngineFrame(), {}
             for channel, step in steps.items():
                 frame.steps.add(channel=channel, step=step.message().SerializeToString())
-            if frame.started or frame.ended or time.monotonic() - self._state_sent_at >= _STATE_S:
+            if frame.ended or time.monotonic() - self._state_sent_at >= _STATE_S:
                 self._add_state(frame)
             self._send(framed(frame.SerializeToString()))
 

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from millrace.clients import ANYONE, Client
 from millrace.deadline import Deadline
@@ -96,7 +95,7 @@ def read_submission(model: LoadedModel, message: steps_pb2.Submission, deadline:
     input_ids, output_ids = list(message.prompt_ids), list(message.output_ids)
     _check_prompt(input_ids, limits)
     for name, ids in ((INPUT_IDS, input_ids), (OUTPUT_IDS, output_ids)):
-        _check_ids(name, np.array(ids, dtype=np.int64), limits)
+        _check_ids(name, ids, limits)
     try:
         parameters = json.loads(message.sampling or b"{}")
     except ValueError:
@@ -187,7 +186,7 @@ def _sampling(
     """The complete parameters of a request, with the model's defaults."""
     limits = model.engine.limits
     sampling = model.defaults.changed(parameters).resolved(limits.room(prompt_tokens))
-    _check_ids("stop_token_ids", np.array(sampling.stop_token_ids, dtype=np.int64), limits)
+    _check_ids("stop_token_ids", sampling.stop_token_ids, limits)
     # max_tokens tokens, or fewer with an end token last, are a complete answer of which only the end was lost.
     if output_tokens > (sampling.max_tokens or 0):
         raise InvalidRequestError(f"output_ids has {output_tokens} tokens, max_tokens is {sampling.max_tokens}")
@@ -221,13 +220,13 @@ def _ids(tensor: Tensor, limits: EngineLimits) -> list[int]:
     shape = tensor.array.shape
     if len(shape) not in (1, 2) or (len(shape) == 2 and shape[0] != 1):
         raise InvalidRequestError(f"{tensor.name} must have shape [N] or [1, N], not {list(shape)}")
-    ids = tensor.array.ravel()
+    ids: list[int] = tensor.array.ravel().tolist()
     _check_ids(tensor.name, ids, limits)
-    result: list[int] = ids.tolist()
-    return result
+    return ids
 
 
-def _check_ids(name: str, ids: NDArray[Any], limits: EngineLimits) -> None:
-    outside = ids[(ids < 0) | (ids >= limits.vocabulary_size)]
-    if outside.size:
-        raise InvalidRequestError(f"{name}: token id {outside[0]} is outside of 0 to {limits.vocabulary_size - 1}")
+def _check_ids(name: str, ids: Sequence[int], limits: EngineLimits) -> None:
+    size = limits.vocabulary_size
+    if ids and not 0 <= min(ids) <= max(ids) < size:
+        outside = next(token_id for token_id in ids if not 0 <= token_id < size)
+        raise InvalidRequestError(f"{name}: token id {outside} is outside of 0 to {size - 1}")

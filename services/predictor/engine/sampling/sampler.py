@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ SAMPLER_VERSION = 1
 # path, with the same rounding, in every batch.
 _CANDIDATES = (128, 1024, 4096)
 _MASK = (1 << 64) - 1
+_TAKES_LIKELIEST = attrgetter("takes_likeliest")
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ def uniform(seed: int, position: int) -> float:
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
     """Chooses a token for each row of `logits` [rows, vocabulary]."""
     raw = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+    if not raw.is_cuda and all(map(_TAKES_LIKELIEST, rows)):
+        return _largest(raw.numpy())
     scores = _mask_early_end(_penalise(raw, rows), rows)
     is_plain = scores is raw and all(row.sampling.is_greedy and not row.sampling.logprobs for row in rows)
     if is_plain and not raw.is_cuda:

@@ -51,7 +51,7 @@ class InFlight:
     @property
     def streams(self) -> int:
         """The number of running sequences that lack only their next token."""
-        return sum(sequence.remaining == 1 for sequence in self.running)
+        return sum([len(sequence.ids) - sequence.computed == 1 for sequence in self.running])
 
     @property
     def sequences(self) -> list[Sequence]:

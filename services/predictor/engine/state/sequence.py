@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
@@ -20,17 +20,21 @@ from services.predictor.engine.interface import GenerationRequest, Usage
 from services.predictor.engine.state.blocks import block_name, first_name
 from services.predictor.engine.state.slot import MergingSlot, SequenceOutput
 
+_NO_SCORES = range(0)
+
 
 class SamplingRow(NamedTuple):
     """The sampler's input for a row of logits: its parameters, the ids for penalties, and the model's own end tokens.
 
-    Ids may be arrays: lists are converted at each step if a row has penalties.
+    Ids may be arrays: lists are converted at each step if a row has penalties. `takes_likeliest` may be the parameters'
+    own; False costs time only.
     """
 
     sampling: SamplingParameters
     input_ids: Ids[int] | NDArray[Any]
     output_ids: Ids[int] | NDArray[Any]
     end_ids: frozenset[int]
+    takes_likeliest: bool = False
 
 
 class Sequence:
@@ -46,7 +50,8 @@ class Sequence:
         self.slot = slot
         self.ids = [*request.input_ids, *start_ids, *request.output_ids]
         self.output_ids = list(request.output_ids)
-        self.end_ids = end_ids
+        sampling = request.sampling
+        self.row = SamplingRow(sampling, request.input_ids, self.output_ids, end_ids, sampling.takes_likeliest)
         # An encoder reads its whole prompt at once.
         self.indivisible = len(request.input_ids) + len(start_ids) if start_ids else 1
         self.blocks: list[int] = []
@@ -61,12 +66,12 @@ class Sequence:
         self.timeline.submitted = time.monotonic()
         self.to_score = 0 if request.prompt_logprobs is None else len(request.input_ids) - 1
         self.scored = 0  # Scored positions of the prompt; a preemption does not reset it.
+        self._end_ids = sampling.end_ids(end_ids)
+        self._deadline = request.deadline  # The next of its deadlines.
+        if (limit := self.first_token_deadline) is not None:
+            self._deadline = min(self._deadline, limit)
         self._scores: list[PromptLogprobs] = []
         self._block_names: list[bytes] = []
-
-    @property
-    def row(self) -> SamplingRow:
-        return SamplingRow(self.request.sampling, self.request.input_ids, self.output_ids, self.end_ids)
 
     @property
     def longest(self) -> int:
@@ -98,7 +103,7 @@ class Sequence:
         """The finish reason, if the earlier output is already complete."""
         if not self.output_ids:
             return None
-        return self.request.sampling.finish_reason(self.output_ids[-1], len(self.output_ids) - 1, self.end_ids)
+        return self.request.sampling.finish_reason(self.output_ids[-1], len(self.output_ids) - 1, self._end_ids)
 
     @property
     def first_token_deadline(self) -> float | None:
@@ -108,6 +113,8 @@ class Sequence:
 
     def overdue(self, now: float) -> DeadlineError | None:
         """The error of a deadline that has passed."""
+        if now < self._deadline:
+            return None
         request = self.request
         if now >= request.deadline:
             return DeadlineError("the deadline passed during generation")
@@ -142,9 +149,10 @@ class Sequence:
 
     def take_prompt(self) -> PromptLogprobs | None:
         """The prompt's scores for the first chunk."""
-        top, parts = self.request.prompt_logprobs, self._scores
-        self._scores = []
-        return None if top is None or self.proven else PromptLogprobs.joined(parts, top)
+        if (top := self.request.prompt_logprobs) is None:
+            return None
+        parts, self._scores = self._scores, []
+        return None if self.proven else PromptLogprobs.joined(parts, top)
 
     def preempt(self) -> None:
         """Records a preemption: its blocks have been freed and it will be computed again."""
@@ -152,31 +160,37 @@ class Sequence:
 
     def append(self, token_id: int) -> str | None:
         """Appends the next token; returns the finish reason if the sequence ends with it."""
-        reason = self.request.sampling.finish_reason(token_id, len(self.output_ids), self.end_ids)
+        reason = self.request.sampling.finish_reason(token_id, len(self.output_ids), self._end_ids)
         self.alone = False
+        self._deadline = self.request.deadline
         self.ids.append(token_id)
         self.output_ids.append(token_id)
         return reason
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Row:
-    """The part of a sequence that one step computes: `count` of its ids from `start` on."""
+    """The part of a sequence that one step computes: `count` of its ids from `start` on. It is not changed.
+
+    `samples`: it includes the last id, so that the next token can be sampled.
+    """
 
     sequence: Sequence
     start: int
     count: int
+    samples: bool = field(init=False)
 
-    @property
-    def samples(self) -> bool:
-        """Whether it includes the last id, so that the next token can be sampled."""
-        return self.start + self.count == len(self.sequence.ids)
+    def __post_init__(self) -> None:
+        self.samples = self.start + self.count == len(self.sequence.ids)
 
     @property
     def scores(self) -> range:
         """The positions of the prompt whose logits have to be scored and are not scored yet."""
-        first = max(self.start, self.sequence.scored)
-        return range(first, max(first, min(self.start + self.count, self.sequence.to_score)))
+        sequence = self.sequence
+        if sequence.scored == sequence.to_score:
+            return _NO_SCORES
+        first = max(self.start, sequence.scored)
+        return range(first, max(first, min(self.start + self.count, sequence.to_score)))
 
 
 def precedence(sequence: Sequence) -> tuple[bool, int, int]:
