@@ -617,6 +617,55 @@ async def test_a_call_that_died_is_replaced_at_another_predictor_where_the_answe
         assert r.resumes == 0
 
 
+async def test_after_the_death_of_a_predictor_few_answers_at_a_time_catch_up_at_another():
+    dies, goes_on, released, begins = (asyncio.Event() for _ in range(4))
+    answers = 4
+
+    async def dies_later(predictor, call):
+        await dies.wait()
+        raise HopBrokenError("the engine died")
+        yield
+
+    async def one_more(predictor, call):
+        for _ in range(5):
+            yield 1
+        await goes_on.wait()
+        yield 1
+        await released.wait()
+        async for count in whole(predictor, call):
+            yield count
+
+    waits = is_accepted(holds_until(begins))
+    scripts = [one_more] * answers, [is_accepted(dies_later)] * answers, [waits] * answers
+    async with hedging(*scripts) as (r, predictors):
+        _, dying, other = predictors
+        links = r.generator.links
+        other.has_model = False
+        await until(lambda: sum(bool(link.loads) for link in links._links.values()) == 2)
+        received = [[] for _ in range(answers)]
+
+        async def read(into):
+            async for chunk in r.chunks(sampling=HEDGED):
+                into.append(chunk)
+
+        readings = [asyncio.create_task(read(into)) for into in received]
+        await until(lambda: all(len(ids_of(chunks)) == 5 for chunks in received) and len(dying.calls) == answers)
+        dying.has_model, other.has_model = False, True
+        (link,) = [link for link in links._links.values() if not link.loads]
+        await until(lambda: link.loads and sum(bool(link.loads) for link in links._links.values()) == 2)
+        dies.set()
+        await other.wait_for_calls(2)
+        goes_on.set()
+        await until(lambda: all(len(ids_of(chunks)) == 6 for chunks in received))
+        assert len(link._calls) == 2, "the others have asked for a second predictor again, and got none"
+        released.set()
+        begins.set()
+        await asyncio.gather(*readings)
+        for chunks in received:
+            check_whole(chunks)
+        assert r.resumes == 0
+
+
 async def test_the_engine_s_time_is_that_of_both_predictors():
     async with hedging((), (breaks(3),)) as (r, predictors):
         chunks = await r.generate(sampling=HEDGED)

@@ -35,6 +35,7 @@ class LinkCall:
         self.engine_s = 0.0
         self.waiter: asyncio.Future[None] | None = None
         self.is_accepted = False
+        self.has_begun = False
         self.runs_alone = False
         self.fingerprint = ""
         self._span = span
@@ -94,6 +95,7 @@ class LinkCall:
 
     def begin(self, begun: pb.Begun) -> None:
         """Reads the data that come with the first token."""
+        self.has_begun = True
         self._span.message()
         self._cached_tokens = begun.cached_tokens
         if self._scored is not None:

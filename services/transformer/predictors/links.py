@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 _RESOLVE_INTERVAL_S = 1.0
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.02, 0.5
+# As a step's time grows with the number of prompts, so do the gaps of the streams beside them: twofold.
+_MOST_CATCHING_UP = 2
 _FOREIGN_PAUSE_S = 5.0  # A server that does not know the method.
 
 
@@ -44,6 +46,7 @@ class PredictorLink:
         self.address = address
         self.loads: Mapping[str, pb.EngineLoad] = {}
         self.is_leaving = False
+        self._catching_up: list[LinkCall] = []
         self._silence_limit_s = silence_limit_s
         self._links = links
         self._calls: dict[int, LinkCall] = {}
@@ -56,6 +59,16 @@ class PredictorLink:
     @property
     def is_idle(self) -> bool:
         return not self._calls
+
+    @property
+    def can_catch_up(self) -> bool:
+        """Whether the predictor has room for a call whose answer goes on at another one meanwhile."""
+        self._catching_up = [call for call in self._catching_up if call.number in self._calls and not call.has_begun]
+        return len(self._catching_up) < _MOST_CATCHING_UP
+
+    def catches_up(self, call: LinkCall) -> None:
+        """Notes that a call begins with what its answer has already."""
+        self._catching_up.append(call)
 
     def in_flight(self, model: str) -> int:
         """Estimate of the generations of `model` at the predictor: its latest report plus what was submitted since; at

@@ -194,7 +194,11 @@ class TokenStream:
         return call
 
     def _twin(self, calls: Sequence[LinkCall]) -> LinkCall | None:
-        """A call beside others, at another predictor with the same weights, if there is one."""
+        """A call beside others, at another predictor with the same weights, if there is one.
+
+        After the death of a predictor all of its answers need one, and nobody waits for these calls. So few of them
+        catch up at a time: the steps of the streams beside them stay short.
+        """
         links = [call.link for call in calls]
         model = self._generation.model
         fingerprint = next((link.loads[model].fingerprint for link in links if link and model in link.loads), "")
@@ -204,7 +208,13 @@ class TokenStream:
             link = self._generator.links.choose(self._generation, fingerprint, links)
         except NotReadyError:
             return None
-        return self._submit(link, CallSpan(), is_isolated=False)
+        catches_up = bool(self._progress.output_ids)
+        if catches_up and not link.can_catch_up:
+            return None
+        call = self._submit(link, CallSpan(), is_isolated=False)
+        if catches_up:
+            link.catches_up(call)
+        return call
 
     async def _ready_link(self) -> PredictorLink:
         """A link to a predictor that can take the next call, once there is one."""
