@@ -2,7 +2,8 @@
 
 A process is named by its role: that of its parent and, if its command differs from the parent's, the last part of that
 command's module or file; else "fork". Threads have the kernel's names: `NAMED_THREADS` in a service's environment makes
-those the names that Python has. Threads of one process and name are counted together.
+those the names that Python has. Threads of one process and name are counted together. `ended` is what a process has
+used besides: the time of threads that have ended.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ NAMED_THREADS = {"PYTHONPATH": str(Path(__file__).resolve().parent / "thread_nam
 
 _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 _MAIN = "main"
+_ENDED = "ended"
 
 K = TypeVar("K")
 
@@ -70,12 +72,16 @@ def usage(processes: Mapping[int, str]) -> Usage:
     used = Usage(defaultdict(float), defaultdict(float))
     for pid, role in processes.items():
         with suppress(OSError):
-            used.processes[role] += _stat(Path(f"/proc/{pid}/stat")).seconds
+            seconds = _stat(Path(f"/proc/{pid}/stat")).seconds
+            used.processes[role] += seconds
             for thread in _numbers(Path(f"/proc/{pid}/task")):
                 with suppress(OSError):
                     folder = Path(f"/proc/{pid}/task/{thread}")
                     name = _MAIN if thread == pid else _stat(folder / "stat").name
-                    used.threads[Thread(role, name)] += int((folder / "schedstat").read_text().split()[0]) / 1e9
+                    own = int((folder / "schedstat").read_text().split()[0]) / 1e9
+                    used.threads[Thread(role, name)] += own
+                    seconds -= own
+            used.threads[Thread(role, _ENDED)] += seconds
     return used
 
 
