@@ -118,6 +118,8 @@ def status_of(code: Any, default: StatusCode = StatusCode.OK) -> StatusCode:
     """The status of a context's `code()`, which is an enum, a number or not set yet."""
     if isinstance(code, StatusCode):
         return code
+    if not code:  # What a call that goes well has.
+        return default
     for status in StatusCode:
         if status.value[0] == code:
             return default if status is StatusCode.OK else status

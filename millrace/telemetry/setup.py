@@ -1,9 +1,9 @@
 """Providers of spans and metrics, by OpenTelemetry's own environment variables.
 
-Spans are always made, so that every request has a trace id. They are exported by OTLP over gRPC if
-`OTEL_EXPORTER_OTLP_ENDPOINT` or `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` names a collector, and so are metrics
-(`…_METRICS_ENDPOINT`), which the Prometheus page always has. `OTEL_TRACES_EXPORTER` and `OTEL_METRICS_EXPORTER` may be
-`none`, or `otlp` for a collector at the default address.
+Every request has a trace id. Spans are exported by OTLP over gRPC if `OTEL_EXPORTER_OTLP_ENDPOINT` or
+`OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` names a collector; otherwise they have only ids (unexported_spans.py). Metrics are
+on the Prometheus page, and exported if there is a collector (`…_METRICS_ENDPOINT`). `OTEL_TRACES_EXPORTER` and
+`OTEL_METRICS_EXPORTER` may be `none`, or `otlp` for a collector at the default address.
 
 Exporters run on separate threads with bounded queues: a dead or slow collector loses spans but delays no request;
 losses are counted (`otel.sdk.*`).
@@ -28,6 +28,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from millrace.errors import StartupError
 from millrace.telemetry.batches import batch_views
 from millrace.telemetry.span_export import SpanExporter
+from millrace.telemetry.unexported_spans import UnexportedSpans
 
 Signal = Literal["TRACES", "METRICS"]
 
@@ -61,7 +62,8 @@ def set_up_telemetry(service: str) -> Callable[[], None]:
             tracers.add_span_processor(BatchSpanProcessor(SpanExporter(), meter_provider=meters))
         except ValueError as error:
             raise StartupError(f"OTEL_BSP_*: {error}") from None
-    trace.set_tracer_provider(tracers)
+    is_disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    trace.set_tracer_provider(tracers if exports_traces or is_disabled else UnexportedSpans(tracers.sampler))
 
     def shut_down() -> None:
         tracers.shutdown()
