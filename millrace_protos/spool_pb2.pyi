@@ -39,6 +39,8 @@ class Frame(_message.Message):
         CHUNK: Frame._Kind.ValueType  # 2
         END: Frame._Kind.ValueType  # 3
         """The last part."""
+        WHOLE: Frame._Kind.ValueType  # 4
+        """All of a record: no other frame is of it, and nothing is left to be done about it."""
 
     class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
     KIND_UNSPECIFIED: Frame.Kind.ValueType  # 0
@@ -47,6 +49,8 @@ class Frame(_message.Message):
     CHUNK: Frame.Kind.ValueType  # 2
     END: Frame.Kind.ValueType  # 3
     """The last part."""
+    WHOLE: Frame.Kind.ValueType  # 4
+    """All of a record: no other frame is of it, and nothing is left to be done about it."""
 
     RECORD_ID_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int

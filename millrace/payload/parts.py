@@ -41,16 +41,18 @@ class RecordedTensor(NamedTuple):
     size: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class DeferredTensors:
     """Tensors that the writer thread reads, by `read`; `size` is how many bytes the reference keeps in memory.
 
-    `heads(most_bytes)` returns them without contents of more bytes and without the reference; for the event loop.
+    `described` has them without contents, where their sizes are known without reading them. `heads(most_bytes)` returns
+    them without contents of more bytes and without the reference; for the event loop.
     """
 
     read: Callable[[], Sequence[RecordedTensor]]
     size: int
     heads: Callable[[int], Tensors] | None = None
+    described: Sequence[RecordedTensor] | None = None
 
 
 Tensors = Sequence[RecordedTensor] | DeferredTensors
@@ -59,6 +61,8 @@ Tensors = Sequence[RecordedTensor] | DeferredTensors
 def without_large(tensors: Tensors, most_bytes: int) -> Tensors:
     """The tensors without contents of more bytes, which are not kept in memory either."""
     if isinstance(tensors, DeferredTensors):
+        if not most_bytes and tensors.described is not None:
+            return tensors.described
         is_small = tensors.size <= most_bytes + _SMALL_BYTES
         return tensors if is_small or tensors.heads is None else tensors.heads(most_bytes)
     return [
@@ -74,7 +78,7 @@ def size_of(tensors: Tensors) -> int:
     return sum(_TENSOR_BYTES + len(tensor.data or b"") for tensor in tensors)
 
 
-Settled = Callable[[], asyncio.Event | None]
+Settled = Callable[[], asyncio.Future[None] | None]
 
 
 class Fields(NamedTuple):
@@ -100,15 +104,18 @@ def is_long(fields: Fields) -> bool:
 class BeginPart(NamedTuple):
     """A request arrived; `settled` is called on the writer thread once the part lies on disk or was dropped.
 
-    It returns what is to be set on the event loop, where an answer waits.
+    It returns what is to be ended on the event loop, where an answer waits. `is_awaited` is whether one does. `arrived`
+    is a time of the monotonic clock.
     """
 
     record_id: bytes
     cost: int
     time_us: int
+    arrived: float
     protocol: str
     fields: Fields
     settled: Settled
+    is_awaited: Callable[[], bool]
 
 
 class RequestPart(NamedTuple):

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from millrace.errors import MillraceError
 from millrace.payload.drops import FAILED, MEMORY
-from millrace.payload.ids import as_uuid7
+from millrace.payload.ids import as_bytes, as_text
 from millrace.payload.parts import (
     PART_BYTES,
     TOKEN_BYTES,
@@ -57,9 +57,8 @@ class Recording:
         self.prompt_tokens = 0
         self.engine_s: float | None = None
         self._tokens = 0
-        record_id = as_uuid7(number)
-        self.record_id = str(record_id)
-        self._id = record_id.bytes
+        self._id = as_bytes(number)
+        self.record_id = as_text(self._id)
         self._tap = tap
         self._queue = tap._queue
         self._arrived = time.monotonic()
@@ -72,7 +71,7 @@ class Recording:
         self._awaited = 0
         self._settled = 0
         self._is_short = False
-        self._waiting: asyncio.Event | None = None
+        self._waiting: asyncio.Future[None] | None = None
         self._has_waited = False
 
     async def flushed(self) -> bool:
@@ -85,14 +84,17 @@ class Recording:
             self._write_rest()
         if self._is_settled() or has_waited or not self._tap._begins_answered:
             return self._is_settled()
-        self._waiting = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self._waiting = waiting = loop.create_future()
         if self._is_settled():  # The writer has not seen that somebody waits.
             return True
         self._queue.hurry()
+        timer = loop.call_later(_BEGIN_WAIT_S, end_waits, (waiting,))
         try:
-            async with asyncio.timeout(_BEGIN_WAIT_S):
-                await self._waiting.wait()
-        except TimeoutError:
+            await waiting
+        finally:
+            timer.cancel()
+        if not self._is_settled():
             self._tap._give_up_waiting()
         return self._is_settled()
 
@@ -187,7 +189,9 @@ class Recording:
             if not self._queue.has_room(cost):
                 self._tap._drops.count(MEMORY)
                 return
-            self._queue.begin(BeginPart(self._id, cost, time_us, protocol, fields, self._settle))
+            self._queue.begin(
+                BeginPart(self._id, cost, time_us, self._arrived, protocol, fields, self._settle, self._is_awaited)
+            )
             self._open, self._awaited = True, 1
             self._is_short = is_long(fields)
             if inputs:
@@ -223,7 +227,18 @@ class Recording:
     def _is_settled(self) -> bool:
         return self._settled == self._awaited
 
-    def _settle(self) -> asyncio.Event | None:
+    def _is_awaited(self) -> bool:
+        """For the writer's thread: whether an answer waits, which it says before it hurries the queue."""
+        return self._waiting is not None
+
+    def _settle(self) -> asyncio.Future[None] | None:
         """On the writer's thread: a part has been dealt with; returns what an answer waits for, if it does."""
         self._settled += 1
         return self._waiting if self._is_settled() else None
+
+
+def end_waits(waits: Iterable[asyncio.Future[None]]) -> None:
+    """Ends what answers wait for; on the event loop."""
+    for wait in waits:
+        if not wait.done():
+            wait.set_result(None)

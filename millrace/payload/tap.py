@@ -28,7 +28,7 @@ from millrace.payload.outbox.frames import FrameEncoder
 from millrace.payload.outbox.spool import open_spools
 from millrace.payload.outbox.writer import PayloadWriter
 from millrace.payload.parts import BeginPart, Fields, PartQueue, RequestPart, Tensors
-from millrace.payload.recording import Recording
+from millrace.payload.recording import Recording, end_waits
 from millrace.payload.rules import PayloadRules
 from millrace.payload.settings import RecordingSettings
 from millrace.payload.shipping import PayloadShipping
@@ -121,10 +121,10 @@ class PayloadTap:
 
         def settle(parts: Sequence[BeginPart | RequestPart]) -> bool:
             self._begins_answered = True
-            waiting = [event for part in parts if (event := part.settled()) is not None]
+            waiting = [future for part in parts if (future := part.settled()) is not None]
             if waiting:
                 with contextlib.suppress(RuntimeError):  # The loop has been closed: no task waits any more.
-                    loop.call_soon_threadsafe(_set_all, waiting)
+                    loop.call_soon_threadsafe(end_waits, waiting)
             return bool(waiting)
 
         own, orphans = open_spools(self._root, self._spool_max, self._fsync)
@@ -194,8 +194,3 @@ class PayloadTap:
         """Until the disk answers again, no request waits for it."""
         self._begins_answered = False
         self._drops.warn("stalled", "the disk of %s does not answer: requests go on without it", self._root)
-
-
-def _set_all(events: Sequence[asyncio.Event]) -> None:
-    for event in events:
-        event.set()

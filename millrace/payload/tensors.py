@@ -98,10 +98,12 @@ def _source(message: bytes | pb.ModelInferRequest | pb.ModelInferResponse, raw_f
         read = partial(_tensors, memoryview(message), raw_field)
         return DeferredTensors(read, len(message), partial(_heads, message, raw_field, False))
     heads = _parsed_heads(message)
+    are_measured = all(head.size is not None for head in heads)
     whole = DeferredTensors(
         lambda: _tensors(memoryview(message.SerializeToString()), raw_field),
         _memory_of(message, heads),
         lambda most_bytes: whole if most_bytes else heads,
+        heads if are_measured else None,
     )
     return whole
 

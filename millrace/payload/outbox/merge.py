@@ -89,6 +89,8 @@ class Merger:
         except DecodeError:
             return None  # Of a later release, perhaps.
         part = b"".join(frame.part)
+        if frame.kind == Frame.WHOLE:
+            return EndedRecord(number, number, part)
         if frame.kind == Frame.BEGIN:
             self._forget(frame.record_id)
             self._open[frame.record_id] = _OpenRecord(number, part)
@@ -166,9 +168,14 @@ def _ended(opened: _OpenRecord, end: bytes, replaces_chunks: bool = False) -> Pa
     record.incomplete |= opened.incomplete
     if not record.text:
         record.text = "".join(chunk.text for chunk in record.chunks)
+    shorten_refused(record)
+    return record
+
+
+def shorten_refused(record: PayloadRecord) -> None:
+    """Leaves little of the record of a refused request."""
     if was_refused(record):
         _keep_little(record)
-    return record
 
 
 def was_refused(record: PayloadRecord) -> bool:

@@ -1,10 +1,11 @@
 """The thread that writes records to the spool.
 
-It takes parts from the queue, encodes them by the rules and appends a batch with one write. Then it notifies the
-requests that wait for their begins. It polls every 30 ms while requests come; an answer that would leave before its
-begin is written wakes it, and so does the first begin. Where many requests are open, and such answers come faster than
-every 6 ms, it polls every 3 ms instead, and they are settled together. Each wake-up costs more than its write, because
-it takes the interpreter lock from the event loop; for the same reason it works in slices with pauses between.
+It takes parts from the queue, encodes them by the rules (framing.py) and appends a batch with one write. Then it
+notifies the requests that wait for their begins. It polls every 30 ms while requests come; an answer that would leave
+before its begin is written wakes it, and so does the first begin. Where many requests are open, and such answers come
+faster than every 6 ms, it polls every 3 ms instead, and they are settled together. Each wake-up costs more than its
+write, because it takes the interpreter lock from the event loop; for the same reason it works in slices with pauses
+between.
 
 Room: spools together may hold `max_bytes`, and a little more for ends. A begin without room drops its record, a chunk
 without room makes its record incomplete; an end waits, and there are no more ends than open requests. After a failed
@@ -18,13 +19,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from millrace.payload.drops import DISK, FAILED, FULL, Drops
-from millrace.payload.outbox.frames import FrameEncoder, OpenRecord
+from millrace.payload.outbox.frames import FrameEncoder
+from millrace.payload.outbox.framing import Framed, Framing
 from millrace.payload.outbox.merge import INCOMPLETE
 from millrace.payload.outbox.spool import Spool
-from millrace.payload.parts import BeginPart, ChunkPart, EndPart, InputsPart, LaterPart, PartQueue, RequestPart
+from millrace.payload.parts import BeginPart, EndPart, PartQueue, RequestPart
 
 _LOOK_S = 0.03
 _GATHER_S = 0.003
@@ -32,19 +33,8 @@ _MANY = 4  # Records that are open; one caller after another need not wait for o
 _IDLE_S = 1.0
 _RETRY_S = 0.5
 _JOIN_S = 1.0
-_SLICE = 64  # Parts: well below a millisecond.
-_HEAVY_BYTES = 1 << 20
 _NAP_S = 0.0002
 _RESERVE_SHARE = 16  # One part in so many above the maximum is for ends.
-
-
-class _Written(NamedTuple):
-    """A frame on its way to the disk, and the part that it was made of."""
-
-    payload: bytes
-    part: BeginPart | LaterPart  # The first, where chunks are written together.
-    record: OpenRecord
-    parts: int = 1
 
 
 class PayloadWriter:
@@ -74,14 +64,12 @@ class PayloadWriter:
         self._max_bytes = max_bytes
         self._settle = settle
         self._ended = ended
-        # Dropped ones too, until their ends come: what still comes of them fills the queue until somebody looks.
-        self._open: dict[bytes, OpenRecord] = {}
-        self._waiting_ends: deque[_Written] = deque()
+        self._framing = Framing(queue, encoder, drops, settle)
+        self._waiting_ends: deque[Framed] = deque()
         self._retry_at = 0.0
         self._busy_until = 0.0
         self._settled = False  # Whether answers waited for what was written last,
         self._settled_at = 0.0  # and when that was the case before.
-        self._slice_cost = 0
         self._spooled = 0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="payload-writer", daemon=True)
@@ -111,18 +99,17 @@ class PayloadWriter:
         self._thread.join(_JOIN_S)
         if self._thread.is_alive():
             return False
-        return self.idle and all(record.dropped for record in self._open.values())
+        return self.idle and all(record.dropped for record in self._framing.open.values())
 
     def _run(self) -> None:
         while True:
             stopping = self._stopping.is_set()  # What was put before is written.
-            self._slice_cost = 0
             try:
                 self._write_slice()
             except Exception:
                 self._drops.count(FAILED, exc_info=True)
-            self._queue.taken(self._slice_cost)
-            if self._slice_cost and (stopping or not self._queue.empty):
+            self._queue.taken(self._framing.cost)
+            if self._framing.cost and (stopping or not self._queue.empty):
                 time.sleep(_NAP_S)
             elif stopping:
                 return
@@ -132,12 +119,12 @@ class PayloadWriter:
     def _wait(self) -> None:
         """Until there may be something to write."""
         queue, now = self._queue, time.monotonic()
-        if self._open or self._waiting_ends or not queue.empty:
+        if self._framing.open or self._waiting_ends or not queue.empty:
             self._busy_until = now + _IDLE_S
         if self._settled:
             self._settled = False
             is_soon, self._settled_at = now - self._settled_at < 2 * _GATHER_S, now
-            if is_soon and len(self._open) >= _MANY:
+            if is_soon and self._framing.requests >= _MANY:
                 queue.looks_soon = True
                 time.sleep(_GATHER_S)
                 return
@@ -151,81 +138,16 @@ class PayloadWriter:
     def _write_slice(self) -> None:
         """Writes some of what waits."""
         self._queue.hurried = False
-        frames: list[_Written] = []
-        chunks: dict[bytes, list[ChunkPart]] = {}  # By record; the order of different records does not matter.
-        self._take_begins(frames)
-        for _ in range(_SLICE):
-            if not self._queue.parts or self._slice_cost >= _HEAVY_BYTES:
-                break
-            part = self._queue.parts.popleft()
-            self._slice_cost += part.cost
-            if part.record_id not in self._open:
-                self._take_begins(frames)  # Its begin was put after `_take_begins` ran.
-            if isinstance(part, ChunkPart) and not part.outputs:
-                chunks.setdefault(part.record_id, []).append(part)
-                continue
-            self._take_chunks(chunks.pop(part.record_id, ()), frames)  # Those before it.
-            self._take(part, frames)
-        for parts in chunks.values():
-            self._take_chunks(parts, frames)
-        self._write(frames)
+        self._write(self._framing.slice(is_last=self._stopping.is_set()))
 
-    def _take_begins(self, frames: list[_Written]) -> None:
-        while self._queue.begins:
-            part = self._queue.begins.popleft()
-            self._slice_cost += part.cost
-            record = self._open[part.record_id] = OpenRecord(part.fields)
-            try:
-                frames.append(_Written(self._encoder.begin(part, record), part, record))
-            except Exception:
-                self._drops.count(FAILED, exc_info=True)
-                record.dropped = True
-                self._settle([part])
-
-    def _take_chunks(self, parts: Sequence[ChunkPart], frames: list[_Written]) -> None:
-        """Encodes chunks of text of one record as one frame; one that cannot be encoded costs none of the others."""
-        if len(parts) > 1 and not (record := self._open[parts[0].record_id]).dropped:
-            with contextlib.suppress(Exception):  # Of which one, and why, is seen below.
-                frames.append(_Written(self._encoder.chunks(parts, record), parts[0], record, len(parts)))
-                return
-        for part in parts:
-            self._take(part, frames)
-
-    def _take(self, part: LaterPart, frames: list[_Written]) -> None:
-        record = self._open[part.record_id]
-        if not record.dropped:
-            try:
-                frames.append(_Written(self._encode(part, record), part, record))
-            except Exception:
-                self._drops.count(FAILED, exc_info=True)
-                record.incomplete = True
-                if isinstance(part, EndPart):
-                    frames.append(_Written(self._encoder.end_without_contents(part), part, record))
-        if isinstance(part, RequestPart) and (not frames or frames[-1].part is not part):
-            self._settle([part])
-        if isinstance(part, EndPart):
-            del self._open[part.record_id]
-            self._encoder.forget(record)
-
-    def _encode(self, part: LaterPart, record: OpenRecord) -> bytes:
-        match part:
-            case RequestPart():
-                return self._encoder.request(part.record_id, record)
-            case InputsPart():
-                return self._encoder.inputs(part)
-            case ChunkPart():
-                return self._encoder.chunks((part,), record)
-            case EndPart():
-                return self._encoder.end(part, record)
-
-    def _write(self, frames: Sequence[_Written]) -> None:
+    def _write(self, frames: Sequence[Framed]) -> None:
         failing = time.monotonic() < self._retry_at
         if not frames and (failing or not self._waiting_ends):
             return
         ends, self._waiting_ends = self._waiting_ends, deque()
         # While the disk has no room to keep for ends, it has none for anything else.
         only_ends = failing or not self._spool.reserve()
-        batch: list[_Written] = []
+        batch: list[Framed] = []
         room = self._max_bytes - self.spooled_bytes
         for frame in (*ends, *frames):
             is_end = isinstance(frame.part, EndPart)
@@ -246,7 +168,7 @@ class PayloadWriter:
         if waited_for and self._settle(waited_for):
             self._settled = True
 
-    def _append(self, batch: Sequence[_Written]) -> None:
+    def _append(self, batch: Sequence[Framed]) -> None:
         try:
             self._spool.append([_payload(frame) for frame in batch])
         except OSError as error:
@@ -257,7 +179,7 @@ class PayloadWriter:
                     self._give_up(frame, DISK)
             self._use_reserve()
         else:
-            self._tell_ended(sum(isinstance(frame.part, EndPart) for frame in batch))
+            self._tell_ended(sum(frame.ends_record for frame in batch))
 
     def _use_reserve(self) -> None:
         """Writes the ends that wait: without them no segment could be deleted, and a full disk would stay full."""
@@ -273,7 +195,7 @@ class PayloadWriter:
             self._spooled += records
             self._ended()
 
-    def _give_up(self, frame: _Written, reason: str) -> None:
+    def _give_up(self, frame: Framed, reason: str) -> None:
         if isinstance(frame.part, EndPart):
             self._waiting_ends.append(frame)
             return
@@ -285,7 +207,7 @@ class PayloadWriter:
             self._encoder.forget(frame.record)
 
 
-def _payload(frame: _Written) -> bytes:
+def _payload(frame: Framed) -> bytes:
     """The frame as it is written.
 
     Marks it if earlier parts of its record are missing: the process may be killed before the end is written.
