@@ -4,10 +4,10 @@ forward.
 Each line is stored as a record of the call. The store joins it to the service's record with the same `call_id`; if no
 service recorded the call, queries return it as it is, with the same status names as other records. A line that comes
 before its record costs the store several times as much as one that comes after it, so lines are held for a moment, in
-which taps ship what has ended; a logger that is killed loses those lines. The attributes are those of the access log in
-envoy/envoy.yaml; Envoy writes "-" for a missing value. What a client sends need not be UTF-8, and Envoy forwards it
-unchanged, so the messages here have OTLP's fields with bytes for strings. An unreadable value is treated as missing; an
-unreadable line is dropped.
+which taps ship what has ended; a logger that is killed loses those lines. The body has the values of the access log in
+envoy/envoy.yaml, with line breaks between them; Envoy writes "-" for a missing value. What a client sends need not be
+UTF-8, and Envoy forwards it unchanged, so the messages here have OTLP's fields with bytes for strings. An unreadable
+value is treated as missing; an unreadable line is dropped.
 
 Internal: the gateway does not route this service, and reflection does not list it.
 """
@@ -47,14 +47,13 @@ _TRACE_ID_BYTES, _SPAN_ID_BYTES = 16, 8
 _HOLD_S = 0.6  # More than a tap gathers records for.
 _TURN = 64  # Lines that are parsed before the event loop runs other tasks.
 
-_ATTRIBUTES = {
-    name.encode(): name
-    for name in (
-        *("call_id", "request_id", "client", "path", "routed_path", "content_type", "grpc_timeout", "http_status"),
-        *("grpc_status", "failed_hop", "failed_hop_trailer", "flags", "details", "duration_ms", "request_bytes"),
-        *("response_bytes", "cluster", "upstream", "peer"),
-    )
-}
+# In the order of the access log.
+_VALUES = (
+    *("call_id", "request_id", "client", "path", "routed_path", "content_type", "grpc_timeout", "http_status"),
+    *("grpc_status", "failed_hop", "failed_hop_trailer", "flags", "details", "duration_ms", "request_bytes"),
+    *("response_bytes", "cluster", "upstream", "peer"),
+)
+_MISSING = "-"
 _NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 _OF_HTTP = {
     400: "INVALID_ARGUMENT",
@@ -81,7 +80,7 @@ _UNIT_MS = {"H": 3_600_000, "M": 60_000, "S": 1_000, "m": 1, "u": 1e-3, "n": 1e-
 # The gateway notices an expired deadline of the caller up to this much early.
 _DEADLINE_MARGIN_MS = 10
 
-_Attributes = Mapping[str, str]
+_Values = Mapping[str, str]
 
 
 class Observed(NamedTuple):
@@ -110,14 +109,18 @@ class GatewayCalls:
     async def _export(self, request: Any, context: Context) -> ExportLogsServiceResponse:
         await asyncio.sleep(self._hold_s)
         observed: list[Observed] = []
+        failures: list[Exception] = []
         logs = (log for resource in request.resource_logs for scope in resource.scope_logs for log in scope.log_records)
         for number, log in enumerate(logs, 1):
             try:
                 observed.append(observe(log))
-            except Exception:
-                logger.exception("a line of the gateway's access log cannot be read")
+            except Exception as error:
+                failures.append(error)
             if number % _TURN == 0:
                 await asyncio.sleep(0)
+        if failures:
+            text = "%d lines of the gateway's access log cannot be read"
+            logger.error(text, len(failures), exc_info=failures[0])
         reached = {call.record.record_id for call in observed if call.reached_a_recorder}
         alone = await self._store.add_calls([call.record for call in observed], reached)
         self._tails.show([record for record in alone if record.record_id not in reached])
@@ -125,54 +128,51 @@ class GatewayCalls:
 
 
 def observe(log: Any) -> Observed:
-    """Converts a log record, whose strings are bytes."""
-    attributes: _Attributes = {
-        _ATTRIBUTES[attribute.key]: value.decode(errors="replace")
-        for attribute in log.attributes
-        if (value := attribute.value.string_value) != b"-" and attribute.key in _ATTRIBUTES
-    }
-    response_flags = attributes.get("flags", "-")[:_MAX_ID]
+    """Converts a log record, whose strings are bytes; raises ValueError if it has more or fewer values."""
+    body = log.body.string_value.decode(errors="replace").split("\n")
+    values: _Values = {name: value for name, value in zip(_VALUES, body, strict=True) if value != _MISSING}
+    response_flags = values.get("flags", "-")[:_MAX_ID]
     flags = set(response_flags.split(",")) - {"", "-"}
     gateway = GatewayCall(
-        path=attributes.get("path", "").partition("?")[0][:_MAX_CHARACTERS],
-        http_status=min(_number(attributes, "http_status"), _MAX_UINT32),
+        path=values.get("path", "").partition("?")[0][:_MAX_CHARACTERS],
+        http_status=min(_number(values, "http_status"), _MAX_UINT32),
         response_flags=response_flags,
-        details=attributes.get("details", "")[:_MAX_CHARACTERS],
-        duration_ms=_number(attributes, "duration_ms"),
-        request_bytes=_number(attributes, "request_bytes"),
-        response_bytes=_number(attributes, "response_bytes"),
-        upstream="" if flags & _NOT_REACHED else attributes.get("upstream", "")[:_MAX_ID],
-        peer=attributes.get("peer", "")[:_MAX_ID],
+        details=values.get("details", "")[:_MAX_CHARACTERS],
+        duration_ms=_number(values, "duration_ms"),
+        request_bytes=_number(values, "request_bytes"),
+        response_bytes=_number(values, "response_bytes"),
+        upstream="" if flags & _NOT_REACHED else values.get("upstream", "")[:_MAX_ID],
+        peer=values.get("peer", "")[:_MAX_ID],
     )
-    status = _status(attributes, flags, gateway)
+    status = _status(values, flags, gateway)
     seconds, nanos = divmod(log.time_unix_nano, 1_000_000_000)
     record = PayloadRecord(
         record_id=str(as_uuid7(next_id(log.time_unix_nano // 1_000_000, 0))),
         time=Timestamp(seconds=seconds, nanos=nanos),
-        request_id=attributes.get("request_id", "")[:_MAX_ID],
-        protocol=_protocol(attributes, gateway.path),
+        request_id=values.get("request_id", "")[:_MAX_ID],
+        protocol=_protocol(values, gateway.path),
         status=status,
         message="" if status == "OK" else f"{gateway.details} ({gateway.response_flags})",
-        failed_hop=_failed_hop(attributes, status, gateway),
+        failed_hop=_failed_hop(values, status, gateway),
         duration_ms=gateway.duration_ms,
         trace_id=log.trace_id.hex() if len(log.trace_id) == _TRACE_ID_BYTES else "",
         span_id=log.span_id.hex() if len(log.span_id) == _SPAN_ID_BYTES else "",
-        client=attributes.get("client", "")[:_MAX_ID],
-        call_id=attributes.get("call_id", "")[:_MAX_ID],
+        client=values.get("client", "")[:_MAX_ID],
+        call_id=values.get("call_id", "")[:_MAX_ID],
         gateway=gateway,
     )
-    recorded_by_service = attributes.get("cluster") in _RECORDERS and bool(gateway.upstream)
+    recorded_by_service = values.get("cluster") in _RECORDERS and bool(gateway.upstream)
     return Observed(record, recorded_by_service and record.failed_hop != "gateway")
 
 
-def _status(attributes: _Attributes, flags: set[str], gateway: GatewayCall) -> str:
+def _status(values: _Values, flags: set[str], gateway: GatewayCall) -> str:
     """The gRPC status name, for any protocol of the caller."""
     if flags & _LEFT:
         # In Envoy's flags an expired deadline of the caller looks like a cancellation.
-        late = gateway.duration_ms + _DEADLINE_MARGIN_MS >= _milliseconds(attributes.get("grpc_timeout", ""))
+        late = gateway.duration_ms + _DEADLINE_MARGIN_MS >= _milliseconds(values.get("grpc_timeout", ""))
         return "DEADLINE_EXCEEDED" if late else "CANCELLED"
-    if _is_grpc(attributes) and not flags & _BROKE:
-        return _NAMES.get(_number(attributes, "grpc_status", 2), "UNKNOWN")
+    if _is_grpc(values) and not flags & _BROKE:
+        return _NAMES.get(_number(values, "grpc_status", 2), "UNKNOWN")
     if 200 <= gateway.http_status < 400 and not flags & (_BROKE | _TOO_LATE):
         return "OK"
     if flags & _TOO_LATE:
@@ -180,24 +180,24 @@ def _status(attributes: _Attributes, flags: set[str], gateway: GatewayCall) -> s
     return "UNAVAILABLE" if flags & _BROKE else _OF_HTTP.get(gateway.http_status, "INTERNAL")
 
 
-def _failed_hop(attributes: _Attributes, status: str, gateway: GatewayCall) -> str:
+def _failed_hop(values: _Values, status: str, gateway: GatewayCall) -> str:
     """The hop that the caller's answer names; without one, the gateway if no service answered."""
     if status in ("OK", "CANCELLED"):
         return ""
-    hop = (attributes.get("failed_hop") or attributes.get("failed_hop_trailer") or "")[:_MAX_ID]
-    cluster = attributes.get("cluster", "")
+    hop = (values.get("failed_hop") or values.get("failed_hop_trailer") or "")[:_MAX_ID]
+    cluster = values.get("cluster", "")
     return hop or (_RECORDERS.get(cluster, cluster) if gateway.upstream else "gateway")
 
 
-def _protocol(attributes: _Attributes, path: str) -> str:
+def _protocol(values: _Values, path: str) -> str:
     """The called method, "package.Service/Method", also for REST if the gateway transcoded it; otherwise the path."""
-    routed = attributes.get("routed_path", "").partition("?")[0][:_MAX_CHARACTERS]
-    return routed.removeprefix("/") if _is_grpc(attributes) or routed != path else path
+    routed = values.get("routed_path", "").partition("?")[0][:_MAX_CHARACTERS]
+    return routed.removeprefix("/") if _is_grpc(values) or routed != path else path
 
 
-def _is_grpc(attributes: _Attributes) -> bool:
-    is_transcoded = attributes.get("path") != attributes.get("routed_path")
-    return attributes.get("content_type", "").startswith("application/grpc") and not is_transcoded
+def _is_grpc(values: _Values) -> bool:
+    is_transcoded = values.get("path") != values.get("routed_path")
+    return values.get("content_type", "").startswith("application/grpc") and not is_transcoded
 
 
 def _milliseconds(grpc_timeout: str) -> float:
@@ -206,8 +206,8 @@ def _milliseconds(grpc_timeout: str) -> float:
     return int(digits) * _UNIT_MS[unit] if _is_number(digits) and unit in _UNIT_MS else float("inf")
 
 
-def _number(attributes: _Attributes, name: str, default: int = 0) -> int:
-    text = attributes.get(name, "")
+def _number(values: _Values, name: str, default: int = 0) -> int:
+    text = values.get(name, "")
     return int(text) if _is_number(text) else default
 
 

@@ -20,6 +20,7 @@ from tests.process.test_logger_store import append_request, record_id, stored
 
 STARTED_NS = 1_700_000_000_123_456_789
 GENERATE = "/millrace.v1.TextGeneration/Generate"
+VALUES = gateway_calls._VALUES
 # A gRPC call that went well, as Envoy tells of it; "-" is its word for none.
 FINE = {
     "request_id": "mine",
@@ -54,8 +55,8 @@ def export_request(*calls):
     logs = request.resource_logs.add().scope_logs.add().log_records
     for call in calls:
         log = logs.add(time_unix_nano=STARTED_NS, trace_id=bytes(range(16)), span_id=bytes(range(8)))
-        for key, value in (FINE | {"call_id": str(uuid.uuid4())} | call).items():
-            log.attributes.add(key=key).value.string_value = value
+        values = FINE | {"call_id": str(uuid.uuid4())} | call
+        log.body.string_value = "\n".join(values[name] for name in VALUES)
     return request
 
 
@@ -291,15 +292,15 @@ async def test_a_line_with_any_garbage_in_a_field_is_kept_and_takes_no_other_wit
     request = export_request(*({"request_id": f"r{n}"} | left for n in range(len(GARBAGE) + 1)))
     logs = request.resource_logs[0].scope_logs[0].log_records
     for log, garbage in zip(logs, GARBAGE, strict=False):
-        [value] = [attribute.value for attribute in log.attributes if attribute.key == field]
-        value.bytes_value = garbage.encode(errors="surrogateescape")
+        values = log.body.string_value.encode().split(b"\n")
+        values[VALUES.index(field)] = garbage.encode(errors="surrogateescape")
+        log.body.bytes_value = b"\n".join(values)
     raw = request.SerializeToString()
     # As Envoy sends it, a string whatever its bytes: field 1 of AnyValue instead of 7.
     parsed = gateway_calls._ExportRequest.FromString(raw)
     for log in parsed.resource_logs[0].scope_logs[0].log_records:
-        for attribute in log.attributes:
-            if attribute.value.WhichOneof("value") == "bytes_value":
-                attribute.value.string_value = attribute.value.bytes_value
+        if log.body.WhichOneof("value") == "bytes_value":
+            log.body.string_value = log.body.bytes_value
     export = logger[2].unary_unary("/opentelemetry.proto.collector.logs.v1.LogsService/Export")
     await export(parsed.SerializeToString())
     records = await everything(store)
@@ -320,16 +321,11 @@ async def test_whatever_a_trace_s_id_is_the_call_is_on_record(store, logger, tra
     assert record.trace_id == (trace_id.hex() if len(trace_id) == 16 else "")
 
 
-async def test_a_line_that_cannot_be_read_at_all_takes_no_other_with_it(store, logger, monkeypatch, caplog):
+@pytest.mark.parametrize("body", ["", "bad", "\n" * len(VALUES)])
+async def test_a_line_that_cannot_be_read_at_all_takes_no_other_with_it(store, logger, caplog, body):
     stub, _, _ = logger
-    observe = gateway_calls.observe
-
-    def observe_some(log):
-        if any(attribute.value.string_value == b"bad" for attribute in log.attributes):
-            raise ValueError("bad")
-        return observe(log)
-
-    monkeypatch.setattr(gateway_calls, "observe", observe_some)
-    await stub.Export(export_request({"request_id": "good"}, {"request_id": "bad"}, {"request_id": "well"}))
+    request = export_request({"request_id": "good"}, {"request_id": "bad"}, {"request_id": "well"})
+    request.resource_logs[0].scope_logs[0].log_records[1].body.string_value = body
+    await stub.Export(request)
     assert {record.request_id for record in await everything(store)} == {"good", "well"}
     assert "cannot be read" in caplog.text
