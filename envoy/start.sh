@@ -14,7 +14,7 @@ check_callers() {
   local host='[A-Za-z0-9.-]+'
   if [[ ${GATEWAY_BIND:-127.0.0.1} != 127.* ]]; then export PUBLIC_MANAGEMENT=false; fi
   if ! [[ ${GATEWAY_HOSTS:-} =~ ^(\*|$host(,$host)*)?$ ]]; then
-    echo "GATEWAY_HOSTS=$GATEWAY_HOSTS: is neither * nor a comma list of host names such as models.example.com" >&2
+    echo "GATEWAY_HOSTS=$GATEWAY_HOSTS: must be * or a comma list of host names such as models.example.com" >&2
     return 78
   fi
   if [ -z "${GATEWAY_KEYS:-}" ]; then export KEY_DIGESTS=; fi
@@ -30,19 +30,19 @@ check_access() {
   local path='^[^"\\[:cntrl:]]*$' uri="^[A-Za-z0-9._~:/?#@!\$&'()*+,;=%-]+$" name
   for name in GATEWAY_TLS GATEWAY_JWKS; do
     if ! [[ ${!name:-} =~ $path ]]; then
-      echo "$name=${!name}: is a path without quotation marks and backslashes" >&2
+      echo "$name=${!name}: must be a path without quotation marks and backslashes" >&2
       return 78
     fi
   done
   if [ -n "${GATEWAY_TLS:-}" ] && ! [[ -r $GATEWAY_TLS/tls.crt && -r $GATEWAY_TLS/tls.key &&
     (! -e $GATEWAY_TLS/ca.crt || -r $GATEWAY_TLS/ca.crt) ]]; then
-    echo "GATEWAY_TLS=$GATEWAY_TLS: is no folder with a tls.crt and a tls.key that user $(id -u) can read;" \
+    echo "GATEWAY_TLS=$GATEWAY_TLS: must be a folder with a tls.crt and a tls.key that user $(id -u) can read;" \
       "\`make certs\` makes them for development, and containers need compose.tls.yaml" >&2
     return 78
   fi
   if [ -z "${GATEWAY_JWKS:-}" ]; then return 0; fi
   if ! [[ -r $GATEWAY_JWKS && $(<"$GATEWAY_JWKS") == *'"keys"'* ]]; then
-    echo "GATEWAY_JWKS=$GATEWAY_JWKS: is no file with a JSON Web Key Set, {\"keys\": […]}" >&2
+    echo "GATEWAY_JWKS=$GATEWAY_JWKS: must be a file with a JSON Web Key Set, {\"keys\": […]}" >&2
     return 78
   fi
   for name in GATEWAY_JWT_ISSUER GATEWAY_JWT_AUDIENCE; do
@@ -57,11 +57,11 @@ check_access() {
 check_rate_limits() {
   local endpoint='^([A-Za-z0-9.-]+:[1-9][0-9]{0,4})?$' service=${GATEWAY_RATE_LIMIT_SERVICE:-}
   if ! [[ $service =~ $endpoint ]] || [[ ${service##*:} -gt 65535 ]]; then
-    echo "GATEWAY_RATE_LIMIT_SERVICE=$service: is not host:port" >&2
+    echo "GATEWAY_RATE_LIMIT_SERVICE=$service: must be host:port" >&2
     return 78
   fi
   if ! [[ ${GATEWAY_RATE_LIMIT_REQUIRED:-false} =~ ^(true|false)$ ]]; then
-    echo "GATEWAY_RATE_LIMIT_REQUIRED=$GATEWAY_RATE_LIMIT_REQUIRED: is neither true nor false" >&2
+    echo "GATEWAY_RATE_LIMIT_REQUIRED=$GATEWAY_RATE_LIMIT_REQUIRED: must be true or false" >&2
     return 78
   fi
 }
@@ -94,7 +94,7 @@ filled() {
 configuration() {
   local origins=${GATEWAY_ALLOWED_ORIGINS:-} origin='https?://[][A-Za-z0-9.:-]+' matchers text
   if ! [[ $origins =~ ^(\*|$origin(,$origin)*)?$ ]]; then
-    echo "GATEWAY_ALLOWED_ORIGINS=$origins: is neither * nor a comma list of origins such as https://host:port" >&2
+    echo "GATEWAY_ALLOWED_ORIGINS=$origins: must be * or a comma list of origins such as https://host:port" >&2
     return 78
   fi
   matchers=${origins:+"{exact: \"${origins//,/'"}, {exact: "'}\"}"}

@@ -27,7 +27,7 @@ def check(settings: StackSettings) -> None:
         folder = _path(settings.gateway_tls)
         if not all((folder / name).is_file() for name in ("tls.crt", "tls.key")):
             raise StartupError(
-                f"GATEWAY_TLS={settings.gateway_tls}: is no folder with a tls.crt and a tls.key;"
+                f"GATEWAY_TLS={settings.gateway_tls}: must be a folder with a tls.crt and a tls.key;"
                 " `make certs` makes them for development"
             )
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -86,7 +86,7 @@ def _check_key_set(settings: StackSettings) -> None:
     except (OSError, ValueError):
         document = None
     if not isinstance(document, dict) or not isinstance(document.get("keys"), list):
-        raise StartupError(f'{setting}: is no file with a JSON Web Key Set, {{"keys": […]}}')
+        raise StartupError(f'{setting}: must be a file with a JSON Web Key Set, {{"keys": […]}}')
     for name in ("gateway_jwt_issuer", "gateway_jwt_audience"):
         if not getattr(settings, name):
             raise StartupError(f"{name.upper()}=: GATEWAY_JWKS needs it, a name or a URI as in the tokens")

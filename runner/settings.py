@@ -180,7 +180,7 @@ class StackSettings(BaseSettings):
     def _is_an_endpoint(cls, value: str) -> str:
         endpoint = re.fullmatch(_HOST_AND_PORT, value)
         if value and (endpoint is None or int(endpoint[1]) > _MAX_PORT):
-            raise ValueError("is not host:port")
+            raise ValueError("must be host:port")
         return value
 
     @property

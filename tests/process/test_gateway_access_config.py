@@ -138,9 +138,9 @@ def test_the_port_without_tls_stays_on_loopback(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"GATEWAY_TLS": "/nowhere"}, "GATEWAY_TLS=/nowhere: is no folder with a tls.crt and a tls.key"),
-        ({"GATEWAY_JWKS": "/nowhere.json"}, "GATEWAY_JWKS=/nowhere.json: is no file with a JSON Web Key Set"),
-        ({"GATEWAY_JWKS": "/etc/passwd"}, "GATEWAY_JWKS=/etc/passwd: is no file with a JSON Web Key Set"),
+        ({"GATEWAY_TLS": "/nowhere"}, "GATEWAY_TLS=/nowhere: must be a folder with a tls.crt and a tls.key"),
+        ({"GATEWAY_JWKS": "/nowhere.json"}, "GATEWAY_JWKS=/nowhere.json: must be a file with a JSON Web Key Set"),
+        ({"GATEWAY_JWKS": "/etc/passwd"}, "GATEWAY_JWKS=/etc/passwd: must be a file with a JSON Web Key Set"),
         ({"GATEWAY_JWT_ISSUER": ""}, "GATEWAY_JWT_ISSUER=: GATEWAY_JWKS needs it"),
         ({"GATEWAY_JWT_AUDIENCE": ""}, "GATEWAY_JWT_AUDIENCE=: GATEWAY_JWKS needs it"),
     ],
@@ -181,7 +181,7 @@ def test_settings_of_the_rate_limit_service_are_refused_alike(
     for value in values:
         refused = start(tmp_path, **access | {name: value})
         assert refused.returncode == 78, value
-        assert refused.stderr.startswith(f"{name}={value}: is n")
+        assert refused.stderr.startswith(f"{name}={value}: must be ")
         with pytest.raises(ValidationError):
             settings_of(tmp_path, access | {name: value})
 
