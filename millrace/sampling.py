@@ -22,6 +22,7 @@ GREEDY_BELOW = 1e-5  # A temperature that divides logits beyond what a float hol
 MAX_STOP_TOKEN_IDS = 64
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit.
 MAX_CACHE_SALT = 256
+SLOWEST_PACE = 5
 
 _MAX_LIST_TEXT = 2048  # Characters; MAX_STOP_TOKEN_IDS of any vocabulary's ids are shorter.
 
@@ -73,6 +74,7 @@ class SamplingParameters(BaseModel):
     priority: int = Field(
         0, ge=-(2**31), lt=2**31, description="Of a client's own waiting requests, the lowest is the first to start."
     )
+    pace: float = Field(0.0, ge=0, le=10_000, description="Maximum of tokens a second, 5 or more; 0: no limit.")
     chunk_tokens: int = Field(1, ge=1, le=4096, description="Minimum of tokens in a message, except the last one.")
     chunk_ms: int = Field(
         0, ge=0, le=600_000, description="Maximum of milliseconds that a message waits for chunk_tokens; 0: no limit."
@@ -83,6 +85,13 @@ class SamplingParameters(BaseModel):
     def _refuse_truth_as_number(cls, value: Any, info: Any) -> Any:
         if isinstance(value, bool) and cls.model_fields[info.field_name].annotation not in (bool, str):
             raise ValueError("a number is needed")
+        return value
+
+    @field_validator("pace")
+    @classmethod
+    def _refuse_standstill(cls, value: float) -> float:
+        if 0 < value < SLOWEST_PACE:
+            raise ValueError(f"{SLOWEST_PACE} or more is needed: a running sequence holds its place")
         return value
 
     @field_validator("stop_token_ids", mode="before")

@@ -104,6 +104,7 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     HEDGE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    PACE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     prompt: _builtins.str
     """Either this"""
@@ -137,6 +138,8 @@ class GenerateRequest(_message.Message):
     """2: two predictors compute the answer at once; the first to deliver wins."""
     priority: _builtins.int
     """Of a client's own waiting requests, the lowest is the first to start; default 0."""
+    pace: _builtins.float
+    """Tokens a second at most, 5 or more; 0 is no limit."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """or these."""
@@ -176,10 +179,11 @@ class GenerateRequest(_message.Message):
         cache_salt: _builtins.str | None = ...,
         hedge: _builtins.int | None = ...,
         priority: _builtins.int | None = ...,
+        pace: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_chunk_ms", b"_chunk_ms", "_chunk_tokens", b"_chunk_tokens", "_frequency_penalty", b"_frequency_penalty", "_hedge", b"_hedge", "_ignore_eos", b"_ignore_eos", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_priority", b"_priority", "_prompt", b"_prompt", "_repetition_penalty", b"_repetition_penalty", "_request_id", b"_request_id", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "cache_salt", b"cache_salt", "chunk_ms", b"chunk_ms", "chunk_tokens", b"chunk_tokens", "frequency_penalty", b"frequency_penalty", "hedge", b"hedge", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt", b"prompt", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_chunk_ms", b"_chunk_ms", "_chunk_tokens", b"_chunk_tokens", "_frequency_penalty", b"_frequency_penalty", "_hedge", b"_hedge", "_ignore_eos", b"_ignore_eos", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_pace", b"_pace", "_presence_penalty", b"_presence_penalty", "_priority", b"_priority", "_prompt", b"_prompt", "_repetition_penalty", b"_repetition_penalty", "_request_id", b"_request_id", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "cache_salt", b"cache_salt", "chunk_ms", b"chunk_ms", "chunk_tokens", b"chunk_tokens", "frequency_penalty", b"frequency_penalty", "hedge", b"hedge", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "pace", b"pace", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt", b"prompt", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_chunk_ms", b"_chunk_ms", "_chunk_tokens", b"_chunk_tokens", "_frequency_penalty", b"_frequency_penalty", "_hedge", b"_hedge", "_ignore_eos", b"_ignore_eos", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_priority", b"_priority", "_prompt", b"_prompt", "_repetition_penalty", b"_repetition_penalty", "_request_id", b"_request_id", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "cache_salt", b"cache_salt", "chunk_ms", b"chunk_ms", "chunk_tokens", b"chunk_tokens", "frequency_penalty", b"frequency_penalty", "hedge", b"hedge", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "messages", b"messages", "min_p", b"min_p", "min_tokens", b"min_tokens", "model", b"model", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt", b"prompt", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_chunk_ms", b"_chunk_ms", "_chunk_tokens", b"_chunk_tokens", "_frequency_penalty", b"_frequency_penalty", "_hedge", b"_hedge", "_ignore_eos", b"_ignore_eos", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_pace", b"_pace", "_presence_penalty", b"_presence_penalty", "_priority", b"_priority", "_prompt", b"_prompt", "_repetition_penalty", b"_repetition_penalty", "_request_id", b"_request_id", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "cache_salt", b"cache_salt", "chunk_ms", b"chunk_ms", "chunk_tokens", b"chunk_tokens", "frequency_penalty", b"frequency_penalty", "hedge", b"hedge", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "messages", b"messages", "min_p", b"min_p", "min_tokens", b"min_tokens", "model", b"model", "pace", b"pace", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt", b"prompt", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
@@ -201,6 +205,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
     _WhichOneofReturnType__min_tokens: _TypeAlias = _typing.Literal["min_tokens"]  # noqa: Y015
     _WhichOneofArgType__min_tokens: _TypeAlias = _typing.Literal["_min_tokens", b"_min_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__pace: _TypeAlias = _typing.Literal["pace"]  # noqa: Y015
+    _WhichOneofArgType__pace: _TypeAlias = _typing.Literal["_pace", b"_pace"]  # noqa: Y015
     _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
     _WhichOneofArgType__presence_penalty: _TypeAlias = _typing.Literal["_presence_penalty", b"_presence_penalty"]  # noqa: Y015
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
@@ -241,6 +247,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_tokens) -> _WhichOneofReturnType__min_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pace) -> _WhichOneofReturnType__pace | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
     @_typing.overload
@@ -331,12 +339,17 @@ class GenerateResponse(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    PREDICTOR_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """New text since the previous response."""
     finish_reason: _builtins.str
     """In the last response: "stop" or "length"."""
     error: _builtins.str
     """Only over REST, where a stream has no status at its end: why it ended early."""
+    predictor: _builtins.str
+    """The predictor that generates, as GET /millrace/v1/predictors names it: in the first response, and in the first after
+    another one has resumed the answer. Absent if the server behind is not Millrace's.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens generated since then; text may lag behind them."""
@@ -363,21 +376,26 @@ class GenerateResponse(_message.Message):
         usage: Global___Usage | None = ...,
         top_logprobs: _abc.Iterable[Global___TopLogprobs] | None = ...,
         error: _builtins.str | None = ...,
+        predictor: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_finish_reason", b"_finish_reason", "_usage", b"_usage", "error", b"error", "finish_reason", b"finish_reason", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_finish_reason", b"_finish_reason", "_predictor", b"_predictor", "_usage", b"_usage", "error", b"error", "finish_reason", b"finish_reason", "predictor", b"predictor", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_finish_reason", b"_finish_reason", "_usage", b"_usage", "error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_finish_reason", b"_finish_reason", "_predictor", b"_predictor", "_usage", b"_usage", "error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "predictor", b"predictor", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__error: _TypeAlias = _typing.Literal["error"]  # noqa: Y015
     _WhichOneofArgType__error: _TypeAlias = _typing.Literal["_error", b"_error"]  # noqa: Y015
     _WhichOneofReturnType__finish_reason: _TypeAlias = _typing.Literal["finish_reason"]  # noqa: Y015
     _WhichOneofArgType__finish_reason: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason"]  # noqa: Y015
+    _WhichOneofReturnType__predictor: _TypeAlias = _typing.Literal["predictor"]  # noqa: Y015
+    _WhichOneofArgType__predictor: _TypeAlias = _typing.Literal["_predictor", b"_predictor"]  # noqa: Y015
     _WhichOneofReturnType__usage: _TypeAlias = _typing.Literal["usage"]  # noqa: Y015
     _WhichOneofArgType__usage: _TypeAlias = _typing.Literal["_usage", b"_usage"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__error) -> _WhichOneofReturnType__error | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__finish_reason) -> _WhichOneofReturnType__finish_reason | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__predictor) -> _WhichOneofReturnType__predictor | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__usage) -> _WhichOneofReturnType__usage | None: ...
 
@@ -470,6 +488,32 @@ class PayloadTensor(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__size) -> _WhichOneofReturnType__size | None: ...
 
 Global___PayloadTensor: _TypeAlias = PayloadTensor  # noqa: Y015
+
+@_typing.final
+class PredictorPart(_message.Message):
+    """A predictor that generated tokens of an answer, from its first one on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREDICTOR_FIELD_NUMBER: _builtins.int
+    OFFSET_MS_FIELD_NUMBER: _builtins.int
+    predictor: _builtins.str
+    """Its name, as in GenerateResponse."""
+    offset_ms: _builtins.float
+    """Of its first token, since the request arrived."""
+    def __init__(
+        self,
+        *,
+        predictor: _builtins.str = ...,
+        offset_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset_ms", b"offset_ms", "predictor", b"predictor"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PredictorPart: _TypeAlias = PredictorPart  # noqa: Y015
 
 @_typing.final
 class GatewayCall(_message.Message):
@@ -577,6 +621,7 @@ class PayloadRecord(_message.Message):
     SERVED_MODEL_FIELD_NUMBER: _builtins.int
     SHADOW_OF_FIELD_NUMBER: _builtins.int
     ENGINE_MS_FIELD_NUMBER: _builtins.int
+    PREDICTORS_FIELD_NUMBER: _builtins.int
     record_id: _builtins.str
     """UUIDv7: the key, and the order of arrival."""
     request_id: _builtins.str
@@ -641,6 +686,10 @@ class PayloadRecord(_message.Message):
     def gateway(self) -> Global___GatewayCall:
         """Set once the gateway's access log line has arrived."""
 
+    @_builtins.property
+    def predictors(self) -> _containers.RepeatedCompositeFieldContainer[Global___PredictorPart]:
+        """Of a generation: the predictors that answered, in order; a second one resumed the answer. Of many the last eight."""
+
     def __init__(
         self,
         *,
@@ -676,10 +725,11 @@ class PayloadRecord(_message.Message):
         served_model: _builtins.str = ...,
         shadow_of: _builtins.str = ...,
         engine_ms: _builtins.float | None = ...,
+        predictors: _abc.Iterable[Global___PredictorPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_engine_ms", b"_engine_ms", "_error", b"_error", "_gateway", b"_gateway", "_ttft_ms", b"_ttft_ms", "engine_ms", b"engine_ms", "error", b"error", "gateway", b"gateway", "time", b"time", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_engine_ms", b"_engine_ms", "_error", b"_error", "_gateway", b"_gateway", "_ttft_ms", b"_ttft_ms", "call_id", b"call_id", "chunks", b"chunks", "client", b"client", "duration_ms", b"duration_ms", "engine_ms", b"engine_ms", "error", b"error", "failed_hop", b"failed_hop", "fingerprint", b"fingerprint", "finish_reason", b"finish_reason", "gateway", b"gateway", "incomplete", b"incomplete", "inputs", b"inputs", "message", b"message", "metadata", b"metadata", "model", b"model", "outputs", b"outputs", "page_token", b"page_token", "parameters", b"parameters", "prompt", b"prompt", "protocol", b"protocol", "record_id", b"record_id", "request_id", b"request_id", "resumes", b"resumes", "served_model", b"served_model", "shadow_of", b"shadow_of", "span_id", b"span_id", "status", b"status", "text", b"text", "time", b"time", "trace_id", b"trace_id", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_engine_ms", b"_engine_ms", "_error", b"_error", "_gateway", b"_gateway", "_ttft_ms", b"_ttft_ms", "call_id", b"call_id", "chunks", b"chunks", "client", b"client", "duration_ms", b"duration_ms", "engine_ms", b"engine_ms", "error", b"error", "failed_hop", b"failed_hop", "fingerprint", b"fingerprint", "finish_reason", b"finish_reason", "gateway", b"gateway", "incomplete", b"incomplete", "inputs", b"inputs", "message", b"message", "metadata", b"metadata", "model", b"model", "outputs", b"outputs", "page_token", b"page_token", "parameters", b"parameters", "predictors", b"predictors", "prompt", b"prompt", "protocol", b"protocol", "record_id", b"record_id", "request_id", b"request_id", "resumes", b"resumes", "served_model", b"served_model", "shadow_of", b"shadow_of", "span_id", b"span_id", "status", b"status", "text", b"text", "time", b"time", "trace_id", b"trace_id", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__engine_ms: _TypeAlias = _typing.Literal["engine_ms"]  # noqa: Y015
     _WhichOneofArgType__engine_ms: _TypeAlias = _typing.Literal["_engine_ms", b"_engine_ms"]  # noqa: Y015

@@ -667,6 +667,11 @@ class OpenInferenceStub:
                 request_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
                 response_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
                 _registered_method=True)
+        self.Predictors = channel.unary_unary(
+                '/millrace.rest.v1.OpenInference/Predictors',
+                request_serializer=google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
+                response_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+                _registered_method=True)
         self.SharedMemory = channel.unary_unary(
                 '/millrace.rest.v1.OpenInference/SharedMemory',
                 request_serializer=millrace__protos_dot_rest__pb2.SharedMemoryRequest.SerializeToString,
@@ -782,6 +787,13 @@ class OpenInferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Predictors(self, request, context):
+        """Not of the protocol. Every predictor of ours with its models, and how many sequences run and wait at each.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SharedMemory(self, request, context):
         """Not supported: 501.
         """
@@ -875,6 +887,11 @@ def add_OpenInferenceServicer_to_server(servicer, server):
             'WriteLogSettings': grpc.unary_unary_rpc_method_handler(
                     servicer.WriteLogSettings,
                     request_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+                    response_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+            ),
+            'Predictors': grpc.unary_unary_rpc_method_handler(
+                    servicer.Predictors,
+                    request_deserializer=google_dot_protobuf_dot_empty__pb2.Empty.FromString,
                     response_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
             ),
             'SharedMemory': grpc.unary_unary_rpc_method_handler(
@@ -1342,6 +1359,33 @@ class OpenInference:
             target,
             '/millrace.rest.v1.OpenInference/WriteLogSettings',
             google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+            google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Predictors(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.rest.v1.OpenInference/Predictors',
+            google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
             google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
             options,
             channel_credentials,

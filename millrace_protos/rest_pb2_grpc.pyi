@@ -215,6 +215,8 @@ class OpenInferenceStub:
     WriteTraceSetting: _grpc.UnaryUnaryMultiCallable[_rest_pb2.ModelBody, _httpbody_pb2.HttpBody]
     ReadLogSettings: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]
     WriteLogSettings: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    Predictors: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]
+    """Not of the protocol. Every predictor of ours with its models, and how many sequences run and wait at each."""
     SharedMemory: _grpc.UnaryUnaryMultiCallable[_rest_pb2.SharedMemoryRequest, _httpbody_pb2.HttpBody]
     """Not supported: 501."""
 
@@ -242,6 +244,8 @@ class OpenInferenceAsyncStub(OpenInferenceStub):
     WriteTraceSetting: _aio.UnaryUnaryMultiCallable[_rest_pb2.ModelBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     ReadLogSettings: _aio.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     WriteLogSettings: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    Predictors: _aio.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Not of the protocol. Every predictor of ours with its models, and how many sequences run and wait at each."""
     SharedMemory: _aio.UnaryUnaryMultiCallable[_rest_pb2.SharedMemoryRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """Not supported: 501."""
 
@@ -368,6 +372,14 @@ class OpenInferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _httpbody_pb2.HttpBody,
         context: _ServicerContext,
     ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]: ...
+
+    @_abc_1.abstractmethod
+    def Predictors(
+        self,
+        request: _empty_pb2.Empty,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Not of the protocol. Every predictor of ours with its models, and how many sequences run and wait at each."""
 
     @_abc_1.abstractmethod
     def SharedMemory(

@@ -163,6 +163,7 @@ class EndPart(NamedTuple):
     served_model: str
     incomplete: bool
     engine_ms: float | None
+    predictors: Sequence[tuple[str, float]] = ()  # Each with the milliseconds until its first token.
 
 
 LaterPart = RequestPart | InputsPart | ChunkPart | EndPart

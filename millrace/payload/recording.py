@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from millrace.payload.tap import PayloadTap
 
 _BEGIN_WAIT_S = 1.0
+_MAX_PREDICTORS = 8
 _new_tuple = tuple.__new__  # A chunk's part is made without a call of Python's: it is what a stream pays.
 
 
@@ -56,6 +57,7 @@ class Recording:
         self.served_model = ""
         self.prompt_tokens = 0
         self.engine_s: float | None = None
+        self._predictors: list[tuple[str, float]] = []
         self._tokens = 0
         self._id = as_bytes(number)
         self.record_id = as_text(self._id)
@@ -122,6 +124,11 @@ class Recording:
         except Exception:
             self._miss(FAILED, exc_info=True)
 
+    def answered_by(self, predictor: str) -> None:
+        """Notes that the next chunk is the first of a predictor; the last ones are kept."""
+        self._predictors.append((predictor, (time.monotonic() - self._arrived) * 1000))
+        del self._predictors[:-_MAX_PREDICTORS]
+
     def end(
         self,
         status: str,
@@ -157,6 +164,7 @@ class Recording:
                 *(self._ttft_ms, duration_ms, self.resumes, self.fingerprint),
                 *(self.served_model, self._incomplete),
                 None if self.engine_s is None else 1000 * self.engine_s,
+                self._predictors,
             )
         )
 

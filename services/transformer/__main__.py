@@ -115,7 +115,7 @@ async def _serve(settings: TransformerSettings) -> None:
     rest_pb2_grpc.add_TextGenerationServicer_to_server(RestTextGenerationServicer(pipeline, text, bodies), server.grpc)
     openai = OpenAIServicer(pipeline, router, Embedder(router, predictor, tap), bodies, settings.sse_keep_alive)
     rest_pb2_grpc.add_OpenAIServicer_to_server(openai, server.grpc)
-    v2_rest = OpenInferenceServicer(inference, pipeline, bodies, settings.sse_keep_alive)
+    v2_rest = OpenInferenceServicer(inference, pipeline, bodies, links, settings.sse_keep_alive)
     rest_pb2_grpc.add_OpenInferenceServicer_to_server(v2_rest, server.grpc)
     if settings.development:
         development.add_to_server(replicas, server.grpc)

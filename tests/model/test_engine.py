@@ -158,3 +158,21 @@ async def test_an_engine_that_dies_ends_every_request_and_says_so(engine_of):
         await asyncio.wait_for(engine.died(), 10)
     with pytest.raises(NotReadyError):
         engine.submit(request())
+
+
+async def test_a_pace_is_kept_beside_others_that_have_none(engine_of):
+    engine = engine_of(FakeRunner())
+    started = time.monotonic()
+    paced = [engine.submit(request(f"paced {i}", max_tokens=6, pace=100)) for i in range(3)]
+    assert (await read_all(engine.submit(request("other"))))[0] == expected([5, 6], 12)
+    for slot in paced:
+        assert (await read_all(slot))[0] == expected([5, 6], 6)
+    assert time.monotonic() - started >= 5 / 100
+
+
+async def test_a_paced_sequence_that_is_cancelled_ends_before_its_next_token(engine_of):
+    engine = engine_of(FakeRunner(), max_running=1)
+    paced = engine.submit(request("paced", max_tokens=1000, pace=5))
+    await paced.read()
+    paced.cancel()
+    assert (await read_all(engine.submit(request("next"))))[0] == expected([5, 6], 12)

@@ -54,6 +54,7 @@ async def test_a_stream_is_resumed_where_its_weights_are_and_nowhere_else(monkey
     ):
         await until(lambda: links.can_resume(MODEL, "a") and links.can_resume(MODEL, "b"))
         assert links.can_resume(MODEL, "")
+        assert [(link.name, link.address) for link in links.all] == [("predictor-0", first), ("predictor-1", second)]
         assert not links.can_resume(MODEL, "c")
         assert (links.choose(GENERATION, "a").address, links.choose(GENERATION, "b").address) == (first, second)
         with pytest.raises(OtherWeightsError):
@@ -77,6 +78,7 @@ async def test_links_follow_the_addresses_and_a_change_wakes_who_waits(monkeypat
                     await changed.wait()
                 await until(lambda: can_choose(links))
                 assert links.choose(GENERATION, "").address == address
+                assert [link.name for link in links.all] == ["predictor-0"]
             await until(lambda: not can_choose(links))
             known.clear()
             await until(lambda: not links._links)

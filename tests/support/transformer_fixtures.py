@@ -79,7 +79,7 @@ async def transformer(
     servicer = InferenceServicer(inference, catalogue, router, client, asked)
     servicer.add_to_server(server)
     add_OpenAIServicer_to_server(OpenAIServicer(pipeline, router, Embedder(router, client, tap), bodies), server)
-    add_OpenInferenceServicer_to_server(OpenInferenceServicer(servicer, pipeline, bodies), server)
+    add_OpenInferenceServicer_to_server(OpenInferenceServicer(servicer, pipeline, bodies, links), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
 

@@ -22,11 +22,13 @@ def request(deadline=NO_DEADLINE, arrived=None, client="", shadow_of="", **sampl
 
 
 @contextmanager
-def answering(admission, token_s, away=range(0), answers=32, steps=40):
+def answering(admission, token_s, away=range(0), answers=32, steps=40, **sampling):
     """Answers that run side by side until now; half of them have no token in the steps `away`, then are resumed."""
     arrived = time.monotonic() - steps * token_s
     with ExitStack() as stack:
-        admitted = [stack.enter_context(admission.admitted(request(arrived=arrived), MODEL)) for _ in range(answers)]
+        admitted = [
+            stack.enter_context(admission.admitted(request(arrived=arrived, **sampling), MODEL)) for _ in range(answers)
+        ]
         for step in range(steps):
             for answer, one in enumerate(admitted):
                 if answer % 2 or step not in away:
@@ -55,6 +57,12 @@ def test_slow_answers_have_those_refused_that_would_be_late():
         assert is_refused(admission, 5.0)
         assert not is_refused(admission, 500.0)
         assert not is_refused(admission)
+
+
+def test_answers_with_a_pace_do_not_make_others_look_slow():
+    admission = Admission()
+    with answering(admission, token_s=0.2, pace=5):
+        assert not is_refused(admission, 5.0)
 
 
 def test_who_waits_for_nobody_of_its_own_is_not_refused_for_another_client_s_queue():

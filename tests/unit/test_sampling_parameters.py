@@ -36,6 +36,7 @@ from millrace_protos import inference_pb2
         ),
         ({"priority": 2**31}, "priority=2147483648: Input should be less than 2147483648"),
         ({"priority": -(2**31) - 1}, "priority=-2147483649: Input should be greater than or equal to -2147483648"),
+        ({"pace": 4.9}, "pace=4.9: 5 or more is needed: a running sequence holds its place"),
         ({"priority": 0.5}, "priority=0.5: Input should be a valid integer"),
         ({"top_logprobs": 21}, "top_logprobs=21: Input should be less than or equal to 20"),
         (

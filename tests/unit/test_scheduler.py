@@ -268,3 +268,16 @@ def test_places_are_contended_where_more_wait_than_there_are():
     assert scheduler.contended
     step(scheduler)
     assert not scheduler.contended, "the last one would take its place from nobody"
+
+
+def test_what_its_pace_holds_keeps_its_place_and_the_others_go_on():
+    scheduler = scheduler_of(max_running=2)
+    paced, other, waiting = added(scheduler, sequence(), sequence(), sequence())
+    step(scheduler)
+    (row,) = scheduler.schedule(64, held=[paced])
+    assert row.sequence is other
+    assert scheduler.due == [other]
+    scheduler.complete(row)
+    other.append(7)
+    assert [one for one, *_ in step(scheduler)] == [paced, other]
+    assert waiting not in scheduler.running

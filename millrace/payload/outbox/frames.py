@@ -30,7 +30,7 @@ from millrace.payload.parts import (
     is_long,
 )
 from millrace.payload.rules import PayloadRules
-from millrace_protos.millrace_pb2 import PayloadChunk, PayloadRecord, PayloadTensor
+from millrace_protos.millrace_pb2 import PayloadChunk, PayloadRecord, PayloadTensor, PredictorPart
 from millrace_protos.spool_pb2 import Frame
 
 _STRINGS = ("request_id", "model", "prompt", "parameters", "trace_id", "span_id", "client", "call_id", "shadow_of")
@@ -219,6 +219,7 @@ def _end_fields(part: EndPart) -> dict[str, Any]:
         "usage": part.usage,
         "ttft_ms": part.ttft_ms,
         "engine_ms": part.engine_ms,
+        "predictors": [PredictorPart(predictor=name, offset_ms=at_ms) for name, at_ms in part.predictors],
         "text": storable(part.text or ""),
     }
 

@@ -72,6 +72,7 @@ SCHEMA = pa.schema(
         "inputs": pa.list_(_TENSOR),
         "outputs": pa.list_(_TENSOR),
         "resumes": pa.int64(),
+        "predictors": pa.list_(pa.struct({"predictor": pa.string(), "offset_ms": pa.float64()})),
         "client": pa.string(),
         "incomplete": pa.bool_(),
         "call_id": pa.string(),

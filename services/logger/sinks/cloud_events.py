@@ -38,7 +38,7 @@ _RESPONSE = (
     *_RESPONSE_CONTENT,
     *("finish_reason", "status", "message", "failed_hop"),
     *("prompt_tokens", "cached_tokens", "completion_tokens"),
-    *("ttft_ms", "duration_ms", "engine_ms", "resumes", "incomplete"),
+    *("ttft_ms", "duration_ms", "engine_ms", "resumes", "predictors", "incomplete"),
 )
 # The maximum length of a caller's value in a header: a sink might refuse an event with a longer one.
 _MAX_HEADER_CHARACTERS = 256

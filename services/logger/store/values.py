@@ -41,6 +41,7 @@ def row(record: PayloadRecord) -> dict[str, Any]:
         "inputs": _tensors(record.inputs),
         "outputs": _tensors(record.outputs),
         "resumes": record.resumes,
+        "predictors": [{"predictor": part.predictor, "offset_ms": part.offset_ms} for part in record.predictors],
         "client": record.client,
         "incomplete": record.incomplete,
         "call_id": record.call_id,

@@ -38,6 +38,12 @@ def build_engine(
     """Builds and starts the engine of a generation model; raises StartupError. For `flush` see engine.py."""
     shape = cache_shape(model)
     context, blocks = plan_memory(name, model, shape, settings)
+    # Before a runner packs the weights in a form of its own.
+    size = {
+        "parameter_count": str(sum(tensor.numel() for tensor in model.parameters())),
+        "weights_bytes": str(sum(tensor.numel() * tensor.itemsize for tensor in model.parameters())),
+        "cache_bytes": str(blocks * BLOCK_TOKENS * shape.bytes_per_token),
+    }
     vocabulary = model.get_input_embeddings().num_embeddings
     with torch.inference_mode():
         runner = _choose_runner(name, model, shape, blocks, vocabulary, settings.cuda_graphs)
@@ -48,7 +54,7 @@ def build_engine(
         settings.step_tokens,
         runner.reuses_prefixes,
     )
-    return ContinuousBatchingEngine(
+    engine = ContinuousBatchingEngine(
         name,
         runner,
         scheduler,
@@ -58,6 +64,8 @@ def build_engine(
         settings.step_timeout,
         flush,
     )
+    engine.description |= size
+    return engine
 
 
 def _choose_runner(

@@ -13,11 +13,13 @@ and when the queue is full, the client with the most in it gives way.
 An isolated sequence (`alone`) waits for its turn like any other. From the step in which its computation begins until
 its next token, or its end, it has every step to itself: the others keep their blocks and wait. Between two isolated
 sequences the others have a step.
+
+A sequence with a pace (`SamplingParameters.pace`) that has its next token later keeps its place, and rows leave it out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from services.predictor.engine.state.blocks import BlockManager
 from services.predictor.engine.state.in_flight import InFlight
@@ -41,6 +43,7 @@ class Scheduler(InFlight):
         self._took_slot = False  # Whether this step has preempted a sequence for another client's.
         self._left_out = False  # Whether the latest step left out the rows of clients.
         self._scores_left = 0  # Prompt positions that this step can still score.
+        self._held: Collection[Sequence] = ()  # Left out of this step by their pace.
 
     def prompts(self, streams: int) -> int:
         """The number of sequences with more to compute: running ones, and waiting ones for which there is a slot.
@@ -81,10 +84,15 @@ class Scheduler(InFlight):
         if alone is not None:
             return [alone]
         oldest = self.running[0] if self.running and not self._shares.competing else None
-        return [sequence for sequence in self.running if sequence is oldest or sequence.remaining == 1]
+        due = [sequence for sequence in self.running if sequence is oldest or sequence.remaining == 1]
+        return [sequence for sequence in due if sequence not in self._held] if self._held else due
 
-    def schedule(self, prefill_tokens: int) -> list[Row]:
-        """The rows of the next step: an isolated sequence, or all that decode and up to `prefill_tokens` of prompts."""
+    def schedule(self, prefill_tokens: int, held: Collection[Sequence] = ()) -> list[Row]:
+        """The rows of the next step: an isolated sequence, or all that decode and up to `prefill_tokens` of prompts.
+
+        `held`: sequences whose pace does not allow the next token yet; what decodes is left out if it is one of them.
+        """
+        self._held = held
         rows: dict[Sequence, Row] = {}
         self._scores_left = _MAX_SCORED
         self._took_slot = False
@@ -135,7 +143,7 @@ class Scheduler(InFlight):
         """Plans what decodes, then prompts; without clients that rest. Returns whether there are prompts."""
         left_out = 0
         for sequence in list(self.running):
-            if sequence.remaining == 1:
+            if sequence.remaining == 1 and sequence not in self._held:
                 if resting and sequence.request.client in resting:
                     left_out += 1
                 else:

@@ -41,7 +41,7 @@ class Admission:
             message = "too many requests are in progress to answer this one before its deadline"
             raise OverloadedError(message, retry_after_ms=int(1000 * retry_after_s))
         load.began(client)
-        generation = AdmittedGeneration(load, client, request.call.arrived)
+        generation = AdmittedGeneration(load, client, request.call.arrived, bool(request.sampling.get("pace")))
         try:
             yield generation
         finally:
@@ -59,12 +59,13 @@ class Admission:
 
 
 class AdmittedGeneration:
-    """One generation, as its model's load estimate sees it."""
+    """One generation, as its model's load estimate sees it; one with a pace does not show the model's speed."""
 
-    def __init__(self, load: LoadEstimate, client: Client, arrived: float) -> None:
+    def __init__(self, load: LoadEstimate, client: Client, arrived: float, has_pace: bool = False) -> None:
         self._load = load
         self._client = client
         self._arrived = arrived
+        self._has_pace = has_pace
         self._tokens = 0
         self._latest_s: float | None = None  # Since the arrival.
         self._ended = False
@@ -73,7 +74,7 @@ class AdmittedGeneration:
         """Measures a chunk that has come; the gap before a resumed answer is excluded."""
         if self._latest_s is None:
             self._load.first_token(chunk.elapsed_s, self._client)
-        elif not chunk.resumed:
+        elif not (chunk.resumed or self._has_pace):
             gap_s = chunk.elapsed_s - self._latest_s
             self._load.more_tokens(len(chunk.token_ids), gap_s, self._arrived + chunk.elapsed_s)
         self._latest_s = chunk.elapsed_s

@@ -57,6 +57,8 @@ class RecordedGeneration:
         recording = self._recording
         if chunk.resumed:
             recording.resumes += 1
+        if chunk.predictor:
+            recording.answered_by(chunk.predictor)
         recording.fingerprint = chunk.fingerprint
         recording.prompt_tokens = chunk.prompt_tokens
         recording.engine_s = chunk.engine_s

@@ -156,6 +156,7 @@ def describe(model: TextModel) -> ModelDescription:
     parameters = {
         "context_length": str(model.limits.context_length),
         "chat_template": str(model.tokenizer.has_chat_template).lower(),
+        **model.facts,
     }
     if model.fingerprint:
         parameters[FINGERPRINT] = model.fingerprint

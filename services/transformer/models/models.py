@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from millrace.sampling import ContextLimits, SamplingParameters
 from services.transformer.models.processors import RunningProcessor
@@ -30,6 +30,7 @@ class TextModel:
     versions: Sequence[str] = (VERSION,)
     fingerprint: str = ""  # Of its weights; "" if the predictor reports none.
     scores_prompts: bool = False
+    facts: Mapping[str, str] = field(default_factory=dict)  # See predictors/descriptions.py.
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ def model_of(name: str, described: PredictorModel, text: ModelText) -> TextModel
         versions=described.versions or (VERSION,),
         fingerprint=described.fingerprint,
         scores_prompts=described.scores_prompts,
+        facts=described.facts,
     )
 
 

@@ -5,8 +5,8 @@ Another server need not have ModelConfig, nor our parameters in it: missing valu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from millrace.oip.model_description import FINGERPRINT, INPUT_IDS, OUTPUT_IDS
 from millrace.oip.prompt_logprobs import OUTPUTS as PROMPT_OUTPUTS
@@ -28,11 +28,14 @@ class Dialect:
 
 OURS = Dialect()
 
+# What a predictor of ours says of how it runs a model; passed on to callers.
+FACTS = ("architecture", "device", "dtype", "runner", "parameter_count", "weights_bytes", "cache_bytes")
+
 
 @dataclass(frozen=True)
 class PredictorModel:
-    """One model at a predictor; `source` is a folder or hub id as `MODELS` names it, `fingerprint` that of its weights.
-    Without `streams` it cannot stream token ids."""
+    """One model at a predictor; `source` is a folder or hub id as `MODELS` names it, `fingerprint` that of its weights,
+    `facts` are those of FACTS that it states. Without `streams` it cannot stream token ids."""
 
     name: str
     versions: Sequence[str]
@@ -44,6 +47,7 @@ class PredictorModel:
     fingerprint: str = ""
     dialect: Dialect = OURS
     streams: bool = True
+    facts: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def makes_ids(self) -> bool:
@@ -87,6 +91,7 @@ def described(
         fingerprint=parameters.get(FINGERPRINT, ""),
         dialect=OURS if is_ours else _dialect(metadata),
         streams=streams,
+        facts={name: parameters[name] for name in FACTS if name in parameters} if is_ours else {},
     )
 
 

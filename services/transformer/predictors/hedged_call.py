@@ -50,6 +50,11 @@ class HedgedCall:
         return next((runner.call.fingerprint for runner in self._runners if runner.call.is_accepted), "")
 
     @property
+    def predictor(self) -> str:
+        """The name of the predictor that has computed it for longest."""
+        return self._runners[0].call.predictor
+
+    @property
     def is_leaving(self) -> bool:
         """Every predictor that computes it is about to stop."""
         return all(runner.call.is_leaving for runner in self._runners)

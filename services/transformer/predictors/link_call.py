@@ -56,6 +56,11 @@ class LinkCall:
         """The predictor is about to stop."""
         return self.link is not None and self.link.is_leaving
 
+    @property
+    def predictor(self) -> str:
+        """The name of the predictor."""
+        return "" if self.link is None else self.link.name
+
     async def read(self) -> TokenChunk | None:
         """The new tokens, once there are as many as the request asks for; None: none, but the call's state has changed.
 

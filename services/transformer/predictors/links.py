@@ -40,10 +40,14 @@ _FOREIGN_PAUSE_S = 5.0  # A server that does not know the method.
 
 
 class PredictorLink:
-    """See the module. `links` is notified of changes; `loads` has the models that are ready at this predictor."""
+    """See the module. `links` is notified of changes; `loads` has the models that are ready at this predictor.
 
-    def __init__(self, address: str, silence_limit_s: float, links: Links) -> None:
+    `name` is what callers see of it.
+    """
+
+    def __init__(self, address: str, name: str, silence_limit_s: float, links: Links) -> None:
         self.address = address
+        self.name = name
         self.loads: Mapping[str, pb.EngineLoad] = {}
         self.is_leaving = False
         self._catching_up: list[LinkCall] = []
@@ -214,6 +218,11 @@ class Links:
         # Set, and replaced, when the models of a predictor or their weights change, or it begins to leave.
         self.changed = asyncio.Event()
 
+    @property
+    def all(self) -> list[PredictorLink]:
+        """The links in the order of their names."""
+        return sorted(self._links.values(), key=lambda link: (len(link.name), link.name))
+
     async def run(self) -> None:
         """Keeps the links in accordance with the addresses, until cancelled."""
         try:
@@ -262,11 +271,16 @@ class Links:
             for link in self._links.values()
         )
 
+    def _free_name(self) -> str:
+        """The first of predictor-0, predictor-1, … that no link has."""
+        taken = {link.name for link in self._links.values()}
+        return next(name for number in count() if (name := f"predictor-{number}") not in taken)
+
     async def _follow_addresses(self) -> None:
         addresses = await resolved_addresses(self._addresses)
         for address in addresses:
             if address not in self._links:
-                self._links[address] = PredictorLink(address, self._silence_limit_s, self)
+                self._links[address] = PredictorLink(address, self._free_name(), self._silence_limit_s, self)
         for address in [address for address in self._links if address not in addresses]:
             # A name may be missing for a moment; calls in flight continue.
             if self._links[address].is_idle and not self._links[address].loads:

@@ -33,7 +33,7 @@ class OipCall:
     """See the module. Such a call resumes nothing."""
 
     is_accepted = runs_alone = is_leaving = False
-    fingerprint = ""
+    fingerprint = predictor = ""
 
     def __init__(
         self,

@@ -237,6 +237,8 @@ class TokenStream:
         progress = self._progress
         if self._call is not None:
             self._follow(self._call)
+            if self._is_resume or not progress.output_ids:
+                chunk.predictor = self._call.predictor
         self._end_isolation()  # It has run in isolation without a crash.
         progress.take(chunk)
         self._backoff.reset()

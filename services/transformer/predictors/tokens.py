@@ -36,7 +36,8 @@ class TokenChunk:
 
     `cached_tokens` is the number of prompt tokens that needed no computation, if it is known. `prompt` is in the first
     chunk with tokens, if requested. `fingerprint` is that of the weights. `resumed` marks the first chunk after another
-    call has resumed the answer. `engine_s` is how long engines have worked for the answer so far, None if unknown.
+    call has resumed the answer; this one and the very first have the name of their `predictor`. `engine_s` is how long
+    engines have worked for the answer so far, None if unknown.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -48,4 +49,5 @@ class TokenChunk:
     fingerprint: str = ""
     prompt: PromptLogprobs | None = None
     resumed: bool = False
+    predictor: str = ""
     engine_s: float | None = None

@@ -62,6 +62,7 @@ class Sequence:
         self.state: Any = None  # A model runner's own state of it; discarded with its blocks.
         self.alone = request.alone  # Until its next token.
         self.alone_is_announced = False
+        self.due_at = 0.0  # When its pace allows the next token.
         self.timeline = slot.timeline
         self.timeline.submitted = time.monotonic()
         self.to_score = 0 if request.prompt_logprobs is None else len(request.input_ids) - 1
@@ -165,6 +166,8 @@ class Sequence:
         self._deadline = self.request.deadline
         self.ids.append(token_id)
         self.output_ids.append(token_id)
+        if pace := self.request.sampling.pace:
+            self.due_at = time.monotonic() + 1 / pace
         return reason
 
 

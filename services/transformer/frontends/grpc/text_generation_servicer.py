@@ -107,6 +107,8 @@ def _response(chunk: TextChunk) -> pb.GenerateResponse:
         response.top_logprobs.add(token_ids=[token_id for token_id, _ in top], logprobs=[value for _, value in top])
     if chunk.finish_reason is not None:
         response.finish_reason = chunk.finish_reason
+    if chunk.predictor:
+        response.predictor = chunk.predictor
     if chunk.usage is not None:
         response.usage.CopyFrom(chunk.usage)
     return response

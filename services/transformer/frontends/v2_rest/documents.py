@@ -16,13 +16,32 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from millrace.clients import Client
 from millrace.errors import InvalidRequestError, TooLargeError
 from millrace.oip.json_text import load_object
 from millrace_protos import inference_pb2 as pb
+from services.transformer.predictors.links import PredictorLink
 
 MAX_DOCUMENT_BYTES = 64 * 1024  # More than any settings take; parsed on the event loop.
 _FILE = "file:"
 _TRACE_LEVEL = "trace_level"
+
+
+def predictor(link: PredictorLink, client: Client) -> dict[str, Any]:
+    """A predictor of ours; for each model that is ready there and that the client may use, its latest report of the
+    load."""
+    models = [
+        {
+            "model": load.model,
+            "running": load.running,
+            "waiting": load.waiting,
+            "waiting_tokens": load.waiting_tokens,
+            "cache_free": round(load.cache_free, 4),
+        }
+        for load in link.loads.values()
+        if client.may_use(load.model)
+    ]
+    return {"name": link.name, "ready": bool(link.loads), "leaving": link.is_leaving, "models": models}
 
 
 def plain(message: Message, unset: bool = False) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from services.transformer.frontends.v2_rest.infer_body import (
 )
 from services.transformer.generation.pipeline import Pipeline
 from services.transformer.inference.request import InferRequest
+from services.transformer.predictors.links import Links
 from services.transformer.processes.body_processes import SMALL_BYTES, BodyProcesses
 
 _SERVICE = "millrace.rest.v1.OpenInference"
@@ -57,15 +58,21 @@ def v2_error(error: MillraceError) -> dict[str, Any]:
 
 
 class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
-    """After `keep_alive_s` of silence a stream of events gets a comment; 0: never."""
+    """After `keep_alive_s` of silence a stream of events gets a comment; 0: never. `links` are the predictors."""
 
     def __init__(
-        self, inference: InferenceServicer, pipeline: Pipeline, bodies: BodyProcesses, keep_alive_s: float = 15.0
+        self,
+        inference: InferenceServicer,
+        pipeline: Pipeline,
+        bodies: BodyProcesses,
+        links: Links,
+        keep_alive_s: float = 15.0,
     ) -> None:
         self._keep_alive_s = keep_alive_s
         self._inference = inference
         self._pipeline = pipeline
         self._bodies = bodies
+        self._links = links
 
     # ------------------------------------------------------------------ the server and its models
 
@@ -205,6 +212,10 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
         message = documents.unload_request(request.model, request.body.data)
         await self._inference.RepositoryModelUnload(message, context)
         return json_body({})
+
+    async def Predictors(self, request: Empty, context: Context) -> HttpBody:
+        client = call_context(context, f"{_SERVICE}/Predictors").client
+        return json_body({"predictors": [documents.predictor(link, client) for link in self._links.all]})
 
     async def ReadTraceSetting(self, request: ModelRequest, context: Context) -> HttpBody:
         answer = await self._inference.TraceSetting(pb.TraceSettingRequest(model_name=request.model), context)
