@@ -170,7 +170,7 @@ async def slow_readers(target: Target) -> None:
     request = millrace_pb2.GenerateRequest(model="storyteller", prompt="Once", max_tokens=64, ignore_eos=True)
     message = request.SerializeToString()
     data = b"\0" + len(message).to_bytes(4) + message
-    script = _literal({":method": "GET", ":scheme": "http", ":path": "/playground/script.js", ":authority": "gateway"})
+    script = _literal({":method": "GET", ":scheme": "http", ":path": "/playground/record.js", ":authority": "gateway"})
 
     async def one() -> None:
         connection = await Connection.http2(target, window=0)

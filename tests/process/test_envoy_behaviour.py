@@ -434,7 +434,7 @@ async def test_a_page_of_another_origin_may_not(gateway: Gateway, lonely_gateway
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("", "html"), ("playground/script.js", "javascript"), ("playground/style.css", "css")]
+    ("name", "kind"), [("", "html"), ("playground/main.js", "javascript"), ("playground/style.css", "css")]
 )
 async def test_the_page_is_served_and_may_run_nothing_but_its_own(gateway: Gateway, name: str, kind: str) -> None:
     answer = await gateway.request("GET", f"/{name}")

@@ -20,7 +20,7 @@ from tests.waiting import until
 GRPC = "application/grpc"
 ADMIN, USER, STRANGER, BRIEF = ("mr-" + secrets.token_urlsafe(32) for _ in range(4))
 LONGEST = "k" * 512  # Of several blocks of SHA-256.
-OPEN_PATHS = ["/", "/playground/script.js", "/v2/health/ready", "/v2/health/live", "/health"]
+OPEN_PATHS = ["/", "/playground/main.js", "/v2/health/ready", "/v2/health/live", "/health"]
 OPEN_METHODS = ["/grpc.health.v1.Health/Check", "/inference.GRPCInferenceService/ServerReady"]
 SETTINGS = [
     "/inference.GRPCInferenceService/RepositoryModelLoad",

@@ -82,7 +82,7 @@ async def test_every_protocol_is_served(gateway: Gateway, folder: Path) -> None:
     status, body = await ask("POST", OPENAI, b"{}", x_forwarded_proto="http")
     assert json.loads(body)["metadata"]["x-forwarded-proto"] == "https"
     assert (await ask("POST", OPENAI, b"{}", origin="https://evil.example"))[0] == 403
-    assert (await ask("GET", "/"))[0] == (await ask("GET", "/playground/script.js"))[0] == 200
+    assert (await ask("GET", "/"))[0] == (await ask("GET", "/playground/main.js"))[0] == 200
     status, body = await ask("GET", "/v2/health/ready")
     assert (status, json.loads(body)) == (503, {"error": 'model "a" is loading'})
 

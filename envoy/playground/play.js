@@ -1,0 +1,178 @@
+// The tab Play: sends what the form says and shows the answers; stops them, kills their predictor, and repeats examples.
+
+import { Answer } from "./answer.js";
+import { Failure, lines, post } from "./calls.js";
+import { announce, byId, button, make, showFailure } from "./dom.js";
+import { fill, isChat, listModels, requestOf, startForm } from "./form.js";
+import { Crowd, MOST } from "./crowd.js";
+import { settings } from "./settings.js";
+import { look, onLook } from "./status.js";
+import { followUsage } from "./usage.js";
+
+const TURNS = 100; // Exchanges that stay on the page.
+const ENDLESS_ROUNDS = 30;
+const ENDLESS_TOKENS = 800;
+
+let running = null; // The AbortController of what is generated now.
+let shown = null; // The answer or the crowd of it.
+let turns = []; // The messages of the chat so far, without the system's.
+const transcript = byId("transcript");
+
+function append(...elements) {
+  const turn = make("article", { className: "turn" }, ...elements);
+  byId("welcome").hidden = true;
+  transcript.append(turn);
+  while (transcript.querySelectorAll(".turn").length > TURNS) transcript.querySelector(".turn").remove();
+  transcript.scrollTop = transcript.scrollHeight;
+}
+
+const isAtEnd = () => transcript.scrollTop + transcript.clientHeight >= transcript.scrollHeight - 40;
+
+/** Runs work that generates, one at a time; the buttons fit to it. */
+async function generating(work) {
+  if (running) return;
+  running = new AbortController();
+  showFailure(byId("error"), null);
+  setRunning(true);
+  try {
+    await work(running.signal);
+  } finally {
+    running = shown = null;
+    setRunning(false);
+    look();
+    followUsage();
+  }
+}
+
+function setRunning(isRunning) {
+  byId("generate").disabled = isRunning;
+  byId("generate").hidden = isRunning;
+  byId("stop").disabled = byId("stop").hidden = !isRunning;
+  byId("kill").hidden = !settings.development;
+  byId("kill").disabled = true;
+  for (const each of byId("demos").querySelectorAll("button")) each.disabled = isRunning;
+}
+
+/** Streams the answer to a request; returns whether it came to its end. */
+async function stream(request, signal, before = []) {
+  const answer = (shown = new Answer(request));
+  append(...before, answer.element);
+  try {
+    const response = await post("/millrace/v1/generate", request, { signal });
+    answer.head(response.headers);
+    byId("kill").disabled = false;
+    for await (const chunk of lines(response)) {
+      const wasAtEnd = isAtEnd();
+      answer.add(chunk);
+      if (wasAtEnd) transcript.scrollTop = transcript.scrollHeight;
+    }
+    if (!answer.ended) throw new Failure("The stream broke off before its end.", 502);
+    announce(answer.text);
+    return answer;
+  } catch (error) {
+    if (error.name === "AbortError") answer.end("stopped by you");
+    else fail(answer, error);
+    return null;
+  } finally {
+    byId("kill").disabled = true;
+  }
+}
+
+/** An error is shown with the form, and with the answer where that had begun. */
+function fail(answer, error) {
+  showFailure(byId("error"), error);
+  answer.end(answer.tokens ? "an error" : "an error before the first token");
+}
+
+async function send(text) {
+  await generating(async (signal) => {
+    const request = requestOf(text, turns);
+    const asked = isChat() ? [make("div", { className: "asked" }, text)] : [];
+    if (isChat()) byId("prompt").value = "";
+    const answer = await stream(request, signal, asked);
+    if (!request.messages) return;
+    if (answer) turns.push({ role: "user", content: text }, { role: "assistant", content: answer.text });
+    else byId("prompt").value ||= text;
+    byId("new-chat").hidden = turns.length === 0;
+  });
+}
+
+/** A story that does not end: what comes at a reader's pace leaves time to watch, and to kill. */
+async function endless() {
+  byId("pace").value = "20";
+  const text = byId("prompt").value || "Once upon a time";
+  await generating(async (signal) => {
+    for (let round = 0; round < ENDLESS_ROUNDS && !signal.aborted; round++) {
+      const request = { ...requestOf(text, []), pace: Number(byId("pace").value) || 20, max_tokens: ENDLESS_TOKENS };
+      if ((await stream(request, signal)) === null) return;
+    }
+  });
+}
+
+/** The same request sixteen times at once: their tokens are made in the same steps. */
+async function crowd() {
+  const text = byId("prompt").value || turns.findLast(({ role }) => role === "user")?.content || "Once upon a time";
+  await generating(async (signal) => {
+    const many = (shown = new Crowd(requestOf(text, [])));
+    append(many.element);
+    try {
+      await many.run(signal, () => (byId("kill").disabled = false));
+    } catch (error) {
+      if (error.name !== "AbortError") showFailure(byId("error"), error);
+    }
+  });
+}
+
+async function kill() {
+  byId("kill").disabled = true;
+  const answer = shown;
+  try {
+    // A page of another origin cannot send this header.
+    const headers = { "x-millrace-development": "true" };
+    answer.killed = true; // The next mark says so.
+    await post("/millrace/v1/development/kill", { request_id: answer.requestId }, { headers });
+    answer.pause();
+  } catch (error) {
+    answer.killed = false;
+    showFailure(byId("error"), error);
+  } finally {
+    byId("kill").disabled = !running;
+  }
+}
+
+/** Sends a request of the log again; returns why not, if it cannot. */
+export function replay(request) {
+  if (running) return "an answer is being generated";
+  const why = fill(request);
+  if (why) return why;
+  turns = request.messages?.filter(({ role }) => role !== "system").slice(0, -1) ?? [];
+  location.hash = "#play";
+  send(byId("prompt").value);
+  return "";
+}
+
+function newChat() {
+  turns = [];
+  transcript.querySelectorAll(".turn").forEach((turn) => turn.remove());
+  byId("welcome").hidden = false;
+  byId("new-chat").hidden = true;
+  byId("prompt").focus();
+}
+
+/** Begins: the form's buttons, and the models as they become ready. */
+export function startPlay() {
+  startForm(() => turns);
+  byId("request").addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (byId("prompt").value.trim()) send(byId("prompt").value);
+  });
+  byId("stop").addEventListener("click", () => running?.abort());
+  byId("kill").addEventListener("click", kill);
+  byId("new-chat").addEventListener("click", newChat);
+  byId("demos").append(
+    button("Endless, 20 tokens/s", endless, { className: "chip", id: "endless" }),
+    button(`The same, ${MOST} at once`, crowd, { className: "chip", id: "crowd" }),
+  );
+  onLook(listModels);
+  setRunning(false);
+}
