@@ -36,7 +36,7 @@ function clients(model) {
     ].join("\n")],
     ["Triton's REST, KServe", "", `curl ${hasKey ? '-H "authorization: Bearer $MILLRACE_KEY" ' : ""}${origin}/v2/models/${model}/generate \\\n` +
       `  -d '{"text_input": "${PROMPT}", "max_tokens": 60}'`],
-    ["On the terminal", "From a checkout of Millrace.", `.venv/bin/millrace chat ${model}\n.venv/bin/millrace log --follow`],
+    ["On the terminal", "From a checkout of Millrace.", `.venv/bin/millrace chat --model ${model}\n.venv/bin/millrace log --follow`],
   ];
 }
 

@@ -37,7 +37,8 @@ async function lookOnce() {
     stack.trouble = "";
     await Promise.all([readStates(), readPredictors()]);
     if (stack.ready) await readModels();
-    else stack.trouble = whatIsLoading();
+    if (stack.models?.length === 0) stack.trouble = "No text model is loaded: the tab Models loads one.";
+    if (!stack.ready) stack.trouble = whatIsLoading();
   } catch (error) {
     stack.ready = false;
     stack.trouble = `${error.message} ${error.advice ?? ""}`;

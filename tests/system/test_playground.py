@@ -1,193 +1,250 @@
-"""The page at `/` in a real browser, headless: it streams, stops, tells errors and follows the log.
+"""What the playground shows: it is opened before the stack is ready, streams, and stops; its predictor is killed, the
+record has the pause, and the call's code gives the same text; errors have an advice.
 
-Screenshots are left in `.run/screenshots`. Without Chromium (Debian's package `chromium`) the tests are skipped.
+Of the four screens (wide or a phone, light or dark) `make test` takes one; FULL=1 all. Findings of axe fail a test
+where axe is installed. Screenshots are left in `.run/screenshots`.
 """
 
+import asyncio
+import json
 import re
-import shutil
+from itertools import pairwise
 
 import pytest
 import pytest_asyncio
-from playwright.async_api import async_playwright, expect
+from playwright.async_api import expect
 
+from runner.free_ports import free_settings
 from runner.settings import ROOT
-from tests.system.calls import generate, rest
-from tests.system.gated_stack import gated_stack
+from runner.stack import Stack
+from tests.system.calls import generate
+from tests.system.playground_page import (
+    PHONE,
+    TABS,
+    WIDE,
+    browser,
+    check_accessibility,
+    copied_code,
+    figure,
+    is_served,
+    needs_browser,
+    open_page,
+    output_of,
+    own_text,
+    screenshot,
+)
 from tests.waiting import until
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-SCREENSHOTS = ROOT / ".run" / "screenshots"
-TOKENS = 6
+__all__ = ["browser", "open_page"]  # Fixtures.
+
+TOKENS, PACE = 30, 20
+CLIENTS_PYTHON = ROOT / ".venv-clients" / "bin" / "python"
+MARK = re.compile(r"⚡ (predictor-\d) killed · continued on (predictor-\d) after [\d.]+ m?s")
 HOSTILE = "<img src=x onerror=document.title='broken'>"
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no browser here (Debian's package chromium)")
+pytestmark = needs_browser
 
 
 @pytest_asyncio.fixture(scope="module")
-async def gated(tmp_path_factory):
-    """A stack whose model makes a token for each call of the second value; each test uses up what it lets be made."""
-    overrides = {"gateway_trace_page": "http://traces.example/trace/", "development": True}
-    # The only predictor may take long to come back where the machine is busy.
-    patient = {"TRANSFORMER_PREDICTOR_START_WAIT": "90"}
-    async with gated_stack(tmp_path_factory.mktemp("gated"), overrides, transformer=patient) as (stack, let_be_made):
-        yield stack, lambda: let_be_made(1)
+async def demo(tmp_path_factory):
+    """A stack that is starting: two predictors, development mode."""
+    folder = tmp_path_factory.mktemp("demo")
+    overrides = {"models": "storyteller=models/storyteller", "predictors": 2, "development": True}
+    settings = free_settings(folder, **overrides, gateway_trace_page="http://traces.example/trace/")
+    stack = Stack(settings)
+    await stack.start()
+    try:
+        yield stack
+    finally:
+        await stack.stop()
 
 
-@pytest_asyncio.fixture(scope="module")
-async def browser():
-    async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=CHROMIUM)
-        yield browser
-        await browser.close()
+async def test_a_page_that_was_opened_too_early_comes_alive(demo, open_page):
+    await until(lambda: is_served(demo))
+    page = await open_page(demo.gateway, is_ready=False)
+    await expect(page.locator("#state")).to_have_text(re.compile("loading|not reachable"))
+    await expect(page.locator("#trouble")).to_contain_text(re.compile("starting|Not ready yet|does not answer"))
+    await expect(page.locator("#state")).to_have_text("ready", timeout=60_000)
+    await expect(page.locator("#trouble")).to_be_hidden()
+    await expect(page.locator("#state-models")).to_have_text("1 model")
+    await expect(page.locator("#model option")).to_have_text("storyteller")
 
 
-@pytest.fixture
-async def open_page(browser):
-    """Opens a gateway's page; fails the test where the page's script or policy complained."""
-    complaints, contexts = [], []
-
-    async def open_at(gateway):
-        contexts.append(await browser.new_context(viewport={"width": 1000, "height": 900}))
-        page = await contexts[-1].new_page()
-        page.set_default_timeout(15_000)
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on(
-            "console",
-            lambda message: complaints.append(message.text) if "Content Security" in message.text else None,
-        )
-        await page.goto(f"http://{gateway}/")
-        await expect(page.locator("#model option")).not_to_have_count(0)
-        return page
-
-    yield open_at
-    for context in contexts:
-        await context.close()
-    assert complaints == []
-
-
-async def screenshot(page, name):
-    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    for scheme in ("light", "dark"):
-        await page.emulate_media(color_scheme=scheme)
-        path = SCREENSHOTS / f"playground-{name}-{scheme}.png"
-        await page.screenshot(path=path, full_page=True)
-        print(f"screenshot: {path}")
-
-
-async def test_tokens_appear_one_by_one_as_the_model_makes_them(gated, open_page):
-    stack, let_one_token_be_made = gated
-    page = await open_page(stack.gateway)
-    assert await page.locator("#model option").all_text_contents() == ["storyteller"]
-    await page.fill("[name=max_tokens]", str(TOKENS))
-    await page.fill("[name=temperature]", "0")
+async def test_tokens_appear_one_by_one_and_their_record_in_the_log(demo, open_page):
+    await demo.wait_ready(timeout_s=60)
+    page = await open_page(demo.gateway)
+    await page.fill("[name=max_tokens]", "6")
+    await page.select_option("#pace", "20")
+    await page.evaluate(
+        """() => { window.texts = []; new MutationObserver(() =>
+               texts.push(document.querySelector(".answer .text")?.textContent ?? "")
+           ).observe(document.querySelector("#transcript"), { subtree: true, childList: true }); }"""
+    )
     await page.click("#generate")
-    answer, texts = page.locator("#answer"), [""]
-    for made in range(1, TOKENS + 1):
-        let_one_token_be_made()
-        # The model stands still: what is shown is what it has made, and no more will come.
-        await expect(page.locator("#tokens")).to_have_text(str(made))
-        texts.append(await answer.text_content())
-        assert texts[-1].startswith(texts[-2])
-    assert len(set(texts)) > TOKENS / 2
-    await expect(page.locator("#finish")).to_have_text("max tokens")
-    await expect(page.locator("#ttft")).to_have_text(re.compile(r"\d+ ms"))
-    await expect(page.locator("#rate")).to_have_text(re.compile(r"[\d.]+"))
-    trace = await page.text_content("#trace")
-    assert await page.get_attribute("#trace a", "href") == f"http://traces.example/trace/{trace}"
-    await screenshot(page, "answer")
+    await expect(figure(page, "finish")).to_have_text("max tokens")
+    texts = list(dict.fromkeys(await page.evaluate("texts")))
+    assert len(texts) > 4
+    assert all(after.startswith(before) for before, after in pairwise(texts))
+    await expect(page.locator(".answer .bars rect")).to_have_count(6)
+    await expect(figure(page, "tokens")).to_have_text("6")
+    await expect(figure(page, "ttft")).to_have_text(re.compile(r"\d+ ms"))
+    trace = page.locator("[data-fact=trace] a")
+    trace_id = await trace.text_content()
+    assert await trace.get_attribute("href") == f"http://traces.example/trace/{trace_id}"
 
-    # The record of it is in the log, under the id and the trace that the page showed.
-    await page.click("#tab-log")
-    row = page.locator("#records tr", has_text=trace)
+    # The record of it is in the log, with the trace that the page showed.
+    await page.click("#tab-requests")
+    row = page.locator("#records tr", has_text=(await own_text(page)).strip()).first
     await expect(row).to_contain_text("Once upon a time")
-    await expect(row).to_contain_text(texts[-1].strip())
     await expect(row).to_contain_text("OK")
+    await row.click()
+    await expect(page.locator("#record")).to_contain_text(trace_id)
+    await page.click("text=All requests")
 
     # A request of somebody else's shows up by itself, and what it says is text.
     await expect(page.locator("#log-state")).to_contain_text("Following")
-    let_one_token_be_made()
-    await generate(stack.gateway, model="storyteller", prompt=HOSTILE, max_tokens=1)
+    await generate(demo.gateway, model="storyteller", prompt=HOSTILE, max_tokens=1)
     await expect(page.locator("#records tr").first).to_contain_text(HOSTILE)
     assert await page.locator("img").count() == 0
     assert await page.title() == "Millrace playground"
-    await screenshot(page, "log")
 
 
-async def test_stop_ends_the_generation_where_it_is_made(gated, open_page):
-    stack, let_one_token_be_made = gated
-    page = await open_page(stack.gateway)
+async def test_stop_ends_the_generation_where_it_is_made(demo, open_page):
+    await demo.wait_ready(timeout_s=60)
+    page = await open_page(demo.gateway)
     await page.fill("#prompt", "To be stopped")
+    await page.select_option("#pace", "5")
     await page.click("#generate")
-    let_one_token_be_made()
-    await expect(page.locator("#tokens")).to_have_text("1")
+    await expect(figure(page, "tokens")).to_have_text(re.compile(r"\d"))
     await page.click("#stop")
-    await expect(page.locator("#finish")).to_have_text("stopped by you")
+    await expect(figure(page, "finish")).to_have_text("stopped by you")
     await expect(page.locator("#generate")).to_be_enabled()
-    await page.click("#tab-log")
-    await page.fill("#filters [name=status]", "CANCELLED")
-    await page.click("#filters button")
+    await page.click("#tab-requests")
+    await page.select_option("#filters [name=status]", "CANCELLED")
+    row = page.locator("#records tr", has_text="To be stopped")
+    await expect(row).to_have_count(1)
     await expect(page.locator("#records tr")).to_have_count(1)
-    await expect(page.locator("#records tr")).to_contain_text("To be stopped")
-    let_one_token_be_made()  # The step that the model was held in.
 
 
-async def test_the_sentence_goes_on_when_its_predictor_is_killed(gated, open_page):
-    stack, let_one_token_be_made = gated
-    page = await open_page(stack.gateway)
+async def kill_its_predictor(page):
+    """By the button, a third into the answer; returns the names in the mark."""
+    await expect(figure(page, "tokens")).to_have_text(re.compile(r"^(8|9|1\d)$"))
+    await page.click("#kill")
+    mark = page.locator(".answer").last.locator(".mark")
+    await expect(mark).to_have_count(1, timeout=60_000)
+    await expect(page.locator(".answer").last.locator(".bars .late")).to_have_count(1)
+    return MARK.fullmatch(await mark.text_content()).groups()
+
+
+@pytest.mark.parametrize(
+    ("name", "viewport", "scheme", "kind"),
+    [
+        ("wide-light", WIDE, "light", "messages"),
+        pytest.param("wide-dark", WIDE, "dark", "prompt", marks=pytest.mark.full),
+        pytest.param("phone-light", PHONE, "light", "prompt", marks=pytest.mark.full),
+        pytest.param("phone-dark", PHONE, "dark", "messages", marks=pytest.mark.full),
+    ],
+)
+async def test_a_slow_story_survives_its_predictor_and_its_code_gives_it_again(
+    demo, open_page, name, viewport, scheme, kind
+):
+    await demo.wait_ready(timeout_s=60)
+    page = await open_page(demo.gateway, viewport, scheme)
+    await expect(page.locator("#state-predictors")).to_have_text("2 predictors", timeout=60_000)
+    if viewport is PHONE:
+        await page.click("#drawer-toggle")
     await page.fill("[name=max_tokens]", str(TOKENS))
-    await page.fill("[name=temperature]", "0")
-    answer, kill = page.locator("#answer"), page.locator("#kill")
-    await expect(kill).to_be_disabled()
+    if viewport is PHONE:
+        await page.keyboard.press("Escape")
+        await expect(page.locator("#drawer")).to_be_hidden()
+    await page.locator(f"[name=kind][value={kind}]").check(force=True)
+    await page.select_option("#pace", str(PACE))
+    await page.fill("#prompt", "Tell me a story about a fox.")
+    await page.keyboard.press("Enter")
+    killed, survivor = await kill_its_predictor(page)
+    assert killed != survivor
+    await expect(figure(page, "finish")).to_have_text("max tokens")
+    assert float(await figure(page, "rate").text_content()) <= PACE + 1
+    assert await figure(page, "predictor").text_content() == survivor
+    text = await own_text(page)
+    await screenshot(page, f"demo-{name}")
+    await page.emulate_media(color_scheme=scheme)
+    await check_accessibility(page, "play")
+    assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
-    async def generate_all(kill_at=None):
-        await page.click("#generate")
-        for made in range(1, TOKENS + 1):
-            let_one_token_be_made()
-            await expect(page.locator("#tokens")).to_have_text(str(made))
-            if made == kill_at:
-                await kill_and_wait()
-        await expect(page.locator("#finish")).to_have_text("max tokens")
-        return await answer.text_content()
+    await page.click(".answer button:text('as code')")
+    python, curl = await copied_code(page, "Python"), await copied_code(page, "curl")
+    await check_accessibility(page, "code")
+    await page.click("#code-dialog .close")
+    commands = [("bash", "-c", curl)]
+    if CLIENTS_PYTHON.exists():  # With OpenAI's client.
+        commands.append((str(CLIENTS_PYTHON), "-c", python))
+    lines, *texts = await asyncio.gather(*(output_of(*command) for command in commands))
+    assert "".join(json.loads(line).get("text", "") for line in lines.splitlines()) == text
+    assert set(texts) <= {text}
 
-    async def kill_and_wait():
-        before = stack.pid("predictor-0")
-
-        def is_another():
-            try:
-                return stack.pid("predictor-0") != before
-            except ProcessLookupError:
-                return False
-
-        await expect(kill).to_be_enabled()
-        await kill.click()
-        await until(is_another)
-        await stack.wait_ready(timeout_s=60)
-
-    undisturbed = await generate_all()
-    assert await page.locator(".pause").count() == 0
-    assert await generate_all(kill_at=TOKENS // 2) == undisturbed
-    await expect(page.locator(".pause")).to_have_attribute("data-pause", re.compile(r"\d+ ms"))
-    await expect(page.locator("#error")).to_be_hidden()
-    await expect(kill).to_be_disabled()
-    await screenshot(page, "pause")
+    await page.click(".answer a:text('record')")
+    spans = page.locator("#record [data-span]")
+    await expect(page.locator("#record [data-span=pause]")).to_contain_text(f"{killed} lost, {survivor} continues")
+    await expect(page.locator("#record [data-span=work]")).to_have_count(2)
+    await expect(spans.first).to_contain_text("gateway")
+    await expect(page.locator("#record .bars .late")).to_have_count(1)
+    await screenshot(page, f"record-{name}")
+    await page.emulate_media(color_scheme=scheme)
+    await check_accessibility(page, "record")
+    for tab in TABS[1:]:
+        await page.click(f"#tab-{tab}")
+        await expect(
+            page.locator({"requests": "#records tr", "models": "#models dl", "connect": "#clients pre"}[tab]).first
+        ).to_be_visible()
+        await check_accessibility(page, tab)
+        assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), tab
 
 
-async def test_the_button_is_of_development_mode_alone(stack, open_page):
-    page = await open_page(stack.gateway)
-    await expect(page.locator("#generate")).to_be_enabled()
-    settings = await page.evaluate("fetch('/playground/settings.json').then((answer) => answer.json())")
-    assert settings["development"] == "false"
-    await expect(page.locator("#kill")).to_be_hidden()
-    await expect(page.locator("#usage")).to_be_hidden()
+async def test_a_record_is_replayed_and_deleted(demo, open_page):
+    await demo.wait_ready(timeout_s=60)
+    page = await open_page(demo.gateway)
+    await page.fill("[name=max_tokens]", "5")
+    await page.fill("[name=seed]", "7")
+    await page.click("#generate")
+    await page.click(".answer a:text('record')")
+    await page.click("#record button:text('Replay')")
+    await expect(page.locator(".answer")).to_have_count(2)
+    await expect(figure(page, "finish")).to_have_text("max tokens")
+    assert (
+        len({await each.evaluate("one => one.textContent") for each in await page.locator(".answer .text").all()}) == 1
+    )
+    record = page.locator(".answer a:text('record')").last
+    record_id = (await record.get_attribute("href")).removeprefix("#requests/")
+    await record.click()
+    await page.click("#record button:text('Delete')")
+    await page.click("#record button:text('Delete it for good?')")
+    await expect(page.locator("#records tr").first).to_be_visible()
+    await expect(page.locator(f"#records [data-record-id='{record_id}']")).to_have_count(0)
 
 
-async def test_errors_are_told_whether_they_come_before_the_answer_or_within(gated, open_page):
-    stack, let_one_token_be_made = gated
-    page = await open_page(stack.gateway)
+async def test_a_model_is_unloaded_and_loaded_again(demo, open_page):
+    await demo.wait_ready(timeout_s=60)
+    page = await open_page(demo.gateway)
+    await page.click("#tab-models")
+    card = page.locator("[data-model=storyteller]")
+    await expect(card).to_contain_text("2 of 2 predictors")
+    await expect(card).to_contain_text("paged")
+    await card.locator("button:text-is('Unload')").click()
+    await expect(card).to_contain_text("unavailable")
+    await expect(page.locator("#trouble")).to_contain_text("No text model is loaded")
+    await card.locator("button:text-is('Load')").click()
+    await expect(card).to_contain_text("2 of 2 predictors", timeout=60_000)
+
+
+async def test_errors_have_an_advice_whether_they_come_before_the_answer_or_within(demo, open_page):
+    await demo.wait_ready(timeout_s=60)
+    page = await open_page(demo.gateway)
     error = page.locator("#error")
     await page.set_extra_http_headers({"x-timeout-ms": "soon"})
     await page.click("#generate")
     await expect(error).to_contain_text("400 from the gateway: ")
+    await expect(error.locator(".advice")).to_have_text("Change the request as the message says.")
     await page.set_extra_http_headers({})
     await page.fill("[name=seed]", "9" * 30)
     await page.click("#generate")
@@ -198,44 +255,11 @@ async def test_errors_are_told_whether_they_come_before_the_answer_or_within(gat
     await expect(error).to_contain_text("400 from the transformer: ")
 
     await page.fill("#prompt", "Once")
+    await page.select_option("#pace", "5")
     await page.click("#generate")
     await expect(error).to_be_hidden()
-    let_one_token_be_made()
-    await expect(page.locator("#tokens")).to_have_text("1")
-    await stack.kill("transformer")
+    await expect(figure(page, "tokens")).to_have_text(re.compile(r"\d"))
+    await demo.kill("transformer")
     await expect(error).to_be_visible()
-    await until(lambda: page.locator("#generate").is_enabled())
-
-
-@pytest.mark.parametrize("role", ["user", "admin"])
-async def test_it_asks_for_a_key_once_and_shows_what_that_has_used(browser, tmp_path, new_stack, role):
-    key, other = "mr-" + "k" * 40, "mr-" + "o" * 40
-    entries = f"[{{name: alice, key: {key}, role: {role}}}, {{name: bob, key: {other}}}]"
-    (tmp_path / "keys.yaml").write_text(entries)
-    stack = await new_stack(gateway_keys=str(tmp_path / "keys.yaml"), models="storyteller=models/storyteller")
-    context = await browser.new_context()
-    page = await context.new_page()
-    page.set_default_timeout(15_000)
-    request = {"model": "storyteller", "prompt": "A dog", "max_tokens": 3}
-    answer = await rest(stack.gateway, "POST", "/v1/completions", request, authorization=f"Bearer {other}")
-    assert answer.status == 200
-    await page.goto(f"http://{stack.gateway}/")
-    dialog = page.locator("#key-dialog")
-    for given in ("a-wrong-key-of-mine", key):
-        await expect(dialog).to_be_visible()
-        await page.fill("#key", given)
-        await page.keyboard.press("Enter")
-    await expect(page.locator("#model option")).not_to_have_count(0)
-    await expect(dialog).to_be_hidden()
-    usage = page.locator("#usage")
-    await expect(usage).to_have_text("This month: 0 requests, 0 tokens, 0.0 s of engine")
-    await page.click("#generate")
-    await expect(page.locator("#finish")).not_to_have_text("\u2013")
-    await expect(usage).to_have_text(re.compile(r"^This month: 1 request, \d+ tokens, \d+\.\d s of engine$"))
-    await screenshot(page, f"usage-{role}")
-    await page.click("#tab-log")
-    rows = page.locator("#records tr")
-    await expect(rows.filter(has_text="Once upon a time")).to_have_count(1)
-    if role == "user":
-        await expect(rows).to_have_count(1)
-    await context.close()
+    await expect(error.locator(".advice")).to_contain_text("Send it again")
+    await expect(page.locator("#generate")).to_be_enabled()
