@@ -24,6 +24,7 @@ TOOLS := .venv-tools/.installed
 DOCS := .venv-docs/.installed
 NODE_TOOLS := .tools/.installed
 BUF := @bufbuild/buf@1.75.0
+AXE := axe-core@4.14.1
 PARALLEL := $(VENV)/bin/python -m pytest -n 2
 # A test of processes waits for a good part of its time.
 PARALLEL_PROCESSES := $(VENV)/bin/python -m pytest -n 3 --dist loadfile
@@ -124,6 +125,10 @@ check: $(DEV_DEPENDENCIES) ## format, lint, types, stub drift, settings page, En
 docs: $(DOCS) ## build the documentation into build/docs; a broken link fails
 	.venv-docs/bin/python -m sphinx --fail-on-warning --nitpicky --quiet docs build/docs && echo "docs: build/docs/index.html"
 
+.PHONY: screenshots
+screenshots: $(DEV_DEPENDENCIES) ## take the pictures of docs/playground.md again (needs Chromium)
+	$(VENV)/bin/python -m docs.take_screenshots
+
 .PHONY: protos
 protos: $(DEV_DEPENDENCIES) ## regenerate stubs and Envoy's descriptor set
 	protos/generate.sh
@@ -199,5 +204,5 @@ $(DOCS): docs/requirements.txt
 	@touch $@
 
 $(NODE_TOOLS):
-	@mkdir -p .tools && if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix .tools $(BUF); fi
+	@mkdir -p .tools && if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix .tools $(BUF) $(AXE); fi
 	@touch $@

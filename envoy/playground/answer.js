@@ -95,14 +95,14 @@ export class Answer {
     announce(this.pausing.textContent);
   }
 
-  /** Sets one of the figures below the answer. */
-  figure(name, value, label) {
+  /** Sets one of the figures below the answer, with a word after or before it. */
+  figure(name, value, label = "", before = "") {
     let shown = this.figures.querySelector(`[data-fact="${name}"]`);
     if (shown === null) {
-      shown = make("span", { "data-fact": name }, make("b", {}), ` ${label}`);
+      shown = make("span", { "data-fact": name }, before, make("b", {}), ` ${label}`);
       this.figures.append(shown);
     }
-    shown.firstChild.textContent = value;
+    shown.querySelector("b").textContent = value;
   }
 
   /** Ends the answer; the record adds what the stream does not tell. */
@@ -111,9 +111,9 @@ export class Answer {
     this.element.classList.remove("streaming");
     this.pausing.hidden = true;
     this.bars.label();
-    this.figure("finish", how, "was the end");
+    this.figure("finish", how, "", "ended by ");
     if (usage) this.figure("prompt", String(usage.prompt_tokens ?? 0), "tokens in");
-    if (this.predictor) this.figure("predictor", this.predictor, "");
+    if (this.predictor) this.figure("predictor", this.predictor, "", "at ");
     this.figures.append(button("as code", () => showCode(this.request), { className: "link" }));
     if (this.traceId) this.figures.append(make("span", { "data-fact": "trace" }, "trace ", traceLink(this.traceId)));
     if (this.requestId) this.addRecord();

@@ -1,6 +1,6 @@
 // The same request sixteen times at once, as the choices of one call: a batch at work, live.
 
-import { events, post } from "./calls.js";
+import { events, keyOfTab, post } from "./calls.js";
 import { make, milliseconds } from "./dom.js";
 import { look, stack } from "./status.js";
 
@@ -25,7 +25,8 @@ export class Crowd {
   /** Streams all of them to their end; `onBegin` is called when the first is there. */
   async run(signal, onBegin) {
     const begun = performance.now();
-    const looking = setInterval(look, LOOK_MS);
+    // Each look counts against a key's limits.
+    const looking = keyOfTab() === null ? setInterval(look, LOOK_MS) : 0;
     try {
       const path = this.request.messages ? "/v1/chat/completions" : "/v1/completions";
       const response = await post(path, this.request, { signal });

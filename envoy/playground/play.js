@@ -3,7 +3,7 @@
 import { Answer } from "./answer.js";
 import { Failure, lines, post } from "./calls.js";
 import { announce, byId, button, make, showFailure } from "./dom.js";
-import { fill, isChat, listModels, requestOf, startForm } from "./form.js";
+import { fill, isChat, listModels, model, requestOf, startForm } from "./form.js";
 import { Crowd, MOST } from "./crowd.js";
 import { settings } from "./settings.js";
 import { look, onLook } from "./status.js";
@@ -31,6 +31,10 @@ const isAtEnd = () => transcript.scrollTop + transcript.clientHeight >= transcri
 /** Runs work that generates, one at a time; the buttons fit to it. */
 async function generating(work) {
   if (running) return;
+  if (!model()) {
+    showFailure(byId("error"), new Failure("No model is ready.", 503));
+    return;
+  }
   running = new AbortController();
   showFailure(byId("error"), null);
   setRunning(true);
@@ -70,7 +74,7 @@ async function stream(request, signal, before = []) {
     announce(answer.text);
     return answer;
   } catch (error) {
-    if (error.name === "AbortError") answer.end("stopped by you");
+    if (error.name === "AbortError") answer.end("you");
     else fail(answer, error);
     return null;
   } finally {

@@ -117,7 +117,7 @@ async def test_stop_ends_the_generation_where_it_is_made(demo, open_page):
     await page.click("#generate")
     await expect(figure(page, "tokens")).to_have_text(re.compile(r"\d"))
     await page.click("#stop")
-    await expect(figure(page, "finish")).to_have_text("stopped by you")
+    await expect(figure(page, "finish")).to_have_text("you")
     await expect(page.locator("#generate")).to_be_enabled()
     await page.click("#tab-requests")
     await page.select_option("#filters [name=status]", "CANCELLED")
@@ -128,7 +128,7 @@ async def test_stop_ends_the_generation_where_it_is_made(demo, open_page):
 
 async def kill_its_predictor(page):
     """By the button, a third into the answer; returns the names in the mark."""
-    await expect(figure(page, "tokens")).to_have_text(re.compile(r"^(8|9|1\d)$"))
+    await expect(figure(page, "tokens")).to_have_text(re.compile(r"^([89]|[12]\d)$"))
     await page.click("#kill")
     mark = page.locator(".answer").last.locator(".mark")
     await expect(mark).to_have_count(1, timeout=60_000)
