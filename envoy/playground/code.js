@@ -13,6 +13,7 @@ const asJson = (request) => quoted(JSON.stringify(request));
 function python(value) {
   if (value === true) return "True";
   if (value === false) return "False";
+  if (typeof value === "bigint") return String(value);
   if (Array.isArray(value)) return `[${value.map(python).join(", ")}]`;
   if (typeof value === "object") {
     return `{${Object.entries(value).map(([name, own]) => `${JSON.stringify(name)}: ${python(own)}`).join(", ")}}`;
@@ -24,7 +25,7 @@ function python(value) {
 /** Fields of a request to Generate as those of OpenAI's API. */
 function forOpenAI(request) {
   const { seed, logprobs, ...fields } = request;
-  if (seed !== undefined) fields.seed = Number(seed);
+  if (seed !== undefined) fields.seed = /^\d+$/.test(seed) ? BigInt(seed) : seed; // 64 bits.
   if (logprobs) fields.logprobs = request.messages ? true : 1;
   return fields;
 }

@@ -13,7 +13,7 @@ export class Crowd {
   constructor(request) {
     const { logprobs, ...fields } = request;
     this.request = { ...fields, n: MOST, stream: true, max_tokens: fields.max_tokens ?? 200 };
-    this.request.seed = Number(this.request.seed);
+    this.request.seed = Number(this.request.seed); // JSON's numbers; a longer seed than 53 bits is rounded.
     this.requestId = "";
     this.tokens = 0;
     this.cells = Array.from({ length: MOST }, () => make("li", {}, make("span", { className: "tail" })));

@@ -6,15 +6,18 @@ import { announce, byId, button, make, showFailure } from "./dom.js";
 import { fill, isChat, listModels, model, requestOf, startForm } from "./form.js";
 import { Crowd, MOST } from "./crowd.js";
 import { settings } from "./settings.js";
-import { look, onLook } from "./status.js";
+import { look, onLook, stack } from "./status.js";
 import { followUsage } from "./usage.js";
 
 const TURNS = 100; // Exchanges that stay on the page.
+const NEAR_END = 40; // Pixels.
 const ENDLESS_ROUNDS = 30;
 const ENDLESS_TOKENS = 800;
+const PROMPT_ROOM = 200; // Tokens of the context that an endless answer leaves to its prompt.
 
 let running = null; // The AbortController of what is generated now.
 let shown = null; // The answer or the crowd of it.
+let isAtEnd = true; // Whether the reader sees the end of the transcript.
 let turns = []; // The messages of the chat so far, without the system's.
 const transcript = byId("transcript");
 
@@ -23,10 +26,17 @@ function append(...elements) {
   byId("welcome").hidden = true;
   transcript.append(turn);
   while (transcript.querySelectorAll(".turn").length > TURNS) transcript.querySelector(".turn").remove();
-  transcript.scrollTop = transcript.scrollHeight;
+  isAtEnd = true;
 }
 
-const isAtEnd = () => transcript.scrollTop + transcript.clientHeight >= transcript.scrollHeight - 40;
+/** Follows what is added while the reader is at the end. */
+function followEnd() {
+  transcript.addEventListener("scroll", () => {
+    isAtEnd = transcript.scrollTop + transcript.clientHeight >= transcript.scrollHeight - NEAR_END;
+  });
+  const toEnd = () => isAtEnd && transcript.scrollTo(0, transcript.scrollHeight);
+  new MutationObserver(toEnd).observe(transcript, { childList: true, subtree: true, characterData: true });
+}
 
 /** Runs work that generates, one at a time; the buttons fit to it. */
 async function generating(work) {
@@ -65,11 +75,7 @@ async function stream(request, signal, before = []) {
     const response = await post("/millrace/v1/generate", request, { signal });
     answer.head(response.headers);
     byId("kill").disabled = false;
-    for await (const chunk of lines(response)) {
-      const wasAtEnd = isAtEnd();
-      answer.add(chunk);
-      if (wasAtEnd) transcript.scrollTop = transcript.scrollHeight;
-    }
+    for await (const chunk of lines(response)) answer.add(chunk);
     if (!answer.ended) throw new Failure("The stream broke off before its end.", 502);
     announce(answer.text);
     return answer;
@@ -101,13 +107,15 @@ async function send(text) {
   });
 }
 
-/** A story that does not end: what comes at a reader's pace leaves time to watch, and to kill. */
+/** A story that goes on until it is stopped: what comes at a reader's pace leaves time to watch, and to kill. */
 async function endless() {
   byId("pace").value = "20";
   const text = byId("prompt").value || "Once upon a time";
+  const room = stack.models?.find(({ id }) => id === model())?.max_model_len ?? ENDLESS_TOKENS;
+  const most = Math.max(1, Math.min(ENDLESS_TOKENS, room - PROMPT_ROOM));
   await generating(async (signal) => {
     for (let round = 0; round < ENDLESS_ROUNDS && !signal.aborted; round++) {
-      const request = { ...requestOf(text, []), pace: Number(byId("pace").value) || 20, max_tokens: ENDLESS_TOKENS };
+      const request = { ...requestOf(text, []), max_tokens: most, ignore_eos: true };
       if ((await stream(request, signal)) === null) return;
     }
   });
@@ -178,5 +186,6 @@ export function startPlay() {
     button(`The same, ${MOST} at once`, crowd, { className: "chip", id: "crowd" }),
   );
   onLook(listModels);
+  followEnd();
   setRunning(false);
 }
