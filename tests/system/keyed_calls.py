@@ -133,7 +133,7 @@ def by_grpc_web(port: Port, headers: Headers, record_id: str) -> Calls:
 
 _REST_NEEDS = {
     Needs.NOTHING: ("ready", "playground"),
-    Needs.KEY: ("models", "index", "payloads", "delete", "usage"),
+    Needs.KEY: ("models", "predictors", "index", "payloads", "delete", "usage"),
     Needs.MODEL: ("completion", "events", "infer", "generate", "lines"),
     Needs.OWNER: ("record",),
     Needs.ADMIN: ("load", "log settings"),

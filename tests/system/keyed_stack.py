@@ -120,6 +120,7 @@ REST: dict[str, tuple[str, str, Any]] = {
     "generate": ("POST", f"/v2/models/{MODEL}/generate", {"text_input": "Once", "max_tokens": 2}),
     "lines": ("POST", "/millrace/v1/generate", COMPLETION),
     "models": ("GET", "/v1/models", None),
+    "predictors": ("GET", "/millrace/v1/predictors", None),
     "ready": ("GET", "/v2/health/ready", None),
     "playground": ("GET", "/", None),
     "load": ("POST", "/v2/repository/models/normalizer/load", {}),
