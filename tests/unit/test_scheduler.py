@@ -274,10 +274,24 @@ def test_what_its_pace_holds_keeps_its_place_and_the_others_go_on():
     scheduler = scheduler_of(max_running=2)
     paced, other, waiting = added(scheduler, sequence(), sequence(), sequence())
     step(scheduler)
-    (row,) = scheduler.schedule(64, held=[paced])
+    paced.due_at = 10.0
+    (row,) = scheduler.schedule(64, now=9.0)
     assert row.sequence is other
     assert scheduler.due == [other]
     scheduler.complete(row)
     other.append(7)
-    assert [one for one, *_ in step(scheduler)] == [paced, other]
+    assert [row.sequence for row in scheduler.schedule(64, now=10.0)] == [paced, other]
     assert waiting not in scheduler.running
+
+
+def test_the_pause_is_until_the_first_is_due_but_never_long():
+    scheduler = scheduler_of()
+    first, second = added(scheduler, sequence(), sequence())
+    step(scheduler)
+    first.due_at, second.due_at = 10.0, 10.001
+    assert scheduler.schedule(64, now=9.99) == []
+    assert scheduler.pause_s == pytest.approx(0.012)
+    assert scheduler.schedule(64, now=5.0) == []
+    assert scheduler.pause_s == 0.05
+    assert scheduler.schedule(64, now=11.0) != []
+    assert scheduler.pause_s == 0

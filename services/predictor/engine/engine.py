@@ -51,10 +51,7 @@ from services.predictor.engine.step import Result, StepRunner
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 5.0
-# An isolated request may crash its process, so its caller is notified first: the longest wait for that.
-_NOTIFY_S = 0.5
-# Where a pace holds every sequence: how long they are waited for together, and at most before cancels are looked for.
-_GATHER_S, _LOOK_S = 0.002, 0.05
+_NOTIFY_S = 0.5  # The longest wait for the notice to an isolated request's caller: it may crash its process.
 
 
 class ContinuousBatchingEngine:
@@ -215,7 +212,6 @@ class ContinuousBatchingEngine:
     def _schedule(self) -> list[Row]:
         """The rows of this step; sequences that are cancelled, late or crowded out of the queue end first."""
         now = time.monotonic()
-        held: list[Sequence] = []
         with self._changed:
             sequences, crowded_out = self._scheduler.sequences, set(self._scheduler.crowded_out)
             contended = self._scheduler.contended
@@ -228,17 +224,14 @@ class ContinuousBatchingEngine:
                 self._ending.end(sequence, "failed", queue_full(self._estimate.retry_after_ms))
             elif contended and sequence.timeline.started is None and self._estimate.is_hopeless(sequence, now):
                 self._ending.end(sequence, "failed", self._estimate.too_late())
-            elif sequence.due_at > now:
-                held.append(sequence)
         with self._changed:
             streams = self._scheduler.streams
             prompts = self._scheduler.prompts(streams)
             prefill = self._pace.limit(streams, prompts, self._scheduler.prefill_start) if prompts else 0
-            rows = self._scheduler.schedule(prefill, held)
+            rows = self._scheduler.schedule(prefill, now)
             self.statistics.preempted = self._scheduler.preempted
-            if held and not rows:
-                due_s = min(sequence.due_at for sequence in held) - now
-                self._changed.wait(min(due_s + _GATHER_S, _LOOK_S))
+            if not rows:
+                self._changed.wait(self._scheduler.pause_s)
         self._meter.begin(rows, time.monotonic())
         if rows and rows[0].sequence.alone and not self._announce_isolation(rows[0].sequence):
             return []

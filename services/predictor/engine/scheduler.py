@@ -14,12 +14,13 @@ An isolated sequence (`alone`) waits for its turn like any other. From the step 
 its next token, or its end, it has every step to itself: the others keep their blocks and wait. Between two isolated
 sequences the others have a step.
 
-A sequence with a pace (`SamplingParameters.pace`) that has its next token later keeps its place, and rows leave it out.
+A sequence with a pace (`SamplingParameters.pace`) has its next token at `due_at` at the earliest. Until then it keeps
+its place, and steps leave it out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from services.predictor.engine.state.blocks import BlockManager
 from services.predictor.engine.state.in_flight import InFlight
@@ -28,6 +29,7 @@ from services.predictor.engine.state.sequence import Row, Sequence, precedence
 # Maximum of prompt positions that one step scores, in all its rows together: each needs the logits of the whole
 # vocabulary, which take memory and delay the step's other rows.
 _MAX_SCORED = 64
+_GATHER_S, _LOOK_S = 0.002, 0.05  # See pause_s.
 
 
 class Scheduler(InFlight):
@@ -43,7 +45,7 @@ class Scheduler(InFlight):
         self._took_slot = False  # Whether this step has preempted a sequence for another client's.
         self._left_out = False  # Whether the latest step left out the rows of clients.
         self._scores_left = 0  # Prompt positions that this step can still score.
-        self._held: Collection[Sequence] = ()  # Left out of this step by their pace.
+        self._now = 0.0  # Of this step.
 
     def prompts(self, streams: int) -> int:
         """The number of sequences with more to compute: running ones, and waiting ones for which there is a slot.
@@ -84,15 +86,22 @@ class Scheduler(InFlight):
         if alone is not None:
             return [alone]
         oldest = self.running[0] if self.running and not self._shares.competing else None
-        due = [sequence for sequence in self.running if sequence is oldest or sequence.remaining == 1]
-        return [sequence for sequence in due if sequence not in self._held] if self._held else due
+        return [
+            sequence
+            for sequence in self.running
+            if (sequence is oldest or sequence.remaining == 1) and sequence.due_at <= self._now
+        ]
 
-    def schedule(self, prefill_tokens: int, held: Collection[Sequence] = ()) -> list[Row]:
-        """The rows of the next step: an isolated sequence, or all that decode and up to `prefill_tokens` of prompts.
+    @property
+    def pause_s(self) -> float:
+        """After a step without rows: how long to wait for what its pace holds, a moment more for others that are due
+        then, and not for long, because what is cancelled must end meanwhile; 0 if nothing is held."""
+        held = [sequence.due_at for sequence in self.running if sequence.due_at > self._now]
+        return min(min(held) - self._now + _GATHER_S, _LOOK_S) if held else 0.0
 
-        `held`: sequences whose pace does not allow the next token yet; what decodes is left out if it is one of them.
-        """
-        self._held = held
+    def schedule(self, prefill_tokens: int, now: float = 0.0) -> list[Row]:
+        """The rows of the next step: an isolated sequence, or all that decode and up to `prefill_tokens` of prompts."""
+        self._now = now
         rows: dict[Sequence, Row] = {}
         self._scores_left = _MAX_SCORED
         self._took_slot = False
@@ -143,7 +152,7 @@ class Scheduler(InFlight):
         """Plans what decodes, then prompts; without clients that rest. Returns whether there are prompts."""
         left_out = 0
         for sequence in list(self.running):
-            if sequence.remaining == 1 and sequence not in self._held:
+            if sequence.remaining == 1 and sequence.due_at <= self._now:
                 if resting and sequence.request.client in resting:
                     left_out += 1
                 else:
