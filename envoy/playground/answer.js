@@ -105,7 +105,7 @@ export class Answer {
     shown.querySelector("b").textContent = value;
   }
 
-  /** Ends the answer; the record adds what the stream does not tell. */
+  /** Ends the answer; the record adds what the stream lacks. */
   end(how, usage) {
     this.ended = true;
     this.element.classList.remove("streaming");

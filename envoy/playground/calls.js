@@ -1,4 +1,4 @@
-// Calls of the gateway: the key where it wants one, streams, and errors with what to do about them.
+// Calls of the gateway: its key, streams, and errors with a remedy.
 
 import { byId } from "./dom.js";
 
@@ -9,16 +9,16 @@ let asking = null;
 export const keyOfTab = () => sessionStorage.getItem(KEY);
 
 const ADVICE = {
-  400: "Change the request as the message says.",
+  400: "Correct the request: the message names the cause.",
   401: "Reload the page and give a key that the gateway knows.",
   403: "Use a key that allows this, or ask whoever runs the gateway.",
   404: "Choose a model of the tab Models, or load this one there.",
   413: "Send less text.",
   429: "Wait a moment and send it again; the message names the limit.",
-  500: "Send it again. If it fails again, the log of the hop says why; the record has the trace.",
+  500: "Send it again. If it fails again, look for the cause in the log of that hop.",
   501: "The stack is not started for that: DEVELOPMENT=true allows to kill predictors.",
   502: "Send it again: a service behind the gateway died or is starting.",
-  503: "Wait until the status at the top says ready; the tab Models says what is loading.",
+  503: "Wait until the state at the top is ready; the tab Models shows what is loading.",
   504: "Send it again when less is running, with fewer tokens or a higher pace.",
 };
 
@@ -107,7 +107,7 @@ async function* textLines(response) {
     if (error.name === "AbortError") throw error;
     throw new Failure("The connection broke in the middle of the answer.", 502);
   } finally {
-    // Ends the call where nobody reads on.
+    // Ends the call if the reader has left the loop.
     await reader.cancel().catch(() => {});
   }
 }

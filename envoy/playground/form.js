@@ -69,7 +69,7 @@ async function modelChanged() {
   kindChanged();
 }
 
-/** Fits the form to chats or completions; the page's own examples go where `onExamples` says. */
+/** Fits the form to chats or completions, with examples for the model. */
 function kindChanged() {
   const kind = form.elements.kind.value;
   byId("system-field").hidden = kind !== "messages";
@@ -134,7 +134,7 @@ async function renderNow() {
   }
 }
 
-/** Puts a request of the log into the form, and says what of it there is no field for. */
+/** Puts a request of the log into the form; returns why that is impossible, or an empty text. */
 export function fill(request) {
   if (![...byId("model").options].some(({ value }) => value === request.model)) return `no model ${request.model} is ready`;
   byId("model").value = request.model;

@@ -1,4 +1,4 @@
-// The playground: its tabs, the drawer, and what begins when the page opens.
+// The playground: its tabs, the drawer with the settings, and the start.
 
 import { byId } from "./dom.js";
 import { openConnect } from "./connect.js";

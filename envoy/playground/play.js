@@ -1,4 +1,4 @@
-// The tab Play: sends what the form says and shows the answers; stops them, kills their predictor, and repeats examples.
+// The tab Play: sends the requests of the form and shows the answers; stops them, kills their predictor.
 
 import { Answer } from "./answer.js";
 import { Failure, lines, post } from "./calls.js";
@@ -141,7 +141,7 @@ async function kill() {
   try {
     // A page of another origin cannot send this header.
     const headers = { "x-millrace-development": "true" };
-    answer.killed = true; // The next mark says so.
+    answer.killed = true; // For the text of the next mark.
     await post("/millrace/v1/development/kill", { request_id: answer.requestId }, { headers });
     answer.pause();
   } catch (error) {

@@ -100,10 +100,10 @@ function chunks(record) {
   }
   bars.label();
   const gaps = bars.gaps.slice(1);
-  const told = gaps.length
+  const summary = gaps.length
     ? `gap median ${milliseconds(percentile(gaps, 0.5))}, p99 ${milliseconds(percentile(gaps, 0.99))}, longest ${milliseconds(Math.max(...gaps))}`
     : "one chunk";
-  return [bars.element, make("p", { className: "quiet" }, `${record.chunks.length} chunks · ${told}`)];
+  return [bars.element, make("p", { className: "quiet" }, `${record.chunks.length} chunks · ${summary}`)];
 }
 
 function promptOf(record) {

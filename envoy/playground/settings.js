@@ -1,4 +1,4 @@
-// What Envoy says of this gateway: where traces are shown, and whether predictors may be killed.
+// The gateway's settings for the page: where traces are shown, and whether predictors may be killed.
 
 import { json } from "./calls.js";
 import { make } from "./dom.js";

@@ -1,7 +1,7 @@
 // What the stack is doing: whether it is ready, its models and predictors, and how many sequences run and wait.
 //
-// Looks again and again, so a page that was opened before the stack was ready comes alive by itself. A key has limits,
-// which each look counts against, so with a key it looks rarely; a hidden page does not look.
+// Polls, so a page that was opened before the stack was ready can be used as soon as it is. Each poll counts against the
+// limits of a key, so with a key the interval is longer; a hidden page does not poll.
 
 import { call, Failure, json, keyOfTab } from "./calls.js";
 import { byId, count } from "./dom.js";
@@ -57,7 +57,7 @@ async function isReady() {
   }
 }
 
-/** The models by state; a gateway that wants a key answers with it alone. */
+/** The models by state; a gateway with keys answers only calls that have one. */
 async function readStates() {
   stack.states = await json("/v2/repository/index", { method: "POST", quiet: true }).catch(() => null);
 }

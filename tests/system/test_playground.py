@@ -101,7 +101,7 @@ async def test_tokens_appear_one_by_one_and_their_record_in_the_log(demo, open_p
     await expect(page.locator("#record")).to_contain_text(trace_id)
     await page.click("text=All requests")
 
-    # A request of somebody else's shows up by itself, and what it says is text.
+    # Another client's request appears without a reload, and its contents are text.
     await expect(page.locator("#log-state")).to_contain_text("Following")
     await generate(demo.gateway, model="storyteller", prompt=HOSTILE, max_tokens=1)
     await expect(page.locator("#records tr").first).to_contain_text(HOSTILE)
@@ -244,7 +244,7 @@ async def test_errors_have_an_advice_whether_they_come_before_the_answer_or_with
     await page.set_extra_http_headers({"x-timeout-ms": "soon"})
     await page.click("#generate")
     await expect(error).to_contain_text("400 from the gateway: ")
-    await expect(error.locator(".advice")).to_have_text("Change the request as the message says.")
+    await expect(error.locator(".advice")).to_have_text("Correct the request: the message names the cause.")
     await page.set_extra_http_headers({})
     await page.fill("[name=seed]", "9" * 30)
     await page.click("#generate")
