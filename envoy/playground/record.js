@@ -46,7 +46,9 @@ async function addGateway({ record_id: id, time }) {
   await new Promise((resolve) => setTimeout(resolve, GATEWAY_MS));
   const record = await json(`/millrace/v1/payloads/${encodeURIComponent(id)}`);
   const trace = await ofTrace(record);
-  if (shownId === id && record.gateway) byId("record").replaceChildren(...partsOf(record, trace));
+  if (shownId !== id || !record.gateway) return;
+  byId("record").replaceChildren(...partsOf(record, trace));
+  if (document.activeElement === document.body) byId("record").querySelector("h2").focus(); // What had the focus is gone.
 }
 
 /** The records of the same trace, oldest first; the record alone where it has none. */

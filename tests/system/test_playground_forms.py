@@ -7,7 +7,7 @@ import pytest_asyncio
 from playwright.async_api import expect
 
 from tests.system.calls import rest
-from tests.system.playground_page import browser, figure, needs_browser, open_page, screenshot
+from tests.system.playground_page import AXE, PHONE, browser, figure, needs_browser, open_page, problems, screenshot
 
 __all__ = ["browser", "open_page"]  # Fixtures.
 
@@ -54,6 +54,15 @@ async def test_sixteen_at_once_run_in_one_batch(stack, open_page):
     await expect(page.locator("[data-fact=crowd]")).to_contain_text("16 in a batch at predictor-0")
     await expect(page.locator(".crowd .done")).to_have_count(16)
     await expect(page.locator("#generate")).to_be_enabled()
+
+
+@pytest.mark.skipif(not AXE.exists(), reason="no axe-core here (npm package axe-core): accessibility is not checked")
+async def test_axe_finds_nothing_in_the_dark_and_what_is_planted(stack, open_page):
+    page = await open_page(stack.gateway, PHONE, "dark")
+    await page.click("#drawer-toggle")
+    assert await problems(page) == []
+    await page.evaluate("document.querySelector('#drawer-close').textContent = ''")
+    assert [problem.partition(" ")[0] for problem in await problems(page)] == ["button-name"]
 
 
 @pytest_asyncio.fixture(scope="module")
