@@ -225,17 +225,15 @@ class ContinuousBatchingEngine:
             elif contended and sequence.timeline.started is None and self._estimate.is_hopeless(sequence, now):
                 self._ending.end(sequence, "failed", self._estimate.too_late())
         with self._changed:
-            streams = self._scheduler.streams
-            prompts = self._scheduler.prompts(streams)
+            prompts = self._scheduler.prompts(streams := self._scheduler.streams)
             prefill = self._pace.limit(streams, prompts, self._scheduler.prefill_start) if prompts else 0
             rows = self._scheduler.schedule(prefill, now)
             self.statistics.preempted = self._scheduler.preempted
             if not rows:
                 self._changed.wait(self._scheduler.pause_s)
         self._meter.begin(rows, time.monotonic())
-        if rows and rows[0].sequence.alone and not self._announce_isolation(rows[0].sequence):
-            return []
-        return rows
+        runs = not (rows and rows[0].sequence.alone) or self._announce_isolation(rows[0].sequence)
+        return rows if runs else []
 
     def _announce_isolation(self, sequence: Sequence) -> bool:
         """Notifies the caller, once, that a sequence runs isolated; returns whether it should still run."""
