@@ -7,6 +7,7 @@ its meaning and its origin across any number of hops.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import grpc
@@ -180,8 +181,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError, hop: str) -> MillraceError:
     """The error that `hop` or a hop behind it reported, or the error for a broken connection."""
     metadata = {key: value for key, value in error.trailing_metadata() or () if isinstance(value, str)}
     code, message = error.code(), error.details() or error.code().name
-    failed_hop = metadata.get(FAILED_HOP)
-    if failed_hop is None:
+    if FAILED_HOP not in metadata:
         # No service behind `hop` signed this: it is from a proxy or the transport.
         if any(text in message for text in _NO_REPLICA):
             return NotReadyError(f"no {hop} is ready", hop=hop)
@@ -191,13 +191,20 @@ def from_rpc_error(error: grpc.aio.AioRpcError, hop: str) -> MillraceError:
             return DeadlineError("the deadline passed", hop=hop)
         if code in (StatusCode.UNAVAILABLE, StatusCode.INTERNAL, StatusCode.UNKNOWN, StatusCode.CANCELLED):
             return HopBrokenError(f"the connection to the {hop} broke", hop=hop)
+    return from_metadata(code, message, metadata, hop)
+
+
+def from_metadata(code: StatusCode, message: str, metadata: Mapping[str, str], hop: str) -> MillraceError:
+    """The error of a gRPC status and its trailing metadata, which `hop` reported."""
     http_status = metadata.get(HTTP_STATUS, "")
     cls = _BY_BOTH.get((code, int(http_status))) if http_status.isdigit() else None
     cls = cls or _BY_STATUS.get(code, RequestFailedError)
     if cls is NotReadyError and metadata.get(DRAINING) == "true":
         cls = DrainingError
     retry_after = metadata.get(RETRY_AFTER_MS, "")
-    return cls(message, hop=failed_hop or hop, retry_after_ms=int(retry_after) if retry_after.isdigit() else None)
+    return cls(
+        message, hop=metadata.get(FAILED_HOP) or hop, retry_after_ms=int(retry_after) if retry_after.isdigit() else None
+    )
 
 
 def from_http_status(status: int, message: str, hop: str, retry_after_ms: int | None = None) -> MillraceError:

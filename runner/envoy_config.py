@@ -69,6 +69,7 @@ def _derive(settings: StackSettings, text: str) -> Config:
 
     endpoints: dict[str, Sequence[Address]] = {
         "transformer": [(LOOPBACK, settings.transformer_port)],
+        "transformer_http": [(LOOPBACK, settings.transformer_http_port)],
         "predictor": [(LOOPBACK, port) for port in settings.predictor_ports],
         "logger": [(LOOPBACK, settings.logger_port)],
         "otel": [settings.otel_address],
@@ -77,7 +78,10 @@ def _derive(settings: StackSettings, text: str) -> Config:
     for cluster in config["static_resources"]["clusters"]:
         if cluster["name"] not in endpoints:
             continue  # A cluster that the user added.
-        hosts = [{"endpoint": {"address": _address(address)}} for address in endpoints[cluster["name"]]]
+        hosts: list[Config] = [{"endpoint": {"address": _address(address)}} for address in endpoints[cluster["name"]]]
+        if cluster["name"] == "transformer_http":
+            for host in hosts:
+                host["endpoint"]["health_check_config"] = {"port_value": settings.transformer_port}
         cluster["load_assignment"]["endpoints"] = [{"lb_endpoints": hosts}]
     return config
 

@@ -46,6 +46,7 @@ def free_settings(run_folder: Path, **overrides: Any) -> StackSettings:
             "predictor_metrics_port": base + 8,
             "management_port": base + 9,
             "gateway_tls_port": base + 10,
+            "transformer_http_port": base + 11,
             "models": DEFAULT_MODELS,
             "predictors": 1,
             "device": "cpu",

@@ -151,6 +151,7 @@ def _transformer(settings: StackSettings) -> Environment:
         "TRANSFORMER_HOST": LOOPBACK,
         "TRANSFORMER_LISTEN": "shared",
         "TRANSFORMER_PORT": str(settings.transformer_port),
+        "TRANSFORMER_HTTP_PORT": str(settings.transformer_http_port),
         "TRANSFORMER_METRICS_PORT": str(settings.transformer_metrics_port),
         "TRANSFORMER_PREDICTOR": f"{LOOPBACK}:{settings.gateway_inner_port}",
         "TRANSFORMER_PREDICTOR_REPLICAS": ",".join(f"{LOOPBACK}:{port}" for port in settings.predictor_ports),

@@ -132,6 +132,7 @@ class StackSettings(BaseSettings):
         "", description="Address of a trace for the playground's links, without the id at its end. Empty: no links."
     )
     transformer_port: Port = Field(9001, description="The transformer's port.")
+    transformer_http_port: Port = Field(9003, description="The transformer's port of OpenAI's API, for the gateway.")
     predictor_port: Port = Field(9000, description="The first predictor's port; the next ones are +10, +20, …")
     logger_port: Port = Field(9002, description="The logger's port.")
     transformer_metrics_port: MetricsPort = Field(9101, description="The transformer's Prometheus page. 0: none.")
@@ -233,6 +234,7 @@ class StackSettings(BaseSettings):
             "GATEWAY_INNER_PORT": (self.gateway_inner_port,),
             "GATEWAY_ADMIN_PORT": (self.gateway_admin_port,),
             "TRANSFORMER_PORT": (self.transformer_port,),
+            "TRANSFORMER_HTTP_PORT": (self.transformer_http_port,),
             "PREDICTOR_PORT": self.predictor_ports,
             "LOGGER_PORT": (self.logger_port,),
             "TRANSFORMER_METRICS_PORT": (self.transformer_metrics_port,),

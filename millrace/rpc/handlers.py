@@ -59,28 +59,30 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         served = self._handlers.get(method)
         if served is None:
             handler = await continuation(handler_call_details)
-            served = _Method(self, method, handler or _UNKNOWN_METHOD).handler
+            served = ServedMethod(self, method, handler or _UNKNOWN_METHOD).handler
             if handler is not None:
                 self._handlers[method] = served
         return served
 
 
-class _Method:
-    """A method as it is served; `handler` is what grpc calls.
+class ServedMethod:
+    """A method as it is served; `handler` is what grpc calls, `serve` what an HTTP server does (http2/call.py).
 
     Requests are received and parsed here, within what admission lets in. Left to grpc, what cannot be parsed is
     answered with grpc's insides, and a call that ends without the one message of its method is not answered at all:
     grpc.aio's handlers of such methods just return.
     """
 
-    def __init__(self, server: CallInterceptor, method: str, handler: Handler) -> None:
+    def __init__(
+        self, server: CallInterceptor, method: str, handler: Handler, reading: RequestReading | None = None
+    ) -> None:
         self._server = server
         self._method = method
         self._behaviour: Any = (
             handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         )
         self._yields = inspect.isasyncgenfunction(self._behaviour)
-        self._reading = RequestReading(method, handler.request_deserializer or bytes)
+        self._reading = reading or RequestReading(method, handler.request_deserializer or bytes)
         self._takes_stream = handler.request_streaming
         self._streams = handler.response_streaming
         telemetry = server.telemetry
@@ -90,9 +92,10 @@ class _Method:
             if handler.response_streaming
             else grpc.stream_unary_rpc_method_handler
         )
-        self.handler: Handler = factory(self._serve, None, handler.response_serializer)
+        self.handler: Handler = factory(self.serve, None, handler.response_serializer)
 
-    async def _serve(self, _: Any, context: Context) -> Any:
+    async def serve(self, _: Any, context: Context) -> Any:
+        """Serves one call in a task of its own; what ends it otherwise than well is raised."""
         metadata = tuple(context.invocation_metadata() or ())
         if self._telemetry is None:
             return await self._answer(context, metadata, None)

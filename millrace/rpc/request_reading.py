@@ -25,9 +25,12 @@ _walkers = ThreadPoolExecutor(1, thread_name_prefix="count-fields")
 
 
 class RequestReading:
-    """How the requests of one method are read; raises MillraceError."""
+    """How the requests of one method are read; raises MillraceError.
 
-    def __init__(self, method: str, parse: Callable[[bytes], Any]) -> None:
+    `method` is the path of a method whose requests are protobuf's, None for one whose requests are not.
+    """
+
+    def __init__(self, method: str | None, parse: Callable[[bytes], Any]) -> None:
         self._method = method
         self._parse = parse
 
@@ -57,7 +60,7 @@ class RequestReading:
 
     async def _counted(self, raw: bytes, call: Call) -> int:
         """Bytes that the parsed message takes besides its own; raises InvalidRequestError where its fields are many."""
-        schema = None if call.is_inner else _schema_of_method(self._method)
+        schema = None if call.is_inner or self._method is None else _schema_of_method(self._method)
         if schema is None:
             return 0
         walk = Walk(raw, schema)

@@ -1,10 +1,10 @@
 """The gRPC server that every service runs: start, health, reflection, orderly stop.
 
-Life of a service: `Server(...)`, register servicers, `await run()`. `run` returns after SIGTERM or
-SIGINT, when health has said NOT_SERVING, what drains has drained, calls in flight have ended or used up
-the drain time, and every background task has been cancelled and awaited. After RETIRE (hand_over.py) it has no new
-calls, and returns when those in flight have ended, however long they take. An event loop that does not answer for
-`loop_timeout_s` meanwhile is the process's end, with every thread's traceback.
+Life of a service: `Server(...)`, register servicers, perhaps `add_port` for another protocol, `await run()`. `run`
+returns after SIGTERM or SIGINT, when health has said NOT_SERVING, what drains has drained, calls in flight have ended
+or used up the drain time, and every background task has been cancelled and awaited. After RETIRE (hand_over.py) it has
+no new calls, and returns when those in flight have ended, however long they take. An event loop that does not answer
+for `loop_timeout_s` meanwhile is the process's end, with every thread's traceback.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import logging
 import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -70,6 +70,14 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
+class OtherPort(Protocol):
+    """A server of another protocol, which starts and stops with this one; see millrace/rpc/http2/server.py."""
+
+    async def start(self, host: str, port: int) -> int: ...
+
+    async def stop(self, grace_s: float) -> None: ...
+
+
 class Server:
     """gRPC on one port with health, reflection, error mapping and telemetry.
 
@@ -107,8 +115,9 @@ class Server:
         self._at_drain: list[Callable[[float], Awaitable[None]]] = []
         self._at_stop: list[Callable[[], Awaitable[None]]] = []
         self._admission = admission or Admission()
-        interceptor = CallInterceptor(hop, self._admission, CallTelemetry())
-        self.grpc = Listeners(_LISTENERS, (interceptor,), SERVER_OPTIONS, shares_port)
+        self.interceptor = CallInterceptor(hop, self._admission, CallTelemetry())
+        self.grpc = Listeners(_LISTENERS, (self.interceptor,), SERVER_OPTIONS, shares_port)
+        self._others: list[tuple[OtherPort, int]] = []
         self.health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
         _add_reflection(self.grpc, public_services)
@@ -149,6 +158,10 @@ class Server:
         """What clients may do in a minute, as this process counts it."""
         return self._admission.limits
 
+    def add_port(self, other: OtherPort, port: int) -> None:
+        """Has another server listen on a port of its own, for as long as this one does."""
+        self._others.append((other, port))
+
     def at_drain(self, drain: Callable[[float], Awaitable[None]]) -> None:
         """Registers a step that runs after health reports NOT_SERVING and before the server stops: it has so many
         seconds, in which calls are still accepted."""
@@ -173,6 +186,8 @@ class Server:
         watchdog = LoopWatchdog(loop, self._loop_timeout_s)
         self.own("loop-lag", watch_loop_lag())
         try:
+            for other, other_port in self._others:
+                await other.start(self._host, other_port)
             await self.grpc.start()
             logger.info("listening on %s", self._address.rsplit(":", 1)[0] + f":{port}")
             report_listening()
@@ -204,7 +219,7 @@ class Server:
         """
         logger.info("a successor has taken over: calls in flight may end")
         # Where it has not ended by then, the drain's own stop shortens it.
-        stopped = self._retiring = asyncio.create_task(self.grpc.stop(_NEVER_S), name="calls in flight")
+        stopped = self._retiring = asyncio.create_task(self._stop_calls(_NEVER_S), name="calls in flight")
         shortened = asyncio.create_task(self._ends_soon.wait(), name="a stop")
         await asyncio.wait((stopped, shortened), return_when=asyncio.FIRST_COMPLETED)
         shortened.cancel()
@@ -216,7 +231,7 @@ class Server:
         for drain in self._at_drain:
             await self._drain(drain)
         left_s = max(_LEAST_S, ends_at - time.monotonic())
-        stopped = asyncio.create_task(self.grpc.stop(left_s))
+        stopped = asyncio.create_task(self._stop_calls(left_s))
         # The remaining calls end with the reason, and have the rest of the time to send it.
         await asyncio.wait((stopped,), timeout=_CALLS_SHARE * left_s)
         self._admission.cut_off()
@@ -228,6 +243,9 @@ class Server:
         for close in reversed(self._at_stop):
             await close()
         logger.info("stopped")
+
+    async def _stop_calls(self, grace_s: float) -> None:
+        await asyncio.gather(self.grpc.stop(grace_s), *(other.stop(grace_s) for other, _ in self._others))
 
     async def _drain(self, drain: Callable[[float], Awaitable[None]]) -> None:
         try:

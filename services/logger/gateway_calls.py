@@ -75,7 +75,7 @@ _BROKE = {"UC", "UR", "UF", "UPE"}
 # With these flags Envoy's upstream address is that of the last host tried, which it could not connect to.
 _NOT_REACHED = {"UF", "UH"}
 # The clusters whose services record requests, and their hops.
-_RECORDERS = {"transformer": "transformer", "direct": "predictor"}
+_RECORDERS = {"transformer": "transformer", "transformer_http": "transformer", "direct": "predictor"}
 _UNIT_MS = {"H": 3_600_000, "M": 60_000, "S": 1_000, "m": 1, "u": 1e-3, "n": 1e-6}
 # The gateway notices an expired deadline of the caller up to this much early.
 _DEADLINE_MARGIN_MS = 10

@@ -12,6 +12,7 @@ from millrace.payload.metrics import observe_tap
 from millrace.payload.tap import PayloadTap
 from millrace.rpc.channel import open_channel
 from millrace.rpc.health import watch_serving
+from millrace.rpc.http2.server import HttpServer
 from millrace.rpc.server import READY, Server
 from millrace.rpc.service import run_service
 from millrace.rpc.threads import run_in_daemon_thread
@@ -56,6 +57,7 @@ async def _serve(settings: TransformerSettings) -> None:
         TextGenerationServicer,
     )
     from services.transformer.frontends.openai.embeddings import Embedder
+    from services.transformer.frontends.openai.http_methods import error_body, http_methods
     from services.transformer.frontends.openai.servicer import OpenAIServicer
     from services.transformer.frontends.v2_rest.servicer import OpenInferenceServicer
     from services.transformer.generation.month_budget import MonthBudget, used_by_log
@@ -114,7 +116,9 @@ async def _serve(settings: TransformerSettings) -> None:
     add_TextGenerationServicer_to_server(text, server.grpc)
     rest_pb2_grpc.add_TextGenerationServicer_to_server(RestTextGenerationServicer(pipeline, text, bodies), server.grpc)
     openai = OpenAIServicer(pipeline, router, Embedder(router, predictor, tap), bodies, settings.sse_keep_alive)
-    rest_pb2_grpc.add_OpenAIServicer_to_server(openai, server.grpc)
+    http = HttpServer(server.interceptor, error_body, shares_port=settings.listen != "alone")
+    http.add(*http_methods(openai))
+    server.add_port(http, settings.http_port)
     v2_rest = OpenInferenceServicer(inference, pipeline, bodies, links, settings.sse_keep_alive)
     rest_pb2_grpc.add_OpenInferenceServicer_to_server(v2_rest, server.grpc)
     if settings.development:

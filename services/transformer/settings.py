@@ -31,6 +31,7 @@ class TransformerSettings(RecordingSettings):
     model_config = SettingsConfigDict(env_prefix="TRANSFORMER_", frozen=True, env_ignore_empty=True)
 
     port: Port = Field(9001, description="gRPC port.")
+    http_port: Port = Field(9003, description="Port of OpenAI's API by HTTP/2 without TLS, for the gateway.")
     metrics_port: Port = Field(9101, description="Port of the Prometheus page, /metrics. 0: none.")
     models: Models = models_field()
     protocol: Literal["grpc-v2", "v2"] = Field(

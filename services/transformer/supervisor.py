@@ -1,8 +1,8 @@
-"""Several processes of the transformer on one port, and the parent that keeps them running.
+"""Several processes of the transformer on the same ports, and the parent that keeps them running.
 
 Tokenising holds the interpreter lock, so one process uses little more than one core for text. The parent reserves the
-port exclusively, which fails if it is taken, and then shares it with its workers (SO_REUSEPORT); it never listens. A
-worker that ends is restarted; SIGTERM and SIGINT are passed on. If a worker's exit code means that a restart cannot
+ports exclusively, which fails if one is taken, and then shares them with its workers (SO_REUSEPORT); it never listens.
+A worker that ends is restarted; SIGTERM and SIGINT are passed on. If a worker's exit code means that a restart cannot
 help, all end with that code.
 
 Each worker is complete: it follows the predictor, ships its own records from its own folder in the spool and has its
@@ -91,7 +91,8 @@ async def supervise(settings: TransformerSettings) -> None:
     is_shared = settings.listen != "alone"
     with ExitStack() as held:
         port = held.enter_context(reserved(settings.host, settings.port, is_shared))
-        environment = {**os.environ, "TRANSFORMER_PORT": str(port)}
+        http_port = held.enter_context(reserved(settings.host, settings.http_port, is_shared))
+        environment = {**os.environ, "TRANSFORMER_PORT": str(port), "TRANSFORMER_HTTP_PORT": str(http_port)}
         if settings.metrics_port:
             registry = CollectorRegistry()
             registry.register(WorkerPages(pages.ports))
@@ -99,7 +100,7 @@ async def supervise(settings: TransformerSettings) -> None:
             held.enter_context(closing(page))
 
         def retire() -> None:
-            held.close()  # The port and its page are the successor's.
+            held.close()  # The ports and the page are the successor's.
             orders.retire.set()
 
         loop.add_signal_handler(RETIRE, retire)

@@ -1,0 +1,308 @@
+"""One connection of HTTP/2 without TLS: frames in, calls out, and what the calls write sent once a turn of the loop.
+
+The `h2` library has the protocol's state; this has the socket. All calls of a connection share one write for each turn
+of the event loop, so that a peer with many streams reads its socket once for many messages.
+
+Bounds: streams at once, a stream's unread body, the connection's, header bytes. A socket that takes no more pauses its
+calls and its own reading, so that answers to a flood of pings or settings wait in no queue. What breaks the protocol
+ends the connection with that error's code. A peer that is silent is pinged, and is taken for dead without an answer.
+
+Source: RFC 9113; https://python-hyper.org/projects/h2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, cast
+
+from h2 import events
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.errors import ErrorCodes
+from h2.exceptions import NoSuchStreamError, ProtocolError
+from h2.settings import SettingCodes, Settings
+from hyperframe.frame import GoAwayFrame
+
+from millrace.rpc.http2.call import HttpCall
+
+if TYPE_CHECKING:
+    from millrace.rpc.http2.server import HttpServer
+
+logger = logging.getLogger(__name__)
+
+# As in envoy/envoy.yaml. The connection's window is that of all its streams: one that nobody reads stops no other.
+MAX_STREAMS = 256
+STREAM_WINDOW_BYTES = 256 * 1024
+_CONNECTION_WINDOW_BYTES = MAX_STREAMS * STREAM_WINDOW_BYTES
+_DEFAULT_WINDOW_BYTES = 65_535  # Of a new connection, by the protocol.
+MAX_HEADER_BYTES = 64 * 1024  # Of one request; what h2 keeps to by itself.
+_UNSENT_BYTES = 64 * 1024  # What waits for the end of a turn at most.
+_SILENT_S = 20.0  # After that a peer is pinged, and after that again it is dead.
+_GO_AWAY_S = 1.0  # For the answer to the ping behind a GOAWAY.
+_LAST_STREAM_ID = 2**31 - 1
+_ALIVE, _GONE = b"is alive", b"going aw"
+
+_CONFIG = H2Configuration(
+    client_side=False,
+    # The gateway has validated and normalised what comes; an error here would end the calls of other callers too.
+    header_encoding=None,
+    validate_inbound_headers=False,
+    normalize_inbound_headers=False,
+    validate_outbound_headers=False,
+    normalize_outbound_headers=False,
+)
+_SETTINGS = {
+    SettingCodes.MAX_CONCURRENT_STREAMS: MAX_STREAMS,
+    SettingCodes.MAX_HEADER_LIST_SIZE: MAX_HEADER_BYTES,
+    SettingCodes.INITIAL_WINDOW_SIZE: STREAM_WINDOW_BYTES,
+}
+
+Headers = Sequence[tuple[str, str]]
+
+
+class _Http2(H2Connection):
+    MAX_CLOSED_STREAMS = 1024  # How each stream ended is kept, 64 times as many by default.
+
+
+class HttpConnection(asyncio.Protocol):
+    """Owned by the event loop."""
+
+    def __init__(self, server: HttpServer) -> None:
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        self._http2 = _Http2(_CONFIG)
+        self._http2.local_settings = Settings(client=False, initial_values=_SETTINGS)
+        self._transport: asyncio.Transport | None = None  # While it is open.
+        self._calls: dict[int, HttpCall] = {}
+        self._waiting: set[HttpCall] = set()  # For room to write.
+        self._unsent = 0  # Bytes of calls since the last flush, about.
+        self._flush_is_due = False
+        self._is_full = False  # The socket takes no more.
+        self._goes_away = self._is_last = False  # GOAWAY is sent; and no new stream can come any more.
+        self._is_over = False  # The protocol's state is: nothing can be sent.
+        self._is_silent = self._is_pinged = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    # ------------------------------------------------------------------ of the transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        if not self._server.opened(self):
+            self._transport.abort()
+            return
+        self._http2.initiate_connection()
+        self._http2.increment_flow_control_window(_CONNECTION_WINDOW_BYTES - _DEFAULT_WINDOW_BYTES)
+        self._flush()
+        self._timer = self._loop.call_later(_SILENT_S, self._look)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        if self._timer is not None:
+            self._timer.cancel()
+        self._reset_calls()
+        if not self._calls:
+            self._server.closed(self)
+
+    def data_received(self, data: bytes) -> None:
+        self._is_silent = self._is_pinged = False
+        try:
+            for event in self._http2.receive_data(data):
+                self._handle(event)
+        except ProtocolError as error:
+            logger.warning("an HTTP/2 connection broke the protocol: %s", error)
+            self._close()
+        except Exception:
+            logger.exception("an HTTP/2 connection cannot be read")
+            self._close()
+        else:
+            self._flush_soon()
+
+    def pause_writing(self) -> None:
+        self._is_full = True
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        self._is_full = False
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+        self._wake_all()
+
+    # ------------------------------------------------------------------ of its calls
+
+    def room(self, stream_id: int) -> int:
+        """Bytes that a stream may write now, in one frame."""
+        if self._is_full:
+            return 0
+        http2 = self._http2
+        return min(http2.local_flow_control_window(stream_id), http2.max_outbound_frame_size)
+
+    def send_headers(self, stream_id: int, headers: Headers, end: bool = False) -> None:
+        """The head of an answer, or its trailers."""
+        self._http2.send_headers(stream_id, headers, end)
+        self._flush_soon()
+
+    def send_data(self, stream_id: int, data: bytes) -> None:
+        """Bytes for which there is room."""
+        self._http2.send_data(stream_id, data)
+        self._unsent += len(data)
+        if self._unsent > _UNSENT_BYTES:
+            self._flush()
+        else:
+            self._flush_soon()
+
+    def end_stream(self, stream_id: int) -> None:
+        self._http2.end_stream(stream_id)
+        self._flush_soon()
+
+    def reset_stream(self, stream_id: int, code: ErrorCodes) -> None:
+        with suppress(NoSuchStreamError):  # The peer has reset it meanwhile.
+            self._http2.reset_stream(stream_id, code)
+        self._flush_soon()
+
+    def acknowledge(self, stream_id: int, size: int) -> None:
+        """So many bytes of a body, frames and padding included, are read: as many more may come."""
+        if size and not self._is_over:
+            self._http2.acknowledge_received_data(size, stream_id)
+            self._flush_soon()
+
+    def wait_for_room(self, call: HttpCall) -> None:
+        """Has `call.wake` called when there may be room."""
+        self._waiting.add(call)
+
+    def ended(self, call: HttpCall) -> None:
+        """The call's task has ended, and with it the call."""
+        self._calls.pop(call.stream_id, None)
+        self._waiting.discard(call)
+        if self._transport is not None:
+            self._close_if_done()
+        elif not self._calls:
+            self._server.closed(self)
+
+    # ------------------------------------------------------------------ of the server
+
+    def go_away(self) -> None:
+        """Sends the peer away: what it has sent until it reads that is served, new streams need another connection."""
+        if self._goes_away or self._transport is None:
+            return
+        self._goes_away = True
+        self._send_go_away(_LAST_STREAM_ID)
+        self._http2.ping(_GONE)
+        self._flush()
+        self._loop.call_later(_GO_AWAY_S, self.end_arrivals)
+
+    def cancel_calls(self) -> None:
+        for call in tuple(self._calls.values()):
+            call.cancel()
+
+    def close(self) -> None:
+        """Sends what has been written, and closes."""
+        self._flush()
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    # ------------------------------------------------------------------
+
+    def _handle(self, event: events.Event) -> None:
+        match event:
+            case events.DataReceived():
+                call = self._calls.get(event.stream_id)
+                if call is not None:
+                    call.receive(event.data or b"", event.flow_controlled_length or 0)
+                else:
+                    self.acknowledge(event.stream_id, event.flow_controlled_length or 0)
+            case events.RequestReceived():
+                self._begin(event.stream_id, event.headers)
+            case events.StreamEnded():
+                if (call := self._calls.get(event.stream_id)) is not None:
+                    call.received()
+            case events.StreamReset():
+                if (call := self._calls.get(event.stream_id)) is not None:
+                    call.reset()
+                    self.acknowledge(event.stream_id, call.unread)
+            case events.WindowUpdated():
+                if not event.stream_id:
+                    self._wake_all()
+                elif (call := self._calls.get(event.stream_id)) is not None and call in self._waiting:
+                    self._waiting.discard(call)
+                    call.wake()
+            case events.RemoteSettingsChanged():
+                self._wake_all()
+            case events.PingAckReceived():
+                if event.ping_data == _GONE:
+                    self.end_arrivals()
+            case events.ConnectionTerminated():
+                self._close()
+
+    def _begin(self, stream_id: int, headers: Any) -> None:
+        if self._is_last:
+            self.reset_stream(stream_id, ErrorCodes.REFUSED_STREAM)
+            return
+        call = HttpCall(self, stream_id, self._server.terms, headers)
+        self._calls[stream_id] = call
+        call.begin(self._server.methods)
+
+    def _wake_all(self) -> None:
+        waiting, self._waiting = self._waiting, set()
+        for call in waiting:
+            call.wake()
+
+    def _flush_soon(self) -> None:
+        if not self._flush_is_due:
+            self._flush_is_due = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_is_due, self._unsent = False, 0
+        data = self._http2.data_to_send()
+        if data and self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def _close(self) -> None:
+        """Ends the connection, and with it its calls, with what h2 has to say of it."""
+        self._is_over = True
+        self._reset_calls()
+        self.close()
+
+    def _reset_calls(self) -> None:
+        for call in tuple(self._calls.values()):
+            call.reset()
+
+    def _send_go_away(self, last_stream_id: int) -> None:
+        # Not by h2, which takes a connection for closed that has sent one.
+        if self._transport is not None and not self._transport.is_closing():
+            self._flush()
+            self._transport.write(GoAwayFrame(last_stream_id=last_stream_id).serialize())
+
+    def end_arrivals(self) -> None:
+        if self._is_last or self._transport is None:
+            return
+        self._is_last = True
+        self._send_go_away(self._http2.highest_inbound_stream_id)
+        self._close_if_done()
+
+    def _close_if_done(self) -> None:
+        if self._is_last and not self._calls:
+            self.close()
+
+    def _look(self) -> None:
+        """Whether the peer is there."""
+        if self._transport is None:
+            return
+        if self._is_pinged:
+            logger.info("a peer by HTTP/2 does not answer: its connection ends")
+            self._transport.abort()
+            return
+        if self._is_silent:
+            self._is_pinged = True
+            self._http2.ping(_ALIVE)
+            self._flush()
+        self._is_silent = True
+        self._timer = self._loop.call_later(_SILENT_S, self._look)

@@ -1,0 +1,77 @@
+"""What an HTTP server serves: methods by their path, and how their errors are written.
+
+A method is a handler as gRPC has it: it takes a request and a context and yields bodies. So telemetry, admission and
+error mapping (millrace/rpc/handlers.py) are the same for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl, unquote
+
+import grpc
+from google.api.httpbody_pb2 import HttpBody
+
+from millrace.errors import MillraceError
+from millrace.rpc.handlers import CallInterceptor, Context, Handler, ServedMethod
+from millrace.rpc.request_reading import RequestReading
+
+Behaviour = Callable[[Any, Context], AsyncGenerator[HttpBody, None]]
+ErrorBody = Callable[[MillraceError], bytes]  # The JSON of an error before the first byte of an answer.
+
+
+@dataclass(frozen=True)
+class HttpMethod:
+    """`name` is the method's full name, "package.Service/Method", which is its path too.
+
+    With `takes_body` it is called by POST and `parse` gets the body. Without, it is called by GET, and `parse` gets the
+    argument: the path's rest behind the name, or the value of the query's `parameter`, as UTF-8.
+    """
+
+    name: str
+    behaviour: Behaviour
+    parse: Callable[[bytes], Any]
+    takes_body: bool = True
+    parameter: str = ""
+
+
+class Target(NamedTuple):
+    """The method that a request is for, and its argument."""
+
+    method: HttpMethod
+    served: ServedMethod
+    argument: bytes
+
+
+class MethodTable:
+    """The methods of one server."""
+
+    def __init__(self, interceptor: CallInterceptor) -> None:
+        self._interceptor = interceptor
+        self._methods: dict[str, tuple[HttpMethod, ServedMethod]] = {}
+
+    def add(self, *methods: HttpMethod) -> None:
+        for method in methods:
+            path = f"/{method.name}"
+            handler: Handler = grpc.unary_stream_rpc_method_handler(method.behaviour)
+            reading = RequestReading(None, method.parse)
+            self._methods[path] = method, ServedMethod(self._interceptor, path, handler, reading)
+
+    def find(self, verb: str, path: str) -> Target | None:
+        """What a request is for; `path` may have a query."""
+        path, _, query = path.partition("?")
+        found, rest = self._methods.get(path), ""
+        if found is None:
+            path, _, rest = path.rpartition("/")
+            found = self._methods.get(path)
+            if found is None or found[0].takes_body or not rest:
+                return None
+        method, served = found
+        if verb != ("POST" if method.takes_body else "GET"):
+            return None
+        argument = unquote(rest)
+        if not argument and method.parameter:
+            argument = dict(parse_qsl(query)).get(method.parameter, "")
+        return Target(method, served, argument.encode())

@@ -1,0 +1,97 @@
+"""An HTTP/2 server without TLS for the gateway: it listens, has methods, and stops as a gRPC server does.
+
+`start` opens the port, `stop` sends the connections away by GOAWAY and returns when their calls have ended, or ends
+those that are left after `grace_s`. Nobody else can have the port, unless `shares_port`: then this is one of several
+processes for which somebody else has reserved it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import ExitStack
+
+from millrace.errors import StartupError
+from millrace.rpc.handlers import CallInterceptor
+from millrace.rpc.http2.call import Terms
+from millrace.rpc.http2.connection import HttpConnection
+from millrace.rpc.http2.methods import ErrorBody, HttpMethod, MethodTable
+from millrace.rpc.listeners import reserved
+
+logger = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 1024  # As many as a gateway opens (envoy/envoy.yaml).
+_BACKLOG = 1024
+_LAST_ANSWERS_S = 0.5  # For calls that are ended to say so, and for what they have written to be sent.
+
+
+class HttpServer:
+    """Owned by the event loop."""
+
+    def __init__(self, interceptor: CallInterceptor, error_body: ErrorBody, shares_port: bool = False) -> None:
+        self.methods = MethodTable(interceptor)
+        self.terms = Terms(interceptor.hop, error_body)
+        self._shares_port = shares_port
+        self._held = ExitStack()
+        self._listening: asyncio.Server | None = None
+        self._connections: set[HttpConnection] = set()
+        self._are_closed = asyncio.Event()  # All connections.
+        self._are_closed.set()
+
+    def add(self, *methods: HttpMethod) -> None:
+        self.methods.add(*methods)
+
+    async def start(self, host: str, port: int) -> int:
+        """Opens the port, 0 for any, and returns it; raises StartupError where it is taken."""
+        if not self._shares_port:
+            port = self._held.enter_context(reserved(host, port))
+        loop = asyncio.get_running_loop()
+        try:
+            self._listening = await loop.create_server(
+                lambda: HttpConnection(self), host.strip("[]"), port, reuse_port=True, backlog=_BACKLOG
+            )
+        except OSError:
+            raise StartupError(f"{host}:{port} cannot be listened on: is the port taken?") from None
+        bound: int = self._listening.sockets[0].getsockname()[1]
+        return bound
+
+    async def stop(self, grace_s: float) -> None:
+        """Ends; a second call with less grace shortens the first."""
+        if self._listening is not None:
+            self._listening.close()
+            self._listening = None
+        for connection in tuple(self._connections):
+            connection.go_away()
+        if not await self._ended(grace_s):
+            for connection in tuple(self._connections):
+                connection.cancel_calls()
+                connection.end_arrivals()
+            if not await self._ended(_LAST_ANSWERS_S):
+                for connection in tuple(self._connections):
+                    connection.abort()
+        self._held.close()
+
+    async def _ended(self, within_s: float) -> bool:
+        try:
+            async with asyncio.timeout(within_s):
+                await self._are_closed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    # ------------------------------------------------------------------ of the connections
+
+    def opened(self, connection: HttpConnection) -> bool:
+        """Whether one more connection may be."""
+        if len(self._connections) >= MAX_CONNECTIONS or self._listening is None:
+            logger.warning("a connection is refused: %d are open", len(self._connections))
+            return False
+        self._connections.add(connection)
+        self._are_closed.clear()
+        return True
+
+    def closed(self, connection: HttpConnection) -> None:
+        """A connection is closed, and the tasks of its calls have ended."""
+        self._connections.discard(connection)
+        if not self._connections:
+            self._are_closed.set()
