@@ -21,15 +21,19 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 
 import envoy
 from millrace.errors import DrainingError, HopBrokenError
+from millrace.rpc.admission import Admission, Call
+from millrace.rpc.handlers import CallInterceptor
+from millrace.rpc.http2.server import HttpServer
 from millrace.rpc.server import SERVER_OPTIONS
-from millrace.telemetry.identity import REQUEST_ID
-from millrace_protos import inference_pb2, inference_pb2_grpc, rest_pb2_grpc
+from millrace.telemetry.identity import REQUEST_ID, Metadata
+from millrace_protos import inference_pb2, inference_pb2_grpc, millrace_pb2, millrace_pb2_grpc, rest_pb2_grpc
 from runner import envoy_config
 from runner.free_ports import free_settings
 from runner.process import Process, ProcessSpec
 from runner.readiness import Readiness
 from runner.services import gateway_environment
-from runner.settings import StackSettings
+from runner.settings import LOOPBACK, StackSettings
+from services.transformer.frontends.openai.http_methods import error_body, http_methods
 
 HttpBody = httpbody_pb2.HttpBody
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -63,6 +67,20 @@ class FakeOpenAI(rest_pb2_grpc.OpenAIServicer):
             "metadata": dict(context.invocation_metadata() or ()),
         }
         yield HttpBody(content_type=JSON, data=json.dumps(answer).encode())
+
+
+class FakeTextGeneration(millrace_pb2_grpc.TextGenerationServicer):
+    """Streams as the fake above does."""
+
+    def __init__(self, openai: FakeOpenAI) -> None:
+        self._openai = openai
+
+    async def Generate(  # noqa: N802
+        self, request: millrace_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[millrace_pb2.GenerateResponse]:
+        yield millrace_pb2.GenerateResponse(text="first")
+        await self._openai.first_chunk_was_read.wait()
+        yield millrace_pb2.GenerateResponse(text="last")
 
 
 class FakeOpenInference(rest_pb2_grpc.OpenInferenceServicer):
@@ -191,10 +209,24 @@ async def serve(port: int, name: str, openai: FakeOpenAI, servicer: FakeHealth |
     await servicer.set("ready", health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(FakeInference(name), server)
-    rest_pb2_grpc.add_OpenAIServicer_to_server(openai, server)
+    millrace_pb2_grpc.add_TextGenerationServicer_to_server(FakeTextGeneration(openai), server)
     rest_pb2_grpc.add_OpenInferenceServicer_to_server(FakeOpenInference(), server)
     server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
+    return server
+
+
+class Uncounted(Admission):
+    """Knows no client's limits, as the other fakes do not."""
+
+    def call(self, method: str, request_streaming: bool, metadata: Metadata = ()) -> Call:
+        return super().call(method, request_streaming)
+
+
+async def serve_http(port: int, openai: FakeOpenAI) -> HttpServer:
+    server = HttpServer(CallInterceptor("transformer", Uncounted()), error_body)
+    server.add(*http_methods(openai))
+    await server.start(LOOPBACK, port)
     return server
 
 
@@ -246,6 +278,7 @@ async def running_gateway(
     }
     healths = {name: FakeHealth() for name in ports}
     servers = [await serve(port, name, openai, healths[name]) for name, port in ports.items()]
+    http_server = await serve_http(settings.transformer_http_port, openai)
     process = start_envoy(settings, folder, change, environment)
     readiness = Readiness(settings, {})
     while await readiness.missing():  # noqa: ASYNC110
@@ -258,5 +291,5 @@ async def running_gateway(
     finally:
         await readiness.close()
         await process.stop()
-        for server in (*servers, otlp):
+        for server in (*servers, otlp, http_server):
             await server.stop(0)

@@ -112,29 +112,29 @@ async def test_a_chunk_arrives_before_the_next_is_made(gateway: Gateway) -> None
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "kind"),
+    ("code", "status", "kind", "word"),
     [
-        ("INVALID_ARGUMENT", 400, "invalid_request_error"),
-        ("UNAUTHENTICATED", 401, "authentication_error"),
-        ("NOT_FOUND", 404, "invalid_request_error"),
-        ("RESOURCE_EXHAUSTED", 413, "invalid_request_error"),
-        ("RESOURCE_EXHAUSTED", 429, "rate_limit_error"),
-        ("INTERNAL", 500, "server_error"),
-        ("UNIMPLEMENTED", 501, "server_error"),
-        ("UNAVAILABLE", 502, "server_error"),
-        ("UNAVAILABLE", 503, "server_error"),
-        ("DEADLINE_EXCEEDED", 504, "server_error"),
+        ("INVALID_ARGUMENT", 400, "invalid_request_error", "invalid_argument"),
+        ("UNAUTHENTICATED", 401, "authentication_error", "unauthenticated"),
+        ("NOT_FOUND", 404, "invalid_request_error", "model_not_found"),
+        ("RESOURCE_EXHAUSTED", 413, "invalid_request_error", "resource_exhausted"),
+        ("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "rate_limit_exceeded"),
+        ("INTERNAL", 500, "server_error", "internal"),
+        ("UNIMPLEMENTED", 501, "server_error", "unimplemented"),
+        ("UNAVAILABLE", 502, "server_error", "unavailable"),
+        ("UNAVAILABLE", 503, "server_error", "unavailable"),
+        ("DEADLINE_EXCEEDED", 504, "server_error", "deadline_exceeded"),
     ],
 )
 async def test_an_abort_gets_its_status_and_the_api_s_shape(
-    gateway: Gateway, code: str, status: int, kind: str
+    gateway: Gateway, code: str, status: int, kind: str, word: str
 ) -> None:
     message = 'no "a", \\ or é\n'
     signed = {"x-http-status": status, "x-failed-hop": "predictor"}
     answer = await gateway.post(abort=code, message=message, metadata=signed)
     assert answer.status == status
     assert answer.headers["x-failed-hop"] == "predictor"
-    assert answer.json == {"error": {"message": message, "type": kind, "code": None, "param": None}}
+    assert answer.json == {"error": {"message": message, "type": kind, "code": word, "param": None}}
 
 
 async def test_an_abort_of_v2_has_its_shape(gateway: Gateway) -> None:

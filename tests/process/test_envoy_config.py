@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from ipaddress import IPv4Address
@@ -12,12 +13,14 @@ from typing import Any
 
 import pytest
 import yaml
+from google.api import annotations_pb2
 from pydantic import ValidationError
 
 import envoy
 from millrace.payload.call import RECORDED
 from millrace.telemetry.identity import REQUEST_ID
 from millrace.telemetry.rpc import LINK
+from millrace_protos.rest_pb2 import DESCRIPTOR
 from runner import envoy_config
 from runner.envoy_process import PREDECESSOR_LIFE_S
 from runner.services import gateway_environment
@@ -31,13 +34,13 @@ STREAMS = (
     "/inference.GRPCInferenceService/ModelStreamInfer",
     "/millrace.v1.TextGeneration/",
     "/millrace.rest.v1.TextGeneration/",
-    "/millrace.rest.v1.OpenAI/",
     "/millrace.rest.v1.OpenInference/GenerateStream",
     "/millrace.v1.PayloadLog/",
     "/grpc.health.v1.Health/Watch",
 )
 SILENT_BY_NATURE = (STREAMS[0], "/millrace.v1.PayloadLog/", "/grpc.health.v1.Health/Watch")
-SERVICES = ("transformer", "predictor", "logger")
+OPENAI = DESCRIPTOR.services_by_name["OpenAI"]
+SERVICES = ("transformer", "transformer_http", "predictor", "logger")
 HOUR_S = 3600
 
 
@@ -108,6 +111,7 @@ def test_derived_addresses_follow_the_settings_and_nothing_else_changes(tmp_path
         gateway_admin_port=19901,
         gateway_trace_percent=5,
         transformer_port=19001,
+        transformer_http_port=19003,
         predictor_port=19000,
         predictors=3,
         logger_port=19002,
@@ -129,6 +133,7 @@ def test_derived_addresses_follow_the_settings_and_nothing_else_changes(tmp_path
     ]
     assert {name: addresses(cluster) for name, cluster in clusters(derived).items()} == {
         "transformer": [("127.0.0.1", 19001)],
+        "transformer_http": [("127.0.0.1", 19003)],
         "predictor": [("127.0.0.1", 19000), ("127.0.0.1", 19010), ("127.0.0.1", 19020)],
         "direct": [],  # Made of the two above.
         "logger": [("127.0.0.1", 19002)],
@@ -150,9 +155,34 @@ def test_derived_addresses_follow_the_settings_and_nothing_else_changes(tmp_path
     assert without_what_is_derived(derived) == without_what_is_derived(config)
 
 
+def rewritten(route: Config, path: str) -> str:
+    """What the route makes of a path; "" where it changes none."""
+    rewrite = route.get("route", {}).get("regex_rewrite")
+    return re.sub(rewrite["pattern"]["regex"], rewrite["substitution"], path) if rewrite else ""
+
+
+def test_each_path_of_openai_s_api_leads_to_its_method(config: Config) -> None:
+    openai = [route for _, route in every_route(config) if "regex_rewrite" in route.get("route", {})]
+    assert len(openai) == len(OPENAI.methods)
+    for method in OPENAI.methods:
+        rule = method.GetOptions().Extensions[annotations_pb2.http]
+        for binding in (rule, *rule.additional_bindings):
+            verb = binding.WhichOneof("pattern")
+            path = getattr(binding, verb).replace("{model}", "org.name-1")
+            (route,) = [one for one in openai if re.fullmatch(one["match"]["safe_regex"]["regex"], path)]
+            rest = "/org.name-1" if "{model}" in getattr(binding, verb) else ""
+            assert rewritten(route, path) == f"/{OPENAI.full_name}/{method.name}{rest}"
+            headers = {header["name"]: header["string_match"] for header in route["match"]["headers"]}
+            assert headers[":method"] == {"exact": verb.upper()}
+            assert route["route"]["cluster"] == "transformer_http"
+            assert route["request_headers_to_add"][0]["header"]["key"] == "x-envoy-original-path"
+            assert "envoy.filters.http.buffer" in route["typed_per_filter_config"]
+
+
 def test_no_time_limit_ends_a_stream(config: Config) -> None:
-    streams = [(path, route["route"]) for path, route in every_route(config) if path in STREAMS]
-    assert {path for path, _ in streams} == set(STREAMS)
+    every = every_route(config)
+    streams = [(path, route["route"]) for path, route in every if path in STREAMS or rewritten(route, path)]
+    assert {path for path, route in streams if "regex_rewrite" not in route} == set(STREAMS)
     for path, route in streams:
         assert route["timeout"] == "0s", path
         idle_s = seconds(route["idle_timeout"])

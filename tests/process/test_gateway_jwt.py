@@ -16,9 +16,9 @@ import pytest
 import pytest_asyncio
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from millrace_protos import inference_pb2, inference_pb2_grpc, rest_pb2_grpc
+from millrace_protos import inference_pb2, inference_pb2_grpc, millrace_pb2, millrace_pb2_grpc
 from runner import envoy_config
-from tests.process.gateway_before_fakes import OPENAI, Gateway, HttpBody, running_gateway
+from tests.process.gateway_before_fakes import OPENAI, Gateway, running_gateway
 from tests.support.tokens import AUDIENCE, ISSUER, SigningKey, publish, publish_text, unsigned_token
 from tests.waiting import until
 
@@ -112,11 +112,11 @@ async def test_what_is_no_valid_token_names_nobody(gateway: Gateway, kind: str) 
 async def test_a_new_key_set_counts_within_two_seconds_and_costs_no_stream(gateway: Gateway, key_set: Path) -> None:
     gateway.openai.first_chunk_was_read.clear()
     async with gateway.channel() as channel:
-        stub = rest_pb2_grpc.OpenAIStub(channel)
+        stub = millrace_pb2_grpc.TextGenerationStub(channel)
         own = (("authorization", f"Bearer {FIRST.token()}"),)
-        streams = [stub.Completions(HttpBody(data=b'{"stream": true}'), metadata=own) for _ in range(64)]
+        streams = [stub.Generate(millrace_pb2.GenerateRequest(), metadata=own) for _ in range(64)]
         for stream in streams:
-            assert (await stream.read()).data == b"data: 1\n\n"
+            assert (await stream.read()).text == "first"
         publish(key_set, SECOND)
         changed = time.monotonic()
         await until(lambda: is_known(gateway, SECOND))
@@ -124,7 +124,7 @@ async def test_a_new_key_set_counts_within_two_seconds_and_costs_no_stream(gatew
         assert time.monotonic() - changed < TAKES_EFFECT_S
         gateway.openai.first_chunk_was_read.set()
         for stream in streams:
-            assert (await stream.read()).data == b"data: [DONE]\n\n"
+            assert (await stream.read()).text == "last"
             assert await stream.code() is grpc.StatusCode.OK
     publish(key_set, FIRST)
     await until(lambda: is_known(gateway, FIRST))

@@ -13,8 +13,8 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from millrace_protos import inference_pb2, inference_pb2_grpc, rest_pb2_grpc
-from tests.process.gateway_before_fakes import OPENAI, Gateway, HttpBody, running_gateway
+from millrace_protos import inference_pb2, inference_pb2_grpc, millrace_pb2, millrace_pb2_grpc
+from tests.process.gateway_before_fakes import OPENAI, Gateway, running_gateway
 from tests.waiting import until
 
 SHORT = 3_000  # Envoy's own limits are 500 calls, 250 of them cancelled early, and 1,000 cancels at once.
@@ -57,7 +57,7 @@ class HonestStream:
 async def leave(channel: grpc.aio.Channel, number: int, ends: Counter[grpc.StatusCode | None]) -> None:
     """A call that is cancelled at once or after a moment, or whose deadline passes."""
     timeout = 0.005 * (number % 4) if number % 2 else None
-    call = rest_pb2_grpc.OpenAIStub(channel).Completions(HttpBody(data=b'{"stream": true}'), timeout=timeout)
+    call = millrace_pb2_grpc.TextGenerationStub(channel).Generate(millrace_pb2.GenerateRequest(), timeout=timeout)
     if timeout is None:
         await asyncio.sleep(0.005 * (number % 4))
         call.cancel()

@@ -16,11 +16,11 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from millrace_protos import inference_pb2, inference_pb2_grpc, rest_pb2_grpc
+from millrace_protos import inference_pb2, inference_pb2_grpc, millrace_pb2, millrace_pb2_grpc
 from runner.command import __main__ as command_line
 from runner.command import certificates
 from runner.settings import ROOT
-from tests.process.gateway_before_fakes import METADATA, OPENAI, Gateway, HttpBody, running_gateway
+from tests.process.gateway_before_fakes import METADATA, OPENAI, Gateway, running_gateway
 from tests.support.connections import certificate, connected, context, handshake, request
 from tests.waiting import until
 
@@ -110,11 +110,11 @@ async def test_a_new_certificate_counts_for_new_connections_and_costs_no_stream(
     gateway.openai.first_chunk_was_read.clear()
     channels = [channel(gateway, folder) for _ in range(8)]
     streams = [
-        rest_pb2_grpc.OpenAIStub(channels[number % len(channels)]).Completions(HttpBody(data=b'{"stream": true}'))
+        millrace_pb2_grpc.TextGenerationStub(channels[number % len(channels)]).Generate(millrace_pb2.GenerateRequest())
         for number in range(STREAMS)
     ]
     for stream in streams:
-        assert (await stream.read()).data == b"data: 1\n\n"
+        assert (await stream.read()).text == "first"
     before = await asyncio.to_thread(certificate, gateway.tls)
     certificates.make(folder, ())
     changed = time.monotonic()
@@ -123,7 +123,7 @@ async def test_a_new_certificate_counts_for_new_connections_and_costs_no_stream(
     await asyncio.to_thread(handshake, gateway.tls, context(folder))  # Signed by the new authority.
     gateway.openai.first_chunk_was_read.set()
     for stream in streams:
-        assert (await stream.read()).data == b"data: [DONE]\n\n"
+        assert (await stream.read()).text == "last"
         assert await stream.code() is grpc.StatusCode.OK
     for each in channels:
         await each.close()
