@@ -29,7 +29,8 @@ if _version_not_supported:
 
 
 class OpenAIStub:
-    """OpenAI's API. `stream: true` answers with server-sent events ending in `data: [DONE]`.
+    """OpenAI's API. `stream: true` answers with server-sent events ending in `data: [DONE]`. The transformer serves it by HTTP
+    (millrace/rpc/http2), and not by gRPC: this is where its methods and their paths are named.
     """
 
     def __init__(self, channel):
@@ -91,7 +92,8 @@ class OpenAIStub:
 
 
 class OpenAIServicer:
-    """OpenAI's API. `stream: true` answers with server-sent events ending in `data: [DONE]`.
+    """OpenAI's API. `stream: true` answers with server-sent events ending in `data: [DONE]`. The transformer serves it by HTTP
+    (millrace/rpc/http2), and not by gRPC: this is where its methods and their paths are named.
     """
 
     def Models(self, request, context):
@@ -220,7 +222,8 @@ def add_OpenAIServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class OpenAI:
-    """OpenAI's API. `stream: true` answers with server-sent events ending in `data: [DONE]`.
+    """OpenAI's API. `stream: true` answers with server-sent events ending in `data: [DONE]`. The transformer serves it by HTTP
+    (millrace/rpc/http2), and not by gRPC: this is where its methods and their paths are named.
     """
 
     @staticmethod
