@@ -1,5 +1,6 @@
 """Several transformers share a port that nobody else can take."""
 
+import json
 import os
 import socket
 import subprocess
@@ -9,10 +10,12 @@ from contextlib import closing
 import psutil
 import pytest
 
+from millrace import __version__
 from millrace.errors import StartupError
 from millrace.rpc.hand_over import RETIRE
 from millrace.rpc.health_check import serving as health
 from millrace.rpc.listeners import reserved
+from tests.support.http2_client import connected
 from tests.waiting import until
 
 
@@ -47,16 +50,18 @@ def test_a_port_cannot_be_reserved_twice():
         reserved("127.0.0.1", port).__enter__()
 
 
-def start(port, **environment):
+def start(port, http_port=0, **environment):
     own = {"TRANSFORMER_WORKERS": "2", "TRANSFORMER_PORT": str(port), "MODELS": "storyteller=models/storyteller"}
+    own |= {"TRANSFORMER_HTTP_PORT": str(http_port)}
     own |= {"TRANSFORMER_PREDICTOR": "127.0.0.1:9", "TRANSFORMER_LOGGER": "127.0.0.1:9"}
     command = (sys.executable, "-m", "services.transformer")
     return subprocess.Popen(command, env=os.environ | own | environment, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_taken_port_is_one_line_at_the_start():
+@pytest.mark.parametrize("names", ["port", "http_port"])
+def test_a_taken_port_is_one_line_at_the_start(names):
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
-        process = start(taken.getsockname()[1])
+        process = start(**{"port": 0} | {names: taken.getsockname()[1]})
         _, said = process.communicate(timeout=60)
     assert process.returncode == os.EX_CONFIG
     assert said.startswith("transformer: 127.0.0.1:")
@@ -83,22 +88,29 @@ def test_what_a_worker_cannot_be_started_with_ends_all_with_its_line(tmp_path, n
 
 
 async def test_a_retired_parent_ends_with_its_workers_and_the_successors_serve_until_theirs_is_killed(no_tokenizers):
-    with closing(listener(0)) as held:
-        port = held.getsockname()[1]
+    with closing(listener(0)) as held, closing(listener(0)) as http_held:
+        port, http_port = held.getsockname()[1], http_held.getsockname()[1]
     own = no_tokenizers | {"TRANSFORMER_LISTEN": "shared", "TRANSFORMER_METRICS_PORT": "0"}
-    old = start(port, **own)
+    old = start(port, http_port, **own)
     new = None
     try:
         await until(lambda: serving(port), timeout_s=60)
         old_workers = psutil.Process(old.pid).children()
-        new = start(port, **own | {"TRANSFORMER_LISTEN": "take-over"})
+        await until(lambda: len(listening(old, http_port)) == 2, timeout_s=60)
+        new = start(port, http_port, **own | {"TRANSFORMER_LISTEN": "take-over"})
         await until(lambda: len(listening(new, port)) == 2, timeout_s=60)
         new_workers = listening(new, port)
+        assert listening(new, http_port) == new_workers
         old.send_signal(RETIRE)
         old.communicate(timeout=60)
         assert old.returncode == 0
         assert not psutil.wait_procs(old_workers, timeout=0)[1]
         assert serving(port)
+        # Connections meet either worker.
+        for _ in range(8):
+            async with connected(http_port) as client:
+                answer = await (await client.request("/millrace.rest.v1.OpenAI/Version", verb="GET")).wait()
+                assert (answer.status, json.loads(answer.data)) == (200, {"version": __version__})
         new.kill()
         assert not psutil.wait_procs(new_workers, timeout=30)[1]
     finally:

@@ -24,6 +24,7 @@ async def transformer_process(predictor, folder):
         port = free.getsockname()[1]
     own = {
         "MODELS": "identity=models/identity",
+        "TRANSFORMER_HTTP_PORT": "0",
         "TRANSFORMER_LOGGER": "127.0.0.1:9",
         "TRANSFORMER_METRICS_PORT": "0",
         "TRANSFORMER_PAYLOAD_SPOOL": str(folder / "spool"),
