@@ -100,7 +100,7 @@ async def test_a_retired_parent_ends_with_its_workers_and_the_successors_serve_u
         new = start(port, http_port, **own | {"TRANSFORMER_LISTEN": "take-over"})
         await until(lambda: len(listening(new, port)) == 2, timeout_s=60)
         new_workers = listening(new, port)
-        assert listening(new, http_port) == new_workers
+        await until(lambda: listening(new, http_port) == new_workers, timeout_s=60)
         old.send_signal(RETIRE)
         old.communicate(timeout=60)
         assert old.returncode == 0
