@@ -45,10 +45,11 @@ METADATA = "/inference.GRPCInferenceService/ServerMetadata"
 
 
 class FakeOpenAI(rest_pb2_grpc.OpenAIServicer):
-    """Answers as the request's JSON body says."""
+    """Answers as the request's JSON body says; `written` are bytes of pieces, `running` the calls that write some."""
 
     def __init__(self) -> None:
         self.first_chunk_was_read = asyncio.Event()
+        self.written = self.running = 0
 
     async def Completions(self, request: HttpBody, context: Context) -> AsyncIterator[HttpBody]:  # noqa: N802
         asked = json.loads(request.data or b"{}")
@@ -57,6 +58,15 @@ class FakeOpenAI(rest_pb2_grpc.OpenAIServicer):
             await context.abort(grpc.StatusCode[asked["abort"]], asked["message"], metadata)
         if metadata:
             await context.send_initial_metadata(metadata)
+        if "pieces" in asked:
+            self.running += 1
+            try:
+                for _ in range(asked["pieces"]):
+                    yield HttpBody(content_type="text/event-stream", data=b"x" * asked["size"])
+                    self.written += asked["size"]
+            finally:
+                self.running -= 1
+            return
         if asked.get("stream"):
             yield HttpBody(content_type="text/event-stream", data=b"data: 1\n\n")
             await self.first_chunk_was_read.wait()

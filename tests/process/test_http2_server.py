@@ -17,9 +17,10 @@ from millrace.errors import OverloadedError, StartupError
 from millrace.rpc.admission import Admission, head_of_call
 from millrace.rpc.byte_budget import ByteBudget
 from millrace.rpc.handlers import CallInterceptor
-from millrace.rpc.http2 import call as http2_call
 from millrace.rpc.http2 import connection as http2_connection
+from millrace.rpc.http2 import request as http2_request
 from millrace.rpc.http2.methods import HttpMethod
+from millrace.rpc.http2.protocol import STREAM_WINDOW_BYTES
 from millrace.rpc.http2.server import HttpServer
 from millrace.rpc.listeners import reserved
 from services.transformer.frontends.openai.http_methods import error_body
@@ -142,7 +143,7 @@ async def test_an_error_before_the_first_byte_is_the_answer_and_one_after_it_in_
     assert (first.headers["x-failed-hop"], first.headers["retry-after-ms"]) == ("transformer", "20")
     assert "x-http-status" not in first.headers
     assert (later.status, later.data, later.reset_with) == (200, b"begun", None)
-    assert later.trailers["x-failed-hop"] == "transformer"
+    assert (later.trailers["grpc-status"], later.trailers["x-failed-hop"]) == ("8", "transformer")
 
 
 async def test_64_streams_of_one_connection_are_kept_apart(served: Served) -> None:
@@ -205,7 +206,7 @@ async def test_a_slow_reader_stops_its_own_call_alone(served: Served) -> None:
 async def test_a_body_that_is_too_large_is_refused_as_soon_as_it_is(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http2_call, "MAX_MESSAGE_BYTES", 64 * KIB)
+    monkeypatch.setattr(http2_request, "MAX_MESSAGE_BYTES", 64 * KIB)
     async with connected(served.port) as client:
         stream = await client.request(ECHO, end=False)
         for _ in range(5):
@@ -238,7 +239,7 @@ async def test_before_a_call_reads_no_more_comes_than_a_window(served: Served) -
         stream = await client.request(f"{NAME}/x", verb="GET", end=False)
         await stream.wait()
         assert (stream.status, stream.data) == (200, b"x")
-        assert client.http2.local_flow_control_window(stream.number) <= http2_connection.STREAM_WINDOW_BYTES
+        assert client.http2.local_flow_control_window(stream.number) <= STREAM_WINDOW_BYTES
 
 
 @pytest.mark.parametrize("kind", ["pings", "settings"])

@@ -19,52 +19,25 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from h2 import events
-from h2.config import H2Configuration
-from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 from h2.exceptions import NoSuchStreamError, ProtocolError
-from h2.settings import SettingCodes, Settings
 from hyperframe.frame import GoAwayFrame
 
 from millrace.rpc.http2.call import HttpCall
+from millrace.rpc.http2.protocol import ProtocolState
 
 if TYPE_CHECKING:
     from millrace.rpc.http2.server import HttpServer
 
 logger = logging.getLogger(__name__)
 
-# As in envoy/envoy.yaml. The connection's window is that of all its streams: one that nobody reads stops no other.
-MAX_STREAMS = 256
-STREAM_WINDOW_BYTES = 256 * 1024
-_CONNECTION_WINDOW_BYTES = MAX_STREAMS * STREAM_WINDOW_BYTES
-_DEFAULT_WINDOW_BYTES = 65_535  # Of a new connection, by the protocol.
-MAX_HEADER_BYTES = 64 * 1024  # Of one request; what h2 keeps to by itself.
 _UNSENT_BYTES = 64 * 1024  # What waits for the end of a turn at most.
 _SILENT_S = 20.0  # After that a peer is pinged, and after that again it is dead.
 _GO_AWAY_S = 1.0  # For the answer to the ping behind a GOAWAY.
 _LAST_STREAM_ID = 2**31 - 1
 _ALIVE, _GONE = b"is alive", b"going aw"
 
-_CONFIG = H2Configuration(
-    client_side=False,
-    # The gateway has validated and normalised what comes; an error here would end the calls of other callers too.
-    header_encoding=None,
-    validate_inbound_headers=False,
-    normalize_inbound_headers=False,
-    validate_outbound_headers=False,
-    normalize_outbound_headers=False,
-)
-_SETTINGS = {
-    SettingCodes.MAX_CONCURRENT_STREAMS: MAX_STREAMS,
-    SettingCodes.MAX_HEADER_LIST_SIZE: MAX_HEADER_BYTES,
-    SettingCodes.INITIAL_WINDOW_SIZE: STREAM_WINDOW_BYTES,
-}
-
 Headers = Sequence[tuple[str, str]]
-
-
-class _Http2(H2Connection):
-    MAX_CLOSED_STREAMS = 1024  # How each stream ended is kept, 64 times as many by default.
 
 
 class HttpConnection(asyncio.Protocol):
@@ -73,8 +46,7 @@ class HttpConnection(asyncio.Protocol):
     def __init__(self, server: HttpServer) -> None:
         self._server = server
         self._loop = asyncio.get_running_loop()
-        self._http2 = _Http2(_CONFIG)
-        self._http2.local_settings = Settings(client=False, initial_values=_SETTINGS)
+        self._http2 = ProtocolState()
         self._transport: asyncio.Transport | None = None  # While it is open.
         self._calls: dict[int, HttpCall] = {}
         self._waiting: set[HttpCall] = set()  # For room to write.
@@ -93,8 +65,6 @@ class HttpConnection(asyncio.Protocol):
         if not self._server.opened(self):
             self._transport.abort()
             return
-        self._http2.initiate_connection()
-        self._http2.increment_flow_control_window(_CONNECTION_WINDOW_BYTES - _DEFAULT_WINDOW_BYTES)
         self._flush()
         self._timer = self._loop.call_later(_SILENT_S, self._look)
 
@@ -215,18 +185,18 @@ class HttpConnection(asyncio.Protocol):
             case events.DataReceived():
                 call = self._calls.get(event.stream_id)
                 if call is not None:
-                    call.receive(event.data or b"", event.flow_controlled_length or 0)
+                    call.body.receive(event.data, event.flow_controlled_length)
                 else:
-                    self.acknowledge(event.stream_id, event.flow_controlled_length or 0)
+                    self.acknowledge(event.stream_id, event.flow_controlled_length)
             case events.RequestReceived():
                 self._begin(event.stream_id, event.headers)
             case events.StreamEnded():
                 if (call := self._calls.get(event.stream_id)) is not None:
-                    call.received()
+                    call.body.complete()
             case events.StreamReset():
                 if (call := self._calls.get(event.stream_id)) is not None:
                     call.reset()
-                    self.acknowledge(event.stream_id, call.unread)
+                    call.body.acknowledge()
             case events.WindowUpdated():
                 if not event.stream_id:
                     self._wake_all()

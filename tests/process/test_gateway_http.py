@@ -1,0 +1,116 @@
+"""OpenAI's API through the real Envoy by HTTP/2: streams, readers that are slow or leave, and what they cost others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from tests.process.gateway_before_fakes import OPENAI, Gateway, running_gateway
+from tests.waiting import until
+
+MIB = 1 << 20
+LEAVING = 1000
+AT_ONCE = 50
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
+    async with running_gateway(tmp_path_factory.mktemp("http")) as running:
+        yield running
+
+
+def begin(gateway: Gateway, **asked: int | bool) -> socket.socket:
+    """A request whose answer is not read yet, by a client with small buffers."""
+    host, _, port = gateway.address.rpartition(":")
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)
+    client.settimeout(30)
+    client.connect((host, int(port)))
+    body = json.dumps(asked).encode()
+    head = f"POST {OPENAI} HTTP/1.1\r\nhost: {gateway.address}\r\ncontent-length: {len(body)}\r\n\r\n"
+    client.sendall(head.encode() + body)
+    return client
+
+
+async def test_a_reader_that_is_slow_stops_its_own_stream_and_one_that_leaves_ends_it(gateway: Gateway) -> None:
+    openai = gateway.openai
+    before = openai.written
+    client = await asyncio.to_thread(begin, gateway, pieces=1_000_000, size=1000)
+    await until(lambda: openai.running == 1)
+    written = -1
+
+    async def stands() -> bool:
+        nonlocal written
+        last, written = written, openai.written
+        await asyncio.sleep(0.3)
+        return last == written == openai.written
+
+    await until(stands)
+    assert written - before < 8 * MIB, "buffers of the gateway and the kernel, and no more"
+    assert (await gateway.post(pieces=10, size=1000)).body == b"x" * 10_000
+    client.close()
+    await until(lambda: openai.running == 0)
+
+
+async def test_64_streams_are_written_side_by_side_and_each_has_all_of_its_own(gateway: Gateway) -> None:
+    answers = await asyncio.gather(*(gateway.post(pieces=50, size=100 + number) for number in range(64)))
+    assert [len(answer.body) for answer in answers] == [50 * (100 + number) for number in range(64)]
+    assert {answer.status for answer in answers} == {200}
+
+
+async def test_callers_that_leave_end_no_other_stream_of_the_connection(gateway: Gateway) -> None:
+    gateway.openai.first_chunk_was_read.clear()
+    others = [await asyncio.to_thread(begin, gateway, stream=True) for _ in range(8)]
+    turns = asyncio.Semaphore(AT_ONCE)
+
+    async def leave(number: int) -> None:
+        async with turns:
+            client = await asyncio.to_thread(begin, gateway, pieces=1_000_000, size=1000)
+            await asyncio.sleep(0.005 * (number % 4))
+            client.close()
+
+    await asyncio.gather(*(leave(number) for number in range(LEAVING)))
+    await until(lambda: gateway.openai.running == 0)
+    gateway.openai.first_chunk_was_read.set()
+
+    def rest(client: socket.socket) -> bytes:
+        received = b""
+        while not received.endswith(b"0\r\n\r\n") and (data := client.recv(65536)):
+            received += data
+        client.close()
+        return received
+
+    for client in others:
+        assert b"data: [DONE]" in await asyncio.to_thread(rest, client)
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
+async def test_another_method_is_an_unknown_path(gateway: Gateway, method: str) -> None:
+    answer = await gateway.request(method, OPENAI)
+    assert (answer.status, answer.json["error"]["message"]) == (404, "unknown path or method")
+    assert answer.headers["x-failed-hop"] == "gateway"
+
+
+async def test_the_inner_path_of_a_method_is_nobody_s(gateway: Gateway) -> None:
+    answer = await gateway.request("POST", "/millrace.rest.v1.OpenAI/Completions", b"{}")
+    assert (answer.status, answer.headers["x-failed-hop"]) == (404, "gateway")
+
+
+async def test_a_body_that_comes_slowly_reaches_the_service_when_it_is_complete(gateway: Gateway) -> None:
+    host, _, port = gateway.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps({"pieces": 1, "size": 3, "padding": "x" * 100_000}).encode()
+    writer.write(f"POST {OPENAI} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body[:-1])
+    await writer.drain()
+    assert (await gateway.post(pieces=1, size=1)).body == b"x"  # The first has come by now, but for its end.
+    assert gateway.openai.running == 0
+    written = gateway.openai.written
+    writer.write(body[-1:])
+    assert b"200 OK" in await reader.readline()
+    assert gateway.openai.written == written + 3
+    writer.close()
