@@ -205,7 +205,7 @@ class HttpCall:
         self._head += metadata
         body = self._terms.error_body(error)
         self._send_head(_JSON)
-        if len(body) <= self._connection.room(self.stream_id):
+        if len(body) <= self._connection.window(self.stream_id):
             self._connection.send_data(self.stream_id, body)
 
     def _end(self, task: asyncio.Task[Any]) -> None:

@@ -96,7 +96,7 @@ class HttpConnection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def resume_writing(self) -> None:
-        self._is_full = False
+        self._is_full = self._is_silent = self._is_pinged = False
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
         self._wake_all()
@@ -105,8 +105,10 @@ class HttpConnection(asyncio.Protocol):
 
     def room(self, stream_id: int) -> int:
         """Bytes that a stream may write now, in one frame."""
-        if self._is_full:
-            return 0
+        return 0 if self._is_full else self.window(stream_id)
+
+    def window(self, stream_id: int) -> int:
+        """Bytes that its reader takes now, in one frame."""
         http2 = self._http2
         return min(http2.local_flow_control_window(stream_id), http2.max_outbound_frame_size)
 
@@ -156,13 +158,21 @@ class HttpConnection(asyncio.Protocol):
 
     def go_away(self) -> None:
         """Sends the peer away: what it has sent until it reads that is served, new streams need another connection."""
-        if self._goes_away or self._transport is None:
+        if self._goes_away or self._is_over or self._transport is None:
             return
         self._goes_away = True
         self._send_go_away(_LAST_STREAM_ID)
         self._http2.ping(_GONE)
         self._flush()
         self._loop.call_later(_GO_AWAY_S, self.end_arrivals)
+
+    def end_arrivals(self) -> None:
+        """Takes no new stream any more, and closes once those that there are have ended."""
+        if self._is_last or self._transport is None:
+            return
+        self._is_last = True
+        self._send_go_away(self._http2.highest_inbound_stream_id)
+        self._close_if_done()
 
     def cancel_calls(self) -> None:
         for call in tuple(self._calls.values()):
@@ -206,7 +216,7 @@ class HttpConnection(asyncio.Protocol):
             case events.RemoteSettingsChanged():
                 self._wake_all()
             case events.PingAckReceived():
-                if event.ping_data == _GONE:
+                if self._goes_away and event.ping_data == _GONE:
                     self.end_arrivals()
             case events.ConnectionTerminated():
                 self._close()
@@ -251,22 +261,15 @@ class HttpConnection(asyncio.Protocol):
             self._flush()
             self._transport.write(GoAwayFrame(last_stream_id=last_stream_id).serialize())
 
-    def end_arrivals(self) -> None:
-        if self._is_last or self._transport is None:
-            return
-        self._is_last = True
-        self._send_go_away(self._http2.highest_inbound_stream_id)
-        self._close_if_done()
-
     def _close_if_done(self) -> None:
         if self._is_last and not self._calls:
             self.close()
 
     def _look(self) -> None:
-        """Whether the peer is there."""
+        """Whether the peer is there, and takes what there is for it."""
         if self._transport is None:
             return
-        if self._is_pinged:
+        if self._is_pinged or self._transport.is_closing():
             logger.info("a peer by HTTP/2 does not answer: its connection ends")
             self._transport.abort()
             return
