@@ -10,6 +10,7 @@ from google.api.httpbody_pb2 import HttpBody
 from millrace.errors import FAILED_HOP, OverloadedError
 from millrace.rpc.handlers import CallInterceptor
 from millrace_protos import rest_pb2_grpc
+from millrace_protos.rest_pb2 import ModelBody
 from services.transformer.frontends.http import EVENTS, KeepAlive, event, rest_errors
 from services.transformer.frontends.openai.errors import openai_error
 
@@ -17,7 +18,7 @@ AFTER_S = 0.05
 COMMENT = b": keep-alive\n\n"
 
 
-class Events(rest_pb2_grpc.OpenAIServicer):
+class Events(rest_pb2_grpc.OpenInferenceServicer):
     """Writes an event for each number that a test puts in, and ends with None or an error."""
 
     def __init__(self, after_s):
@@ -26,7 +27,7 @@ class Events(rest_pb2_grpc.OpenAIServicer):
         self.ended = asyncio.Event()
 
     @rest_errors(openai_error)
-    async def Completions(self, request, context):  # noqa: N802
+    async def GenerateStream(self, request, context):  # noqa: N802
         yield KeepAlive(self.after_s)
         try:
             while (item := await self.events.get()) is not None:
@@ -42,12 +43,12 @@ async def call(after_s=AFTER_S):
     """A servicer, and a call of it."""
     servicer = Events(after_s)
     server = grpc.aio.server(interceptors=(CallInterceptor("transformer"),))
-    rest_pb2_grpc.add_OpenAIServicer_to_server(servicer, server)
+    rest_pb2_grpc.add_OpenInferenceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield servicer, rest_pb2_grpc.OpenAIStub(channel).Completions(HttpBody(), timeout=30)
+            yield servicer, rest_pb2_grpc.OpenInferenceStub(channel).GenerateStream(ModelBody(), timeout=30)
     finally:
         await server.stop(0)
 

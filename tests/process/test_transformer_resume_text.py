@@ -7,7 +7,6 @@ import grpc
 import numpy as np
 import orjson
 import pytest
-from google.api.httpbody_pb2 import HttpBody
 from tokenizers import Tokenizer
 
 from millrace.errors import HopBrokenError, InvalidRequestError, NotReadyError
@@ -95,13 +94,7 @@ async def test_usage_tells_what_was_cached_to_its_owner_alone(
         serving(predictor) as address,
         transformer(address, TELLER, reports_cached_tokens=reports_cached_tokens) as (stub, _),
     ):
-        completions = stub.channel.unary_stream(
-            "/millrace.rest.v1.OpenAI/Completions",
-            request_serializer=HttpBody.SerializeToString,
-            response_deserializer=HttpBody.FromString,
-        )
-        request = HttpBody(data=orjson.dumps(body))
-        (whole,) = [orjson.loads(made.data) async for made in completions(request, metadata=metadata)]
+        whole = orjson.loads((await stub.openai("Completions", orjson.dumps(body), metadata)).data)
     assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": cached}
 
 
@@ -111,13 +104,8 @@ async def test_each_choice_goes_on_by_itself(answer):
     predictor = ScriptedPredictor(*ends, answer=answer)
     async with serving(predictor) as address, transformer(address, TELLER) as (stub, _):
         body = {"model": MODEL, "prompt": "Tell me", "n": 2, "max_tokens": 200, "stream": True}
-        completions = stub.channel.unary_stream(
-            "/millrace.rest.v1.OpenAI/Completions",
-            request_serializer=HttpBody.SerializeToString,
-            response_deserializer=HttpBody.FromString,
-        )
         texts = ["", ""]
-        events = b"".join([piece.data async for piece in completions(HttpBody(data=orjson.dumps(body)))])
+        events = (await stub.openai("Completions", orjson.dumps(body))).data
         *said, done = (event.removeprefix(b"data: ") for event in events.strip().split(b"\n\n"))
         for event in said:
             for choice in orjson.loads(event)["choices"]:

@@ -49,6 +49,17 @@ class Http2Stream:
         self._client.http2.send_data(self.number, data, end)
         await self._client.flush()
 
+    async def send_all(self, data: bytes) -> None:
+        """Sends the rest of the body, as the window opens."""
+        at, http2 = 0, self._client.http2
+        while at < len(data) and not self.is_ended:
+            room = min(http2.local_flow_control_window(self.number), http2.max_outbound_frame_size)
+            if room > 0:
+                await self.send(data[at : at + room], at + room >= len(data))
+                at += room
+            else:
+                await self.wait(lambda: http2.local_flow_control_window(self.number) > 0)
+
     async def reset(self) -> None:
         self._client.http2.reset_stream(self.number, ErrorCodes.CANCEL)
         await self._client.flush()
@@ -97,6 +108,12 @@ class Http2Client:
             self.http2.send_data(number, body, end)
         await self.flush()
         return stream
+
+    async def post(self, path: str, body: bytes, headers: Iterable[tuple[str, str]] = ()) -> Http2Stream:
+        """A request of any size, and its whole answer."""
+        stream = await self.request(path, b"", headers, end=not body)
+        await stream.send_all(body)
+        return await stream.wait()
 
     async def flush(self) -> None:
         self.writer.write(self.http2.data_to_send())

@@ -13,10 +13,12 @@ import grpc
 from millrace.models.sources import parse_models
 from millrace.payload.tap import PayloadTap
 from millrace.rpc.handlers import CallInterceptor
+from millrace.rpc.http2.server import HttpServer
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from millrace_protos.rest_pb2_grpc import add_OpenAIServicer_to_server, add_OpenInferenceServicer_to_server
+from millrace_protos.rest_pb2_grpc import add_OpenInferenceServicer_to_server
 from services.transformer.frontends.grpc.inference_servicer import InferenceServicer
 from services.transformer.frontends.openai.embeddings import Embedder
+from services.transformer.frontends.openai.http_methods import error_body, http_methods
 from services.transformer.frontends.openai.servicer import OpenAIServicer
 from services.transformer.frontends.v2_rest.servicer import OpenInferenceServicer
 from services.transformer.generation.pipeline import Pipeline
@@ -34,6 +36,7 @@ from services.transformer.predictors.v2_rest.client import V2RestClient
 from services.transformer.processes.body_processes import BodyProcesses
 from services.transformer.routing.router import Router
 from services.transformer.routing.shadows import Shadows
+from tests.support.http2_client import connected
 from tests.waiting import until
 
 NOWHERE = "127.0.0.1:9"
@@ -75,13 +78,21 @@ async def transformer(
     pipeline = Pipeline(router, generator, tap, bodies, reports_cached_tokens, shadows=shadows)
     inference = Inference(pipeline, router, Relay(client), tap, shadows)
     options = [("grpc.max_receive_message_length", 64 * 1024 * 1024), ("grpc.max_send_message_length", -1)]
-    server = grpc.aio.server(interceptors=(CallInterceptor("transformer"),), options=options)
+    interceptor = CallInterceptor("transformer")
+    server = grpc.aio.server(interceptors=(interceptor,), options=options)
     servicer = InferenceServicer(inference, catalogue, router, client, asked)
     servicer.add_to_server(server)
-    add_OpenAIServicer_to_server(OpenAIServicer(pipeline, router, Embedder(router, client, tap), bodies), server)
+    http = HttpServer(interceptor, error_body)
+    http.add(*http_methods(OpenAIServicer(pipeline, router, Embedder(router, client, tap), bodies)))
     add_OpenInferenceServicer_to_server(OpenInferenceServicer(servicer, pipeline, bodies, links), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
+    http_port = await http.start("127.0.0.1", 0)
+
+    async def openai(method, body, headers=()):
+        """The answer to a call of OpenAI's API, whole."""
+        async with connected(http_port) as client:
+            return await client.post(f"/millrace.rest.v1.OpenAI/{method}", body, headers)
 
     async def tell(_):
         pass
@@ -96,11 +107,13 @@ async def transformer(
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
             stub = GRPCInferenceServiceStub(channel)
             stub.channel, stub.router = channel, router  # For the other services, and for what a test asks of names.
+            stub.openai = openai
             yield stub, catalogue
     finally:
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
         await server.stop(0)
+        await http.stop(0)
         linking.cancel()
         copying.cancel()
         await asyncio.gather(linking, copying, return_exceptions=True)
