@@ -23,8 +23,17 @@ gateway() {
     printf 'GET $1 HTTP/1.1\\r\\nhost: admin\\r\\nconnection: close\\r\\n\\r\\n' >&3; cat <&3" 2>/dev/null | tr -d '\r'
 }
 
-# How many hosts of a service it sends calls to.
-known_to_gateway() { gateway /clusters | grep -c "^$1::.*::health_flags::healthy$" || true; }
+# How many hosts of a service it sends calls to. A transformer is in two clusters, one for each of its ports, and counts
+# once it is healthy in both.
+known_to_gateway() {
+  gateway /clusters | awk -F:: -v service="$1" '
+    $1 == service || $1 == service "_http" { healthy[$1] += $3 == "health_flags" && $4 == "healthy" }
+    END {
+      least = healthy[service] + 0
+      for (cluster in healthy) if (healthy[cluster] < least) least = healthy[cluster]
+      print least
+    }'
+}
 
 generation() { gateway /server_info | sed -n 's/.*"restart_epoch": \([0-9]*\).*/\1/p' || true; }
 

@@ -1,13 +1,13 @@
--- The headers of every call, checked at the door, and what the transcoder leaves undone for REST clients.
+-- The headers of every call, checked at the door, and what REST clients need besides transcoding.
 --
 -- Requests of every protocol: who may call is in callers.lua. What gRPC and the services parse out of headers is refused
 -- here where they could not (400, INVALID_ARGUMENT), and so are more headers than they take (431, RESOURCE_EXHAUSTED).
 -- Beyond that gRPC calls pass untouched.
--- Requests of REST: the transcoder holds a body whole until its last byte has come, so the bytes that a worker of Envoy
--- holds, or has promised to, are bounded (429). The service keeps the deadlines of the headers x-timeout-ms and
--- x-first-token-timeout-ms, so that it can say in the stream that one passed; the gRPC deadline, a second after the
--- first, ends a service that does not. A body that is compressed in a way that nobody behind the gateway reads is
--- refused, for it would be taken for what it is not.
+-- Requests of REST: the transcoder, or the filter `buffer`, holds a body until its last byte has come, so the bytes that a
+-- worker of Envoy holds, or has promised to, are bounded (429). The service keeps the deadlines of the headers
+-- x-timeout-ms and x-first-token-timeout-ms, so that it can say in the stream that one passed; the gRPC deadline, a
+-- second after the first, ends a service that does not. A body that is compressed in a way that nobody behind the
+-- gateway reads is refused, for it would be taken for what it is not.
 -- Answers: the service's x-http-status becomes the HTTP status, retry-after-ms also Retry-After, gRPC's
 -- own headers go, a stream of lines says that it is one, and every error has its API's shape. Bodies are read of
 -- errors alone, so that streams stay unbuffered.

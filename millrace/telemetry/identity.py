@@ -19,7 +19,7 @@ REQUEST_ID_METADATA = "x-request-id"
 PROTOCOL = "millrace.protocol"
 CLIENT_NAME = "millrace.client"
 MODEL = "gen_ai.request.model"
-# What the gateway's transcoder adds to a REST request; from clients it is not accepted.
+# What the gateway adds to a REST request whose path it has made a method's; from clients it is not accepted.
 _TRANSCODED = "x-envoy-original-path"
 
 _W3C = TraceContextTextMapPropagator()

@@ -1,7 +1,7 @@
 """OpenAI's API: models, completions, chat completions and embeddings; and the paths of vLLM's that tools need.
 
 `stream: true` answers with server-sent events that end in `data: [DONE]`; the chunks of all choices are interleaved as
-they arrive. Each choice is one generation, with its own record under the request's id.
+they arrive. Each choice is one generation, with its own record under the request's id. Served by HTTP: http_methods.py.
 Source: OpenAI's API reference for the shapes of answers, chunks and errors.
 """
 

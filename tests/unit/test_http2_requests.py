@@ -1,0 +1,72 @@
+"""How the HTTP server reads a request's head, and which method it takes a path for."""
+
+import pytest
+
+from millrace.rpc.handlers import CallInterceptor
+from millrace.rpc.http2.methods import HttpMethod, MethodTable
+from millrace.rpc.http2.request import read_head
+
+
+async def _behaviour(request, context):
+    yield
+
+
+@pytest.fixture
+def table():
+    table = MethodTable(CallInterceptor("test"))
+    table.add(HttpMethod("a.B/Post", _behaviour, bytes), HttpMethod("a.B/Get", _behaviour, bytes, False, "model"))
+    return table
+
+
+def head(*headers):
+    return read_head([(name.encode(), value) for name, value in headers])
+
+
+def test_metadata_are_the_headers_that_are_not_the_protocol_s():
+    read = head((":method", b"POST"), (":path", b"/x"), ("te", b"trailers"), ("x-a", b"1"), ("x-a", b"2"))
+    assert (read.verb, read.path, read.metadata) == ("POST", "/x", (("x-a", "1"), ("x-a", "2")))
+    assert read.timeout_s is None
+
+
+@pytest.mark.parametrize(("value", "text"), [("é".encode(), "é"), (b"\xe9", "é"), (b"\xff\xfe", "ÿþ")])
+def test_a_value_that_is_no_utf_8_is_latin_1(value, text):
+    assert dict(head(("x-a", value)).metadata) == {"x-a": text}
+
+
+@pytest.mark.parametrize(
+    ("value", "timeout_s"),
+    [(b"100m", 0.1), (b"2S", 2), (b"1M", 60), (b"1H", 3600), (b"5u", 5e-6), (b"5n", 5e-9), (b"99999999m", 99999.999)],
+)
+def test_a_deadline_is_grpc_s_header(value, timeout_s):
+    read = head(("grpc-timeout", value))
+    assert read.timeout_s == pytest.approx(timeout_s)
+    assert read.metadata == ()
+
+
+@pytest.mark.parametrize("value", [b"", b"m", b"1", b"-1m", b"123456789m", b"1x", "١m".encode()])
+def test_what_is_no_deadline_is_none(value):
+    assert head(("grpc-timeout", value)).timeout_s is None
+
+
+@pytest.mark.parametrize(
+    ("verb", "path", "name", "argument"),
+    [
+        ("POST", "/a.B/Post", "a.B/Post", b""),
+        ("POST", "/a.B/Post?x=1", "a.B/Post", b""),
+        ("GET", "/a.B/Get", "a.B/Get", b""),
+        ("GET", "/a.B/Get/m%20%C3%A9", "a.B/Get", "m é".encode()),
+        ("GET", "/a.B/Get?model=m", "a.B/Get", b"m"),
+        ("GET", "/a.B/Get/%ff", "a.B/Get", "\ufffd".encode()),
+    ],
+)
+def test_a_path_is_a_method_s(table, verb, path, name, argument):
+    target = table.find(verb, path)
+    assert (target.method.name, target.argument) == (name, argument)
+
+
+@pytest.mark.parametrize(
+    ("verb", "path"),
+    [("GET", "/a.B/Post"), ("POST", "/a.B/Get"), ("POST", "/a.B/Post/x"), ("GET", "/a.B/Get/"), ("GET", ""), ("", "/")],
+)
+def test_another_path_or_method_is_nobody_s(table, verb, path):
+    assert table.find(verb, path) is None
