@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import pytest
@@ -240,6 +240,25 @@ async def test_before_a_call_reads_no_more_comes_than_a_window(served: Served) -
         await stream.wait()
         assert (stream.status, stream.data) == (200, b"x")
         assert client.http2.local_flow_control_window(stream.number) <= STREAM_WINDOW_BYTES
+
+
+async def test_bodies_that_never_end_take_no_more_memory_than_they_may() -> None:
+    most = 32 * KIB * KIB
+    served = await Served(Admission(max_unfinished=most)).start()
+    async with AsyncExitStack() as opened:
+        streams = []
+        for _ in range(12):
+            client = await opened.enter_async_context(connected(served.port))
+            streams.append(await client.request(ECHO, end=False))
+        sending = [asyncio.create_task(stream.send_all(b"x" * 8 * KIB * KIB + b"y", end=False)) for stream in streams]
+        await until(lambda: sum(stream.is_ended for stream in streams) >= 4, timeout_s=30)
+        ended = [stream for stream in streams if stream.is_ended]
+        assert {(stream.status, stream.headers["retry-after-ms"]) for stream in ended} == {(429, "1000")}
+        assert len(ended) < len(streams), "those that began first stay"
+        for task in sending:
+            task.cancel()
+        await asyncio.gather(*sending, return_exceptions=True)
+    await served.server.stop(0)
 
 
 @pytest.mark.parametrize("kind", ["pings", "settings"])

@@ -49,13 +49,13 @@ class Http2Stream:
         self._client.http2.send_data(self.number, data, end)
         await self._client.flush()
 
-    async def send_all(self, data: bytes) -> None:
+    async def send_all(self, data: bytes, end: bool = True) -> None:
         """Sends the rest of the body, as the window opens."""
         at, http2 = 0, self._client.http2
         while at < len(data) and not self.is_ended:
             room = min(http2.local_flow_control_window(self.number), http2.max_outbound_frame_size)
             if room > 0:
-                await self.send(data[at : at + room], at + room >= len(data))
+                await self.send(data[at : at + room], end and at + room >= len(data))
                 at += room
             else:
                 await self.wait(lambda: http2.local_flow_control_window(self.number) > 0)
