@@ -72,8 +72,8 @@ async def served():
 
 
 async def lag_of(call):
-    """The longest time that the event loop did not turn while a call was answered, and the call's status: gRPC's, or the
-    number that it returns."""
+    """The longest time that the event loop did not turn while a call was answered, and the call's status: gRPC's, or
+    the number that it returns."""
     async with loop_lag() as lag:
         try:
             answer = await call
