@@ -161,6 +161,10 @@ def rewritten(route: Config, path: str) -> str:
     return re.sub(rewrite["pattern"]["regex"], rewrite["substitution"], path) if rewrite else ""
 
 
+def takes(match: Config, path: str) -> bool:
+    return match["path"] == path if "path" in match else bool(re.fullmatch(match["safe_regex"]["regex"], path))
+
+
 def test_each_path_of_openai_s_api_leads_to_its_method(config: Config) -> None:
     openai = [route for _, route in every_route(config) if "regex_rewrite" in route.get("route", {})]
     assert len(openai) == len(OPENAI.methods)
@@ -169,7 +173,7 @@ def test_each_path_of_openai_s_api_leads_to_its_method(config: Config) -> None:
         for binding in (rule, *rule.additional_bindings):
             verb = binding.WhichOneof("pattern")
             path = getattr(binding, verb).replace("{model}", "org.name-1")
-            (route,) = [one for one in openai if re.fullmatch(one["match"]["safe_regex"]["regex"], path)]
+            (route,) = [one for one in openai if takes(one["match"], path)]
             rest = "/org.name-1" if "{model}" in getattr(binding, verb) else ""
             assert rewritten(route, path) == f"/{OPENAI.full_name}/{method.name}{rest}"
             headers = {header["name"]: header["string_match"] for header in route["match"]["headers"]}
