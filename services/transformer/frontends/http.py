@@ -1,6 +1,5 @@
 """REST bodies that the gateway passes through as they are, and errors in them.
 
-An error before the first body travels as initial metadata (`x-http-status`, `x-failed-hop`), from which the gateway
 An error before the first body is sent as initial metadata (`x-http-status`, `x-failed-hop`), from which the gateway or
 the HTTP server (millrace/rpc/http2) sets the HTTP status, and a body in the API's own shape. After the first body the
 status has been sent: the error is one more server-sent event.
