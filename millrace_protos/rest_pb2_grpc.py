@@ -30,7 +30,7 @@ if _version_not_supported:
 
 class OpenAIStub:
     """OpenAI's API. `stream: true` answers with server-sent events ending in `data: [DONE]`. The transformer serves it by HTTP
-    (millrace/rpc/http2), and not by gRPC: this is where its methods and their paths are named.
+    (millrace/rpc/http2) and not by gRPC; this defines the names of its methods and their paths.
     """
 
     def __init__(self, channel):
@@ -93,7 +93,7 @@ class OpenAIStub:
 
 class OpenAIServicer:
     """OpenAI's API. `stream: true` answers with server-sent events ending in `data: [DONE]`. The transformer serves it by HTTP
-    (millrace/rpc/http2), and not by gRPC: this is where its methods and their paths are named.
+    (millrace/rpc/http2) and not by gRPC; this defines the names of its methods and their paths.
     """
 
     def Models(self, request, context):
@@ -223,7 +223,7 @@ def add_OpenAIServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class OpenAI:
     """OpenAI's API. `stream: true` answers with server-sent events ending in `data: [DONE]`. The transformer serves it by HTTP
-    (millrace/rpc/http2), and not by gRPC: this is where its methods and their paths are named.
+    (millrace/rpc/http2) and not by gRPC; this defines the names of its methods and their paths.
     """
 
     @staticmethod

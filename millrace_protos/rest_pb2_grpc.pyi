@@ -33,7 +33,7 @@ GRPC_VERSION: str
 
 class OpenAIStub:
     """OpenAI's API. `stream: true` answers with server-sent events ending in `data: [DONE]`. The transformer serves it by HTTP
-    (millrace/rpc/http2), and not by gRPC: this is where its methods and their paths are named.
+    (millrace/rpc/http2) and not by gRPC; this defines the names of its methods and their paths.
     """
 
     @_typing.overload
@@ -59,7 +59,7 @@ class OpenAIStub:
 @_typing.type_check_only
 class OpenAIAsyncStub(OpenAIStub):
     """OpenAI's API. `stream: true` answers with server-sent events ending in `data: [DONE]`. The transformer serves it by HTTP
-    (millrace/rpc/http2), and not by gRPC: this is where its methods and their paths are named.
+    (millrace/rpc/http2) and not by gRPC; this defines the names of its methods and their paths.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -81,7 +81,7 @@ class OpenAIAsyncStub(OpenAIStub):
 
 class OpenAIServicer(metaclass=_abc_1.ABCMeta):
     """OpenAI's API. `stream: true` answers with server-sent events ending in `data: [DONE]`. The transformer serves it by HTTP
-    (millrace/rpc/http2), and not by gRPC: this is where its methods and their paths are named.
+    (millrace/rpc/http2) and not by gRPC; this defines the names of its methods and their paths.
     """
 
     @_abc_1.abstractmethod

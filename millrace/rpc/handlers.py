@@ -95,7 +95,7 @@ class ServedMethod:
         self.handler: Handler = factory(self.serve, None, handler.response_serializer)
 
     async def serve(self, _: Any, context: Context) -> Any:
-        """Serves one call in a task of its own; what ends it otherwise than well is raised."""
+        """Serves one call, in a task of its own; raises AbortError after an error."""
         metadata = tuple(context.invocation_metadata() or ())
         if self._telemetry is None:
             return await self._answer(context, metadata, None)

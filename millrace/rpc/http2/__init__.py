@@ -1,1 +1,1 @@
-"""HTTP/2 without TLS for the gateway: REST beside gRPC, by the same methods."""
+"""HTTP/2 without TLS for the gateway: REST by the same handlers as gRPC."""

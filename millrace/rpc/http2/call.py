@@ -1,9 +1,9 @@
-"""One request on an HTTP/2 connection, as the context that handlers know from gRPC, and the task that serves it.
+"""One request on an HTTP/2 connection: the context that handlers get instead of gRPC's, and the task that runs them.
 
-Of `grpc.aio.ServicerContext` it has what handlers, telemetry and admission use: metadata, deadline, `read` of the one
-message, which is the body, `write` of HttpBody messages, `abort`. The metadata `x-http-status` of an answer's head is
-its status. An error before the first byte has the body of its API; of one after it the trailers have the gRPC status,
-by which the gateway's span fails too, and the metadata.
+It has the methods of `grpc.aio.ServicerContext` that handlers, telemetry and admission use: metadata, deadline, `read`
+of the one message, which is the body, `write` of HttpBody messages, `abort`. The metadata `x-http-status` of an
+answer's head becomes its status. An error before the first byte is written as a body in the shape of its API. After the
+first byte it is in the trailers: the gRPC status, which marks the gateway's span as failed, and the metadata.
 
 `write` returns when the bytes are in the connection's buffer; it waits while the reader's window is closed or the
 socket is full, so that what makes the answer waits too.
@@ -47,19 +47,19 @@ logger = logging.getLogger(__name__)
 
 _JSON = "application/json"
 _GRPC_STATUS = "grpc-status"
-# Written without a turn for others: many small pieces of one answer must not hold the event loop.
+# Written within one turn of the event loop at most: many small pieces of one answer must not hold it.
 _AT_ONCE_BYTES = 16 * 1024
 
 
 class Terms(NamedTuple):
-    """What is the same for all calls of a server: the hop that signs errors, and their bodies."""
+    """Common to all calls of a server: the hop that signs errors, and the shape of their bodies."""
 
     hop: str
     error_body: ErrorBody
 
 
 class HttpCall:
-    """Owned by the event loop; `begin` starts its task, and the connection is told when that has ended."""
+    """Owned by the event loop; `begin` starts its task, at whose end `HttpConnection.ended` is called."""
 
     def __init__(
         self, connection: HttpConnection, stream_id: int, terms: Terms, headers: Iterable[tuple[bytes, bytes]]
@@ -74,7 +74,7 @@ class HttpCall:
         self._deadline_at = None if timeout_s is None else time.monotonic() + timeout_s  # Of the monotonic clock.
         self._task: asyncio.Task[Any] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._ended_by: MillraceError | None = None  # What the server cancels the task for.
+        self._ended_by: MillraceError | None = None  # Why the server has cancelled the task.
         self._is_reset = False  # By the peer, or with the connection: nothing can be sent.
         # The answer.
         self._head: Pairs = ()
@@ -99,11 +99,11 @@ class HttpCall:
         return self._trailing
 
     async def send_initial_metadata(self, metadata: Iterable[tuple[str, str]]) -> None:
-        """What the answer's head has; it goes out with the first body."""
+        """Adds to the answer's head, which is sent with the first body."""
         self._head += tuple(metadata)
 
     async def read(self) -> bytes:
-        """The body, or what the path names instead; raises TooLargeError."""
+        """The body, or the argument of a method that takes none; raises TooLargeError."""
         if self._argument is not None:
             return self._argument
         return await self.body.read()
@@ -153,13 +153,13 @@ class HttpCall:
             self._room.set_result(None)
 
     def reset(self) -> None:
-        """The peer has left: the task is cancelled, and nothing more is sent."""
+        """Cancels the task because the peer has reset the stream or closed the connection; nothing more is sent."""
         self._is_reset = True
         if self._task is not None:
             self._task.cancel()
 
     def cancel(self) -> None:
-        """The server stops."""
+        """Cancels the task because the server stops."""
         self._cancel_for(NotReadyError("the service stops"))
 
     # ------------------------------------------------------------------
@@ -174,7 +174,7 @@ class HttpCall:
             self._task.cancel()
 
     async def _write_in_pieces(self, data: bytes) -> None:
-        """Writes as the window opens, and lets others have their turn between."""
+        """Writes as the window opens, with a turn of the event loop after each piece."""
         connection, stream_id, at = self._connection, self.stream_id, 0
         while at < len(data) and not self._is_reset:
             room = connection.room(stream_id)
@@ -220,7 +220,7 @@ class HttpCall:
         self._connection.ended(self)
 
     def _error_of(self, task: asyncio.Task[Any]) -> MillraceError | None:
-        """What ended the call, if it has not said so itself."""
+        """The error of a task that ended without `abort`; None after an answer or an abort."""
         if task.cancelled():
             return self._ended_by or NotReadyError("the service stops")
         failure = task.exception()

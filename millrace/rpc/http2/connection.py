@@ -1,11 +1,12 @@
-"""One connection of HTTP/2 without TLS: frames in, calls out, and what the calls write sent once a turn of the loop.
+"""One connection of HTTP/2 without TLS: makes calls of the frames that arrive, and sends what the calls write.
 
-The `h2` library has the protocol's state; this has the socket. All calls of a connection share one write for each turn
-of the event loop, so that a peer with many streams reads its socket once for many messages.
+The `h2` library has the protocol's state (protocol.py). All calls of a connection share one write to the socket for
+each turn of the event loop, so that a peer with many streams reads its socket once for many messages.
 
-Bounds: streams at once, a stream's unread body, the connection's, header bytes. A socket that takes no more pauses its
-calls and its own reading, so that answers to a flood of pings or settings wait in no queue. What breaks the protocol
-ends the connection with that error's code. A peer that is silent is pinged, and is taken for dead without an answer.
+Bounded are: streams, unread bytes of a body, headers (protocol.py). While the socket's buffer is full, calls wait and
+the connection is not read either, so that a flood of pings or settings cannot make a queue of answers. A protocol error
+ends the connection with GOAWAY and the error's code. A silent peer is pinged; without an answer its connection is
+aborted.
 
 Source: RFC 9113; https://python-hyper.org/projects/h2.
 """
@@ -54,7 +55,7 @@ class HttpConnection(asyncio.Protocol):
         self._flush_is_due = False
         self._is_full = False  # The socket takes no more.
         self._goes_away = self._is_last = False  # GOAWAY is sent; and no new stream can come any more.
-        self._is_over = False  # The protocol's state is: nothing can be sent.
+        self._is_over = False  # After a protocol error or the peer's GOAWAY: h2 sends nothing more.
         self._is_silent = self._is_pinged = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -108,7 +109,7 @@ class HttpConnection(asyncio.Protocol):
         return 0 if self._is_full else self.window(stream_id)
 
     def window(self, stream_id: int) -> int:
-        """Bytes that its reader takes now, in one frame."""
+        """Bytes that the windows of stream and connection allow now, in one frame."""
         http2 = self._http2
         return min(http2.local_flow_control_window(stream_id), http2.max_outbound_frame_size)
 
@@ -136,7 +137,7 @@ class HttpConnection(asyncio.Protocol):
         self._flush_soon()
 
     def acknowledge(self, stream_id: int, size: int) -> None:
-        """So many bytes of a body, frames and padding included, are read: as many more may come."""
+        """Opens the windows by so many bytes, padding included, that have been read."""
         if size and not self._is_over:
             self._http2.acknowledge_received_data(size, stream_id)
             self._flush_soon()
@@ -157,7 +158,7 @@ class HttpConnection(asyncio.Protocol):
     # ------------------------------------------------------------------ of the server
 
     def go_away(self) -> None:
-        """Sends the peer away: what it has sent until it reads that is served, new streams need another connection."""
+        """Sends GOAWAY; streams that the peer begins before it has read that are still served."""
         if self._goes_away or self._is_over or self._transport is None:
             return
         self._goes_away = True
@@ -167,7 +168,7 @@ class HttpConnection(asyncio.Protocol):
         self._loop.call_later(_GO_AWAY_S, self.end_arrivals)
 
     def end_arrivals(self) -> None:
-        """Takes no new stream any more, and closes once those that there are have ended."""
+        """Refuses new streams from now on; closes the connection when the last one has ended."""
         if self._is_last or self._transport is None:
             return
         self._is_last = True
@@ -246,7 +247,7 @@ class HttpConnection(asyncio.Protocol):
             self._transport.write(data)
 
     def _close(self) -> None:
-        """Ends the connection, and with it its calls, with what h2 has to say of it."""
+        """Cancels the calls and closes the connection, with the GOAWAY that h2 has prepared."""
         self._is_over = True
         self._reset_calls()
         self.close()
@@ -256,7 +257,7 @@ class HttpConnection(asyncio.Protocol):
             call.reset()
 
     def _send_go_away(self, last_stream_id: int) -> None:
-        # Not by h2, which takes a connection for closed that has sent one.
+        # Not by h2, which treats a connection as closed after it has sent one.
         if self._transport is not None and not self._transport.is_closing():
             self._flush()
             self._transport.write(GoAwayFrame(last_stream_id=last_stream_id).serialize())
@@ -266,11 +267,11 @@ class HttpConnection(asyncio.Protocol):
             self.close()
 
     def _look(self) -> None:
-        """Whether the peer is there, and takes what there is for it."""
+        """Pings a silent peer; aborts the connection of one that does not answer or does not read."""
         if self._transport is None:
             return
         if self._is_pinged or self._transport.is_closing():
-            logger.info("a peer by HTTP/2 does not answer: its connection ends")
+            logger.info("a peer by HTTP/2 does not answer: its connection is aborted")
             self._transport.abort()
             return
         if self._is_silent:

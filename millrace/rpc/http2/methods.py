@@ -1,7 +1,7 @@
-"""What an HTTP server serves: methods by their path, and how their errors are written.
+"""The methods of an HTTP server, by their path.
 
-A method is a handler as gRPC has it: it takes a request and a context and yields bodies. So telemetry, admission and
-error mapping (millrace/rpc/handlers.py) are the same for both.
+A method has a handler like those of gRPC: it takes a request and a context and yields bodies. So telemetry, admission
+and error mapping (millrace/rpc/handlers.py) are the same for both.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ErrorBody = Callable[[MillraceError], bytes]  # The JSON of an error before the 
 class HttpMethod:
     """`name` is the method's full name, "package.Service/Method", which is its path too.
 
-    With `takes_body` it is called by POST and `parse` gets the body. Without, it is called by GET, and `parse` gets the
-    argument: the path's rest behind the name, or the value of the query's `parameter`, as UTF-8.
+    With `takes_body` it is called by POST and `parse` gets the body. Otherwise it is called by GET, and `parse` gets
+    the argument: the rest of the path after the name, or the value of the query's `parameter`, as UTF-8.
     """
 
     name: str
@@ -60,7 +60,7 @@ class MethodTable:
             self._methods[path] = method, ServedMethod(self._interceptor, path, handler, reading)
 
     def find(self, verb: str, path: str) -> Target | None:
-        """What a request is for; `path` may have a query."""
+        """The target of a request, None for an unknown path or method; `path` may have a query."""
         path, _, query = path.partition("?")
         found, rest = self._methods.get(path), ""
         if found is None:

@@ -1,4 +1,4 @@
-"""What comes of a request: its head, and its body as it arrives."""
+"""A request as it arrives: its head, and its body piece by piece."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Pairs = tuple[tuple[str, str], ...]
 
 
 class RequestHead(NamedTuple):
-    """`metadata` is what a gRPC call would have as such, `timeout_s` the header that gRPC has for it."""
+    """`metadata` are the headers as a gRPC call has them, `timeout_s` is the value of `grpc-timeout`."""
 
     verb: str
     path: str
@@ -27,7 +27,7 @@ class RequestHead(NamedTuple):
 
 
 def read_head(headers: Iterable[tuple[bytes, bytes]]) -> RequestHead:
-    """The head that HTTP/2 headers are; what is no UTF-8 is taken for Latin-1, as gRPC does."""
+    """Reads the headers of a request; a value that is not UTF-8 is decoded as Latin-1, as gRPC does."""
     verb = path = ""
     timeout_s = None
     metadata = []
@@ -49,9 +49,9 @@ def read_head(headers: Iterable[tuple[bytes, bytes]]) -> RequestHead:
 
 
 class RequestBody:
-    """A body of up to MAX_MESSAGE_BYTES. `acknowledge` gets the bytes of the window that are free again.
+    """A body of up to MAX_MESSAGE_BYTES. `acknowledge` is called with the bytes by which the window may open.
 
-    Until `read` is called the window does not open, so that no more of the body comes than fits into it.
+    Until `read` is called the window does not open, so that at most one window of the body arrives.
     """
 
     __slots__ = ("_acknowledge", "_pieces", "_reader", "_size", "is_complete", "unread")
@@ -73,7 +73,7 @@ class RequestBody:
         self._wake()
 
     def complete(self) -> None:
-        """It has come to its end."""
+        """Marks its end."""
         self.is_complete = True
         self._wake()
 
@@ -92,7 +92,7 @@ class RequestBody:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def acknowledge(self) -> None:
-        """Opens the window for as much as has come."""
+        """Opens the window by the bytes received."""
         unread, self.unread = self.unread, 0
         self._acknowledge(unread)
 

@@ -1,8 +1,8 @@
-"""An HTTP/2 server without TLS for the gateway: it listens, has methods, and stops as a gRPC server does.
+"""An HTTP/2 server without TLS for the gateway, with the life of a gRPC server.
 
-`start` opens the port, `stop` sends the connections away by GOAWAY and returns when their calls have ended, or ends
-those that are left after `grace_s`. Nobody else can have the port, unless `shares_port`: then this is one of several
-processes for which somebody else has reserved it.
+`start` opens the port. `stop` sends GOAWAY on each connection and returns when their calls have ended; it cancels calls
+that are still running after `grace_s`. The port is exclusive unless `shares_port`: then several processes listen on it,
+and their parent has reserved it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 1024  # As many as a gateway opens (envoy/envoy.yaml).
 _BACKLOG = 1024
-_LAST_ANSWERS_S = 0.5  # For calls that are ended to say so, and for what they have written to be sent.
+_LAST_ANSWERS_S = 0.5  # For the last bytes of calls that are cancelled.
 
 
 class HttpServer:
@@ -56,7 +56,7 @@ class HttpServer:
         return bound
 
     async def stop(self, grace_s: float) -> None:
-        """Ends; a second call with less grace shortens the first."""
+        """Stops; a second call with less grace shortens the first."""
         if self._listening is not None:
             self._listening.close()
             self._listening = None
@@ -82,7 +82,7 @@ class HttpServer:
     # ------------------------------------------------------------------ of the connections
 
     def opened(self, connection: HttpConnection) -> bool:
-        """Whether one more connection may be."""
+        """Counts one more connection; False if there are too many."""
         if len(self._connections) >= MAX_CONNECTIONS or self._listening is None:
             logger.warning("a connection is refused: %d are open", len(self._connections))
             return False

@@ -1,6 +1,6 @@
-"""OpenAI's API as the HTTP server has it: which methods there are, and what a request of each is.
+"""The methods of OpenAI's API for the HTTP server.
 
-The gateway gives each path its method (envoy/envoy.yaml); records, spans and metrics have the method's name.
+The gateway rewrites each path to the name of its method (envoy/envoy.yaml), which is in records, spans and metrics.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _empty(_: bytes) -> Empty:
     return Empty()
 
 
-# By the type of the request in protos/rest.proto: how it is read, and whether it is the body.
+# By the type of the request in protos/rest.proto: its parser, and whether it is the body.
 _READING = {
     HttpBody.DESCRIPTOR.full_name: (_body, True),
     ModelRequest.DESCRIPTOR.full_name: (_model, False),
@@ -43,7 +43,7 @@ def error_body(error: MillraceError) -> bytes:
 
 
 def http_methods(servicer: OpenAIServicer) -> list[HttpMethod]:
-    """Every method of the service; one that takes a model has it from the path, or from the query's `model`."""
+    """Every method of the service; the model of a GET is in the path, or in the query's `model`."""
     methods = []
     for method in _SERVICE.methods:
         parse, takes_body = _READING[method.input_type.full_name]
