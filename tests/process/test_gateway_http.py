@@ -114,3 +114,12 @@ async def test_a_body_that_comes_slowly_reaches_the_service_when_it_is_complete(
     assert b"200 OK" in await reader.readline()
     assert gateway.openai.written == written + 3
     writer.close()
+
+
+async def test_a_body_beyond_60_mib_is_refused_by_the_gateway_and_one_of_60_is_not(gateway: Gateway) -> None:
+    asked = json.dumps({"pieces": 1, "size": 1}).encode()
+    answer = await gateway.request("POST", OPENAI, asked.ljust(60 * MIB))
+    assert (answer.status, answer.body) == (200, b"x")
+    answer = await gateway.request("POST", OPENAI, asked.ljust(60 * MIB + 1))
+    assert (answer.status, answer.headers["x-failed-hop"]) == (413, "gateway")
+    assert answer.json["error"]["message"] == "the body is larger than 60 MiB"
