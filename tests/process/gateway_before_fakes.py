@@ -21,19 +21,16 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 
 import envoy
 from millrace.errors import DrainingError, HopBrokenError
-from millrace.rpc.admission import Admission, Call
-from millrace.rpc.handlers import CallInterceptor
-from millrace.rpc.http2.server import HttpServer
 from millrace.rpc.server import SERVER_OPTIONS
-from millrace.telemetry.identity import REQUEST_ID, Metadata
+from millrace.telemetry.identity import REQUEST_ID
 from millrace_protos import inference_pb2, inference_pb2_grpc, millrace_pb2, millrace_pb2_grpc, rest_pb2_grpc
 from runner import envoy_config
 from runner.free_ports import free_settings
 from runner.process import Process, ProcessSpec
 from runner.readiness import Readiness
 from runner.services import gateway_environment
-from runner.settings import LOOPBACK, StackSettings
-from services.transformer.frontends.openai.http_methods import error_body, http_methods
+from runner.settings import StackSettings
+from tests.process.http2_service import serve_openai
 
 HttpBody = httpbody_pb2.HttpBody
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -226,20 +223,6 @@ async def serve(port: int, name: str, openai: FakeOpenAI, servicer: FakeHealth |
     return server
 
 
-class Uncounted(Admission):
-    """Knows no client's limits, as the other fakes do not."""
-
-    def call(self, method: str, request_streaming: bool, metadata: Metadata = ()) -> Call:
-        return super().call(method, request_streaming)
-
-
-async def serve_http(port: int, openai: FakeOpenAI) -> HttpServer:
-    server = HttpServer(CallInterceptor("transformer", Uncounted()), error_body)
-    server.add(*http_methods(openai))
-    await server.start(LOOPBACK, port)
-    return server
-
-
 def start_envoy(
     settings: StackSettings,
     folder: Path,
@@ -288,7 +271,7 @@ async def running_gateway(
     }
     healths = {name: FakeHealth() for name in ports}
     servers = [await serve(port, name, openai, healths[name]) for name, port in ports.items()]
-    http_server = await serve_http(settings.transformer_http_port, openai)
+    http_server = await serve_openai(settings.transformer_http_port, openai)
     process = start_envoy(settings, folder, change, environment)
     readiness = Readiness(settings, {})
     while await readiness.missing():  # noqa: ASYNC110

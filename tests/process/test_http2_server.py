@@ -1,4 +1,4 @@
-"""The HTTP/2 server: calls as gRPC has them, and a peer that misbehaves harms nobody but itself."""
+"""The HTTP/2 server: calls as gRPC has them, start and stop."""
 
 from __future__ import annotations
 
@@ -6,85 +6,15 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, suppress
-from typing import Any
 
 import pytest
-from google.api.httpbody_pb2 import HttpBody
 from h2.errors import ErrorCodes
 
-from millrace.errors import OverloadedError, StartupError
-from millrace.rpc.admission import Admission, head_of_call
-from millrace.rpc.byte_budget import ByteBudget
-from millrace.rpc.handlers import CallInterceptor
-from millrace.rpc.http2 import connection as http2_connection
-from millrace.rpc.http2 import request as http2_request
-from millrace.rpc.http2.methods import HttpMethod
-from millrace.rpc.http2.protocol import STREAM_WINDOW_BYTES
-from millrace.rpc.http2.server import HttpServer
+from millrace.errors import StartupError
 from millrace.rpc.listeners import reserved
-from services.transformer.frontends.openai.http_methods import error_body
+from tests.process.http2_service import COUNT, ECHO, FAIL, HANG, HOST, KIB, NAME, Served
 from tests.support.http2_client import connected
 from tests.waiting import until
-
-HOST = "127.0.0.1"
-EVENTS = "text/event-stream"
-ECHO, COUNT, FAIL, HANG, NAME = (f"/test.Service/{name}" for name in ("Echo", "Count", "Fail", "Hang", "Name"))
-KIB = 1024
-
-
-class Service:
-    """`written` counts what Count has written, `ended` the calls that hung and have ended."""
-
-    def __init__(self) -> None:
-        self.written = self.hanging = self.ended = 0
-
-    async def echo(self, request: bytes, context: Any) -> AsyncIterator[HttpBody]:
-        head_of_call().add(("x-test", "head"))
-        yield HttpBody(content_type="application/octet-stream", data=request)
-
-    async def count(self, request: bytes, context: Any) -> AsyncIterator[HttpBody]:
-        """So many pieces of so many bytes."""
-        asked = json.loads(request)
-        for _ in range(asked["pieces"]):
-            yield HttpBody(content_type=EVENTS, data=b"x" * asked["size"])
-            self.written += asked["size"]
-
-    async def fail(self, request: bytes, context: Any) -> AsyncIterator[HttpBody]:
-        if request:
-            yield HttpBody(content_type=EVENTS, data=request)
-        raise OverloadedError("full", retry_after_ms=20)
-
-    async def hang(self, request: bytes, context: Any) -> AsyncIterator[HttpBody]:
-        self.hanging += 1
-        try:
-            if request:
-                yield HttpBody(content_type=EVENTS, data=request)
-            await asyncio.Event().wait()
-        finally:
-            self.ended += 1
-
-    async def name(self, request: str, context: Any) -> AsyncIterator[HttpBody]:
-        yield HttpBody(content_type="text/plain", data=request.encode())
-
-    def methods(self) -> list[HttpMethod]:
-        posted = {ECHO: self.echo, COUNT: self.count, FAIL: self.fail, HANG: self.hang}
-        return [
-            *(HttpMethod(path[1:], behaviour, bytes) for path, behaviour in posted.items()),
-            HttpMethod(NAME[1:], self.name, bytes.decode, takes_body=False, parameter="model"),
-        ]
-
-
-class Served:
-    def __init__(self, admission: Admission | None = None, shares_port: bool = False) -> None:
-        self.service = Service()
-        self.server = HttpServer(CallInterceptor("transformer", admission), error_body, shares_port)
-        self.server.add(*self.service.methods())
-        self.port = 0
-
-    async def start(self, port: int = 0) -> Served:
-        self.port = await self.server.start(HOST, port)
-        return self
 
 
 @pytest.fixture
@@ -183,179 +113,6 @@ async def test_a_body_without_an_end_is_cancelled_with_its_stream(served: Served
         stream = await client.request(ECHO, b"x" * KIB, end=False)
         await stream.reset()
         assert (await (await client.request(ECHO, b"next")).wait()).data == b"next"
-
-
-# ------------------------------------------------------------------ bounds
-
-
-async def test_a_slow_reader_stops_its_own_call_alone(served: Served) -> None:
-    window = 32 * KIB
-    asked = json.dumps({"pieces": 2000, "size": 500}).encode()
-    async with connected(served.port, window, reads=False) as client:
-        slow = await client.request(COUNT, asked)
-        await until(lambda: len(slow.data) == window)
-        assert served.service.written <= window, "nothing is made for a reader that does not read"
-        assert (await (await client.request(ECHO, b"others go on")).wait()).data == b"others go on"
-        while not slow.is_ended:
-            await slow.read_on()
-            before = len(slow.data)
-            await slow.wait(lambda before=before: len(slow.data) > before)
-    assert len(slow.data) == 1_000_000
-
-
-async def test_a_body_that_is_too_large_is_refused_as_soon_as_it_is(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http2_request, "MAX_MESSAGE_BYTES", 64 * KIB)
-    async with connected(served.port) as client:
-        stream = await client.request(ECHO, end=False)
-        for _ in range(5):
-            await stream.send(b"x" * 16 * KIB)
-        await stream.wait()
-        assert (stream.status, json.loads(stream.data)["error"]["code"]) == (413, "resource_exhausted")
-        assert stream.reset_with in (None, ErrorCodes.NO_ERROR)
-        assert (await (await client.request(ECHO, b"others go on")).wait()).data == b"others go on"
-
-
-async def test_admission_refuses_what_it_refuses_of_grpc() -> None:
-    served = await Served(Admission(max_calls=2, budget=ByteBudget(400 * KIB))).start()
-    async with connected(served.port) as client:
-        large = await (await client.request(ECHO, b"x" * 16_000)).wait()
-        assert large.status == 200
-        stream = await client.request(ECHO, end=False)
-        for at in range(20):
-            await stream.send(b"x" * 10_000, at == 19)
-        assert (await stream.wait()).status == 413, "with its copies it never fits"
-        for _ in range(2):
-            await client.request(HANG, b"begun")
-        refused = await (await client.request(ECHO, b"one more")).wait()
-        assert (refused.status, refused.headers["retry-after-ms"]) == (429, "1000")
-    await served.server.stop(0)
-
-
-async def test_before_a_call_reads_no_more_comes_than_a_window(served: Served) -> None:
-    """A call that waits in a handler that takes no body yet, here one by GET."""
-    async with connected(served.port) as client:
-        stream = await client.request(f"{NAME}/x", verb="GET", end=False)
-        await stream.wait()
-        assert (stream.status, stream.data) == (200, b"x")
-        assert client.http2.local_flow_control_window(stream.number) <= STREAM_WINDOW_BYTES
-
-
-async def test_bodies_that_never_end_take_no_more_memory_than_they_may() -> None:
-    most = 32 * KIB * KIB
-    served = await Served(Admission(max_unfinished=most)).start()
-    async with AsyncExitStack() as opened:
-        streams = []
-        for _ in range(12):
-            client = await opened.enter_async_context(connected(served.port))
-            streams.append(await client.request(ECHO, end=False))
-        sending = [asyncio.create_task(stream.send_all(b"x" * 8 * KIB * KIB + b"y", end=False)) for stream in streams]
-        await until(lambda: sum(stream.is_ended for stream in streams) >= 4, timeout_s=30)
-        ended = [stream for stream in streams if stream.is_ended]
-        assert {(stream.status, stream.headers["retry-after-ms"]) for stream in ended} == {(429, "1000")}
-        assert len(ended) < len(streams), "those that began first stay"
-        for task in sending:
-            task.cancel()
-        await asyncio.gather(*sending, return_exceptions=True)
-    await served.server.stop(0)
-
-
-@pytest.mark.parametrize("kind", ["pings", "settings"])
-async def test_a_flood_of_frames_that_want_an_answer_waits_in_no_queue(served: Served, kind: str) -> None:
-    frame = {"pings": b"\0\0\x08\6\0\0\0\0\0" + b"x" * 8, "settings": b"\0\0\0\4\0\0\0\0\0"}[kind]
-    reader, writer = await asyncio.open_connection(HOST, served.port, limit=KIB)  # Which is not read.
-    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
-    sent = 0
-    with suppress(TimeoutError):
-        while sent < 256 * KIB * KIB:
-            writer.write(frame * 10_000)
-            sent += 10_000 * len(frame)
-            async with asyncio.timeout(2):
-                await writer.drain()
-    assert sent < 64 * KIB * KIB, "the server reads no more than its answers are read"
-    async with connected(served.port) as other:
-        assert (await (await other.request(ECHO, b"others go on")).wait()).data == b"others go on"
-    writer.transport.abort()
-    del reader
-
-
-async def test_a_silent_peer_is_taken_for_dead_and_one_that_answers_is_not(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http2_connection, "_SILENT_S", 0.1)
-    service = served.service
-    async with connected(served.port) as alive:
-        await alive.request(HANG, b"begun")
-        reader, writer = await asyncio.open_connection(HOST, served.port)
-        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
-        async with asyncio.timeout(10):
-            with suppress(ConnectionError):
-                await reader.read()  # Until it is closed.
-        writer.close()
-        assert (service.hanging, service.ended, alive.is_closed) == (1, 0, False)
-
-
-# ------------------------------------------------------------------ what is no HTTP/2
-
-_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-_MALFORMED = {
-    "HTTP/1.1": b"GET / HTTP/1.1\r\nhost: x\r\n\r\n",
-    "headers on stream 0": _HELLO + b"\0\0\1\1\5\0\0\0\0\x82",
-    "data on an idle stream": _HELLO + b"\0\0\1\0\0\0\0\0\1x",
-    "broken hpack": _HELLO + b"\0\0\4\1\5\0\0\0\1\xff\xff\xff\xff",
-    "a frame that is too large": _HELLO + b"\xff\xff\xff\0\0\0\0\0\1",
-    "a window beyond its bound": _HELLO + b"\0\0\4\x08\0\0\0\0\0\x7f\xff\xff\xff" * 2,
-    "a ping of seven bytes": _HELLO + b"\0\0\7\6\0\0\0\0\0" + b"x" * 7,
-    "continuations without an end": _HELLO + b"\0\0\1\1\0\0\0\0\1\x82" + b"\0\0\0\x09\0\0\0\0\1" * 100,
-    "headers without a path": _HELLO + b"\0\0\1\1\5\0\0\0\1\x83",
-}
-
-
-@pytest.mark.parametrize("kind", _MALFORMED)
-async def test_what_breaks_the_protocol_ends_its_connection_alone(served: Served, kind: str) -> None:
-    async with connected(served.port) as other:
-        hanging = await other.request(HANG, b"begun")
-        reader, writer = await asyncio.open_connection(HOST, served.port)
-        writer.write(_MALFORMED[kind])
-        writer.write_eof()
-        async with asyncio.timeout(10):
-            with suppress(ConnectionError):
-                await reader.read()
-        writer.close()
-        assert (await (await other.request(ECHO, b"others go on")).wait()).data == b"others go on"
-        assert not hanging.is_ended
-
-
-async def test_noise_harms_nobody(served: Served) -> None:
-    noise = random.Random(7)
-    async with connected(served.port) as other:
-        for _ in range(200):
-            frames = b"".join(
-                noise.randrange(40).to_bytes(3, "big")
-                + bytes([noise.randrange(11), noise.randrange(256)])
-                + noise.choice([0, 1, 1, 3, 5, 2**31]).to_bytes(4, "big")
-                + noise.randbytes(20)
-                for _ in range(20)
-            )
-            reader, writer = await asyncio.open_connection(HOST, served.port)
-            writer.write(_HELLO + frames)
-            writer.write_eof()
-            async with asyncio.timeout(10):
-                with suppress(ConnectionError):
-                    await reader.read()
-            writer.close()
-        assert (await (await other.request(ECHO, b"others go on")).wait()).data == b"others go on"
-
-
-async def test_header_lists_are_bounded(served: Served) -> None:
-    async with connected(served.port) as client:
-        fits = await (await client.request(ECHO, b"x", [("x-long", "a" * 16_000)])).wait()
-        assert fits.status == 200
-        too_many = [(f"x-{number}", "a" * 8_000) for number in range(9)]
-        await client.request(ECHO, b"x", too_many)
-        await client.closed()
-    assert client.error == ErrorCodes.ENHANCE_YOUR_CALM
 
 
 # ------------------------------------------------------------------ start and stop

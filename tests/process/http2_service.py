@@ -1,0 +1,92 @@
+"""A service behind the HTTP/2 server, for its tests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from google.api.httpbody_pb2 import HttpBody
+
+from millrace.errors import OverloadedError
+from millrace.rpc.admission import Admission, Call, head_of_call
+from millrace.rpc.handlers import CallInterceptor
+from millrace.rpc.http2.methods import HttpMethod
+from millrace.rpc.http2.server import HttpServer
+from millrace.telemetry.identity import Metadata
+from services.transformer.frontends.openai.http_methods import error_body, http_methods
+
+HOST = "127.0.0.1"
+EVENTS = "text/event-stream"
+ECHO, COUNT, FAIL, HANG, NAME = (f"/test.Service/{name}" for name in ("Echo", "Count", "Fail", "Hang", "Name"))
+KIB = 1024
+
+
+class Service:
+    """`written` counts what Count has written, `ended` the calls that hung and have ended."""
+
+    def __init__(self) -> None:
+        self.written = self.hanging = self.ended = 0
+
+    async def echo(self, request: bytes, context: Any) -> AsyncIterator[HttpBody]:
+        head_of_call().add(("x-test", "head"))
+        yield HttpBody(content_type="application/octet-stream", data=request)
+
+    async def count(self, request: bytes, context: Any) -> AsyncIterator[HttpBody]:
+        """So many pieces of so many bytes."""
+        asked = json.loads(request)
+        for _ in range(asked["pieces"]):
+            yield HttpBody(content_type=EVENTS, data=b"x" * asked["size"])
+            self.written += asked["size"]
+
+    async def fail(self, request: bytes, context: Any) -> AsyncIterator[HttpBody]:
+        if request:
+            yield HttpBody(content_type=EVENTS, data=request)
+        raise OverloadedError("full", retry_after_ms=20)
+
+    async def hang(self, request: bytes, context: Any) -> AsyncIterator[HttpBody]:
+        self.hanging += 1
+        try:
+            if request:
+                yield HttpBody(content_type=EVENTS, data=request)
+            await asyncio.Event().wait()
+        finally:
+            self.ended += 1
+
+    async def name(self, request: str, context: Any) -> AsyncIterator[HttpBody]:
+        yield HttpBody(content_type="text/plain", data=request.encode())
+
+    def methods(self) -> list[HttpMethod]:
+        posted = {ECHO: self.echo, COUNT: self.count, FAIL: self.fail, HANG: self.hang}
+        return [
+            *(HttpMethod(path[1:], behaviour, bytes) for path, behaviour in posted.items()),
+            HttpMethod(NAME[1:], self.name, bytes.decode, takes_body=False, parameter="model"),
+        ]
+
+
+class Served:
+    def __init__(self, admission: Admission | None = None, shares_port: bool = False) -> None:
+        self.service = Service()
+        self.server = HttpServer(CallInterceptor("transformer", admission), error_body, shares_port)
+        self.server.add(*self.service.methods())
+        self.port = 0
+
+    async def start(self, port: int = 0) -> Served:
+        self.port = await self.server.start(HOST, port)
+        return self
+
+
+class Uncounted(Admission):
+    """Knows no client's limits, like fakes of other services."""
+
+    def call(self, method: str, request_streaming: bool, metadata: Metadata = ()) -> Call:
+        return super().call(method, request_streaming)
+
+
+async def serve_openai(port: int, servicer: Any) -> HttpServer:
+    """Serves OpenAI's API by a fake."""
+    server = HttpServer(CallInterceptor("transformer", Uncounted()), error_body)
+    server.add(*http_methods(servicer))
+    await server.start(HOST, port)
+    return server
