@@ -94,9 +94,8 @@ function fail(answer, error) {
   answer.end(answer.tokens ? "an error" : "an error before the first token");
 }
 
-async function send(text) {
+async function send(text, request = requestOf(text, turns)) {
   await generating(async (signal) => {
-    const request = requestOf(text, turns);
     const asked = isChat() ? [make("div", { className: "asked" }, text)] : [];
     if (isChat()) byId("prompt").value = "";
     const answer = await stream(request, signal, asked);
@@ -159,7 +158,7 @@ export function replay(request) {
   if (why) return why;
   turns = request.messages?.filter(({ role }) => role !== "system").slice(0, -1) ?? [];
   location.hash = "#play";
-  send(byId("prompt").value);
+  send(byId("prompt").value, request);
   return "";
 }
 

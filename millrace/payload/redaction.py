@@ -3,8 +3,8 @@
 A rule is a JSON object of `path`, `pattern` or both, and `replace`, the literal text that replaces the matches of the
 pattern ("[redacted]" unless given). Patterns are RE2's: their time is linear in the text.
 
-- A pattern alone covers every text of a record: prompt, answer, message, the strings of the parameters, and the
-  caller's metadata.
+- A pattern alone covers prompt, answer, error message, the strings of the parameters, and the caller's metadata; not
+  `request_id`, `client` and tensors, which need a path.
 - A path is `$.` and names with dots between them. The first is a field of the record as `Query` shows it in JSON, see
   `FIELDS`; further names lead into objects, and into every element of a list: `$.parameters.user`, `$.inputs.data`.
   A string there becomes "[redacted]", anything else null. `$.text` covers the chunks, and `$.outputs` those of the
@@ -154,7 +154,7 @@ class Redaction:
 
 
 class _Pattern:
-    """A regular expression, and the text that stands for its matches; empty ones are none."""
+    """A regular expression, and the text that replaces its matches; an empty match is ignored."""
 
     def __init__(self, pattern: str, replace: str) -> None:
         options = re2.Options()

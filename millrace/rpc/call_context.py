@@ -40,7 +40,7 @@ class ServedModel(NamedTuple):
 class Routed:
     """The models that a route chose for a call: `served`, and the fallbacks `others`, in order.
 
-    `is_copied`: whether the shadow gets a copy; None until that is drawn.
+    `is_copied`: whether the shadow gets a copy; None until the random choice is made.
     """
 
     served: ServedModel
@@ -80,7 +80,7 @@ class CallContext:
         return ", ".join(value for key, value in self.metadata if key == name and isinstance(value, str))
 
     def with_id(self, request_id: str) -> CallContext:
-        """The same call with the id in its request, if any; later spans and log lines of the task have it."""
+        """A copy with the id that the request itself has, if any; sets it for later spans and log lines of the task."""
         if not request_id:
             return self
         request_id = request_id[:MAX_REQUEST_ID]

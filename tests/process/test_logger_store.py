@@ -8,6 +8,7 @@ import uuid
 
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
+from sqlalchemy.exc import OperationalError
 
 from millrace.errors import DeadlineError, InvalidRequestError, NotFoundError, NotReadyError, StartupError
 from millrace_protos.millrace_pb2 import AppendRequest, GetPayloadRequest, PayloadRecord, QueryPayloadsRequest
@@ -354,6 +355,25 @@ async def test_a_database_that_cannot_be_begun_anew_at_once_is_begun_as_soon_as_
                 await store.check()
     with pytest.raises(NotReadyError, match="has been re-created"):
         await store.check()
+    await store.append([append_request(4)])
+    assert await store.last_position() > 3
+    assert await numbers(store) == [4]
+
+
+async def test_a_new_database_in_which_positions_cannot_be_continued_takes_no_record(store, tmp_path, monkeypatch):
+    await store.append([append_request(n) for n in range(1, 4)])
+
+    def fails(connection, position):
+        raise OperationalError("INSERT", {}, Exception("disk I/O error"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(schema, "go_on_after", fails)
+        (tmp_path / "payloads.sqlite3").unlink()
+        for _ in range(2):
+            with pytest.raises(NotReadyError):
+                await store.append([append_request(4)])
+    with pytest.raises(NotReadyError, match="has been re-created"):
+        await store.append([append_request(4)])
     await store.append([append_request(4)])
     assert await store.last_position() > 3
     assert await numbers(store) == [4]

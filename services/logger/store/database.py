@@ -1,7 +1,8 @@
 """The connections to the SQLite file of schema.py, and the threads on which statements run.
 
-All writes happen on one thread, reads on a few others, none on the event loop. If the file is removed, a new database
-is created, and writes to the old one are not acknowledged.
+All writes happen on one thread, reads on a few others, none on the event loop; only the constructor, which opens the
+file, blocks. If the file is removed, the next write creates a new database and is not acknowledged; until then reads
+may raise NotReadyError.
 
 Errors: StartupError if the file cannot be used, NotReadyError if the database stops answering.
 """
@@ -13,7 +14,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import sqlalchemy as sql
 from sqlalchemy.exc import DatabaseError
@@ -71,6 +72,8 @@ class Database:
         """
 
         def checked() -> T:
+            if self._lost_after is not None:
+                self._create_again()
             result = work(*arguments)
             self._check_files()
             return result
@@ -100,24 +103,27 @@ class Database:
         self._files = schema.files_of(self._path)
 
     def _check_files(self) -> None:
-        """Creates a new database if its files were removed; on the writer's thread.
+        """Creates a new database if the files were removed; on the writer's thread.
 
         SQLite would continue to write to the unlinked files, and everything would be lost at the stop.
         """
         if schema.files_of(self._path) == self._files:
             return
-        if self._lost_after is None:
-            logger.error("%s was removed, with every record in it: creating a new one", self._path)
-            self._lost()
-            with self.writing.connect() as connection:
-                self._lost_after = schema.last_position(connection)
+        logger.error("%s was removed, with every record in it: creating a new one", self._path)
+        self._lost()
+        with self.writing.connect() as connection:
+            self._lost_after = schema.last_position(connection)
+        self._create_again()
+
+    def _create_again(self) -> NoReturn:
+        """Opens a new database that continues the positions of the removed one; raises NotReadyError in any case."""
         self._reading.dispose()
         self.writing.dispose()
         try:
             self._open()
             with self.writing.begin() as connection:
-                schema.go_on_after(connection, self._lost_after)
-            self._lost_after = None
+                schema.go_on_after(connection, self._lost_after or 0)
         except StartupError as error:
             raise NotReadyError(f"the payload store cannot be re-created: {error}") from None
+        self._lost_after = None
         raise NotReadyError("the payload store has been re-created")
