@@ -1,4 +1,4 @@
-"""Locust's entry point: two kinds of user against the gateway at `--host`.
+"""Locust's entry point: the users against the gateway at `--host`, their form fields, and the tab "Streams".
 
 gRPC must be patched for gevent before it opens anything; otherwise one waiting call blocks every user.
 """
@@ -15,6 +15,19 @@ grpc_gevent.init_gevent()
 # Locust runs this file by its path: the repository's packages are one folder up.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from loadtest.users import StreamingUser, TensorUser  # noqa: E402
+from loadtest import wiring  # noqa: E402
+from loadtest.users.impatient import CancelUser, SlowReaderUser  # noqa: E402
+from loadtest.users.streams import ChatUser, StreamUser, TritonStreamUser  # noqa: E402
+from loadtest.users.tensors import TensorRestUser, TensorUser  # noqa: E402
 
-__all__ = ["StreamingUser", "TensorUser"]
+__all__ = [
+    "CancelUser",
+    "ChatUser",
+    "SlowReaderUser",
+    "StreamUser",
+    "TensorRestUser",
+    "TensorUser",
+    "TritonStreamUser",
+]
+
+wiring.connect()

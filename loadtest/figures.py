@@ -1,0 +1,118 @@
+"""What was measured in some time: histograms and counts by row, and the slowest requests.
+
+A row is a kind of call, such as "Generate"; a measure is one of `objective.MEASURES` or `server ttft`, in milliseconds.
+Figures of several seconds or processes add up. `Figures` is plain data: messages of msgpack or JSON carry it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from loadtest.histogram import Histogram
+
+TTFT, GAP, WHOLE, CANCEL, SERVER_TTFT = "ttft", "gap", "whole", "cancel", "server ttft"
+# Counts.
+REQUESTS, GOOD, FAILED, TOKENS, MESSAGES = "requests", "good", "failed", "tokens", "messages"
+_SLOWEST = 10
+_SEPARATOR = "\t"
+
+
+@dataclass(frozen=True)
+class SlowRequest:
+    """A request among the slowest; times in milliseconds."""
+
+    row: str
+    request_id: str
+    trace_id: str
+    whole_ms: float
+    ttft_ms: float | None = None
+    server_ttft_ms: float | None = None
+    longest_gap_ms: float | None = None
+    failure: str = ""
+
+    @property
+    def order(self) -> float:
+        """By what they are compared: the time to the first token, or the whole time of a call without one."""
+        return self.whole_ms if self.ttft_ms is None else self.ttft_ms
+
+
+class Figures:
+    """`processor`: the greatest share of one core that a process of the load test used, 0 to 1 and more."""
+
+    def __init__(self) -> None:
+        self.histograms: dict[tuple[str, str], Histogram] = {}
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self.slowest: list[SlowRequest] = []
+        self.processor = 0.0
+
+    def record(self, row: str, measure: str, milliseconds: float) -> None:
+        histogram = self.histograms.get((row, measure))
+        if histogram is None:
+            histogram = self.histograms[row, measure] = Histogram()
+        histogram.record(milliseconds)
+
+    def note_slow(self, request: SlowRequest) -> None:
+        """Keeps it if it is among the slowest."""
+        if len(self.slowest) < _SLOWEST or request.order > self.slowest[-1].order:
+            self.slowest = _slowest([*self.slowest, request])
+
+    def add(self, other: Figures) -> None:
+        for key, histogram in other.histograms.items():
+            self.histograms.setdefault(key, Histogram()).add(histogram)
+        self.counts.update(other.counts)
+        self.slowest = _slowest([*self.slowest, *other.slowest])
+        self.processor = max(self.processor, other.processor)
+
+    @property
+    def rows(self) -> list[str]:
+        return sorted({row for row, _ in (*self.histograms, *self.counts)})
+
+    def of(self, measure: str, rows: Iterable[str] | None = None) -> Histogram:
+        """The histogram of a measure over some rows, or over all."""
+        wanted = set(self.rows if rows is None else rows)
+        total = Histogram()
+        for (row, name), histogram in self.histograms.items():
+            if name == measure and row in wanted:
+                total.add(histogram)
+        return total
+
+    def count(self, what: str, rows: Iterable[str] | None = None) -> int:
+        wanted = set(self.rows if rows is None else rows)
+        return sum(number for (row, name), number in self.counts.items() if name == what and row in wanted)
+
+    def good_share(self, rows: Iterable[str] | None = None) -> float | None:
+        """The share of requests that met the objective; None without requests."""
+        chosen = None if rows is None else list(rows)
+        requests = self.count(REQUESTS, chosen)
+        return self.count(GOOD, chosen) / requests if requests else None
+
+    def to_message(self) -> dict[str, Any]:
+        return {
+            "histograms": {_SEPARATOR.join(key): value.to_message() for key, value in self.histograms.items()},
+            "counts": {_SEPARATOR.join(key): value for key, value in self.counts.items()},
+            "slowest": [asdict(request) for request in self.slowest],
+            "processor": self.processor,
+        }
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> Figures:
+        figures = cls()
+        for key, value in message["histograms"].items():
+            figures.histograms[_key(key)] = Histogram.from_message(value)
+        for key, value in message["counts"].items():
+            figures.counts[_key(key)] = value
+        figures.slowest = [SlowRequest(**request) for request in message["slowest"]]
+        figures.processor = message["processor"]
+        return figures
+
+
+def _key(text: str) -> tuple[str, str]:
+    row, _, name = text.partition(_SEPARATOR)
+    return row, name
+
+
+def _slowest(requests: list[SlowRequest]) -> list[SlowRequest]:
+    return sorted(requests, key=lambda request: request.order, reverse=True)[:_SLOWEST]

@@ -1,0 +1,144 @@
+"""The gateway under test: its address, and what it says of its models and of requests.
+
+Calls of HTTP with a short timeout, one connection each; not for the load itself. `GatewayError` where there is no
+answer or a refusal.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
+
+from millrace.rpc import caller_key
+
+_TIMEOUT_S = 3.0
+_TEXT_INPUT = "text_input"
+
+
+class GatewayError(Exception):
+    """The gateway did not answer, or refused."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """`host:port`, and whether it speaks TLS."""
+
+    target: str
+    secure: bool
+
+    @property
+    def url(self) -> str:
+        return f"{'https' if self.secure else 'http'}://{self.target}"
+
+    def connect(self, timeout_s: float) -> http.client.HTTPConnection:
+        if self.secure:
+            return http.client.HTTPSConnection(self.target, timeout=timeout_s, context=ssl.create_default_context())
+        return http.client.HTTPConnection(self.target, timeout=timeout_s)
+
+
+@dataclass(frozen=True)
+class TensorDescription:
+    """An input of a model; -1 in `shape` is an open dimension."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Model:
+    """`text`: it takes prompts."""
+
+    name: str
+    inputs: tuple[TensorDescription, ...]
+
+    @property
+    def text(self) -> bool:
+        return any(tensor.name == _TEXT_INPUT for tensor in self.inputs)
+
+
+def parse_address(host: str) -> Address:
+    """Of http://host[:port] or https://host[:port]; raises ValueError for anything else."""
+    url = urlsplit(host)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise ValueError(f"host {host!r} is not http://host:port or https://host:port")
+    secure = url.scheme == "https"
+    name = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
+    return Address(f"{name}:{url.port or (443 if secure else 80)}", secure)
+
+
+def key_headers(key: str) -> dict[str, str]:
+    """The headers of a call with this key, or with that of MILLRACE_KEY."""
+    return {"authorization": f"Bearer {key}"} if key else caller_key.headers()
+
+
+class Gateway:
+    """Answers of the gateway that the load test needs around the load."""
+
+    def __init__(self, address: Address, key: str = "") -> None:
+        self.address = address
+        self._headers = key_headers(key)
+
+    def generation_models(self) -> list[str]:
+        """Names of the models that take prompts, in the stack's order."""
+        return [model["id"] for model in self._get("/v1/models")["data"] if model.get("kind") == "generation"]
+
+    def models(self) -> list[str]:
+        """Names of all models; those that take prompts are first."""
+        names = self.generation_models()
+        index = self._call("POST", "/v2/repository/index")
+        return [*names, *(model["name"] for model in index if model["name"] not in names)]
+
+    def model(self, name: str) -> Model:
+        """What the gateway says of a model's inputs."""
+        inputs = self._get(f"/v2/models/{quote(name, safe='')}")["inputs"]
+        tensors = (
+            TensorDescription(tensor["name"], tensor["datatype"], tuple(map(int, tensor["shape"]))) for tensor in inputs
+        )
+        return Model(name, tuple(tensors))
+
+    def records(self, **filters: str) -> list[dict[str, Any]]:
+        """Records of the payload log, newest first."""
+        lines = self._body("GET", f"/millrace/v1/payloads?{urlencode(filters)}").splitlines()
+        return [json.loads(line) for line in lines if line.strip()]
+
+    def trace_page(self) -> str:
+        """The address of a trace without its id; empty if the gateway has none."""
+        page: str = self._get("/playground/settings.json").get("trace_page", "")
+        return page if page.startswith(("http://", "https://")) else ""
+
+    def kill_predictor_of(self, request_id: str) -> None:
+        """Kills the predictor that generates for the request, where the stack is in development mode."""
+        body = json.dumps({"request_id": request_id}).encode()
+        self._body("POST", "/millrace/v1/development/kill", body, {"x-millrace-development": "true"})
+
+    def _get(self, path: str) -> Any:
+        return self._call("GET", path)
+
+    def _call(self, method: str, path: str) -> Any:
+        try:
+            return json.loads(self._body(method, path))
+        except ValueError:
+            raise GatewayError(f"{method} {path} did not answer with JSON") from None
+
+    def _body(
+        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+    ) -> bytes:
+        connection = self.address.connect(_TIMEOUT_S)
+        try:
+            content = {"content-type": "application/json"} if body else {}
+            connection.request(method, path, body=body, headers={**self._headers, **content, **(headers or {})})
+            response = connection.getresponse()
+            data = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise GatewayError(f"{self.address.url} did not answer: {error}") from None
+        finally:
+            connection.close()
+        if response.status >= http.client.BAD_REQUEST:
+            raise GatewayError(f"{method} {path}: {response.status} {data[:200].decode(errors='replace')}")
+        return data

@@ -1,0 +1,1 @@
+"""The knee: the greatest load at which the objective is met."""

@@ -1,0 +1,128 @@
+"""The knee's reports: JSON, Markdown, and a picture where matplotlib is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+NAME = "knee"
+
+
+@dataclass(frozen=True)
+class Level:
+    """What was measured with so many users; rates a second, times in milliseconds (None without such a measure)."""
+
+    users: int
+    held: bool
+    requests: int
+    failed: int
+    good_percent: float
+    goodput: float
+    tokens: float
+    ttft_p50: float | None
+    ttft_p99: float | None
+    gap_p50: float | None
+    gap_p99: float | None
+    whole_p50: float | None
+    whole_p99: float | None
+    processor_full: bool
+
+
+@dataclass(frozen=True)
+class Knee:
+    """Of one kind of user. `knee`: users; `bounded`: whether more than that broke the objective."""
+
+    user: str
+    row: str
+    knee: int
+    bounded: bool
+    levels: Sequence[Level]
+
+    @property
+    def at_knee(self) -> Level | None:
+        return next((level for level in reversed(self.levels) if level.users == self.knee and level.held), None)
+
+
+def write(folder: Path, conditions: dict[str, Any], knees: Sequence[Knee]) -> list[Path]:
+    """Writes the reports; the paths of those that were written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    report = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cores": os.cpu_count(),
+        **conditions,
+        "knees": [{**asdict(knee), "at_knee": asdict(knee.at_knee) if knee.at_knee else None} for knee in knees],
+    }
+    data, text = folder / f"{NAME}.json", folder / f"{NAME}.md"
+    data.write_text(json.dumps(report, indent=2) + "\n")
+    picture = folder / f"{NAME}.png"
+    drawn = draw(picture, conditions, knees)
+    text.write_text(markdown(report, knees, picture.name if drawn else ""))
+    return [data, text, *([picture] if drawn else [])]
+
+
+def markdown(report: dict[str, Any], knees: Sequence[Knee], picture: str) -> str:
+    """The report for people."""
+    lines = ["# The knee", "", f"{report['date']}, {report['cores']} cores. Objective: {report['objective']}."]
+    lines += ["", "| condition | value |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in report.items() if name not in ("date", "cores", "knees")]
+    lines += ["", "| user | knee, users | good requests/s | tokens/s | TTFT p50 / p99, ms | gap p50 / p99, ms |"]
+    lines += ["|---|---|---|---|---|---|"]
+    for knee in knees:
+        level, users = knee.at_knee, f"{knee.knee}" if knee.bounded else f"{knee.knee} or more"
+        figures = _cells(level) if level else ["-"] * 4
+        lines.append("| " + " | ".join([knee.user, users, *figures]) + " |")
+    for knee in knees:
+        lines += ["", f"## {knee.user} (`{knee.row}`)", ""]
+        lines += [
+            "| users | good % | requests | failed | good requests/s | tokens/s | TTFT p50 / p99 | gap p50 / p99 |"
+        ]
+        lines += ["|---|---|---|---|---|---|---|---|"]
+        for level in sorted(knee.levels, key=lambda level: level.users):
+            own = [str(level.users), f"{level.good_percent:.1f}", str(level.requests), str(level.failed)]
+            lines.append("| " + " | ".join([*own, *_cells(level)]) + " |")
+        if any(level.processor_full for level in knee.levels):
+            lines += [
+                "",
+                "A Locust process used a whole processor at some level: add `--processes` before believing it.",
+            ]
+    if picture:
+        lines += ["", f"![Good requests by users]({picture})"]
+    return "\n".join(lines) + "\n"
+
+
+def draw(path: Path, conditions: dict[str, Any], knees: Sequence[Knee]) -> bool:
+    """Draws good requests by users; False without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return False
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    for knee in knees:
+        levels = sorted(knee.levels, key=lambda level: level.users)
+        (line,) = axes.plot(
+            [level.users for level in levels],
+            [level.good_percent for level in levels],
+            marker="o",
+            label=f"{knee.user}: {knee.knee}",
+        )
+        axes.axvline(knee.knee, color=line.get_color(), linestyle=":", linewidth=1)
+    axes.axhline(conditions["good_percent"], color="grey", linestyle="--", linewidth=1)
+    axes.set(xlabel="users", ylabel="good requests, %", ylim=(0, 103), title=f"Objective: {conditions['objective']}")
+    axes.set_xscale("log", base=2)
+    axes.legend(title="knee, users")
+    FigureCanvasAgg(figure).print_png(path)
+    return True
+
+
+def _cells(level: Level) -> list[str]:
+    times = ((level.ttft_p50, level.ttft_p99), (level.gap_p50, level.gap_p99))
+    pairs = ["-" if pair[0] is None or pair[1] is None else f"{pair[0]:.1f} / {pair[1]:.1f}" for pair in times]
+    return [f"{level.goodput:.2f}", f"{level.tokens:.1f}", *pairs]

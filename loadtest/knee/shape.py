@@ -1,0 +1,162 @@
+"""The shape of load that searches for the knee, one kind of user after another.
+
+At each level the first seconds do not count. Locust calls `tick` once a second. The search ends the test; its reports
+are then in `--knee-folder`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from locust import LoadTestShape
+from locust.runners import MasterRunner
+
+from loadtest import figures
+from loadtest.figures import Figures
+from loadtest.knee.report import Knee, Level, write
+from loadtest.knee.search import KneeSearch
+from loadtest.session import PROCESSOR_FULL, Session, session_of
+
+_log = logging.getLogger(__name__)
+
+_WARM_UP_S = 4
+# Workers report every three seconds.
+_WORKERS_DELAY_S = 5
+_SPAWN_RATE = 100.0
+
+Tick: TypeAlias = tuple[int, float, list[Any]] | None
+
+
+class KneeShape(LoadTestShape):
+    """`--users` is where it starts; the form's other fields are those of any test."""
+
+    use_common_options = True
+
+    def reset_time(self) -> None:
+        """A new test begins."""
+        super().reset_time()
+        self._waiting: list[Any] | None = None
+        self._knees: list[Knee] = []
+        self._search: KneeSearch | None = None
+
+    def tick(self) -> Tick:
+        if self._waiting is None:
+            self._waiting = sorted(self._environment.user_classes, key=lambda kind: kind.__name__)
+        if self._search is None and not self._next_kind():
+            self._finish()
+            return None
+        search = self._search
+        if search is not None:
+            self._continue(search)
+            if search.done:
+                self._conclude(search)
+                return self.tick()
+            return search.level, _SPAWN_RATE, [self._kind]
+        return None
+
+    @property
+    def _environment(self) -> Any:
+        return self.runner.environment if self.runner is not None else None
+
+    @property
+    def _session(self) -> Session:
+        return session_of(self._environment)
+
+    def _next_kind(self) -> bool:
+        if not self._waiting:
+            return False
+        self._kind = self._waiting.pop(0)
+        options = self._session.options
+        start = min(int(self._environment.parsed_options.num_users or 1), options.knee_most)
+        self._search = KneeSearch(max(1, start), options.knee_most)
+        self._levels: list[Level] = []
+        self._began: int | None = None
+        return True
+
+    def _continue(self, search: KneeSearch) -> None:
+        """Ends the level if it has been measured."""
+        runner = self.runner
+        if runner is None or runner.user_count != search.level:
+            self._began = None
+            self._say(search)
+            return
+        now = int(time.time())
+        if self._began is None:
+            self._began = now
+        since = self._began + _WARM_UP_S
+        until = since + self._session.options.knee_seconds
+        if now < until + (_WORKERS_DELAY_S if isinstance(runner, MasterRunner) else 0):
+            return
+        level = measured(self._session.measures.window(since, until), search.level, until - since, self._least_percent)
+        self._levels.append(level)
+        _log.info("knee of %s: %s", self._kind.__name__, level)
+        search.record(level.held)
+        self._began = None
+        self._say(search)
+
+    @property
+    def _least_percent(self) -> float:
+        return 100 * self._session.options.good_share
+
+    def _say(self, search: KneeSearch) -> None:
+        above = f", broke at {search.broken}" if search.broken else ""
+        self._session.knee = (
+            f"Knee of {self._kind.__name__}: held {search.held}{above}; measuring {search.level} users."
+        )
+
+    def _conclude(self, search: KneeSearch) -> None:
+        self._knees.append(Knee(self._kind.__name__, self._kind.row, search.knee, search.bounded, self._levels))
+        self._search = None
+
+    def _finish(self) -> None:
+        session, given = self._session, self._environment.parsed_options
+        options = session.options
+        load = (
+            f"open, {given.arrivals} requests/s a user"
+            if given.arrivals
+            else f"closed, {given.think_time} s think time"
+        )
+        conditions = {
+            "objective": str(options.objective),
+            "good_percent": self._least_percent,
+            "model": given.model,
+            "load": load,
+            "output_tokens": given.output_tokens,
+            "prompts": given.prompts_file or given.prompt_words or "examples",
+            "kills_per_minute": options.kills_per_minute,
+            "seconds_a_level": options.knee_seconds,
+        }
+        paths = write(Path(given.knee_folder), conditions, self._knees)
+        session.knee = "; ".join(f"knee of {knee.user}: {knee.knee} users" for knee in self._knees)
+        _log.info("%s", session.knee)
+        _log.info("reports: %s", ", ".join(map(str, paths)))
+
+
+def measured(found: Figures, users: int, seconds: int, least_percent: float) -> Level:
+    """The level of some seconds' figures; without a finished request it broke."""
+    share = found.good_share()
+    good_percent = 100 * (share or 0.0)
+    times = {
+        f"{measure}_{name}": value
+        for measure in (figures.TTFT, figures.GAP, figures.WHOLE)
+        for name, value in _pair(found, measure).items()
+    }
+    return Level(
+        users=users,
+        held=share is not None and good_percent >= least_percent,
+        requests=found.count(figures.REQUESTS),
+        failed=found.count(figures.FAILED),
+        good_percent=good_percent,
+        goodput=found.count(figures.GOOD) / seconds,
+        tokens=found.count(figures.TOKENS) / seconds,
+        processor_full=found.processor >= PROCESSOR_FULL,
+        **times,
+    )
+
+
+def _pair(found: Figures, measure: str) -> dict[str, float | None]:
+    histogram = found.of(measure)
+    return {"p50": histogram.quantile(0.5), "p99": histogram.quantile(0.99)}

@@ -1,0 +1,90 @@
+"""The figures of a load test by second: recorded in each process, added up where the page is.
+
+A worker hands its finished seconds to Locust's report to the master (`drain`), which takes them in (`absorb`). Without
+workers one process does both. Seconds are those of the clock, so that processes agree about them; their clocks must.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from loadtest.figures import Figures
+
+KEPT_S = 900
+
+
+class Measures:
+    """`now`: the clock, in seconds since the epoch."""
+
+    def __init__(self, now: Callable[[], float] = time.time) -> None:
+        self._now = now
+        self.reset()
+
+    def reset(self) -> None:
+        self._second = 0
+        self._current = Figures()
+        self._seconds: dict[int, Figures] = {}
+        self._total = Figures()
+
+    def current(self) -> Figures:
+        """The figures of this second, to record into."""
+        second = int(self._now())
+        if second != self._second:
+            self._finish(self._second)
+            self._second, self._current = second, Figures()
+        return self._current
+
+    def drain(self) -> list[list[Any]]:
+        """The finished seconds as [second, message], which are forgotten here."""
+        self.current()
+        messages = [[second, figures.to_message()] for second, figures in self._seconds.items()]
+        self._seconds.clear()
+        return messages
+
+    def absorb(self, messages: list[list[Any]]) -> None:
+        """Takes in what another process drained."""
+        for second, message in messages:
+            figures = Figures.from_message(message)
+            self._seconds.setdefault(second, Figures()).add(figures)
+            self._total.add(figures)
+        self._forget_old()
+
+    def window(self, since: int, until: int) -> Figures:
+        """The finished seconds from `since` to before `until`."""
+        self.current()
+        figures = Figures()
+        for second in range(since, until):
+            if second in self._seconds:
+                figures.add(self._seconds[second])
+        return figures
+
+    def latest(self, seconds: int, delay: int = 0) -> Figures:
+        """The last finished seconds, up to `delay` seconds ago."""
+        until = int(self._now()) - delay
+        return self.window(until - seconds, until)
+
+    @property
+    def total(self) -> Figures:
+        """Everything since the start; not to be changed."""
+        self.current()
+        return self._total
+
+    @property
+    def seconds(self) -> Mapping[int, Figures]:
+        """The kept seconds that are finished."""
+        self.current()
+        return dict(sorted(self._seconds.items()))
+
+    def _finish(self, second: int) -> None:
+        if not second:
+            return
+        self._seconds.setdefault(second, Figures()).add(self._current)
+        self._total.add(self._current)
+        self._forget_old()
+
+    def _forget_old(self) -> None:
+        horizon = int(self._now()) - KEPT_S
+        for second in [second for second in self._seconds if second < horizon]:
+            del self._seconds[second]

@@ -1,0 +1,138 @@
+"""The options of the load test: fields of Locust's form, and command-line options of the same names.
+
+All values are texts, because Locust keeps the type of a field's default value; `parse` makes `Options` of them or
+raises ValueError, which names the field.
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loadtest.objective import Objective, parse_objective
+from loadtest.prompts import Workload, parse_lengths, read_prompts
+
+AUTOMATIC = "automatic"
+REPLAY = "log"
+_LEAST_SHARE, _GREATEST_KILLS = 50.0, 600.0
+
+# Field → default and help. `model` is a menu where the page knows the stack's models.
+_FIELDS = {
+    "model": (AUTOMATIC, "The model; automatic: the first that fits the user"),
+    "prompts_file": ("", "File of prompts: JSON Lines or ShareGPT's JSON; empty: examples"),
+    "prompt_words": ("", "Words of a prompt without a file, N or N-M; empty: examples"),
+    "output_tokens": ("16-64", "Tokens to request, N or N-M; a file's own lengths come first"),
+    "tensor_shape": ("1,16", "Shape of tensors whose dimensions the model leaves open"),
+    "think_time": ("0.1-0.5", "Closed load: seconds between an answer and the next request, N or N-M"),
+    "arrivals": (
+        "",
+        "Open load: requests a second of each user (Poisson), or `log`: as in the payload log; empty: closed",
+    ),
+    "objective": ("TTFT <= 1 s, gap <= 200 ms", "What a good request keeps to: TTFT, gap, whole, cancel"),
+    "good_percent": ("95", "Per cent of requests that must be good, for the knee and --check"),
+    "deadline": ("60", "Deadline of a request in seconds"),
+    "knee_seconds": ("20", "KneeShape: seconds that each level is measured"),
+    "knee_most": ("512", "KneeShape: the most users"),
+    "kills_per_minute": ("0", "Predictors killed a minute (DEVELOPMENT=true), in the middle of a stream"),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Times in seconds. `arrivals_per_s`: of each user, None for closed load; `replay`: arrivals of the payload log."""
+
+    model: str
+    workload: Workload
+    tensor_shape: tuple[int, ...]
+    think_s: tuple[float, float]
+    arrivals_per_s: float | None
+    replay: bool
+    objective: Objective
+    good_share: float
+    deadline_s: float
+    kills_per_minute: float
+    knee_seconds: int
+    knee_most: int
+    key: str
+
+
+def add_fields(parser: Any, models: Sequence[str]) -> None:
+    """Adds the options to Locust's parser; `models` are the choices of the form's menu, if the stack was asked."""
+    for name, (default, text) in _FIELDS.items():
+        choices = {"choices": [AUTOMATIC, *models]} if name == "model" and models else {}
+        parser.add_argument(f"--{name.replace('_', '-')}", default=default, help=text, **choices)
+    key = "Key of the gateway, instead of the environment's MILLRACE_KEY"
+    parser.add_argument("--key", default="", is_secret=True, help=key)
+    addresses = {
+        "metrics": "Comma list of the predictors' Prometheus pages; automatic: this machine's :9100, :9110, …",
+        "links": "The gateway's address in the page's links, if the browser needs another than --host",
+        "knee_folder": "Where the knee's reports are written",
+    }
+    for name, default in (("metrics", AUTOMATIC), ("links", ""), ("knee_folder", ".run/knee")):
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", default=default, include_in_web_ui=False, help=addresses[name]
+        )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        include_in_web_ui=False,
+        help="End with exit code 1 unless --good-percent of the requests met the objective",
+    )
+
+
+def parse(values: Namespace) -> Options:
+    """The options; raises ValueError for a malformed one."""
+    arrivals = values.arrivals.strip()
+    file = values.prompts_file.strip()
+    return Options(
+        model="" if values.model in ("", AUTOMATIC) else values.model,
+        workload=Workload(
+            output=parse_lengths("output tokens", values.output_tokens),
+            words=parse_lengths("prompt words", values.prompt_words) if values.prompt_words.strip() else None,
+            prompts=read_prompts(Path(file)) if file else (),
+        ),
+        tensor_shape=_shape(values.tensor_shape),
+        think_s=_think_time(values.think_time),
+        arrivals_per_s=_number("arrivals", arrivals, above=0.0) if arrivals not in ("", REPLAY) else None,
+        replay=arrivals == REPLAY,
+        objective=parse_objective(values.objective),
+        good_share=_number("good percent", values.good_percent, above=_LEAST_SHARE, most=100.0) / 100,
+        deadline_s=_number("deadline", values.deadline, above=0.0),
+        kills_per_minute=_number("kills per minute", values.kills_per_minute, most=_GREATEST_KILLS),
+        knee_seconds=round(_number("knee seconds", values.knee_seconds, above=1.0, most=3600.0)),
+        knee_most=round(_number("knee most", values.knee_most, above=0.5, most=100_000.0)),
+        key=values.key.strip(),
+    )
+
+
+def _number(name: str, text: str, above: float = -1.0, most: float = math.inf) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError(f"{name}: {text!r} is not a number") from None
+    if not math.isfinite(number) or number <= above or number < 0 or number > most:
+        raise ValueError(f"{name}: {text!r} is not between {max(above, 0):g} and {most:g}")
+    return number
+
+
+def _think_time(text: str) -> tuple[float, float]:
+    least, dash, greatest = text.strip().partition("-")
+    bounds = _number("think time", least), _number("think time", greatest if dash else least)
+    if bounds[0] > bounds[1]:
+        raise ValueError(f"think time: {text!r} ends before it begins")
+    return bounds
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    read: Callable[[str], int] = int
+    try:
+        shape = tuple(read(size) for size in text.replace("x", ",").split(","))
+    except ValueError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise ValueError(f"tensor shape: {text!r} is not like 1,16")
+    return shape

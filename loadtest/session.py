@@ -1,0 +1,158 @@
+"""What one process of the load test shares among its users: options, figures, models, requests in flight.
+
+`session_of` gives the one of a Locust environment. Options are read anew at each start of a test. Everything runs in
+gevent's greenlets of one thread.
+"""
+
+# ruff: noqa: S311  (random numbers here are not secrets)
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any
+
+import gevent
+from locust.runners import WorkerRunner
+
+from loadtest.figures import Figures
+from loadtest.gateway import Gateway, GatewayError, Model, parse_address
+from loadtest.measures import Measures
+from loadtest.options import Options, parse
+from loadtest.predictors import INTERVAL_S, PredictorPages, page_addresses
+from loadtest.prompts import Prompt
+
+_log = logging.getLogger(__name__)
+
+_PROCESSOR_INTERVAL_S = 2.0
+PROCESSOR_FULL = 0.9
+_REPLAYED_RECORDS = 1000
+_ATTRIBUTE = "millrace_session"
+
+
+class Session:
+    """`in_flight`: ids of the requests that stream now. `course`: the points of the page's charts, by second.
+    `knee`: the state of the search for it, in words."""
+
+    def __init__(self, environment: Any) -> None:
+        self.environment = environment
+        self.measures = Measures()
+        self.in_flight: set[str] = set()
+        self.options: Options = parse(environment.parsed_options)
+        self.pages = PredictorPages(page_addresses(environment.parsed_options.metrics))
+        self.course: dict[int, dict[str, Any]] = {}
+        self.knee = ""
+        self.trace_page = ""
+        self._models: dict[bool, Model] = {}
+        self._schedule: list[tuple[float, Prompt]] = []
+        self._background: list[gevent.Greenlet] = []
+
+    @property
+    def gateway(self) -> Gateway:
+        host = self.environment.host or "http://127.0.0.1:8080"
+        return Gateway(parse_address(host), self.options.key)
+
+    def start(self) -> None:
+        """At the start of a test, before its users; raises ValueError for a malformed option."""
+        self.options = parse(self.environment.parsed_options)
+        self.measures.reset()
+        self.pages.history.clear()
+        self.course.clear()
+        self._models.clear()
+        self._schedule.clear()
+        if not isinstance(self.environment.runner, WorkerRunner):
+            self._background.append(gevent.spawn(self._watch_predictors))
+        self._background.append(gevent.spawn(self._watch_processor))
+        if self.options.kills_per_minute and getattr(self.environment.runner, "worker_index", 0) == 0:
+            self._background.append(gevent.spawn(self._kill_predictors))
+
+    def stop(self) -> None:
+        gevent.killall(self._background)
+        self._background.clear()
+
+    def model_for(self, *, text: bool) -> Model:
+        """The model of the form, or the first that takes prompts, or else the last one of the stack.
+
+        Raises GatewayError without a model that fits.
+        """
+        if text in self._models:
+            return self._models[text]
+        gateway = self.gateway
+        name = self.options.model
+        if not name:
+            names = gateway.generation_models() if text else gateway.models()
+            if not names:
+                raise GatewayError("the stack has no model that takes prompts" if text else "the stack has no model")
+            name = names[0] if text else names[-1]
+        model = gateway.model(name)
+        if text and not model.text:
+            raise GatewayError(f"model {name} takes no prompts")
+        self._models[text] = model
+        return model
+
+    def schedule(self) -> list[tuple[float, Prompt]]:
+        """The newest requests of the payload log, oldest first, with their seconds since the first one.
+
+        Raises GatewayError if the log cannot be read or has none.
+        """
+        if not self._schedule:
+            records = self.gateway.records(page_size=str(_REPLAYED_RECORDS))
+            self._schedule = replayed(records)
+        if not self._schedule:
+            raise GatewayError("the payload log has no request with a prompt")
+        return self._schedule
+
+    def _watch_processor(self) -> None:
+        """Notes how much of a core this process uses."""
+        warned = False
+        while True:
+            began, used = time.perf_counter(), time.process_time()
+            gevent.sleep(_PROCESSOR_INTERVAL_S)
+            share = (time.process_time() - used) / (time.perf_counter() - began)
+            figures: Figures = self.measures.current()
+            figures.processor = max(figures.processor, share)
+            if share >= PROCESSOR_FULL and not warned:
+                warned = True
+                _log.warning("this Locust process uses a whole processor: its own delay is part of what it measures")
+
+    def _watch_predictors(self) -> None:
+        try:
+            self.trace_page = self.gateway.trace_page()
+        except (GatewayError, ValueError):
+            self.trace_page = ""
+        while True:
+            self.pages.watch(int(time.time()))
+            gevent.sleep(INTERVAL_S)
+
+    def _kill_predictors(self) -> None:
+        """Kills the predictor of a random stream, at random times."""
+        while True:
+            gevent.sleep(random.expovariate(self.options.kills_per_minute / 60))
+            if not self.in_flight:
+                continue
+            try:
+                self.gateway.kill_predictor_of(random.choice(tuple(self.in_flight)))
+            except GatewayError as error:
+                _log.warning("no predictor was killed: %s", error)
+
+
+def replayed(records: Iterable[Mapping[str, Any]]) -> list[tuple[float, Prompt]]:
+    """Arrivals of records as REST gives them: seconds since the oldest, prompt and the answer's length."""
+    asked = [record for record in records if record.get("prompt")]
+    asked.sort(key=lambda record: record["time"])
+    times = [datetime.fromisoformat(record["time"]).timestamp() for record in asked]
+    return [
+        (at - times[0], Prompt(record["prompt"], record.get("usage", {}).get("completion_tokens")))
+        for at, record in zip(times, asked, strict=True)
+    ]
+
+
+def session_of(environment: Any) -> Session:
+    """The session of this process; the first call makes it."""
+    session = getattr(environment, _ATTRIBUTE, None)
+    if session is None:
+        session = Session(environment)
+        setattr(environment, _ATTRIBUTE, session)
+    return session

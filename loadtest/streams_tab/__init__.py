@@ -1,0 +1,76 @@
+"""The tab "Streams" of Locust's page, and the same figures in its HTML report.
+
+Locust has a place for tabs of others (`extended_tabs`), whose content can be a table alone. The tab is therefore empty
+there, and a script of ours, which the page gets beside its own, shows a section below while the tab is chosen. The
+report contains the script, its style and the figures, so that the file stands alone.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from flask import Blueprint, Response, jsonify, request, send_from_directory
+
+from loadtest.options import parse
+from loadtest.session import Session
+from loadtest.streams_tab.figures_json import live, whole
+
+_FOLDER = Path(__file__).parent
+_END = "</body>"
+_INDEX, _SWARM, _REPORT = "locust.index", "locust.swarm", "locust.stats_report"
+
+
+def add_to(web_ui: Any, session: Session) -> None:
+    """Adds the tab, its routes, and the check of the form to Locust's page."""
+    web_ui.template_args["extended_tabs"] = [{"title": "Streams", "key": "streams"}]
+    blueprint = Blueprint("streams", __name__, url_prefix=f"{session.environment.parsed_options.web_base_path}/streams")
+
+    @blueprint.route("/figures")
+    @web_ui.auth_required_if_enabled
+    def show_figures() -> Response:
+        return jsonify(live(session))
+
+    @blueprint.route("/<any('panel.js', 'panel.css'):name>")
+    def send_file(name: str) -> Response:
+        return send_from_directory(_FOLDER, name)
+
+    @web_ui.app.before_request
+    def check_form() -> Response | None:
+        """A malformed field is refused before users start."""
+        if request.endpoint != _SWARM:
+            return None
+        try:
+            parse(Namespace(**{**vars(session.environment.parsed_options), **request.form.to_dict()}))
+        except ValueError as error:
+            return jsonify({"success": False, "message": str(error), "host": session.environment.host})
+        return None
+
+    @web_ui.app.after_request
+    def add_section(response: Response) -> Response:
+        if response.status_code == 200 and request.endpoint == _INDEX:
+            links = '<link rel="stylesheet" href="./streams/panel.css"><script src="./streams/panel.js" defer></script>'
+            response.set_data(response.get_data(as_text=True).replace(_END, links + _END))
+        elif response.status_code == 200 and request.endpoint == _REPORT:
+            response.set_data(with_section(response.get_data(as_text=True), session))
+        return response
+
+    web_ui.app.register_blueprint(blueprint)
+
+
+def add_to_file(path: str | None, session: Session) -> None:
+    """Adds the figures to the report that Locust has written, if it has."""
+    if path and (file := Path(path)).is_file():
+        file.write_text(with_section(file.read_text(encoding="utf-8"), session), encoding="utf-8")
+
+
+def with_section(page: str, session: Session) -> str:
+    """A report with the figures of the whole test at its end."""
+    # Within a script element "</" would end it.
+    figures = json.dumps(whole(session)).replace("</", "<\\/")
+    style, script = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("panel.css", "panel.js"))
+    section = f"<style>{style}</style><script>window.streamsFigures = {figures};</script><script>{script}</script>"
+    head, end, tail = page.rpartition(_END)
+    return f"{head}{section}{end}{tail}"

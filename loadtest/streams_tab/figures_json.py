@@ -1,0 +1,126 @@
+"""The figures as the tab and the HTML report draw them; times in milliseconds, rates a second."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+from locust.runners import MasterRunner
+
+from loadtest import figures
+from loadtest.figures import Figures
+from loadtest.session import PROCESSOR_FULL, Session
+
+WINDOW_S = 10
+# Workers report every three seconds.
+_WORKERS_DELAY_S = 4
+_MEASURES = (figures.TTFT, figures.SERVER_TTFT, figures.GAP, figures.WHOLE, figures.CANCEL)
+_SHARES = (0.5, 0.9, 0.99)
+
+
+def live(session: Session) -> dict[str, Any]:
+    """Of the last seconds, with the course so far."""
+    delay = _WORKERS_DELAY_S if isinstance(session.environment.runner, MasterRunner) else 0
+    latest = session.measures.latest(WINDOW_S, delay)
+    return {
+        **_common(session),
+        "window_s": WINDOW_S,
+        "rows": rows(latest, _elapsed(session, WINDOW_S)),
+        "full": _full(latest),
+    }
+
+
+def whole(session: Session) -> dict[str, Any]:
+    """Of the whole test, for the report."""
+    total = session.measures.total
+    seconds = list(session.measures.seconds)
+    lasted = seconds[-1] - seconds[0] + 1 if seconds else 1
+    return {**_common(session), "window_s": lasted, "rows": rows(total, lasted), "full": _full(total)}
+
+
+def rows(found: Figures, seconds: float) -> list[dict[str, Any]]:
+    """One object a row: rates over `seconds`, quantiles."""
+    result = []
+    for row in found.rows:
+        share = found.good_share([row])
+        result.append(
+            {
+                "row": row,
+                "requests": found.count(figures.REQUESTS, [row]) / seconds,
+                "failed": found.count(figures.FAILED, [row]) / seconds,
+                "goodput": found.count(figures.GOOD, [row]) / seconds,
+                "good_percent": None if share is None else 100 * share,
+                "tokens": found.count(figures.TOKENS, [row]) / seconds,
+                "messages": found.count(figures.MESSAGES, [row]) / seconds,
+                **{measure.replace(" ", "_"): found.of(measure, [row]).quantiles(_SHARES) for measure in _MEASURES},
+            }
+        )
+    return result
+
+
+def _common(session: Session) -> dict[str, Any]:
+    return {
+        "objective": str(session.options.objective),
+        "course": _course(session),
+        "predictors": _predictors(session),
+        "slowest": [_linked(session, request) for request in session.measures.total.slowest],
+        "knee": session.knee,
+        "failed_total": session.measures.total.count(figures.FAILED),
+        "requests_total": session.measures.total.count(figures.REQUESTS),
+    }
+
+
+def _course(session: Session) -> list[dict[str, Any]]:
+    """One object for each finished second. Points are computed once: the figures of old seconds do not change."""
+    states = {reading.second: reading.states.values() for reading in session.pages.history}
+    seconds = session.measures.seconds
+    changing = int(time.time()) - 2 * _WORKERS_DELAY_S
+    kept = session.course
+    for second, found in seconds.items():
+        if second not in kept or second >= changing:
+            share = found.good_share()
+            kept[second] = {
+                "second": second,
+                "ttft": found.of(figures.TTFT).quantiles((0.5, 0.99)),
+                "gap": found.of(figures.GAP).quantiles((0.5, 0.99)),
+                "tokens": found.count(figures.TOKENS),
+                "goodput": found.count(figures.GOOD),
+                "requests": found.count(figures.REQUESTS),
+                "good_percent": None if share is None else 100 * share,
+            }
+    for second in [second for second in kept if second not in seconds]:
+        del kept[second]
+    return [
+        {
+            **point,
+            "running": sum(state.running for state in states[second]) if second in states else None,
+            "waiting": sum(state.waiting for state in states[second]) if second in states else None,
+            "cache": 100 * max(state.cache for state in states[second]) if second in states else None,
+        }
+        for second, point in sorted(kept.items())
+    ]
+
+
+def _predictors(session: Session) -> list[dict[str, Any]]:
+    if not session.pages.history:
+        return []
+    return [{"address": address, **state._asdict()} for address, state in session.pages.history[-1].states.items()]
+
+
+def _linked(session: Session, request: figures.SlowRequest) -> dict[str, Any]:
+    """With links to its record and its trace."""
+    gateway = (session.environment.parsed_options.links or session.gateway.address.url).rstrip("/")
+    record = f"{gateway}/millrace/v1/payloads?request_id={request.request_id}"
+    trace = session.trace_page + request.trace_id if session.trace_page and request.trace_id else ""
+    return {**asdict(request), "record": record, "trace": trace}
+
+
+def _elapsed(session: Session, window_s: int) -> int:
+    """Of the window, the seconds since the first figures."""
+    seconds = session.measures.seconds
+    return max(1, min(window_s, int(time.time()) - next(iter(seconds)))) if seconds else window_s
+
+
+def _full(found: Figures) -> bool:
+    return found.processor >= PROCESSOR_FULL

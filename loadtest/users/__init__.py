@@ -1,0 +1,1 @@
+"""The users of the load test, one kind of call each."""

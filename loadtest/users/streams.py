@@ -1,0 +1,138 @@
+"""Users that read streams of text: by `Generate`, by Triton's `ModelStreamInfer` and by OpenAI's API."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from loadtest.users.base import GrpcUser, HttpUser
+from loadtest.users.call import Call, CallFailedError
+from millrace.oip.parameters import set_parameters
+from millrace_protos import inference_pb2, inference_pb2_grpc, millrace_pb2, millrace_pb2_grpc
+
+_UNFINISHED = "the stream ended without tokens or finish_reason"
+_READ_BYTES = 65536
+
+
+class GenerateUser(GrpcUser):
+    """Opens calls of `Generate`."""
+
+    abstract = True
+
+    def opened(self, call: Call, prompt: str, max_tokens: int) -> Any:
+        request = millrace_pb2.GenerateRequest(
+            model=self.model.name, prompt=prompt, max_tokens=max_tokens, ignore_eos=True
+        )
+        stub = millrace_pb2_grpc.TextGenerationStub(self.channel)
+        return stub.Generate(request, timeout=self.options.deadline_s, metadata=self.metadata_of(call))
+
+
+class StreamUser(GenerateUser):
+    """Reads the stream of `millrace.v1.TextGeneration/Generate`."""
+
+    row = "Generate"
+    weight = 4
+
+    def request(self, arrival: float, prompt: str, max_tokens: int) -> None:
+        with self.measured(arrival) as call:
+            stream = self.opened(call, prompt, max_tokens)
+            try:
+                finished = self.read(call, stream)
+            finally:
+                stream.cancel()
+                _note_metadata(call, stream)
+            if not call.started or not finished:
+                raise CallFailedError(_UNFINISHED)
+
+    def read(self, call: Call, stream: Any) -> bool:
+        """Reads to the end; whether the last message had a finish_reason."""
+        finished = False
+        for response in stream:
+            if response.token_ids:
+                call.message(len(response.token_ids), response.ByteSize())
+            finished = response.HasField("finish_reason")
+        return finished
+
+
+class TritonStreamUser(GrpcUser):
+    """Reads the stream of `ModelStreamInfer`, a call for each request, as clients of Triton's vLLM backend do."""
+
+    row = "ModelStreamInfer"
+
+    def request(self, arrival: float, prompt: str, max_tokens: int) -> None:
+        with self.measured(arrival) as call:
+            request = inference_pb2.ModelInferRequest(model_name=self.model.name, id=call.request_id)
+            text = request.inputs.add(name="text_input", datatype="BYTES", shape=[1])
+            text.contents.bytes_contents.append(prompt.encode())
+            request.inputs.add(name="stream", datatype="BOOL", shape=[1]).contents.bool_contents.append(True)
+            set_parameters(request.parameters, {"max_tokens": max_tokens, "ignore_eos": True})
+            stub = inference_pb2_grpc.GRPCInferenceServiceStub(self.channel)
+            stream = stub.ModelStreamInfer(
+                iter([request]), timeout=self.options.deadline_s, metadata=self.metadata_of(call)
+            )
+            try:
+                for response in stream:
+                    if response.error_message:
+                        raise CallFailedError(response.error_message)
+                    # Tokens are not counted in these messages; each has one at least, unless it is the empty last one.
+                    call.message(1, response.ByteSize())
+            finally:
+                stream.cancel()
+                _note_metadata(call, stream)
+            if not call.started:
+                raise CallFailedError("the stream ended without a message")
+
+
+class ChatUser(HttpUser):
+    """Reads the server-sent events of OpenAI's chat completions."""
+
+    row = "chat/completions"
+
+    def request(self, arrival: float, prompt: str, max_tokens: int) -> None:
+        body = {
+            "model": self.model.name,
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        with (
+            self.measured(arrival) as call,
+            self.posted("/v1/chat/completions", json.dumps(body).encode(), call) as answer,
+        ):
+            if not self._read(call, answer):
+                raise CallFailedError("the stream ended without [DONE]")
+            if not call.started:
+                raise CallFailedError(_UNFINISHED)
+
+    def _read(self, call: Call, answer: Any) -> bool:
+        """Reads to the end; whether [DONE] came."""
+        rest, done = b"", False
+        while block := answer.read1(_READ_BYTES):
+            *lines, rest = (rest + block).split(b"\n")
+            for line in lines:
+                data = line.removeprefix(b"data: ")
+                if len(data) == len(line):
+                    continue
+                if data.rstrip() == b"[DONE]":
+                    done = True
+                else:
+                    _note_event(call, json.loads(data), len(line))
+        return done
+
+
+def _note_event(call: Call, event: dict[str, Any], size: int) -> None:
+    if error := event.get("error"):
+        raise CallFailedError(str(error.get("code") or error.get("type") or error.get("message")))
+    if any(choice.get("delta", {}).get("content") for choice in event.get("choices", ())):
+        call.message(1, size)
+    if usage := event.get("usage"):
+        call.more_tokens(max(0, usage["completion_tokens"] - call.tokens))
+
+
+def _note_metadata(call: Call, stream: Any) -> None:
+    """The trace and the server's own time to the first token."""
+    call.trace_id = dict(stream.initial_metadata() or ()).get("x-trace-id", "")
+    if (ttft := dict(stream.trailing_metadata() or ()).get("x-ttft-ms")) is not None:
+        call.server_ttft_ms = float(ttft)

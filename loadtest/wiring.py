@@ -1,0 +1,94 @@
+"""Connects the load test to Locust's events: options, sessions, what workers report, exit code, page.
+
+`connect` may be called by several locustfiles of one process; it connects once.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from locust import events
+from locust.runners import WorkerRunner
+
+from loadtest import check, options, streams_tab
+from loadtest.gateway import GatewayError
+from loadtest.session import Session, session_of
+
+_log = logging.getLogger(__name__)
+
+_REPORTED = "millrace"
+_connected: dict[str, Any] = {}
+
+
+def connect() -> None:
+    """Adds the listeners."""
+    if _connected:
+        return
+    _connected["environment"] = None
+    events.init_command_line_parser.add_listener(_add_options)
+    events.init.add_listener(_begin)
+    events.test_start.add_listener(_start)
+    events.test_stop.add_listener(_stop)
+    events.reset_stats.add_listener(_reset)
+    events.quitting.add_listener(check.set_exit_code)
+    events.quit.add_listener(_add_to_report)
+
+
+def _add_options(parser: Any) -> None:
+    """Locust makes its parser anew each time it shows its form; then the stack's models are known."""
+    environment = _connected["environment"]
+    models: list[str] = []
+    if environment is not None and environment.web_ui is not None:
+        session: Session = session_of(environment)
+        try:
+            models = session.gateway.models()
+        except (GatewayError, ValueError) as error:
+            _log.info("the stack's models are unknown: %s", error)
+        given = environment.parsed_options.model
+        models += [] if given in (*models, options.AUTOMATIC) else [given]
+    options.add_fields(parser, models)
+
+
+def _begin(environment: Any, **_: Any) -> None:
+    try:
+        session = session_of(environment)
+    except ValueError as error:
+        raise SystemExit(f"load test: {error}") from None
+    _connected["environment"] = environment
+    if isinstance(environment.runner, WorkerRunner):
+
+        def report(client_id: str, data: dict[str, Any]) -> None:
+            data[_REPORTED] = session.measures.drain()
+
+        environment.events.report_to_master.add_listener(report)
+    else:
+
+        def absorb(client_id: str, data: dict[str, Any]) -> None:
+            session.measures.absorb(data.get(_REPORTED, []))
+
+        environment.events.worker_report.add_listener(absorb)
+    if environment.web_ui is not None:
+        streams_tab.add_to(environment.web_ui, session)
+
+
+def _start(environment: Any, **_: Any) -> None:
+    try:
+        session_of(environment).start()
+    except ValueError as error:
+        _log.error("load test: %s", error)
+
+
+def _stop(environment: Any, **_: Any) -> None:
+    session_of(environment).stop()
+
+
+def _reset() -> None:
+    session_of(_connected["environment"]).measures.reset()
+
+
+def _add_to_report(exit_code: int) -> None:
+    """Locust has written its HTML report by now."""
+    environment = _connected["environment"]
+    if environment is not None and not isinstance(environment.runner, WorkerRunner):
+        streams_tab.add_to_file(environment.parsed_options.html_file, session_of(environment))
