@@ -69,7 +69,7 @@ def add_fields(parser: Any, models: Sequence[str]) -> None:
     parser.add_argument("--key", default="", is_secret=True, help=key)
     addresses = {
         "metrics": "Comma list of the predictors' Prometheus pages; automatic: this machine's :9100, :9110, …",
-        "links": "The gateway's address in the page's links, if the browser needs another than --host",
+        "links": "The gateway's address in the report's links, if the browser needs another than --host",
         "knee_folder": "Where the knee's reports are written",
     }
     for name, default in (("metrics", AUTOMATIC), ("links", ""), ("knee_folder", ".run/knee")):

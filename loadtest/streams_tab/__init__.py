@@ -14,6 +14,7 @@ from typing import Any
 
 from flask import Blueprint, Response, jsonify, request, send_from_directory
 
+from loadtest.gateway import GatewayError
 from loadtest.options import parse
 from loadtest.session import Session
 from loadtest.streams_tab.figures_json import live, whole
@@ -32,6 +33,14 @@ def add_to(web_ui: Any, session: Session) -> None:
     @web_ui.auth_required_if_enabled
     def show_figures() -> Response:
         return jsonify(live(session))
+
+    @blueprint.route("/records/<request_id>")
+    @web_ui.auth_required_if_enabled
+    def show_record(request_id: str) -> Response:
+        try:
+            return jsonify(session.gateway.records(request_id=request_id))
+        except GatewayError as error:
+            return Response(str(error), status=502, mimetype="text/plain")
 
     @blueprint.route("/<any('panel.js', 'panel.css'):name>")
     def send_file(name: str) -> Response:

@@ -23,8 +23,9 @@ def live(session: Session) -> dict[str, Any]:
     """Of the last seconds, with the course so far."""
     delay = _WORKERS_DELAY_S if isinstance(session.environment.runner, MasterRunner) else 0
     latest = session.measures.latest(WINDOW_S, delay)
+    # The page shows records itself, also where the browser cannot call the gateway.
     return {
-        **_common(session),
+        **_common(session, "./streams/records/"),
         "window_s": WINDOW_S,
         "rows": rows(latest, _elapsed(session, WINDOW_S)),
         "full": _full(latest),
@@ -36,7 +37,9 @@ def whole(session: Session) -> dict[str, Any]:
     total = session.measures.total
     seconds = list(session.measures.seconds)
     lasted = seconds[-1] - seconds[0] + 1 if seconds else 1
-    return {**_common(session), "window_s": lasted, "rows": rows(total, lasted), "full": _full(total)}
+    gateway = (session.environment.parsed_options.links or session.gateway.address.url).rstrip("/")
+    records = f"{gateway}/millrace/v1/payloads?request_id="
+    return {**_common(session, records), "window_s": lasted, "rows": rows(total, lasted), "full": _full(total)}
 
 
 def rows(found: Figures, seconds: float) -> list[dict[str, Any]]:
@@ -59,12 +62,13 @@ def rows(found: Figures, seconds: float) -> list[dict[str, Any]]:
     return result
 
 
-def _common(session: Session) -> dict[str, Any]:
+def _common(session: Session, records: str) -> dict[str, Any]:
+    """`records`: the address of a request's records, without its id."""
     return {
         "objective": str(session.options.objective),
         "course": _course(session),
         "predictors": _predictors(session),
-        "slowest": [_linked(session, request) for request in session.measures.total.slowest],
+        "slowest": [_linked(session, records, request) for request in session.measures.total.slowest],
         "knee": session.knee,
         "failed_total": session.measures.total.count(figures.FAILED),
         "requests_total": session.measures.total.count(figures.REQUESTS),
@@ -108,12 +112,10 @@ def _predictors(session: Session) -> list[dict[str, Any]]:
     return [{"address": address, **state._asdict()} for address, state in session.pages.history[-1].states.items()]
 
 
-def _linked(session: Session, request: figures.SlowRequest) -> dict[str, Any]:
+def _linked(session: Session, records: str, request: figures.SlowRequest) -> dict[str, Any]:
     """With links to its record and its trace."""
-    gateway = (session.environment.parsed_options.links or session.gateway.address.url).rstrip("/")
-    record = f"{gateway}/millrace/v1/payloads?request_id={request.request_id}"
     trace = session.trace_page + request.trace_id if session.trace_page and request.trace_id else ""
-    return {**asdict(request), "record": record, "trace": trace}
+    return {**asdict(request), "record": records + request.request_id, "trace": trace}
 
 
 def _elapsed(session: Session, window_s: int) -> int:

@@ -1,5 +1,5 @@
 // The tab "Streams" of Locust's page, and the section of its report.
-// In the page: a section below Locust's own, shown while the tab is chosen, with figures fetched every two seconds.
+// In the page: a section below the tabs, shown while the tab is chosen, with figures fetched every two seconds.
 // In a report `window.streamsFigures` has the figures.
 (() => {
   const POLL_MS = 2000;
@@ -120,9 +120,9 @@
 
   const section = element("section", { id: "streams", hidden: true });
   section.setAttribute("aria-label", "Streams");
-  document.body.append(section);
 
   if (window.streamsFigures) {
+    document.body.append(section);
     section.hidden = false;
     draw(section, window.streamsFigures);
     section.querySelector("h2").textContent = `Streams: ${window.streamsFigures.window_s} s, times in ms`;
@@ -133,6 +133,9 @@
   async function show() {
     const chosen = document.querySelector('[role="tab"][aria-selected="true"]');
     section.hidden = chosen?.textContent !== "Streams";
+    // The tab's own place, which Locust leaves empty, goes with each run's form.
+    const place = chosen?.closest(".MuiContainer-root") ?? document.body;
+    if (!section.hidden && section.parentElement !== place) place.append(section);
     if (section.hidden || Date.now() < due) return;
     due = Date.now() + POLL_MS;
     try {

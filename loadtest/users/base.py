@@ -23,7 +23,6 @@ import grpc
 from gevent.pool import Pool
 from grpc.experimental import ChannelOptions
 from locust import User, task
-from locust.exception import StopUser
 
 from loadtest.gateway import GatewayError, Model, key_headers, parse_address
 from loadtest.prompts import Prompt
@@ -32,6 +31,8 @@ from loadtest.users.call import Call, CallFailedError
 
 # More requests of one user wait to be sent, and their times go on.
 _IN_FLIGHT = 1000
+# After the stack did not say what a user needs to know.
+_PATIENCE_S = 1.0
 
 
 class StackUser(User):
@@ -50,18 +51,11 @@ class StackUser(User):
         self.options = self.session.options
         self.address = parse_address(self.host or "")
         self.metadata = tuple(key_headers(self.options.key).items())
+        self.found: Model | None = None
         self._requests = Pool(_IN_FLIGHT)
 
     def wait_time(self) -> float:
         return random.uniform(*self.options.think_s)
-
-    def on_start(self) -> None:
-        try:
-            self.model = self.find_model()
-        except GatewayError as error:
-            with self.measured(time.perf_counter()):
-                raise CallFailedError(str(error)) from error
-            raise StopUser from error
 
     def on_stop(self) -> None:
         self._requests.kill()
@@ -78,14 +72,35 @@ class StackUser(User):
         """Sends one request and reads its answer, within `measured`."""
         raise NotImplementedError
 
+    @property
+    def model(self) -> Model:
+        """The model that `find_model` found."""
+        if self.found is None:
+            raise CallFailedError("no model")
+        return self.found
+
     @task
     def load(self) -> None:
-        if self.options.replay:
+        if self.found is None and not self._find():
+            gevent.sleep(_PATIENCE_S)
+        elif self.options.replay:
             self._replay()
         elif self.options.arrivals_per_s is not None:
             self._arrive(self.options.arrivals_per_s)
         else:
             self.request(time.perf_counter(), *self.options.workload.draw())
+
+    def _find(self) -> bool:
+        """Finds the model; a failure counts as a failed request."""
+        try:
+            self.found = self.find_model()
+        except GatewayError as error:
+            self._fail(error)
+        return self.found is not None
+
+    def _fail(self, error: GatewayError) -> None:
+        with self.measured(time.perf_counter()):
+            raise CallFailedError(str(error)) from error
 
     def _arrive(self, rate: float) -> None:
         """Poisson arrivals, until the user is stopped."""
@@ -99,9 +114,9 @@ class StackUser(User):
         try:
             schedule = self.session.schedule()
         except GatewayError as error:
-            with self.measured(time.perf_counter()):
-                raise CallFailedError(str(error)) from error
-            raise StopUser from error
+            self._fail(error)
+            gevent.sleep(_PATIENCE_S)
+            return
         began = time.perf_counter()
         # Between the last request and the first of the next round: the mean time between two.
         pause = max(schedule[-1][0] / len(schedule), 1e-3)

@@ -1,0 +1,115 @@
+"""Locust's page over a stack: the process, its JSON, and a load that a browser starts, watches and stops."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import socket
+import sys
+import urllib.parse
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from playwright.async_api import Page, async_playwright, expect
+
+from runner.settings import ROOT
+from runner.stack import Stack
+from tests.waiting import until
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+SCREENSHOTS = ROOT / ".run" / "screenshots"
+FILES = "loadtest/locustfile.py,loadtest/knee_locustfile.py"
+
+
+def fetch(url: str, form: dict[str, str] | None = None) -> str:
+    data = urllib.parse.urlencode(form).encode() if form else None
+    with urllib.request.urlopen(url, data, timeout=10) as answer:
+        text: str = answer.read().decode()
+        return text
+
+
+async def fetch_json(url: str, form: dict[str, str] | None = None) -> Any:
+    return json.loads(await asyncio.to_thread(fetch, url, form))
+
+
+@asynccontextmanager
+async def locust_page(stack: Stack, *options: str) -> AsyncIterator[str]:
+    """The address of a page whose form starts load on the stack."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    page = f"http://127.0.0.1:{port}"
+    metrics = ",".join(f"http://127.0.0.1:{number}/metrics" for number in stack.settings.predictor_metrics_ports)
+    locust = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "locust", "-f", FILES, "--class-picker"),
+        *("--web-host", "127.0.0.1", "--web-port", str(port), "--host", f"http://{stack.gateway}"),
+        *("--metrics", metrics, *options),
+        cwd=ROOT,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+
+        async def page_is_up():
+            try:
+                return "Locust" in await asyncio.to_thread(fetch, page)
+            except OSError:
+                return False
+
+        await until(page_is_up)
+        yield page
+    finally:
+        locust.terminate()
+        await asyncio.wait_for(locust.wait(), 20)
+
+
+async def load_in_browser(address: str, model: str) -> str:
+    """Chooses class and fields, starts, watches the tab fill, follows a link to a record, stops; the report's text."""
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM)
+        try:
+            page = await browser.new_page(viewport={"width": 1280, "height": 900})
+            page.set_default_timeout(15_000)
+            complaints: list[str] = []
+            page.on("pageerror", lambda error: complaints.append(str(error)))
+            await page.goto(address)
+            await _start(page, model)
+            await page.get_by_role("tab", name="Streams").click()
+            section = page.locator("#streams")
+            await expect(section.locator("tbody").first).to_contain_text("Generate")
+            await expect(section.get_by_role("link", name="record").first).to_be_visible()
+            first = section.locator("tbody tr").first.locator("td")
+            await expect(first.nth(7)).to_have_text(re.compile(r"[\d.]+ / [\d.]+ / [\d.]+"))
+            await expect(section).to_contain_text("running")
+            SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+            await page.screenshot(path=SCREENSHOTS / f"load-test-streams-{model}.png", full_page=True)
+            async with page.expect_popup() as popup:
+                await section.get_by_role("link", name="record").first.click()
+            [record] = json.loads(await (await popup.value).inner_text("body"))
+            assert record["model"] == model
+            await page.get_by_role("button", name="Stop").click()
+            await expect(page.get_by_role("button", name="New")).to_be_visible()
+            await page.get_by_role("tab", name="Download Data").click()
+            async with page.expect_popup() as popup:
+                await page.get_by_role("link", name="Download Report").click()
+            report = await popup.value
+            await expect(report.locator("#streams table").first).to_contain_text("Generate")
+            assert complaints == []
+        finally:
+            await browser.close()
+    return await asyncio.to_thread(fetch, f"{address}/stats/report?download=1")
+
+
+async def _start(page: Page, model: str) -> None:
+    """Four users of one class, with a model of the menu and an objective."""
+    await page.get_by_role("checkbox").first.uncheck()  # All classes.
+    await page.get_by_role("row").filter(has_text=re.compile(r"^StreamUser")).get_by_role("checkbox").check()
+    await page.locator("[name=userCount]").fill("4")
+    await page.locator("[name=spawnRate]").fill("4")
+    await page.get_by_role("button", name="Custom parameters").click()
+    await page.locator("[name=model]").select_option(model)
+    await page.locator("[name=outputTokens]").fill("24")
+    await page.locator("[name=objective]").fill("TTFT <= 5 s, gap <= 2 s")
+    await page.get_by_role("button", name="Start").click()
