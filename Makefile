@@ -17,6 +17,7 @@ NEW_PIP := pip==26.3
 new_venv = $(PYTHON) -m venv $(1) && $(1)/bin/python -m pip install --quiet --disable-pip-version-check $(NEW_PIP)
 RUN_DEPENDENCIES := $(VENV)/.installed-run
 DEV_DEPENDENCIES := $(VENV)/.installed-dev
+KNEE_DEPENDENCIES := $(VENV)/.installed-knee
 CLIENTS := .venv-clients/.installed
 TRITON := .venv-triton/.installed
 KSERVE := .venv-kserve/.installed
@@ -51,8 +52,16 @@ roll: $(RUN_DEPENDENCIES) ## replace every process of a running stack, with the 
 	@exec $(VENV)/bin/python -m runner roll
 
 .PHONY: load
-load: $(DEV_DEPENDENCIES) ## Locust's browser UI against a running stack
-	@exec $(VENV)/bin/python -m runner.command load
+load: $(DEV_DEPENDENCIES) ## Locust's browser UI against a running stack (LOAD="--processes 2")
+	@exec $(VENV)/bin/python -m runner.command load -- $(LOAD)
+
+.PHONY: knee
+knee: $(KNEE_DEPENDENCIES) ## the most users of each kind at which a running stack meets the objective (USERS=, LOAD="--objective 'TTFT <= 300 ms'")
+	@exec $(VENV)/bin/python -m runner.command load --knee -- $(LOAD) $(or $(USERS),StreamUser TritonStreamUser ChatUser)
+
+.PHONY: load-check
+load-check: $(DEV_DEPENDENCIES) ## exit code 1 where a running stack does not meet the objective under load (USERS=, LOAD="-u 8 -t 1m")
+	@exec $(VENV)/bin/python -m runner.command load --check -- $(or $(LOAD),-u 8 -r 8 -t 30s) $(or $(USERS),StreamUser ChatUser)
 
 .PHONY: smoke
 smoke: $(RUN_DEPENDENCIES) ## every endpoint of a model, against a running stack (MODEL=, GATEWAY_PORT=)
@@ -94,7 +103,7 @@ test-system: $(DEV_DEPENDENCIES) $(CLIENTS) $(NODE_TOOLS) ## tests of whole stac
 	$(PARALLEL_PROCESSES) --no-loadscope-reorder tests/system tests/scenarios tests/conformance tests/fuzz $(PYTEST)
 
 .PHONY: test-slow
-test-slow: $(DEV_DEPENDENCIES) ## the long tests, under load and for minutes
+test-slow: $(KNEE_DEPENDENCIES) ## the long tests, under load and for minutes
 	$(PARALLEL) --dist loadfile --no-loadscope-reorder tests/slow $(PYTEST)
 
 .PHONY: test-containers
@@ -154,6 +163,11 @@ $(RUN_DEPENDENCIES): pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(DEV_DEPENDENCIES): $(RUN_DEPENDENCIES)
 	@$(PIP) "packages for development" -c constraints.txt -e '.[transformer,predictor,logger,runner,loadtest,dev]'
+	@touch $@
+
+# matplotlib draws the knee's picture.
+$(KNEE_DEPENDENCIES): $(DEV_DEPENDENCIES)
+	@$(PIP) "packages for charts" -c constraints.txt -e '.[knee]'
 	@touch $@
 
 # Clients of other projects bring their own protobuf, and their own stubs of the same packages.

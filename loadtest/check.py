@@ -1,16 +1,8 @@
-"""`--check`: the exit code of a run without the page says whether the objective was met."""
+"""`--check`: whether each row of a test met the objective."""
 
 from __future__ import annotations
 
-import logging
-from typing import Any
-
-from locust.runners import WorkerRunner
-
 from loadtest import figures
-from loadtest.session import session_of
-
-_log = logging.getLogger(__name__)
 
 
 def verdicts(total: figures.Figures, least_share: float) -> dict[str, tuple[bool, str]]:
@@ -26,16 +18,3 @@ def verdicts(total: figures.Figures, least_share: float) -> dict[str, tuple[bool
                 words.append(f"{measure} p50 {quantiles['p50']:.1f} ms, p99 {quantiles['p99']:.1f} ms")
         result[row] = (requests > 0 and share >= least_share, "; ".join(words))
     return result
-
-
-def set_exit_code(environment: Any, **_: Any) -> None:
-    """At the end of a run with `--check`: 1 unless every row has requests and enough of them were good."""
-    if not environment.parsed_options.check or isinstance(environment.runner, WorkerRunner):
-        return
-    session = session_of(environment)
-    found = verdicts(session.measures.total, session.options.good_share)
-    for row, (held, words) in found.items():
-        _log.info("%s %s: %s", "held  " if held else "BROKEN", row, words)
-    if not found:
-        _log.error("no request was measured")
-    environment.process_exit_code = 0 if found and all(held for held, _ in found.values()) else 1

@@ -16,6 +16,8 @@ from loadtest.histogram import Histogram
 TTFT, GAP, WHOLE, CANCEL, SERVER_TTFT = "ttft", "gap", "whole", "cancel", "server ttft"
 # Counts.
 REQUESTS, GOOD, FAILED, TOKENS, MESSAGES = "requests", "good", "failed", "tokens", "messages"
+# Of one core: a process that uses more delays what it measures.
+PROCESSOR_FULL = 0.9
 _SLOWEST = 10
 _SEPARATOR = "\t"
 

@@ -52,10 +52,10 @@ class TensorDescription:
 
 @dataclass(frozen=True)
 class Model:
-    """`text`: it takes prompts."""
+    """`text`: it takes prompts, by its inputs."""
 
     name: str
-    inputs: tuple[TensorDescription, ...]
+    inputs: tuple[TensorDescription, ...] = ()
 
     @property
     def text(self) -> bool:

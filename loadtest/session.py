@@ -10,24 +10,22 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Iterable, Mapping
-from datetime import datetime
 from typing import Any
 
 import gevent
 from locust.runners import WorkerRunner
 
-from loadtest.figures import Figures
-from loadtest.gateway import Gateway, GatewayError, Model, parse_address
+from loadtest.figures import PROCESSOR_FULL, Figures
+from loadtest.gateway import Gateway, GatewayError, parse_address
 from loadtest.measures import Measures
 from loadtest.options import Options, parse
 from loadtest.predictors import INTERVAL_S, PredictorPages, page_addresses
 from loadtest.prompts import Prompt
+from loadtest.replay import replayed
 
 _log = logging.getLogger(__name__)
 
 _PROCESSOR_INTERVAL_S = 2.0
-PROCESSOR_FULL = 0.9
 _REPLAYED_RECORDS = 1000
 _ATTRIBUTE = "millrace_session"
 
@@ -45,7 +43,7 @@ class Session:
         self.course: dict[int, dict[str, Any]] = {}
         self.knee = ""
         self.trace_page = ""
-        self._models: dict[bool, Model] = {}
+        self._names: dict[bool, str] = {}
         self._schedule: list[tuple[float, Prompt]] = []
         self._background: list[gevent.Greenlet] = []
 
@@ -60,7 +58,7 @@ class Session:
         self.measures.reset()
         self.pages.history.clear()
         self.course.clear()
-        self._models.clear()
+        self._names.clear()
         self._schedule.clear()
         if not isinstance(self.environment.runner, WorkerRunner):
             self._background.append(gevent.spawn(self._watch_predictors))
@@ -72,25 +70,20 @@ class Session:
         gevent.killall(self._background)
         self._background.clear()
 
-    def model_for(self, *, text: bool) -> Model:
-        """The model of the form, or the first that takes prompts, or else the last one of the stack.
+    def model_name(self, *, text: bool) -> str:
+        """The form's model; without one the first that takes prompts, or else the last one of the stack.
 
         Raises GatewayError without a model that fits.
         """
-        if text in self._models:
-            return self._models[text]
-        gateway = self.gateway
-        name = self.options.model
-        if not name:
+        if self.options.model:
+            return self.options.model
+        if text not in self._names:
+            gateway = self.gateway
             names = gateway.generation_models() if text else gateway.models()
             if not names:
                 raise GatewayError("the stack has no model that takes prompts" if text else "the stack has no model")
-            name = names[0] if text else names[-1]
-        model = gateway.model(name)
-        if text and not model.text:
-            raise GatewayError(f"model {name} takes no prompts")
-        self._models[text] = model
-        return model
+            self._names[text] = names[0] if text else names[-1]
+        return self._names[text]
 
     def schedule(self) -> list[tuple[float, Prompt]]:
         """The newest requests of the payload log, oldest first, with their seconds since the first one.
@@ -136,17 +129,6 @@ class Session:
                 self.gateway.kill_predictor_of(random.choice(tuple(self.in_flight)))
             except GatewayError as error:
                 _log.warning("no predictor was killed: %s", error)
-
-
-def replayed(records: Iterable[Mapping[str, Any]]) -> list[tuple[float, Prompt]]:
-    """Arrivals of records as REST gives them: seconds since the oldest, prompt and the answer's length."""
-    asked = [record for record in records if record.get("prompt")]
-    asked.sort(key=lambda record: record["time"])
-    times = [datetime.fromisoformat(record["time"]).timestamp() for record in asked]
-    return [
-        (at - times[0], Prompt(record["prompt"], record.get("usage", {}).get("completion_tokens")))
-        for at, record in zip(times, asked, strict=True)
-    ]
 
 
 def session_of(environment: Any) -> Session:

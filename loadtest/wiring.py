@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import gevent
 from locust import events
 from locust.runners import WorkerRunner
 
-from loadtest import check, options, streams_tab
+from loadtest import options, streams_tab
+from loadtest.check import verdicts
 from loadtest.gateway import GatewayError
 from loadtest.session import Session, session_of
 
@@ -31,7 +33,7 @@ def connect() -> None:
     events.test_start.add_listener(_start)
     events.test_stop.add_listener(_stop)
     events.reset_stats.add_listener(_reset)
-    events.quitting.add_listener(check.set_exit_code)
+    events.quitting.add_listener(_set_exit_code)
     events.quit.add_listener(_add_to_report)
 
 
@@ -51,6 +53,8 @@ def _add_options(parser: Any) -> None:
 
 
 def _begin(environment: Any, **_: Any) -> None:
+    # The event loop's time is that of before the imports: --run-time would be shorter by as much.
+    gevent.get_hub().loop.update_now()
     try:
         session = session_of(environment)
     except ValueError as error:
@@ -92,3 +96,16 @@ def _add_to_report(exit_code: int) -> None:
     environment = _connected["environment"]
     if environment is not None and not isinstance(environment.runner, WorkerRunner):
         streams_tab.add_to_file(environment.parsed_options.html_file, session_of(environment))
+
+
+def _set_exit_code(environment: Any, **_: Any) -> None:
+    """At the end of a run with `--check`: 1 unless every row has requests and enough of them were good."""
+    if not environment.parsed_options.check or isinstance(environment.runner, WorkerRunner):
+        return
+    session = session_of(environment)
+    found = verdicts(session.measures.total, session.options.good_share)
+    for row, (held, words) in found.items():
+        _log.info("%s %s: %s", "held  " if held else "BROKEN", row, words)
+    if not found:
+        _log.error("no request was measured")
+    environment.process_exit_code = 0 if found and all(held for held, _ in found.values()) else 1

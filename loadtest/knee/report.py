@@ -11,27 +11,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from loadtest.knee.level import Level
+
 NAME = "knee"
-
-
-@dataclass(frozen=True)
-class Level:
-    """What was measured with so many users; rates a second, times in milliseconds (None without such a measure)."""
-
-    users: int
-    held: bool
-    requests: int
-    failed: int
-    good_percent: float
-    goodput: float
-    tokens: float
-    ttft_p50: float | None
-    ttft_p99: float | None
-    gap_p50: float | None
-    gap_p99: float | None
-    whole_p50: float | None
-    whole_p99: float | None
-    processor_full: bool
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,10 @@ from typing import Any, TypeAlias
 from locust import LoadTestShape
 from locust.runners import MasterRunner
 
-from loadtest import figures
-from loadtest.figures import Figures
-from loadtest.knee.report import Knee, Level, write
+from loadtest.knee.level import Level, measured
+from loadtest.knee.report import Knee, write
 from loadtest.knee.search import KneeSearch
-from loadtest.session import PROCESSOR_FULL, Session, session_of
+from loadtest.session import Session, session_of
 
 _log = logging.getLogger(__name__)
 
@@ -133,30 +132,3 @@ class KneeShape(LoadTestShape):
         session.knee = "; ".join(f"knee of {knee.user}: {knee.knee} users" for knee in self._knees)
         _log.info("%s", session.knee)
         _log.info("reports: %s", ", ".join(map(str, paths)))
-
-
-def measured(found: Figures, users: int, seconds: int, least_percent: float) -> Level:
-    """The level of some seconds' figures; without a finished request it broke."""
-    share = found.good_share()
-    good_percent = 100 * (share or 0.0)
-    times = {
-        f"{measure}_{name}": value
-        for measure in (figures.TTFT, figures.GAP, figures.WHOLE)
-        for name, value in _pair(found, measure).items()
-    }
-    return Level(
-        users=users,
-        held=share is not None and good_percent >= least_percent,
-        requests=found.count(figures.REQUESTS),
-        failed=found.count(figures.FAILED),
-        good_percent=good_percent,
-        goodput=found.count(figures.GOOD) / seconds,
-        tokens=found.count(figures.TOKENS) / seconds,
-        processor_full=found.processor >= PROCESSOR_FULL,
-        **times,
-    )
-
-
-def _pair(found: Figures, measure: str) -> dict[str, float | None]:
-    histogram = found.of(measure)
-    return {"p50": histogram.quantile(0.5), "p99": histogram.quantile(0.99)}

@@ -9,8 +9,8 @@ from typing import Any
 from locust.runners import MasterRunner
 
 from loadtest import figures
-from loadtest.figures import Figures
-from loadtest.session import PROCESSOR_FULL, Session
+from loadtest.figures import PROCESSOR_FULL, Figures
+from loadtest.session import Session
 
 WINDOW_S = 10
 # Workers report every three seconds.

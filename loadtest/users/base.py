@@ -65,8 +65,8 @@ class StackUser(User):
         """Closes connections."""
 
     def find_model(self) -> Model:
-        """Raises GatewayError."""
-        return self.session.model_for(text=self.text)
+        """The model, with its inputs where the user needs them; raises GatewayError."""
+        return Model(self.session.model_name(text=self.text))
 
     def request(self, arrival: float, prompt: str, max_tokens: int) -> None:
         """Sends one request and reads its answer, within `measured`."""

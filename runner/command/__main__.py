@@ -38,7 +38,12 @@ _CHAT = """Talks to a text model of a running stack; the answer is printed as it
 A model without a chat template continues each line."""
 _SMOKE = """Calls every endpoint that a model should answer, and those that it must refuse, on a running stack: a table
 of pass and FAIL, and exit code 1 where one fails. As `make smoke`."""
-_LOAD = """Starts Locust's page, with which to put load on a running stack; Ctrl-C ends it. As `make load`."""
+_LOAD = """Puts load on a running stack with Locust. As `make load`, `make knee` and `make load-check`.
+
+  millrace load                                         Locust's page; Ctrl-C ends it
+  millrace load --knee -- StreamUser -u 4               the most users at which the objective is met, without the page
+  millrace load --check -- -u 8 -t 1m StreamUser        exit code 1 where the objective is not met
+  millrace load -- --processes 4                        behind --, options and users of Locust"""
 _KEY = """Makes a key for a client, adds the key's digest to the key file, and prints the key, which is not stored.
 A running gateway that has the file as GATEWAY_KEYS knows the key within two seconds.
 
@@ -143,7 +148,12 @@ def parser() -> argparse.ArgumentParser:
 
     smoke = command("smoke", _smoke, "check every endpoint", _SMOKE)
     smoke.add_argument("model", nargs="?", default="", metavar="MODEL", help="without it every model that is ready")
-    command("load", _load, "open the load test's page", _LOAD)
+    load = command("load", _load, "put load on the stack", _LOAD)
+    modes = load.add_mutually_exclusive_group()
+    modes.add_argument("--knee", dest="mode", action="store_const", const="knee", help="search for the knee")
+    modes.add_argument("--check", dest="mode", action="store_const", const="check", help="hold the objective")
+    load.add_argument("locust", nargs="*", metavar="-- OPTION", help="for Locust, such as --objective 'TTFT <= 1 s'")
+    load.set_defaults(mode="")
 
     key = command("key", _key, "make a client's key", _KEY, calls=False)
     key.add_argument("name", metavar="NAME", help="of the client")
@@ -225,7 +235,7 @@ def _smoke(options: argparse.Namespace) -> None:
 def _load(options: argparse.Namespace) -> None:
     gateway = _gateway(options)
     gateway.check()
-    start.run_load(gateway.address, stack_settings.load().locust_port)
+    start.run_load(gateway.address, stack_settings.load(), options.mode, options.locust)
 
 
 def _key(options: argparse.Namespace) -> None:

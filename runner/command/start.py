@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from millrace.errors import StartupError
 from millrace.models.sources import is_name, parse_location
-from runner.settings import ROOT
+from runner.settings import LOOPBACK, ROOT, StackSettings
 
 
 def run_up(settings: Iterable[str], verbose: bool) -> NoReturn:
@@ -45,14 +45,23 @@ def run_smoke(address: str, model: str) -> NoReturn:
     _become("runner.smoke", "--gateway", address, "--model", model)
 
 
-def run_load(address: str, port: int) -> NoReturn:
-    """Runs Locust's page against the gateway."""
+def run_load(address: str, settings: StackSettings, mode: str, locust: Sequence[str]) -> NoReturn:
+    """Runs Locust against the gateway: its page, or without it the search for the knee ("knee") or a "check".
+
+    `locust` are options and user classes for Locust.
+    """
     if importlib.util.find_spec("locust") is None:
         raise StartupError("Locust is not installed; `make load` installs and starts it")
-    script = ROOT / "loadtest" / "locustfile.py"
-    page = ("--web-host", "127.0.0.1", "--web-port", str(port))
-    print(f"the load test's page: http://127.0.0.1:{port}/", flush=True)
-    _become("locust", "-f", str(script), *page, "--host", f"http://{address}")
+    users, knee = (ROOT / "loadtest" / name for name in ("locustfile.py", "knee_locustfile.py"))
+    files = f"{users},{knee}" if mode != "check" else f"{users}"
+    pages = [f"http://{LOOPBACK}:{port}/metrics" for port in settings.predictor_metrics_ports if port]
+    options = ["-f", files, "--host", f"http://{address}", "--metrics", ",".join(pages)]
+    if mode:
+        options += ["--headless", "--only-summary", *(["--check"] if mode == "check" else [])]
+    else:
+        options += ["--class-picker", "--web-host", LOOPBACK, "--web-port", str(settings.locust_port)]
+        print(f"the load test's page: http://{LOOPBACK}:{settings.locust_port}/", flush=True)
+    _become("locust", *options, *locust)
 
 
 def with_absolute_folders(models: str) -> str:

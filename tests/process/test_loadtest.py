@@ -3,6 +3,8 @@
 import asyncio
 import csv
 import importlib.util
+import json
+import re
 import struct
 import sys
 import threading
@@ -20,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 ROOT = Path(__file__).parents[2]
-TOKENS, PAUSE_S = 5, 0.02
+TOKENS, PAUSE_S, TENSOR = 5, 0.02, 6
 
 
 class Gateway(millrace_pb2_grpc.TextGenerationServicer):
@@ -28,6 +30,7 @@ class Gateway(millrace_pb2_grpc.TextGenerationServicer):
 
     def __init__(self):
         self.refuse = False
+        self.pause_s = PAUSE_S
         self.authorities = set()
         self.prompts = set()
         self.never = threading.Event()
@@ -38,19 +41,25 @@ class Gateway(millrace_pb2_grpc.TextGenerationServicer):
             context.abort(grpc.StatusCode.UNAVAILABLE, "no replica of 17")
         self.prompts.add(request.prompt)
         for token_id in range(TOKENS):
-            self.never.wait(PAUSE_S)
+            self.never.wait(self.pause_s)
             finish_reason = "length" if token_id == TOKENS - 1 else None
             yield millrace_pb2.GenerateResponse(text="x", token_ids=[token_id], finish_reason=finish_reason)
+
+    def ModelMetadata(self, request, context):  # noqa: N802
+        metadata = inference_pb2.ModelMetadataResponse(name=request.name)
+        metadata.inputs.add(name="input_ids", datatype="INT64", shape=[-1])
+        metadata.inputs.add(name="output_ids", datatype="INT64", shape=[-1])
+        return metadata
 
     def ModelInfer(self, request, context):  # noqa: N802
         # The authority has no public door in grpcio's servers.
         self.authorities.add(context._rpc_event.call_details.host)
-        response = inference_pb2.ModelInferResponse(model_name="normalizer")
+        response = inference_pb2.ModelInferResponse(model_name=request.model_name)
         if self.refuse:
             return response
         [description], [raw] = request.inputs, request.raw_input_contents
-        assert (description.name, description.datatype, description.shape[0]) == ("input_ids", "INT64", 1)
-        struct.unpack(f"<{description.shape[1]}q", raw)
+        assert (description.name, description.datatype, list(description.shape)) == ("input_ids", "INT64", [TENSOR])
+        struct.unpack(f"<{TENSOR}q", raw)
         assert request.parameters["max_tokens"].int64_param > 0
         response.outputs.add(name="output_ids", datatype="INT32", shape=[1])
         response.raw_output_contents.append(struct.pack("<i", 7))
@@ -60,7 +69,7 @@ class Gateway(millrace_pb2_grpc.TextGenerationServicer):
 @pytest.fixture
 def gateway():
     servicer = Gateway()
-    server = grpc.server(ThreadPoolExecutor(8))
+    server = grpc.server(ThreadPoolExecutor(64))
     millrace_pb2_grpc.add_TextGenerationServicer_to_server(servicer, server)
     # Generic, because grpcio forgets the authority of calls to methods that it has registered.
     infer = grpc.unary_unary_rpc_method_handler(
@@ -68,7 +77,14 @@ def gateway():
         inference_pb2.ModelInferRequest.FromString,
         inference_pb2.ModelInferResponse.SerializeToString,
     )
-    handler = grpc.method_handlers_generic_handler("inference.GRPCInferenceService", {"ModelInfer": infer})
+    metadata = grpc.unary_unary_rpc_method_handler(
+        servicer.ModelMetadata,
+        inference_pb2.ModelMetadataRequest.FromString,
+        inference_pb2.ModelMetadataResponse.SerializeToString,
+    )
+    handler = grpc.method_handlers_generic_handler(
+        "inference.GRPCInferenceService", {"ModelInfer": infer, "ModelMetadata": metadata}
+    )
     server.add_generic_rpc_handlers((handler,))
     servicer.host = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
@@ -76,23 +92,23 @@ def gateway():
     server.stop(None).wait()
 
 
-async def run_locust(host, folder, names):
+async def run_locust(host, folder, names, *options):
     """(exit status, rows of the statistics by name, failures) of a run in which every name has a row.
 
     On a busy machine the users need most of a short run to start.
     """
     for seconds in (3, 12, 48):
-        status, rows, failures = await run_locust_for(seconds, host, folder)
+        status, rows, failures = await run_locust_for(seconds, host, folder, options)
         if names <= rows.keys():
             break
     return status, rows, failures
 
 
-async def run_locust_for(seconds, host, folder):
-    run = f"-u 4 -r 4 -t {seconds}s --only-summary --csv {folder}/run"
+async def run_locust_for(seconds, host, folder, options):
+    run = f"-u 4 -r 4 -t {seconds}s --only-summary --csv {folder}/run --model mine --tensor-shape {TENSOR} --metrics="
     arguments = f"-f loadtest/locustfile.py --headless --host {host} {run}"
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "locust", *arguments.split()),
+        *(sys.executable, "-m", "locust", *arguments.split(), *options),
         cwd=ROOT,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -106,14 +122,24 @@ async def run_locust_for(seconds, host, folder):
     return process.returncode, rows, failures
 
 
-async def test_both_users_run_without_a_failure(gateway, tmp_path):
-    names = {"Generate", "Generate TTFT", "Generate inter-token", "ModelInfer at the predictor"}
-    status, rows, failures = await run_locust(gateway.host, tmp_path, names)
+def figures_of(report):
+    """What the section of Locust's HTML report draws."""
+    (text,) = re.findall(r"window\.streamsFigures = (.*?);</script>", report.read_text(encoding="utf-8"))
+    return json.loads(text)
+
+
+async def test_two_processes_measure_streams_and_tensors_without_mixing_them(gateway, tmp_path):
+    whole, parts = {"Generate", "ModelInfer at the predictor"}, {"Generate TTFT", "Generate gap"}
+    report = tmp_path / "report.html"
+    options = ("--processes", "2", "--html", str(report), "--check", "--objective", "TTFT <= 10 s")
+    status, rows, failures = await run_locust(
+        gateway.host, tmp_path, whole | parts, *options, "StreamUser", "TensorUser"
+    )
     assert (status, failures) == (0, set())
-    assert set(rows) - {"Aggregated"} == names
-    for row in rows.values():
-        assert int(row["Request Count"]) > 0
-        assert int(row["Failure Count"]) == 0
+    assert set(rows) - {"Aggregated"} == whole | parts
+    counts = {name: int(row["Request Count"]) for name, row in rows.items()}
+    assert counts["Aggregated"] == sum(counts[name] for name in whole)
+    assert counts["Generate gap"] > 2 * counts["Generate TTFT"], "every gap counts"
     least = {name: float(row["Min Response Time"]) for name, row in rows.items()}
     assert PAUSE_S * 1000 <= least["Generate TTFT"] < least["Generate"]
     assert least["Generate"] >= TOKENS * PAUSE_S * 1000
@@ -121,14 +147,31 @@ async def test_both_users_run_without_a_failure(gateway, tmp_path):
     assert gateway.authorities == {b"predictor"}
     assert len(gateway.prompts) > 1, "prompts vary"
 
+    figures = figures_of(report)
+    found = {row["row"]: row for row in figures["rows"]}
+    assert found.keys() == whole
+    assert found["Generate"]["good_percent"] == 100
+    assert least["Generate TTFT"] * 0.99 <= found["Generate"]["ttft"]["p50"] < found["Generate"]["whole"]["p50"]
+    assert found["ModelInfer at the predictor"]["ttft"] == {}
+    assert len(figures["slowest"]) == 10
+
 
 async def test_failures_are_reported_by_status_and_hop(gateway, tmp_path):
     gateway.refuse = True
     names = {"Generate", "ModelInfer at the predictor"}
-    status, rows, failures = await run_locust(gateway.host, tmp_path, names)
+    status, rows, failures = await run_locust(gateway.host, tmp_path, names, "StreamUser", "TensorUser")
     assert status == 1
     assert failures == {
         ("Generate", "CallFailedError('UNAVAILABLE at the predictor')"),
-        ("ModelInfer at the predictor", "CallFailedError('the response has no output_ids')"),
+        ("ModelInfer at the predictor", "CallFailedError('the response has no tensors')"),
     }
     assert "Generate TTFT" not in rows
+
+
+async def test_open_load_goes_on_while_answers_are_late_and_the_check_fails(gateway, tmp_path):
+    gateway.pause_s = 0.2
+    options = ("--arrivals", "8", "--check", "--objective", "TTFT <= 1 ms", "StreamUser")
+    status, rows, failures = await run_locust(gateway.host, tmp_path, {"Generate"}, *options)
+    assert (status, failures) == (1, set()), "no request failed, and none was in time"
+    # Closed, four users would have had an answer a second each.
+    assert int(rows["Generate TTFT"]["Request Count"]) > 25

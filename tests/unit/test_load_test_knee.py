@@ -1,0 +1,78 @@
+"""The search for the knee finds it in few levels, is not misled by one pause, and says what it does not know."""
+
+import json
+
+import pytest
+
+from loadtest.knee.level import measured
+from loadtest.knee.report import Knee, write
+from loadtest.knee.search import KneeSearch
+from tests.unit.test_load_test_measures import counted
+
+
+def find(search, holds):
+    levels = []
+    while not search.done:
+        levels.append(search.level)
+        assert len(levels) < 100
+        search.record(holds(search.level))
+    return levels
+
+
+@pytest.mark.parametrize("start", [1, 7, 64, 300])
+@pytest.mark.parametrize("knee", [1, 2, 5, 17, 100, 299])
+def test_the_knee_is_found_to_five_per_cent(start, knee):
+    search = KneeSearch(start, 400)
+    levels = find(search, lambda level: level <= knee)
+    assert search.bounded
+    assert knee - max(1, 0.05 * knee) <= search.knee <= knee
+    assert len(set(levels)) <= 16
+
+
+def test_a_knee_above_the_most_is_not_bounded():
+    search = KneeSearch(3, 20)
+    assert find(search, lambda level: True) == [3, 6, 12, 20]
+    assert (search.knee, search.bounded) == (20, False)
+
+
+def test_no_level_holds():
+    search = KneeSearch(8, 20)
+    assert find(search, lambda level: False) == [8, 8, 4, 4, 2, 2, 1, 1]
+    assert (search.knee, search.bounded) == (0, True)
+
+
+def test_a_level_that_breaks_once_is_measured_again():
+    search, seen = KneeSearch(4, 16), []
+
+    def holds(level):
+        seen.append(level)
+        return level <= 8 and seen.count(level) != 1
+
+    find(search, holds)
+    assert search.knee == 8
+
+
+def test_a_start_out_of_bounds_is_refused():
+    with pytest.raises(ValueError, match="between 1 and 4"):
+        KneeSearch(5, 4)
+
+
+def test_the_reports(tmp_path, monkeypatch):
+    # Without matplotlib, as where only the load test is installed.
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    levels = [measured(counted(10, good), users, 5, 95.0) for users, good in ((4, 10), (8, 5), (8, 5), (6, 10))]
+    knees = [
+        Knee("StreamUser", "Generate", 6, True, levels),
+        Knee("ChatUser", "chat/completions", 0, True, levels[1:2]),
+    ]
+    conditions = {"objective": "TTFT <= 300 ms", "good_percent": 95.0, "model": "mine"}
+    paths = write(tmp_path / "knee", conditions, knees)
+    assert [path.name for path in paths] == ["knee.json", "knee.md"]
+    report = json.loads(paths[0].read_text())
+    assert report["knees"][0]["knee"] == report["knees"][0]["at_knee"]["users"] == 6
+    assert report["knees"][1]["at_knee"] is None
+    text = paths[1].read_text()
+    assert "| StreamUser | 6 | 2.00 | 0.0 | - | - |" in text
+    assert "| ChatUser | 0 | - | - | - | - |" in text
+    assert "| model | mine |" in text
+    assert "| 8 | 50.0 | 10 | 0 | 1.00 | 0.0 | - | - |" in text

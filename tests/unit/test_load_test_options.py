@@ -1,0 +1,159 @@
+"""The load test's fields, prompts, tensors and pages, as it reads them."""
+
+import json
+from argparse import ArgumentParser, Namespace
+
+import numpy as np
+import pytest
+
+from loadtest.gateway import GatewayError, Model, TensorDescription, parse_address
+from loadtest.options import add_fields, parse
+from loadtest.predictors import State, page_addresses, parse_page
+from loadtest.prompts import EXAMPLES, Lengths, Prompt, Workload, parse_lengths, read_prompts
+from loadtest.replay import replayed
+from loadtest.tensors import check_types, filled, json_tensor, raw, values_of
+
+
+class Parser(ArgumentParser):
+    """Takes what Locust's own takes."""
+
+    def add_argument(self, *arguments, include_in_web_ui=True, is_secret=False, **more):
+        return super().add_argument(*arguments, **more)
+
+
+def given(*arguments, models=()):
+    parser = Parser()
+    add_fields(parser, models)
+    return parser.parse_args(arguments)
+
+
+def test_the_defaults_are_closed_load_with_an_objective():
+    options = parse(given())
+    assert (options.model, options.arrivals_per_s, options.replay, options.kills_per_minute) == ("", None, False, 0)
+    assert options.think_s == (0.1, 0.5)
+    assert str(options.objective) == "TTFT <= 1000 ms, gap <= 200 ms"
+    assert options.workload.output == Lengths(16, 64)
+
+
+def test_open_load_and_arrivals_of_the_log():
+    assert parse(given("--arrivals", "2.5")).arrivals_per_s == 2.5
+    assert parse(given("--arrivals", "log")).replay
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "complaint"),
+    [
+        ("arrivals", "0", "arrivals: '0'"),
+        ("arrivals", "nan", "arrivals: 'nan'"),
+        ("think_time", "2-1", "think time: '2-1'"),
+        ("output_tokens", "0", "output tokens: '0'"),
+        ("output_tokens", "9-3", "output tokens: '9-3'"),
+        ("prompt_words", "many", "prompt words: 'many'"),
+        ("tensor_shape", "1,-1", "tensor shape: '1,-1'"),
+        ("deadline", "soon", "deadline: 'soon'"),
+        ("good_percent", "101", "good percent: '101'"),
+        ("kills_per_minute", "-1", "kills per minute: '-1'"),
+        ("objective", "fast", "objective: 'fast'"),
+        ("prompts_file", "/does/not/exist", "prompts file /does/not/exist"),
+    ],
+)
+def test_a_malformed_field_is_named(field, value, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        parse(Namespace(**{**vars(given()), field: value}))
+
+
+def test_prompts_of_json_lines(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": "one", "max_tokens": 7}, {"messages": [{"role": "user", "content": "two"}]}, {"other": 1}]
+    file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    assert read_prompts(file) == [Prompt("one", 7), Prompt("two")]
+    assert Workload(Lengths(3, 3), prompts=[Prompt("one", 7)]).draw() == ("one", 7)
+    assert Workload(Lengths(3, 3), prompts=[Prompt("two")]).draw() == ("two", 3)
+
+
+def test_prompts_of_share_gpt(tmp_path):
+    file = tmp_path / "share.json"
+    turns = [{"from": "human", "value": "Hello?"}, {"from": "gpt", "value": "one two three"}]
+    file.write_text(json.dumps([{"id": "a", "conversations": turns}, {"id": "b", "conversations": turns[:1]}]))
+    assert read_prompts(file) == [Prompt("Hello?", 4)]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "no json", "[1]", '{"prompt": ""}'])
+def test_a_file_without_prompts_is_refused(tmp_path, text):
+    file = tmp_path / "prompts"
+    file.write_text(text)
+    with pytest.raises(ValueError, match="prompts file"):
+        read_prompts(file)
+
+
+def test_prompts_without_a_file():
+    assert Workload(parse_lengths("n", "5")).draw()[0] in EXAMPLES
+    text, tokens = Workload(parse_lengths("n", "2-4"), words=Lengths(30, 30)).draw()
+    assert len(text.split()) == 30
+    assert tokens in (2, 3, 4)
+
+
+def test_arrivals_of_records_are_in_order_and_without_those_that_have_no_prompt():
+    records = [
+        {"time": "2026-01-01T00:00:02.500Z", "prompt": "b", "usage": {"completion_tokens": 9}},
+        {"time": "2026-01-01T00:00:01Z"},
+        {"time": "2026-01-01T00:00:01Z", "prompt": "a"},
+    ]
+    assert replayed(records) == [(0.0, Prompt("a")), (1.5, Prompt("b", 9))]
+    assert replayed([]) == []
+
+
+def test_open_dimensions_take_the_given_sizes_from_the_end():
+    assert filled((-1, -1), (2, 16)) == (2, 16)
+    assert filled((-1, 3, -1), (16,)) == (1, 3, 16)
+    assert filled((-1,), (4, 8)) == (8,)
+
+
+@pytest.mark.parametrize(
+    ("name", "datatype", "check"),
+    [
+        ("input_ids", "INT64", lambda values: values.min() >= 3),
+        ("attention_mask", "INT64", lambda values: (values == 1).all()),
+        ("token_type_ids", "INT32", lambda values: (values == 0).all()),
+        ("pixels", "FP32", lambda values: values.max() <= 1),
+        ("small", "UINT8", lambda values: values.max() < 100),
+        ("flags", "BOOL", lambda values: values.dtype == np.bool_),
+    ],
+)
+def test_values_fit_their_input(name, datatype, check):
+    values = values_of(TensorDescription(name, datatype, (-1,)), (2, 8))
+    assert values.shape == (2, 8)
+    assert check(values)
+    assert len(raw(values)) == values.nbytes
+
+
+def test_text_is_sent_with_its_lengths():
+    text = TensorDescription("text", "BYTES", (-1,))
+    assert raw(values_of(text, (2,))) == b"\x04\0\0\0word" * 2
+    assert json_tensor(text, (2,)) == {"name": "text", "datatype": "BYTES", "shape": [2], "data": ["word", "word"]}
+
+
+def test_a_model_of_an_unknown_type_is_refused():
+    with pytest.raises(GatewayError, match="x of m is BF16"):
+        check_types(Model("m", (TensorDescription("x", "BF16", (1,)),)))
+
+
+def test_addresses():
+    assert parse_address("https://models.example").target == "models.example:443"
+    assert parse_address("http://[::1]:8080/").url == "http://[::1]:8080"
+    with pytest.raises(ValueError, match="is not http"):
+        parse_address("localhost:8080")
+    assert page_addresses("automatic")[1] == "http://127.0.0.1:9110/metrics"
+    assert page_addresses("") == []
+
+
+def test_a_predictors_page():
+    page = """# HELP millrace_sequences_running x
+millrace_sequences_running{gen_ai_request_model="a"} 3.0
+millrace_sequences_running{gen_ai_request_model="b"} 1.0
+millrace_sequences_waiting{gen_ai_request_model="a"} 2.0
+millrace_kv_cache_utilization_ratio{gen_ai_request_model="a"} 0.25
+millrace_kv_cache_utilization_ratio{gen_ai_request_model="b"} 0.5
+"""
+    assert parse_page(page) == State(4, 2, 0.5)
+    assert parse_page("") == State(0, 0, 0)
