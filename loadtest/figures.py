@@ -16,7 +16,7 @@ from loadtest.histogram import Histogram
 TTFT, GAP, WHOLE, CANCEL, SERVER_TTFT = "ttft", "gap", "whole", "cancel", "server ttft"
 # Counts.
 REQUESTS, GOOD, FAILED, TOKENS, MESSAGES = "requests", "good", "failed", "tokens", "messages"
-# Of one core: a process that uses more delays what it measures.
+# A process that runs for more of the time delays what it measures.
 PROCESSOR_FULL = 0.9
 _SLOWEST = 10
 _SEPARATOR = "\t"
@@ -42,7 +42,7 @@ class SlowRequest:
 
 
 class Figures:
-    """`processor`: the greatest share of one core that a process of the load test used, 0 to 1 and more."""
+    """`processor`: the greatest share of the time in which a process of the load test ran or was ready to, 0 to 1."""
 
     def __init__(self) -> None:
         self.histograms: dict[tuple[str, str], Histogram] = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import gevent
@@ -25,6 +26,7 @@ from loadtest.replay import replayed
 
 _log = logging.getLogger(__name__)
 
+DEFAULT_HOST = "http://127.0.0.1:8080"
 _PROCESSOR_INTERVAL_S = 2.0
 _REPLAYED_RECORDS = 1000
 _ATTRIBUTE = "millrace_session"
@@ -49,8 +51,12 @@ class Session:
 
     @property
     def gateway(self) -> Gateway:
-        host = self.environment.host or "http://127.0.0.1:8080"
-        return Gateway(parse_address(host), self.options.key)
+        return Gateway(parse_address(self.host), self.options.key)
+
+    @property
+    def host(self) -> str:
+        host: str = self.environment.host or DEFAULT_HOST
+        return host
 
     def start(self) -> None:
         """At the start of a test, before its users; raises ValueError for a malformed option."""
@@ -98,17 +104,19 @@ class Session:
         return self._schedule
 
     def _watch_processor(self) -> None:
-        """Notes how much of a core this process uses."""
+        """Notes how much of the time this process computes, or waits to compute."""
         warned = False
         while True:
-            began, used = time.perf_counter(), time.process_time()
+            began, used = time.perf_counter(), processor_demand_s()
             gevent.sleep(_PROCESSOR_INTERVAL_S)
-            share = (time.process_time() - used) / (time.perf_counter() - began)
+            share = (processor_demand_s() - used) / (time.perf_counter() - began)
             figures: Figures = self.measures.current()
             figures.processor = max(figures.processor, share)
             if share >= PROCESSOR_FULL and not warned:
                 warned = True
-                _log.warning("this Locust process uses a whole processor: its own delay is part of what it measures")
+                _log.warning(
+                    "this Locust process has no processor time left: its own delay is part of what it measures"
+                )
 
     def _watch_predictors(self) -> None:
         try:
@@ -129,6 +137,15 @@ class Session:
                 self.gateway.kill_predictor_of(random.choice(tuple(self.in_flight)))
             except GatewayError as error:
                 _log.warning("no predictor was killed: %s", error)
+
+
+def processor_demand_s() -> float:
+    """The seconds for which this process's main thread has run, or was ready to run; elsewhere than on Linux it ran."""
+    try:
+        running, ready, _ = Path("/proc/self/schedstat").read_text().split()
+    except (OSError, ValueError):
+        return time.process_time()
+    return (int(running) + int(ready)) / 1e9
 
 
 def session_of(environment: Any) -> Session:

@@ -14,7 +14,7 @@ from locust.runners import WorkerRunner
 
 from loadtest import options, streams_tab
 from loadtest.check import verdicts
-from loadtest.gateway import GatewayError
+from loadtest.gateway import GatewayError, parse_address
 from loadtest.session import Session, session_of
 
 _log = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ def _begin(environment: Any, **_: Any) -> None:
     gevent.get_hub().loop.update_now()
     try:
         session = session_of(environment)
+        parse_address(session.host)
     except ValueError as error:
         raise SystemExit(f"load test: {error}") from None
     _connected["environment"] = environment

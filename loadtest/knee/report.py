@@ -71,7 +71,7 @@ def markdown(report: dict[str, Any], knees: Sequence[Knee], picture: str) -> str
         if any(level.processor_full for level in knee.levels):
             lines += [
                 "",
-                "A Locust process used a whole processor at some level: add `--processes` before believing it.",
+                "A Locust process had no processor time left at some level: add `--processes` before believing it.",
             ]
     if picture:
         lines += ["", f"![Good requests by users]({picture})"]

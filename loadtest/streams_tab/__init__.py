@@ -14,7 +14,7 @@ from typing import Any
 
 from flask import Blueprint, Response, jsonify, request, send_from_directory
 
-from loadtest.gateway import GatewayError
+from loadtest.gateway import GatewayError, parse_address
 from loadtest.options import parse
 from loadtest.session import Session
 from loadtest.streams_tab.figures_json import live, whole
@@ -53,6 +53,7 @@ def add_to(web_ui: Any, session: Session) -> None:
             return None
         try:
             parse(Namespace(**{**vars(session.environment.parsed_options), **request.form.to_dict()}))
+            parse_address(request.form.get("host") or session.host)
         except ValueError as error:
             return jsonify({"success": False, "message": str(error), "host": session.environment.host})
         return None

@@ -107,7 +107,7 @@
   function draw(section, figures) {
     const parts = [element("h2", { textContent: `Streams: last ${figures.window_s} s, times in ms` })];
     if (figures.full) {
-      const text = "A Locust process uses a whole processor: its own delay is part of these times. Add processes (--processes).";
+      const text = "A Locust process has no processor time left: its own delay is part of these times. Add processes (--processes).";
       parts.push(element("p", { className: "warning", role: "alert", textContent: text }));
     }
     parts.push(element("p", { textContent: `Good: ${figures.objective || "every request that succeeds"}.` }));

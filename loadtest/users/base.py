@@ -26,7 +26,7 @@ from locust import User, task
 
 from loadtest.gateway import GatewayError, Model, key_headers, parse_address
 from loadtest.prompts import Prompt
-from loadtest.session import session_of
+from loadtest.session import DEFAULT_HOST, session_of
 from loadtest.users.call import Call, CallFailedError
 
 # More requests of one user wait to be sent, and their times go on.
@@ -39,7 +39,7 @@ class StackUser(User):
     """A user of the gateway at the host; `request` sends one request. `row` and `kind`: its row in Locust's table."""
 
     abstract = True
-    host = "http://127.0.0.1:8080"
+    host = DEFAULT_HOST
     row: ClassVar[str]
     kind: ClassVar[str] = "gRPC"
     # Whether it needs a model that takes prompts.

@@ -8,10 +8,11 @@ import urllib.request
 from tests.containers.stack import FILES
 from tests.waiting import until
 
-ROWS = {"Generate", "Generate TTFT", "ModelInfer at the predictor"}
+ROWS = {"Generate", "Generate TTFT", "Generate gap", "chat/completions", "ModelInfer at the predictor"}
+USERS = ("StreamUser", "ChatUser", "TensorUser")
 
 
-def fetch(url: str, form: dict[str, str] | None = None) -> str:
+def fetch(url: str, form: list[tuple[str, str]] | None = None) -> str:
     data = urllib.parse.urlencode(form).encode() if form else None
     with urllib.request.urlopen(url, data, timeout=10) as answer:
         return answer.read().decode()
@@ -23,7 +24,8 @@ def stats(page: str) -> dict:
 
 async def run_a_load(page: str) -> None:
     """Fills in the page's form, waits for samples of every row, and stops."""
-    form = {"user_count": "4", "spawn_rate": "4", "host": "http://envoy:8080"}
+    form = [("user_count", "4"), ("spawn_rate", "4"), ("host", "http://envoy:8080")]
+    form += [("user_classes", user) for user in USERS]
     assert json.loads(fetch(f"{page}/swarm", form))["success"]
     rows: dict[str, dict] = {}
 
@@ -32,8 +34,10 @@ async def run_a_load(page: str) -> None:
         return rows.keys() >= ROWS and all(rows[name]["num_requests"] >= 5 for name in ROWS)
 
     await until(every_row_has_samples, timeout_s=60)
-    assert json.loads(fetch(f"{page}/stop", {"stop": "1"}))["success"]
+    assert json.loads(fetch(f"{page}/stop", [("stop", "1")]))["success"]
     assert {name: row["num_failures"] for name, row in rows.items()} == dict.fromkeys(rows, 0)
+    figures = json.loads(fetch(f"{page}/streams/figures"))
+    assert {row["row"] for row in figures["rows"]} >= {"Generate", "chat/completions"}
 
 
 async def test_the_form_starts_a_load_against_envoy_by_name(stack):

@@ -58,9 +58,10 @@ def test_it_finds_its_configuration_and_keeps_state_where_it_runs(installed: Pat
     assert Path(root) == installed / "share" / "millrace"
     assert (Path(run_folder), predictors) == (tmp_path / ".run", 3)
     assert sections > 2
-    for path in ("models/storyteller", "models/normalizer", "envoy/playground"):
+    folders = ("loadtest/knee", "loadtest/streams_tab", "loadtest/users")
+    for path in ("models/storyteller", "models/normalizer", "envoy/playground", *folders):
         names = {file.name for file in (ROOT / path).iterdir() if file.is_file()}
-        assert {file.name for file in (Path(root) / path).iterdir()} == names
+        assert {file.name for file in (Path(root) / path).iterdir() if file.is_file()} == names
     assert (Path(root) / "loadtest" / "locustfile.py").exists()
 
 

@@ -18,11 +18,11 @@ from playwright.async_api import Page, async_playwright, expect
 
 from runner.settings import ROOT
 from runner.stack import Stack
+from tests.support.locust_run import FILES
 from tests.waiting import until
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 SCREENSHOTS = ROOT / ".run" / "screenshots"
-FILES = "loadtest/locustfile.py,loadtest/knee_locustfile.py"
 
 
 def fetch(url: str, form: dict[str, str] | None = None) -> str:

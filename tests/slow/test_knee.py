@@ -1,0 +1,64 @@
+"""The knee: found twice the same, twice as high with two predictors, and the page with a model of one's own.
+
+The model is paced: a predictor computes nothing to speak of and serves a batch of fixed size at a fixed pace, so that its
+capacity is known and does not depend on what else the machine does.
+"""
+
+import json
+import sys
+
+import pytest
+
+from tests.support.locust_page import CHROMIUM, load_in_browser, locust_page
+from tests.support.locust_run import FILES, LocustRun
+
+pytestmark = pytest.mark.timeout(900)
+
+BATCH, PACE_MS, TOKENS = 4, 50, 20
+NEAR, TWICE = 0.10, 1.9
+OBJECTIVE = "TTFT <= 1500 ms"
+
+
+async def find_knee(new_stack, folder, predictors, *options):
+    """The report of a search on a stack of its own."""
+    stack = await new_stack(
+        models="storyteller=models/storyteller",
+        predictors=predictors,
+        development=True,
+        commands={"predictor": (sys.executable, "-m", "bench.paced_predictor")},
+        environment={"predictor": {"PACE_MS": str(PACE_MS), "PREDICTOR_MAX_RUNNING": str(BATCH)}},
+    )
+    fields = ("--objective", OBJECTIVE, "--output-tokens", str(TOKENS), "--think-time", "0", "--knee-seconds", "20")
+    run = LocustRun()
+    start = ("-u", str(6 * predictors), "--knee-folder", str(folder), "--metrics=")
+    await run.run(stack.gateway, *start, *fields, *options, "StreamUser", files=FILES)
+    assert (folder / "knee.json").exists(), run.output
+    report = json.loads((folder / "knee.json").read_text())
+    print((folder / "knee.md").read_text())
+    return report["knees"][0]
+
+
+async def test_the_knee_is_found_twice_and_doubles_with_the_predictors(new_stack, tmp_path):
+    first = await find_knee(new_stack, tmp_path / "first", 1)
+    second = await find_knee(new_stack, tmp_path / "second", 1)
+    both = await find_knee(new_stack, tmp_path / "both", 2)
+    assert first["bounded"]
+    assert first["knee"] >= BATCH
+    # Two neighbouring numbers of users are as near as users can be.
+    assert abs(first["knee"] - second["knee"]) <= max(1, NEAR * first["knee"])
+    assert both["knee"] >= TWICE * min(first["knee"], second["knee"])
+    assert (tmp_path / "first" / "knee.md").exists()
+    assert (tmp_path / "first" / "knee.png").read_bytes().startswith(b"\x89PNG")
+
+
+async def test_the_knee_while_predictors_are_killed(new_stack, tmp_path):
+    found = await find_knee(new_stack, tmp_path / "killed", 2, "--kills-per-minute", "4", "--knee-most", "24")
+    assert found["knee"] >= 1
+    assert all(level["failed"] == 0 for level in found["levels"]), "streams continue at the other predictor"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no browser here (Debian's package chromium)")
+async def test_the_page_with_a_model_of_ones_own(new_stack):
+    stack = await new_stack(models="mine=models/storyteller")
+    async with locust_page(stack) as page:
+        assert "window.streamsFigures" in await load_in_browser(page, "mine")

@@ -1,0 +1,55 @@
+"""Locust without its page: a run to its end, and what its HTML report draws."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from runner.settings import ROOT
+
+FILES = "loadtest/locustfile.py,loadtest/knee_locustfile.py"
+
+
+def figures_of(report: Path) -> Any:
+    """What the section of Locust's HTML report draws."""
+    (text,) = re.findall(r"window\.streamsFigures = (.*?);</script>", report.read_text(encoding="utf-8"))
+    return json.loads(text)
+
+
+class LocustRun:
+    """`output` and `processor_s`, the processor time that it used, are of the whole run."""
+
+    def __init__(self) -> None:
+        self.output = ""
+        self.processor_s = 0.0
+        self.status: int | None = None
+
+    async def run(self, gateway: str, *options: str, files: str = "loadtest/locustfile.py") -> None:
+        """Runs to the end."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "locust", "-f", files, "--headless", "--only-summary"),
+            *("--host", f"http://{gateway}", *options),
+            cwd=ROOT,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        watching = asyncio.create_task(self._watch(psutil.Process(process.pid)))
+        output, _ = await process.communicate()
+        watching.cancel()
+        self.output, self.status = output.decode(), process.returncode
+
+    async def _watch(self, process: psutil.Process) -> None:
+        """The processor time, until a fifth of a second before the end."""
+        while True:
+            try:
+                times = process.cpu_times()
+            except psutil.NoSuchProcess:
+                return
+            self.processor_s = times.user + times.system
+            await asyncio.sleep(0.2)
