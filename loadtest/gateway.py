@@ -80,8 +80,8 @@ def key_headers(key: str) -> dict[str, str]:
 class Gateway:
     """Answers of the gateway that the load test needs around the load."""
 
-    def __init__(self, address: Address, key: str = "") -> None:
-        self.address = address
+    def __init__(self, address: Address, key: str = "", timeout_s: float = _TIMEOUT_S) -> None:
+        self.address, self._timeout_s = address, timeout_s
         self._headers = key_headers(key)
 
     def generation_models(self) -> list[str]:
@@ -129,7 +129,7 @@ class Gateway:
     def _body(
         self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
     ) -> bytes:
-        connection = self.address.connect(_TIMEOUT_S)
+        connection = self.address.connect(self._timeout_s)
         try:
             content = {"content-type": "application/json"} if body else {}
             connection.request(method, path, body=body, headers={**self._headers, **content, **(headers or {})})

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import gevent
+from gevent.lock import BoundedSemaphore
 from locust.runners import WorkerRunner
 
 from loadtest.figures import PROCESSOR_FULL, Figures
@@ -29,6 +30,7 @@ _log = logging.getLogger(__name__)
 DEFAULT_HOST = "http://127.0.0.1:8080"
 _PROCESSOR_INTERVAL_S = 2.0
 _REPLAYED_RECORDS = 1000
+_RECORDS_TIMEOUT_S = 15.0
 _ATTRIBUTE = "millrace_session"
 
 
@@ -47,6 +49,7 @@ class Session:
         self.trace_page = ""
         self._names: dict[bool, str] = {}
         self._schedule: list[tuple[float, Prompt]] = []
+        self._schedule_lock = BoundedSemaphore()
         self._background: list[gevent.Greenlet] = []
 
     @property
@@ -96,9 +99,10 @@ class Session:
 
         Raises GatewayError if the log cannot be read or has none.
         """
-        if not self._schedule:
-            records = self.gateway.records(page_size=str(_REPLAYED_RECORDS))
-            self._schedule = replayed(records)
+        with self._schedule_lock:
+            if not self._schedule:
+                gateway = Gateway(parse_address(self.host), self.options.key, _RECORDS_TIMEOUT_S)
+                self._schedule = replayed(gateway.records(page_size=str(_REPLAYED_RECORDS)))
         if not self._schedule:
             raise GatewayError("the payload log has no request with a prompt")
         return self._schedule
@@ -135,6 +139,7 @@ class Session:
                 continue
             try:
                 self.gateway.kill_predictor_of(random.choice(tuple(self.in_flight)))
+                _log.info("killed a predictor")
             except GatewayError as error:
                 _log.warning("no predictor was killed: %s", error)
 

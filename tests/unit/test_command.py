@@ -14,7 +14,7 @@ from millrace_protos import millrace_pb2 as pb
 from runner.command import records, start, usage
 from runner.command.__main__ import main, parse
 from runner.command.chat import Conversation, Sampling
-from runner.settings import ROOT
+from runner.settings import ROOT, StackSettings
 from runner.terminal import Painter
 
 PLAIN = Painter(coloured=False)
@@ -161,6 +161,32 @@ def test_usage_is_a_table_of_its_groups() -> None:
     assert usage.as_table(pb.UsageResponse(), PLAIN) == "no requests"
     total = pb.UsageResponse(groups=[pb.UsageGroup(requests=3, **sums)])
     assert usage.as_table(total, PLAIN).splitlines()[0].split()[0] == "requests"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted", "unwanted"),
+    [
+        (["load"], {"--class-picker", "--web-port"}, {"--headless"}),
+        (
+            ["load", "--knee", "--", "--objective", "TTFT <= 1 s", "ChatUser"],
+            {"--headless", "TTFT <= 1 s"},
+            {"--check"},
+        ),
+        (["load", "--check", "--", "-u", "8"], {"--headless", "--check", "-u"}, {"--class-picker"}),
+    ],
+)
+def test_load_has_three_ways(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], wanted: set[str], unwanted: set[str]
+) -> None:
+    became: list[str] = []
+    monkeypatch.setattr(start, "_become", lambda *given: became.extend(given))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    options = parse(arguments)
+    start.run_load("127.0.0.1:8080", StackSettings(), options.mode, options.locust)
+    assert became[0] == "locust"
+    assert wanted <= set(became)
+    assert not unwanted & set(became)
+    assert became[2].endswith("knee_locustfile.py") == (options.mode != "check")
 
 
 def test_the_documentation_lists_every_command() -> None:
