@@ -63,8 +63,10 @@ class Session:
 
     def start(self) -> None:
         """At the start of a test, before its users; raises ValueError for a malformed option."""
+        self.stop()
         self.options = parse(self.environment.parsed_options)
         self.measures.reset()
+        self.in_flight.clear()
         self.pages.history.clear()
         self.course.clear()
         self._names.clear()

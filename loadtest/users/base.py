@@ -130,7 +130,14 @@ class StackUser(User):
 
     def _send_at(self, arrival: float, prompt: str, max_tokens: int) -> None:
         gevent.sleep(max(0.0, arrival - time.perf_counter()))
-        self._requests.spawn(self.request, arrival, prompt, max_tokens)
+        self._requests.spawn(self._request_alone, arrival, prompt, max_tokens)
+
+    def _request_alone(self, arrival: float, prompt: str, max_tokens: int) -> None:
+        """A request in a greenlet of its own: what it raises is the user's error, as in a task."""
+        try:
+            self.request(arrival, prompt, max_tokens)
+        except Exception as error:
+            self.environment.events.user_error.fire(user_instance=self, exception=error, tb=error.__traceback__)
 
     @contextmanager
     def measured(self, arrival: float) -> Iterator[Call]:
@@ -196,16 +203,14 @@ class HttpUser(StackUser):
     @contextmanager
     def posted(self, path: str, body: bytes, call: Call) -> Iterator[http.client.HTTPResponse]:
         """The successful response to a POST of JSON; its connection closes unless the block read to the end."""
-        connection = self._idle.pop() if self._idle else self.address.connect(self.options.deadline_s)
         headers = {
             "content-type": "application/json",
             "x-request-id": call.request_id,
             "x-timeout-ms": str(round(self.options.deadline_s * 1000)),
             **dict(self.metadata),
         }
+        connection, response = self._post(path, body, headers)
         try:
-            connection.request("POST", path, body=body, headers=headers)
-            response = connection.getresponse()
             call.trace_id = response.getheader("x-trace-id", "")
             if response.status != http.client.OK:
                 hop = response.getheader("x-failed-hop")
@@ -218,6 +223,24 @@ class HttpUser(StackUser):
             self._idle.append(connection)
         else:
             connection.close()
+
+    def _post(
+        self, path: str, body: bytes, headers: dict[str, str]
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        """Sends on a connection that is idle, or on a new one where the gateway has closed that."""
+        while True:
+            used = bool(self._idle)
+            connection = self._idle.pop() if used else self.address.connect(self.options.deadline_s)
+            try:
+                connection.request("POST", path, body=body, headers=headers)
+                return connection, connection.getresponse()
+            except ConnectionError:
+                connection.close()
+                if not used:
+                    raise
+            except BaseException:
+                connection.close()
+                raise
 
 
 def _status(error: Any) -> str:

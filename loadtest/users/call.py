@@ -28,6 +28,7 @@ class Call:
     def __init__(self, session: Session, row: str, kind: str, arrival: float) -> None:
         self._session, self.row, self._kind, self._arrival = session, row, kind, arrival
         self._last: float | None = None
+        self._over: float | None = None
         self.values: dict[str, float | None] = {}
         self.request_id = uuid.uuid4().hex
         self.trace_id = ""
@@ -61,6 +62,11 @@ class Call:
         self.tokens += tokens
         self._session.measures.current().counts[self.row, figures.TOKENS] += tokens
 
+    def over(self) -> None:
+        """The request ends now, though its user goes on to ask about it."""
+        self._over = time.perf_counter()
+        self.forget()
+
     def cancelled(self, milliseconds: float) -> None:
         """How long the server worked on after the cancel."""
         self._measured(figures.CANCEL, milliseconds)
@@ -68,7 +74,7 @@ class Call:
     def end(self, failure: CallFailedError | None) -> None:
         """The request is over: a row of Locust's table, and good or not."""
         self.forget()
-        whole_ms = (time.perf_counter() - self._arrival) * 1000
+        whole_ms = ((self._over or time.perf_counter()) - self._arrival) * 1000
         session, current = self._session, self._session.measures.current()
         self.values[figures.WHOLE] = whole_ms
         current.record(self.row, figures.WHOLE, whole_ms)

@@ -16,7 +16,7 @@ _READS_AT_MOST = 8
 _LONG_ANSWER = 512
 _PAUSE_S = 0.2
 _RECORD_WAIT_S = 5.0
-_RECORD_POLL_S = 0.1
+_RECORD_POLL_S = 0.3
 
 
 class CancelUser(GenerateUser):
@@ -43,6 +43,7 @@ class CancelUser(GenerateUser):
             finally:
                 stream.cancel()
                 listened_ms = (time.perf_counter() - sent) * 1000
+                call.over()
             if not call.started:
                 raise CallFailedError("the stream ended without tokens")
             if (worked_ms := self._duration_of(call)) is not None:
@@ -52,13 +53,13 @@ class CancelUser(GenerateUser):
         """How long the server worked, in milliseconds; None if the log does not have it in time."""
         deadline = time.perf_counter() + _RECORD_WAIT_S
         while time.perf_counter() < deadline:
+            gevent.sleep(_RECORD_POLL_S)
             try:
                 records = self.session.gateway.records(request_id=call.request_id)
             except GatewayError:
                 return None
             if records:
                 return float(records[0]["duration_ms"])
-            gevent.sleep(_RECORD_POLL_S)
         return None
 
 
