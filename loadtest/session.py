@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,15 @@ DEFAULT_HOST = "http://127.0.0.1:8080"
 _PROCESSOR_INTERVAL_S = 2.0
 _REPLAYED_RECORDS = 1000
 _RECORDS_TIMEOUT_S = 15.0
+_SHOWN = 1000
 _ATTRIBUTE = "millrace_session"
 
 
 class Session:
     """`in_flight`: ids of the requests that stream now. `course`: the points of the page's charts, by second.
-    `knee`: the state of the search for it, in words."""
+
+    `shown`: ids of the slow requests on the page. `knee`: the state of the search for it, in words.
+    """
 
     def __init__(self, environment: Any) -> None:
         self.environment = environment
@@ -45,6 +49,7 @@ class Session:
         self.options: Options = parse(environment.parsed_options)
         self.pages = PredictorPages(page_addresses(environment.parsed_options.metrics))
         self.course: dict[int, dict[str, Any]] = {}
+        self.shown: deque[str] = deque(maxlen=_SHOWN)
         self.knee = ""
         self.trace_page = ""
         self._names: dict[bool, str] = {}
@@ -64,7 +69,7 @@ class Session:
     def start(self) -> None:
         """At the start of a test, before its users; raises ValueError for a malformed option."""
         self.stop()
-        self.options = parse(self.environment.parsed_options)
+        self.read_options()
         self.measures.reset()
         self.in_flight.clear()
         self.pages.history.clear()
@@ -76,6 +81,10 @@ class Session:
         self._background.append(gevent.spawn(self._watch_processor))
         if self.options.kills_per_minute and getattr(self.environment.runner, "worker_index", 0) == 0:
             self._background.append(gevent.spawn(self._kill_predictors))
+
+    def read_options(self) -> None:
+        """As the form has them now; raises ValueError for a malformed one."""
+        self.options = parse(self.environment.parsed_options)
 
     def stop(self) -> None:
         gevent.killall(self._background)

@@ -99,6 +99,8 @@ def draw(path: Path, conditions: dict[str, Any], knees: Sequence[Knee]) -> bool:
     axes.axhline(conditions["good_percent"], color="grey", linestyle="--", linewidth=1)
     axes.set(xlabel="users", ylabel="good requests, %", ylim=(0, 103), title=f"Objective: {conditions['objective']}")
     axes.set_xscale("log", base=2)
+    users = sorted({level.users for knee in knees for level in knee.levels})
+    axes.set_xticks(users, labels=[str(number) for number in users])
     axes.legend(title="knee, users")
     FigureCanvasAgg(figure).print_png(path)
     return True

@@ -43,6 +43,8 @@ class KneeShape(LoadTestShape):
 
     def tick(self) -> Tick:
         if self._waiting is None:
+            # The test starts after this, and reads the form then.
+            self._session.read_options()
             self._waiting = sorted(self._environment.user_classes, key=lambda kind: kind.__name__)
         if self._search is None and not self._next_kind():
             self._finish()

@@ -37,6 +37,9 @@ def add_to(web_ui: Any, session: Session) -> None:
     @blueprint.route("/records/<request_id>")
     @web_ui.auth_required_if_enabled
     def show_record(request_id: str) -> Response:
+        """Of a request of this page alone: the load test's key may be allowed to read all records."""
+        if request_id not in session.shown:
+            return Response("not a request of this page", status=404, mimetype="text/plain")
         try:
             return jsonify(session.gateway.records(request_id=request_id))
         except GatewayError as error:
@@ -78,8 +81,8 @@ def add_to_file(path: str | None, session: Session) -> None:
 
 def with_section(page: str, session: Session) -> str:
     """A report with the figures of the whole test at its end."""
-    # Within a script element "</" would end it.
-    figures = json.dumps(whole(session)).replace("</", "<\\/")
+    # Within a script element "<" could end it.
+    figures = json.dumps(whole(session)).replace("<", "\\u003c")
     style, script = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("panel.css", "panel.js"))
     section = f"<style>{style}</style><script>window.streamsFigures = {figures};</script><script>{script}</script>"
     head, end, tail = page.rpartition(_END)

@@ -64,11 +64,13 @@ def rows(found: Figures, seconds: float) -> list[dict[str, Any]]:
 
 def _common(session: Session, records: str) -> dict[str, Any]:
     """`records`: the address of a request's records, without its id."""
+    slowest = session.measures.total.slowest
+    session.shown.extend(request.request_id for request in slowest if request.request_id not in session.shown)
     return {
         "objective": str(session.options.objective),
         "course": _course(session),
         "predictors": _predictors(session),
-        "slowest": [_linked(session, records, request) for request in session.measures.total.slowest],
+        "slowest": [_linked(session, records, request) for request in slowest],
         "knee": session.knee,
         "failed_total": session.measures.total.count(figures.FAILED),
         "requests_total": session.measures.total.count(figures.REQUESTS),
