@@ -16,7 +16,9 @@ pytestmark = pytest.mark.timeout(900)
 
 BATCH, PACE_MS, TOKENS = 4, 30, 12
 NEAR, TWICE = 0.10, 1.9
-OBJECTIVE = "TTFT <= 2 s"
+# Of the whole request: with more sequences than slots the engine lets them take turns, so that first tokens are early
+# and gaps long.
+OBJECTIVE = "whole <= 2500 ms"
 
 
 async def find_knee(new_stack, folder, predictors, *options):
@@ -28,9 +30,9 @@ async def find_knee(new_stack, folder, predictors, *options):
         commands={"predictor": (sys.executable, "-m", "bench.instant_predictor")},
         environment={"predictor": {"PACE_MS": str(PACE_MS), "PREDICTOR_MAX_RUNNING": str(BATCH)}},
     )
-    fields = ("--objective", OBJECTIVE, "--output-tokens", str(TOKENS), "--think-time", "0", "--knee-seconds", "12")
+    fields = ("--objective", OBJECTIVE, "--output-tokens", str(TOKENS), "--think-time", "0", "--knee-seconds", "10")
     run = LocustRun()
-    start = ("-u", str(8 * predictors), "--knee-folder", str(folder), "--metrics=")
+    start = ("-u", str(20 * predictors), "--knee-folder", str(folder), "--metrics=")
     await run.run(stack.gateway, *start, *fields, *options, "StreamUser", files=FILES)
     assert (folder / "knee.json").exists(), run.output
     report = json.loads((folder / "knee.json").read_text())
@@ -52,8 +54,10 @@ async def test_the_knee_is_found_twice_and_doubles_with_the_predictors(new_stack
 
 
 async def test_the_knee_while_predictors_are_killed(new_stack, tmp_path):
-    found = await find_knee(new_stack, tmp_path / "killed", 2, "--kills-per-minute", "4", "--knee-most", "16")
-    assert found["knee"] >= 1
+    kills = ("--kills-per-minute", "6", "--knee-most", "16", "--objective", "whole <= 30 s", "--knee-seconds", "30")
+    found = await find_knee(new_stack, tmp_path / "killed", 2, *kills)
+    assert found["knee"] == 16
+    assert not found["bounded"]
     assert all(level["failed"] == 0 for level in found["levels"]), "streams continue at the other predictor"
 
 
