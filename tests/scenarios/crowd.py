@@ -15,26 +15,16 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
+from loadtest.prompts import EXAMPLES
 from tests.chaos.asks import Ask, Story, greedy, sampled
 from tests.chaos.load import Client, Told
 from tests.chaos.oracle import Oracle
 
-_PROMPTS = (
-    "Once upon a time",
-    "The little mill by the river",
-    "One morning a fox",
-    "Tom had a red kite, and",
-    "It was raining, so the children",
-    "In the garden there was",
-    "The old boat",
-    "Lily wanted to bake a cake because",
-)
-
 
 def stories_of(tokens: int) -> list[Story]:
     """Greedy and sampled ones of so many tokens, half of each."""
-    told = [greedy(prompt, tokens) for prompt in _PROMPTS]
-    return told + [sampled(prompt, tokens, seed=number + 1) for number, prompt in enumerate(_PROMPTS)]
+    told = [greedy(prompt, tokens) for prompt in EXAMPLES]
+    return told + [sampled(prompt, tokens, seed=number + 1) for number, prompt in enumerate(EXAMPLES)]
 
 
 class Crowd:
