@@ -19,12 +19,15 @@ class GenerateUser(GrpcUser):
 
     abstract = True
 
+    def __init__(self, environment: Any) -> None:
+        super().__init__(environment)
+        self._stub = millrace_pb2_grpc.TextGenerationStub(self.channel)
+
     def opened(self, call: Call, prompt: str, max_tokens: int) -> Any:
         request = millrace_pb2.GenerateRequest(
             model=self.model.name, prompt=prompt, max_tokens=max_tokens, ignore_eos=True
         )
-        stub = millrace_pb2_grpc.TextGenerationStub(self.channel)
-        return stub.Generate(request, timeout=self.options.deadline_s, metadata=self.metadata_of(call))
+        return self._stub.Generate(request, timeout=self.options.deadline_s, metadata=self.metadata_of(call))
 
 
 class StreamUser(GenerateUser):
@@ -59,6 +62,10 @@ class TritonStreamUser(GrpcUser):
 
     row = "ModelStreamInfer"
 
+    def __init__(self, environment: Any) -> None:
+        super().__init__(environment)
+        self._stub = inference_pb2_grpc.GRPCInferenceServiceStub(self.channel)
+
     def request(self, arrival: float, prompt: str, max_tokens: int) -> None:
         with self.measured(arrival) as call:
             request = inference_pb2.ModelInferRequest(model_name=self.model.name, id=call.request_id)
@@ -66,8 +73,7 @@ class TritonStreamUser(GrpcUser):
             text.contents.bytes_contents.append(prompt.encode())
             request.inputs.add(name="stream", datatype="BOOL", shape=[1]).contents.bool_contents.append(True)
             set_parameters(request.parameters, {"max_tokens": max_tokens, "ignore_eos": True})
-            stub = inference_pb2_grpc.GRPCInferenceServiceStub(self.channel)
-            stream = stub.ModelStreamInfer(
+            stream = self._stub.ModelStreamInfer(
                 iter([request]), timeout=self.options.deadline_s, metadata=self.metadata_of(call)
             )
             try:

@@ -31,12 +31,15 @@ class TensorUser(GrpcUser):
     text = False
     authority = "predictor"
 
+    def __init__(self, environment: Any) -> None:
+        super().__init__(environment)
+        self._stub = inference_pb2_grpc.GRPCInferenceServiceStub(self.channel)
+
     def find_model(self) -> Model:
         """With the inputs that the predictor describes."""
         name = self.session.model_name(text=False)
-        stub = inference_pb2_grpc.GRPCInferenceServiceStub(self.channel)
         try:
-            answer = stub.ModelMetadata(
+            answer = self._stub.ModelMetadata(
                 inference_pb2.ModelMetadataRequest(name=name), timeout=_METADATA_TIMEOUT_S, metadata=self.metadata
             )
         except grpc.RpcError as error:
@@ -56,8 +59,7 @@ class TensorUser(GrpcUser):
         if generation:
             set_parameters(request.parameters, {"max_tokens": max_tokens})
         with self.measured(arrival) as call:
-            stub = inference_pb2_grpc.GRPCInferenceServiceStub(self.channel)
-            answer = stub.ModelInfer(request, timeout=self.options.deadline_s, metadata=self.metadata_of(call))
+            answer = self._stub.ModelInfer(request, timeout=self.options.deadline_s, metadata=self.metadata_of(call))
             call.size = answer.ByteSize()
             if not answer.outputs or not (any(answer.raw_output_contents) or answer.outputs[0].HasField("contents")):
                 raise CallFailedError("the response has no tensors")
