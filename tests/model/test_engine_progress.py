@@ -15,8 +15,8 @@ async def test_a_stream_without_progress_is_the_engines_end(caplog):
         engine = make(FakeRunner(lambda _: time.sleep(0.001)), step_timeout_s=0.2)
         schedule = engine._scheduler.schedule
 
-        def passing_by(prefill_tokens):
-            return [row for row in schedule(prefill_tokens) if row.sequence.request.id != "stuck"]
+        def passing_by(*arguments):
+            return [row for row in schedule(*arguments) if row.sequence.request.id != "stuck"]
 
         engine._scheduler.schedule = passing_by
         slots = [engine.submit(request(name, max_tokens=900)) for name in ("stuck", "beside")]

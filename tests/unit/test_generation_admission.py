@@ -4,6 +4,8 @@ import time
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
+import pytest
+
 from millrace.deadline import NO_DEADLINE, Deadline
 from millrace.errors import OverloadedError
 from millrace.rpc.call_context import CallContext
@@ -63,6 +65,13 @@ def test_answers_with_a_pace_do_not_make_others_look_slow():
     admission = Admission()
     with answering(admission, token_s=0.2, pace=5):
         assert not is_refused(admission, 5.0)
+
+
+@pytest.mark.parametrize("pace", [10_000, "0", "fast"])
+def test_a_pace_that_delays_nothing_hides_nothing(pace):
+    admission = Admission()
+    with answering(admission, token_s=0.2, pace=pace):
+        assert is_refused(admission, 5.0)
 
 
 def test_who_waits_for_nobody_of_its_own_is_not_refused_for_another_client_s_queue():

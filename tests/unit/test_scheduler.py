@@ -284,6 +284,20 @@ def test_what_its_pace_holds_keeps_its_place_and_the_others_go_on():
     assert waiting not in scheduler.running
 
 
+def test_what_its_pace_holds_is_computed_again_after_a_preemption_but_for_its_next_token():
+    scheduler = scheduler_of()
+    (paced,) = added(scheduler, sequence(prompt=6))
+    step(scheduler)
+    paced.due_at = 10.0
+    scheduler.preempt(paced)
+    (row,) = scheduler.schedule(64, now=9.0)
+    assert (row.start + row.count, row.samples) == (6, False)
+    scheduler.complete(row)
+    assert scheduler.schedule(64, now=9.0) == []
+    (row,) = scheduler.schedule(64, now=10.0)
+    assert row.samples
+
+
 def test_the_pause_is_until_the_first_is_due_but_never_long():
     scheduler = scheduler_of()
     first, second = added(scheduler, sequence(), sequence())

@@ -13,10 +13,10 @@ from services.predictor.engine.state.slot import MergingSlot
 SIZE = 4
 
 
-def sequence_of(client, prompt=4, max_tokens=100, weight=1.0, alone=False, moved=False, priority=0):
+def sequence_of(client, prompt=4, max_tokens=100, weight=1.0, alone=False, moved=False, priority=0, pace=0.0):
     sequence_of.made += 1
     ids = [1000 * sequence_of.made + i for i in range(prompt)]
-    sampling = SamplingParameters(max_tokens=max_tokens, seed=1, priority=priority)
+    sampling = SamplingParameters(max_tokens=max_tokens, seed=1, priority=priority, pace=pace)
     name = f"{client}{sequence_of.made}"
     request = GenerationRequest(name, ids, sampling, alone=alone, moved=moved, client=client, weight=weight)
     return Sequence(request, MergingSlot(sampling), frozenset())
@@ -121,6 +121,25 @@ def test_weights_share_the_slots():
     for _ in range(30):
         step(scheduler)
     assert scheduler.preempted == preempted
+
+
+def test_a_pace_earns_a_client_no_slots():
+    scheduler, tokens = scheduler_of(blocks=50_000), 0
+    added(scheduler, 16, "paced", max_tokens=10_000, pace=5)
+    for tick in range(2000):
+        for _ in range(8 - len([one for one in scheduler.sequences if one.request.client == "other"])):
+            added(scheduler, 1, "other", max_tokens=50)
+        now = 10.0 + tick / 100
+        for row in scheduler.schedule(64, now):
+            scheduler.complete(row)
+            if not row.samples:
+                continue
+            tokens += row.sequence.request.client == "other"
+            ended = row.sequence.append(7)
+            row.sequence.due_at = now + 0.2 if row.sequence.request.sampling.pace else 0.0
+            if ended is not None:
+                scheduler.remove(row.sequence)
+    assert tokens > 2000 * 8 * 0.4, "with equal weights its half of the slots, less what new prompts take"
 
 
 def test_a_client_that_returns_has_neither_credit_nor_less_debt():

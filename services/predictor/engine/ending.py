@@ -54,7 +54,7 @@ class Ending:
             submitted_at, started_at = sequence.timeline.submitted, sequence.timeline.started or now
             if sequence.timeline.started is not None:
                 self._estimate.ended(now)
-            if outcome == "succeeded" and not sequence.request.sampling.pace:
+            if outcome == "succeeded" and not sequence.was_held:
                 self._estimate.succeeded(sequence.requested_tokens, now - started_at)
         self._isolation.release(sequence)
         self._statistics.add(outcome, submitted_at, started_at, now)

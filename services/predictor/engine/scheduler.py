@@ -20,7 +20,7 @@ its place, and steps leave it out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from services.predictor.engine.state.blocks import BlockManager
 from services.predictor.engine.state.in_flight import InFlight
@@ -96,8 +96,8 @@ class Scheduler(InFlight):
     def pause_s(self) -> float:
         """After a step without rows: how long to wait for what its pace holds, a moment more for others that are due
         then, and not for long, because what is cancelled must end meanwhile; 0 if nothing is held."""
-        held = [sequence.due_at for sequence in self.running if sequence.due_at > self._now]
-        return min(min(held) - self._now + _GATHER_S, _LOOK_S) if held else 0.0
+        next_due = min((sequence.due_at for sequence in self._held()), default=0.0)
+        return min(next_due - self._now + _GATHER_S, _LOOK_S) if next_due else 0.0
 
     def schedule(self, prefill_tokens: int, now: float = 0.0) -> list[Row]:
         """The rows of the next step: an isolated sequence, or all that decode and up to `prefill_tokens` of prompts."""
@@ -114,7 +114,7 @@ class Scheduler(InFlight):
             self._left_out = bool(resting) and self._compose(prefill_tokens, rows, resting)
             if not self._left_out:
                 self._compose(prefill_tokens, rows)
-        self._shares.charge(rows.values())
+        self._shares.charge(rows.values(), self._held() if rows else ())
         return list(rows.values())
 
     def make_room(self, rows: list[Row]) -> Sequence | None:
@@ -152,8 +152,10 @@ class Scheduler(InFlight):
         """Plans what decodes, then prompts; without clients that rest. Returns whether there are prompts."""
         left_out = 0
         for sequence in list(self.running):
-            if sequence.remaining == 1 and sequence.due_at <= self._now:
-                if resting and sequence.request.client in resting:
+            if sequence.remaining == 1:
+                if sequence.due_at > self._now:
+                    sequence.was_held = True
+                elif resting and sequence.request.client in resting:
                     left_out += 1
                 else:
                     self._plan(sequence, 1, rows)
@@ -191,6 +193,10 @@ class Scheduler(InFlight):
             self._start(sequence, cached)
             budget -= self._plan(sequence, min(sequence.remaining, max(budget, sequence.indivisible)), rows)
         return budget
+
+    def _held(self) -> Iterator[Sequence]:
+        """The running sequences whose pace does not allow their next token yet."""
+        return (sequence for sequence in self.running if sequence.due_at > self._now)
 
     def _turns(self) -> Iterable[str | None]:
         """The clients in the order of their turns; None stands for all sequences, if there is one client."""
@@ -245,6 +251,8 @@ class Scheduler(InFlight):
             return 1
         if sequence not in self.running:
             return 0
+        if sequence.due_at > self._now and sequence.indivisible == 1:
+            count = min(count, sequence.remaining - 1)  # After a preemption: all but the row that samples.
         count = sequence.limited(count, self._scores_left)
         if count == 0:
             return 0

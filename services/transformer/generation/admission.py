@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 from millrace.clients import Client, Policy
 from millrace.errors import OverloadedError
@@ -19,6 +20,7 @@ from services.transformer.generation.requests import TextRequest
 from services.transformer.models.models import TextModel
 from services.transformer.routing.shadows import SHADOWS_SHARE
 
+_HELD = 0.9, 1.5  # A gap between these multiples of a pace's interval is the pace's doing.
 _SHADOWS = Client(SHADOWS_SHARE[0], Policy(weight=SHADOWS_SHARE[1]))
 
 
@@ -41,7 +43,7 @@ class Admission:
             message = "too many requests are in progress to answer this one before its deadline"
             raise OverloadedError(message, retry_after_ms=int(1000 * retry_after_s))
         load.began(client)
-        generation = AdmittedGeneration(load, client, request.call.arrived, bool(request.sampling.get("pace")))
+        generation = AdmittedGeneration(load, client, request.call.arrived, _pace_of(request.sampling))
         try:
             yield generation
         finally:
@@ -59,13 +61,13 @@ class Admission:
 
 
 class AdmittedGeneration:
-    """One generation, as its model's load estimate sees it; one with a pace does not show the model's speed."""
+    """One generation, as its model's load estimate sees it; gaps as long as its pace do not show the model's speed."""
 
-    def __init__(self, load: LoadEstimate, client: Client, arrived: float, has_pace: bool = False) -> None:
+    def __init__(self, load: LoadEstimate, client: Client, arrived: float, pace: float = 0.0) -> None:
         self._load = load
         self._client = client
         self._arrived = arrived
-        self._has_pace = has_pace
+        self._pace = pace
         self._tokens = 0
         self._latest_s: float | None = None  # Since the arrival.
         self._ended = False
@@ -74,9 +76,10 @@ class AdmittedGeneration:
         """Measures a chunk that has come; the gap before a resumed answer is excluded."""
         if self._latest_s is None:
             self._load.first_token(chunk.elapsed_s, self._client)
-        elif not (chunk.resumed or self._has_pace):
-            gap_s = chunk.elapsed_s - self._latest_s
-            self._load.more_tokens(len(chunk.token_ids), gap_s, self._arrived + chunk.elapsed_s)
+        elif not chunk.resumed:
+            gap_s, tokens = chunk.elapsed_s - self._latest_s, len(chunk.token_ids)
+            if not (tokens and _HELD[0] <= gap_s * self._pace / tokens <= _HELD[1]):
+                self._load.more_tokens(tokens, gap_s, self._arrived + chunk.elapsed_s)
         self._latest_s = chunk.elapsed_s
         self._tokens += len(chunk.token_ids)
         self._ended = chunk.finish_reason is not None
@@ -86,3 +89,11 @@ class AdmittedGeneration:
         if self._latest_s is not None:
             self._load.answer_ended(self._client)
         self._load.ended(self._tokens if self._ended else None, self._client)
+
+
+def _pace_of(sampling: Mapping[str, Any]) -> float:
+    """The pace that a request gives, 0 for none; a malformed one is refused later."""
+    try:
+        return max(0.0, float(sampling.get("pace") or 0))
+    except (TypeError, ValueError):
+        return 0.0

@@ -63,6 +63,7 @@ class Sequence:
         self.alone = request.alone  # Until its next token.
         self.alone_is_announced = False
         self.due_at = 0.0  # When its pace allows the next token.
+        self.was_held = False  # Whether its pace has delayed a token.
         self.timeline = slot.timeline
         self.timeline.submitted = time.monotonic()
         self.to_score = 0 if request.prompt_logprobs is None else len(request.input_ids) - 1

@@ -101,13 +101,19 @@ class Shares:
         if len(self._debts) > _DEBTS_KEPT:
             del self._debts[min(self._debts, key=self._debts.__getitem__)]
 
-    def charge(self, rows: Iterable[Row]) -> None:
-        """Adds the tokens of a step to the service of their clients, where there is more than one to compare."""
+    def charge(self, rows: Iterable[Row], held: Iterable[Sequence] = ()) -> None:
+        """Adds the tokens of a step to the service of their clients, where there is more than one to compare.
+
+        A sequence that its pace holds costs a token for each step: it keeps its slot meanwhile.
+        """
         if not self.competing and not self._debts:
             return
         for row in rows:
             account = self._accounts[row.sequence.request.client]
             account.served += row.count / account.weight
+        for sequence in held:
+            account = self._accounts[sequence.request.client]
+            account.served += 1 / account.weight
         if self._debts:
             self._settle()
 
