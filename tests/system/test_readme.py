@@ -22,10 +22,13 @@ TEXT = "\n".join(page.read_text() for page in PAGES)
 BUF = ROOT / ".tools" / "node_modules" / ".bin"
 PATH = f"{BUF}{os.pathsep}{os.environ['PATH']}"
 # Not to be had, a download of gigabytes, containers, what the fixture runs with other ports, or what
-# tests/process/test_gateway_tls.py and tests/system/test_keys.py run.
+# tests/process/test_gateway_tls.py, tests/system/test_keys.py and tests/slow/test_knee.py run. Below, the load check
+# runs for seconds.
 NOT_RUN = (
     "make certs",
     "make key",
+    "make knee",
+    "make load-check",
     'curl http://127.0.0.1:8080/v1/models -H "Authorization',
     "curl --cacert",
     "docker compose -f",
@@ -162,6 +165,14 @@ def test_the_commands_of_the_readme_work(make_up, command):
 def test_the_commands_of_the_readme_are_all_looked_at():
     assert len(COMMANDS) == 9
     assert all(any(block.startswith(start) for block in blocks("sh")) for start in NOT_RUN)
+
+
+def test_the_load_check_of_the_documentation_holds(make_up):
+    command = next(block for block in blocks("sh") if block.startswith("make load-check"))
+    for said, here in ("-u 8 -r 8 -t 1m", "-u 2 -r 2 -t 3s"), ("TTFT <= 500 ms", "TTFT <= 5 s"):
+        assert said in command
+        command = command.replace(said, here)
+    run(["bash", "-c", f"GATEWAY_PORT={make_up.gateway.split(':')[1]} {command}"], make_up)
 
 
 def test_the_redaction_of_the_readme_leaves_no_card_number_in_the_log(make_up):
