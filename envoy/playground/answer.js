@@ -19,6 +19,7 @@ export class Answer {
     this.traceId = "";
     this.predictor = "";
     this.killed = false; // Its predictor, by the button.
+    this.ended = false;
     this.tokens = 0;
     this.atFirst = 0; // Tokens of the first message, which are not part of the rate.
     this.firstAt = 0;
@@ -105,8 +106,9 @@ export class Answer {
     shown.querySelector("b").textContent = value;
   }
 
-  /** Ends the answer; the record adds what the stream lacks. */
+  /** Ends the answer, once: Stop may come after the last message. The record adds what the stream lacks. */
   end(how, usage) {
+    if (this.ended) return;
     this.ended = true;
     this.element.classList.remove("streaming");
     this.pausing.hidden = true;

@@ -33,8 +33,9 @@ export async function openRecord(recordId) {
     if (shownId !== recordId) return;
     detail.replaceChildren(...partsOf(record, trace));
     detail.querySelector("h2").focus();
-    if (!record.gateway) await addGateway(record);
+    if (!record.gateway) await addGateway(record).catch(() => {}); // Without it the record stays as it is shown.
   } catch (error) {
+    if (shownId !== recordId) return;
     detail.replaceChildren();
     showFailure(byId("record-error"), error);
   }
@@ -128,10 +129,13 @@ function gatewayOf(gateway) {
   ]);
 }
 
+/** The value of a record's parameters, which are JSON; a seed that a number would round is a text. */
+const parsed = (parameters) => JSON.parse(parameters.replace(/("seed":\s*)(-?\d{16,})(?=\s*[,}])/g, '$1"$2"'));
+
 function pretty(parameters) {
   if (!parameters) return "none: the model's own";
   try {
-    return JSON.stringify(JSON.parse(parameters), null, 2);
+    return JSON.stringify(parsed(parameters), null, 2);
   } catch {
     return parameters;
   }
@@ -143,7 +147,7 @@ function requestOf(record) {
   if (!record.model || !record.prompt || (messages === null && record.prompt.startsWith("["))) return null;
   let given = {};
   try {
-    given = JSON.parse(record.parameters || "{}");
+    given = parsed(record.parameters || "{}");
   } catch {
     return null; // The record has only the beginning of them.
   }

@@ -42,13 +42,18 @@ async function followOnce(signal) {
   const chosen = filters();
   // The tail first: a record that comes between the two calls is in the query's answer then.
   const tail = await call(`/millrace/v1/payloads:tail?${chosen}`, { signal });
-  const latest = await call(`/millrace/v1/payloads?${chosen}&page_size=${FIRST_PAGE}`, { signal });
-  showFailure(byId("log-error"), null);
-  const records = [];
-  for await (const record of lines(latest)) records.push(record);
-  for (const record of records.reverse()) addRecord(record);
-  byId("log-state").textContent = "Following: new requests appear at the top.";
-  for await (const record of lines(tail)) addRecord(record);
+  try {
+    const latest = await call(`/millrace/v1/payloads?${chosen}&page_size=${FIRST_PAGE}`, { signal });
+    showFailure(byId("log-error"), null);
+    const records = [];
+    for await (const record of lines(latest)) records.push(record);
+    for (const record of records.reverse()) addRecord(record);
+    byId("log-state").textContent = "Following: new requests appear at the top.";
+    for await (const record of lines(tail)) addRecord(record);
+  } finally {
+    // Without a reader nothing else ends the call; a body that `lines` has taken refuses this and is ended there.
+    await tail.body.cancel().catch(() => {});
+  }
   throw new Error("The log ended the call.");
 }
 

@@ -5,6 +5,8 @@
 
 import { make, milliseconds } from "./dom.js";
 
+const MOST_TICKS = 500; // Of a span; more lie on the same pixels.
+
 /** The rows of a record's waterfall: name, class, start and end in ms since the request arrived, and a remark. */
 export function spansOf(record) {
   const chunks = record.chunks ?? [];
@@ -50,7 +52,8 @@ function rowOf({ name, kind, start, end, remark, shift, ticks = [] }, length) {
   const bar = make("span", { className: `span ${kind}` });
   place(bar, shift + start, end - start, length);
   const lane = make("span", { className: "lane" }, bar);
-  for (const at of ticks) {
+  const step = Math.ceil(ticks.length / MOST_TICKS);
+  for (const at of ticks.filter((_, i) => i % step === 0)) {
     const tick = make("i");
     place(tick, shift + at, 0, length);
     lane.append(tick);

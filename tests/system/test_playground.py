@@ -40,6 +40,7 @@ __all__ = ["browser", "open_page"]  # Fixtures.
 TOKENS, PACE = 30, 20
 CLIENTS_PYTHON = ROOT / ".venv-clients" / "bin" / "python"
 MARK = re.compile(r"⚡ (predictor-\d) killed · continued on (predictor-\d) after [\d.]+ m?s")
+LONG_SEED = str(2**53 + 1)  # A number of JavaScript would round it.
 HOSTILE = "<img src=x onerror=document.title='broken'>"
 
 pytestmark = needs_browser
@@ -205,10 +206,12 @@ async def test_a_record_is_replayed_and_deleted(demo, open_page):
     await demo.wait_ready(timeout_s=60)
     page = await open_page(demo.gateway)
     await page.fill("[name=max_tokens]", "5")
-    await page.fill("[name=seed]", "7")
+    await page.fill("[name=seed]", LONG_SEED)
     await page.click("#generate")
     await page.click(".answer a:text('record')")
+    await expect(page.locator("#record")).to_contain_text(f'"seed": "{LONG_SEED}"')
     await page.click("#record button:text('Replay')")
+    await expect(page.locator("[name=seed]")).to_have_value(LONG_SEED)
     await expect(page.locator(".answer")).to_have_count(2)
     await expect(figure(page, "finish")).to_have_text("max tokens")
     assert (

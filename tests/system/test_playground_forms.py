@@ -1,6 +1,8 @@
 """The playground before a stack as it starts by default, and before one that asks for keys."""
 
+import asyncio
 import re
+from datetime import UTC, datetime
 
 import pytest
 import pytest_asyncio
@@ -54,6 +56,64 @@ async def test_sixteen_at_once_run_in_one_batch(stack, open_page):
     await expect(page.locator("[data-fact=crowd]")).to_contain_text("16 in a batch at predictor-0")
     await expect(page.locator(".crowd .done")).to_have_count(16)
     await expect(page.locator("#generate")).to_be_enabled()
+
+
+async def test_reads_that_fail_leave_what_is_shown_and_no_call_open(stack, open_page):
+    page = await open_page(stack.gateway)
+    young = {"record_id": "young", "time": datetime.now(UTC).isoformat(), "model": "storyteller", "status": "OK"}
+    answers = iter([young, None, young])  # The second read, for the gateway's line, fails.
+    is_left = asyncio.Event()
+
+    async def answer_young(route):
+        record = next(answers, None)
+        await (route.fulfill(status=503) if record is None else route.fulfill(json=record))
+
+    async def answer_late(route):
+        await is_left.wait()
+        await route.fulfill(status=503)
+
+    await page.route("**/payloads/young", answer_young)
+    await page.route("**/payloads/late", answer_late)
+    await page.route(re.compile(r"/payloads\?"), lambda route: route.fulfill(status=503))
+    async with page.expect_event("requestfailed", lambda request: ":tail" in request.url):
+        await page.click("#tab-requests")
+    await page.clock.install()
+
+    async def open_young():
+        await page.evaluate("location.hash = '#requests/young'")
+        await expect(page.locator("#record h2")).to_have_text("storyteller · OK")
+
+    async def check_young():
+        await expect(page.locator("#record h2")).to_have_text("storyteller · OK")
+        await expect(page.locator("#record-error")).to_be_hidden()
+
+    async with page.expect_response(lambda answer: answer.url.endswith("/young") and answer.status == 503):
+        await open_young()
+        await page.clock.fast_forward(2000)  # The next read is due.
+    await check_young()
+    async with page.expect_request("**/payloads/late"):
+        await page.evaluate("location.hash = '#requests/late'")
+    await open_young()
+    async with page.expect_response("**/payloads/late"):
+        is_left.set()
+    await check_young()
+
+
+async def test_an_answer_ends_once_and_the_waterfall_of_a_long_one_is_bounded(stack, open_page):
+    page = await open_page(stack.gateway, is_ready=False)
+    ended = await page.evaluate(
+        """async () => { const { Answer } = await import("/playground/answer.js");
+               const answer = new Answer({}); answer.end("stop"); answer.end("you");
+               return answer.figures.innerHTML; }"""
+    )
+    assert (ended.count("<button"), "stop" in ended, "you" in ended) == (1, True, False)
+    ticks = await page.evaluate(
+        """async () => { const { waterfall } = await import("/playground/waterfall.js");
+               const chunks = [...Array(1200).keys()].map(at => ({ offset_ms: at }));
+               const record = { time: "2026-01-01T00:00:00Z", predictors: [{ predictor: "p", offset_ms: 0 }], chunks };
+               return waterfall([record]).querySelectorAll("i").length; }"""
+    )
+    assert ticks == 400  # Every third.
 
 
 @pytest.mark.skipif(not AXE.exists(), reason="no axe-core here (npm package axe-core): accessibility is not checked")
