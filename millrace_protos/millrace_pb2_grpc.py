@@ -458,7 +458,7 @@ class DevelopmentServicer:
     """
 
     def KillPredictor(self, request, context):
-        """Kills the predictor that generates for a request, with SIGKILL; NOT_FOUND if there is none.
+        """Kills one predictor that generates for a request, with SIGKILL; NOT_FOUND if there is none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -204,7 +204,7 @@ class DevelopmentStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DevelopmentAsyncStub: ...
     KillPredictor: _grpc.UnaryUnaryMultiCallable[_millrace_pb2.KillPredictorRequest, _millrace_pb2.KillPredictorResponse]
-    """Kills the predictor that generates for a request, with SIGKILL; NOT_FOUND if there is none."""
+    """Kills one predictor that generates for a request, with SIGKILL; NOT_FOUND if there is none."""
 
 @_typing.type_check_only
 class DevelopmentAsyncStub(DevelopmentStub):
@@ -214,7 +214,7 @@ class DevelopmentAsyncStub(DevelopmentStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     KillPredictor: _aio.UnaryUnaryMultiCallable[_millrace_pb2.KillPredictorRequest, _millrace_pb2.KillPredictorResponse]  # type: ignore[assignment]
-    """Kills the predictor that generates for a request, with SIGKILL; NOT_FOUND if there is none."""
+    """Kills one predictor that generates for a request, with SIGKILL; NOT_FOUND if there is none."""
 
 class DevelopmentServicer(metaclass=_abc_1.ABCMeta):
     """Faults on request, if the settings allow them (DEVELOPMENT=true): for demonstrations, never in production. Every call
@@ -227,7 +227,7 @@ class DevelopmentServicer(metaclass=_abc_1.ABCMeta):
         request: _millrace_pb2.KillPredictorRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_millrace_pb2.KillPredictorResponse, _abc.Awaitable[_millrace_pb2.KillPredictorResponse]]:
-        """Kills the predictor that generates for a request, with SIGKILL; NOT_FOUND if there is none."""
+        """Kills one predictor that generates for a request, with SIGKILL; NOT_FOUND if there is none."""
 
 def add_DevelopmentServicer_to_server(servicer: DevelopmentServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

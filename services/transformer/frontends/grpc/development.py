@@ -1,12 +1,14 @@
 """`millrace.v1.Development` at the transformer: kills the predictor that generates for a request.
 
-For demonstrations, and only if the settings allow it. It calls every replica by its own address, because only Envoy
-knows which one has the request; that one kills itself.
+For demonstrations, and only if the settings allow it. It asks the replicas in turn, each by its own address, and stops
+at the first that has the request and so kills itself. Several replicas may have it (several choices, a hedged request);
+the others continue.
 """
 
 from __future__ import annotations
 
-import asyncio
+import time
+from collections.abc import Sequence
 
 import grpc
 
@@ -17,7 +19,7 @@ from millrace_protos import millrace_pb2 as pb
 from millrace_protos import millrace_pb2_grpc
 from services.transformer.predictors.replicas import Replicas
 
-_TIMEOUT_S = 2.0
+_TIMEOUT_S = 2.0  # Of all replicas together.
 
 
 def services(development: bool) -> tuple[str, ...]:
@@ -37,17 +39,26 @@ class DevelopmentServicer(millrace_pb2_grpc.DevelopmentServicer):
     ) -> pb.KillPredictorResponse:
         check_requested(context)
         channels = await self._replicas.channels()
-        killed = await asyncio.gather(*(_kill(channel, request) for channel in channels))
-        if not any(killed):
+        if not await _kill_first(channels, request):
             raise NotFoundError(f"no predictor generates for the request {request.request_id!r}")
         return pb.KillPredictorResponse()
 
 
-async def _kill(channel: grpc.aio.Channel, request: pb.KillPredictorRequest) -> bool:
+async def _kill_first(channels: Sequence[grpc.aio.Channel], request: pb.KillPredictorRequest) -> bool:
+    """Whether a predictor had the request; one that does not answer leaves time for those after it."""
+    ends_at = time.monotonic() + _TIMEOUT_S
+    for index, channel in enumerate(channels):
+        timeout_s = (ends_at - time.monotonic()) / (len(channels) - index)
+        if await _kill(channel, request, timeout_s):
+            return True
+    return False
+
+
+async def _kill(channel: grpc.aio.Channel, request: pb.KillPredictorRequest, timeout_s: float) -> bool:
     """Whether the predictor behind a channel had the request, and so kills itself; an unreachable one has none."""
     try:
         await millrace_pb2_grpc.PredictorDevelopmentStub(channel).Kill(
-            request, timeout=_TIMEOUT_S, metadata=(REQUESTED,)
+            request, timeout=timeout_s, metadata=(REQUESTED,)
         )
     except MillraceError:
         return False

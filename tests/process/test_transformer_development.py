@@ -1,0 +1,93 @@
+"""Of the predictors that generate for a request, as with several choices or a hedged request, one is killed."""
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import grpc
+import pytest
+
+from millrace.errors import NotFoundError
+from millrace.rpc.development import REQUESTED
+from millrace.rpc.handlers import CallInterceptor
+from millrace_protos import millrace_pb2 as pb
+from millrace_protos import millrace_pb2_grpc
+from services.transformer.frontends.grpc import development
+from services.transformer.predictors.client import PredictorClient
+from services.transformer.predictors.replicas import Replicas
+
+REQUEST = pb.KillPredictorRequest(request_id="mine")
+
+
+class Victim(millrace_pb2_grpc.PredictorDevelopmentServicer):
+    """A predictor that would die, with or without the request; `hangs`: it does not answer."""
+
+    def __init__(self, has_request, hangs=False):
+        self.has_request = has_request
+        self.hangs = hangs
+        self.deaths = 0
+
+    async def Kill(self, request, context):  # noqa: N802
+        if self.hangs:
+            await asyncio.Event().wait()
+        if not self.has_request:
+            raise NotFoundError("no such request")
+        self.deaths += 1
+        return pb.KillPredictorResponse()
+
+
+@asynccontextmanager
+async def served(add_to_server):
+    """The address of a server with one service."""
+    server = grpc.aio.server(interceptors=(CallInterceptor("test"),))
+    add_to_server(server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+@asynccontextmanager
+async def stub_before(*victims):
+    """A stub of `Development` before these predictors, which it asks in this order."""
+    async with AsyncExitStack() as stack:
+        addresses = [
+            await stack.enter_async_context(
+                served(
+                    lambda server, own=victim: millrace_pb2_grpc.add_PredictorDevelopmentServicer_to_server(own, server)
+                )
+            )
+            for victim in victims
+        ]
+        client = PredictorClient("127.0.0.1:1")
+        stack.push_async_callback(client.close)
+        replicas = Replicas(addresses, client)
+        stack.push_async_callback(replicas.close)
+        address = await stack.enter_async_context(served(lambda server: development.add_to_server(replicas, server)))
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(address))
+        yield millrace_pb2_grpc.DevelopmentStub(channel)
+
+
+async def test_only_one_of_the_predictors_with_the_request_dies():
+    victims = Victim(False), Victim(True), Victim(True)
+    async with stub_before(*victims) as stub:
+        await stub.KillPredictor(REQUEST, metadata=(REQUESTED,), timeout=10)
+    assert [victim.deaths for victim in victims] == [0, 1, 0]
+
+
+async def test_a_predictor_that_does_not_answer_hides_none_behind_it(monkeypatch):
+    monkeypatch.setattr(development, "_TIMEOUT_S", 1.0)
+    victims = Victim(True, hangs=True), Victim(True)
+    async with stub_before(*victims) as stub:
+        await stub.KillPredictor(REQUEST, metadata=(REQUESTED,), timeout=10)
+    assert [victim.deaths for victim in victims] == [0, 1]
+
+
+async def test_where_no_predictor_has_the_request_none_dies():
+    victims = Victim(False), Victim(False)
+    async with stub_before(*victims) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.KillPredictor(REQUEST, metadata=(REQUESTED,), timeout=10)
+    assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+    assert [victim.deaths for victim in victims] == [0, 0]
