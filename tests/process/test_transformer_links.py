@@ -6,12 +6,16 @@ from contextlib import asynccontextmanager
 import pytest
 
 from millrace.errors import NotReadyError, OtherWeightsError
+from millrace.rpc.client_interceptors import CallSpan
 from millrace.sampling import SamplingParameters
+from millrace_protos import steps_pb2 as pb
 from services.transformer.predictors import links as module
 from services.transformer.predictors import replicas
+from services.transformer.predictors.crashes import PredictorLostError
+from services.transformer.predictors.link_call import LinkCall
 from services.transformer.predictors.links import Links
 from services.transformer.predictors.tokens import Generation
-from tests.support.scripted_predictor import MODEL, ScriptedPredictor, serving
+from tests.support.scripted_predictor import MODEL, ScriptedPredictor, falls_silent, serving
 from tests.waiting import until
 
 GENERATION = Generation(MODEL, "r", [1, 2, 3], SamplingParameters(max_tokens=5, seed=1))
@@ -34,6 +38,10 @@ async def links_at(monkeypatch, *addresses, silence_limit_s=10.0):
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+
+def submission():
+    return pb.Submission(model=MODEL, prompt_ids=[1, 2, 3], sampling=b'{"max_tokens":5}')
 
 
 def can_choose(links, fingerprint=""):
@@ -96,3 +104,23 @@ async def test_a_predictor_that_says_nothing_more_is_away_until_it_speaks_again(
         await until(lambda: not can_choose(links))
         predictor.is_mute = False
         await until(lambda: can_choose(links))
+
+
+async def test_a_call_that_is_not_accepted_is_to_blame_unless_its_predictor_had_hung_before(monkeypatch):
+    monkeypatch.setattr(module, "_MOST_QUIET_S", 0.5)
+    predictor, loop = ScriptedPredictor(falls_silent(), falls_silent()), asyncio.get_running_loop()
+    async with (
+        serving(predictor) as address,
+        links_at(monkeypatch, address, silence_limit_s=2.0) as (links, _),
+    ):
+        await until(lambda: can_choose(links))
+        (link,) = links.all
+        suspect, later = (LinkCall(GENERATION, None, CallSpan()) for _ in range(2))
+        link.submit(suspect, submission())
+        await predictor.wait_for_calls(1)
+        await until(lambda: loop.time() > link._heard_at + 0.6)
+        link.submit(later, submission())
+        with pytest.raises(PredictorLostError):
+            await suspect.read()
+        with pytest.raises(NotReadyError):
+            await later.read()

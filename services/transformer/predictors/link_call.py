@@ -31,6 +31,7 @@ class LinkCall:
     def __init__(self, generation: Generation, scored: int | None, span: CallSpan) -> None:
         self.link: PredictorLink | None = None
         self.number = 0
+        self.submitted_at = 0.0  # By the event loop's clock.
         self.token_ids: list[int] = []
         self.engine_s = 0.0
         self.waiter: asyncio.Future[None] | None = None

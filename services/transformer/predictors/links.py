@@ -1,9 +1,10 @@
 """One long call to each predictor of ours, over which all generations of this process go: see protos/steps.proto.
 
 A link is up from its first message on. When it breaks or is silent for too long, every call on it ends with
-PredictorLostError, which is treated as half a crash that the request may have caused (crashes.py). A call that a silent
-predictor had not yet accepted ends with NotReadyError: it cannot have caused the hang. The link then connects again,
-for ever. `Links` keeps one link for each address of a predictor and chooses among them.
+PredictorLostError, which is treated as half a crash that the request may have caused (crashes.py). A call that was not
+accepted, and was submitted when a predictor that works would have sent something, ends with NotReadyError: the
+predictor had hung before it. The link then connects again, for ever. `Links` keeps one link for each address of a
+predictor and chooses among them.
 
 The gateway does not carry these calls: it would have nothing to balance or retry on a call that stays with one
 predictor, each message would pass one more process, and a reload of the gateway would cut every link.
@@ -36,13 +37,14 @@ _RESOLVE_INTERVAL_S = 1.0
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.02, 0.5
 # As a step's time grows with the number of prompts, so do the gaps of the streams beside them: twofold.
 _MOST_CATCHING_UP = 2
+_MOST_QUIET_S = 1.5  # Of a predictor that works: it sends something every second.
 _FOREIGN_PAUSE_S = 5.0  # A server that does not know the method.
 
 
 class PredictorLink:
     """See the module. `links` is notified of changes; `loads` has the models that are ready at this predictor.
 
-    `name` is what callers see of it.
+    `name` is what callers see of it, in this process alone: another one may name the same predictor differently.
     """
 
     def __init__(self, address: str, name: str, silence_limit_s: float, links: Links) -> None:
@@ -56,6 +58,7 @@ class PredictorLink:
         self._calls: dict[int, LinkCall] = {}
         self._numbers = count(1)
         self._submitted = 0  # Since the latest report of the load.
+        self._heard_at = 0.0  # When the latest message came, by the event loop's clock.
         self._outgoing = pb.StepsRequest()
         self._has_outgoing = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name=f"link-{address}")
@@ -83,7 +86,7 @@ class PredictorLink:
     def submit(self, call: LinkCall, submission: pb.Submission) -> None:
         """Sends a submission, whose number is set here; `call` gets what comes of it."""
         submission.number = call.number = next(self._numbers) & 0xFFFFFFFF
-        call.link = self
+        call.link, call.submitted_at = self, asyncio.get_running_loop().time()
         self._calls[call.number] = call
         self._submitted += 1
         self._outgoing.submissions.append(submission)
@@ -138,7 +141,8 @@ class PredictorLink:
             async with asyncio.timeout(None) as silence:
                 loop = asyncio.get_running_loop()
                 while isinstance(step := await call.read(), pb.Step):  # Else grpc.aio.EOF.
-                    silence.reschedule(loop.time() + self._silence_limit_s)
+                    self._heard_at = loop.time()
+                    silence.reschedule(self._heard_at + self._silence_limit_s)
                     is_up = True
                     self._take(step)
         finally:
@@ -204,7 +208,9 @@ class PredictorLink:
     def _end_calls(self, error: PredictorLostError, is_silent: bool) -> None:
         calls, self._calls = self._calls, {}
         for call in calls.values():
-            is_away = is_silent and not call.is_accepted
+            # An acceptance waits a moment for the first token: without one, an earlier call may have caused the hang.
+            came_later = call.submitted_at > self._heard_at + _MOST_QUIET_S
+            is_away = is_silent and came_later and not call.is_accepted
             call.fail(NotReadyError("the predictor does not answer", hop="predictor") if is_away else error)
 
 
