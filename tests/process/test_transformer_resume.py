@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, closing
 
+import orjson
 import pytest
 
 from millrace.deadline import Deadline
@@ -18,10 +19,11 @@ from millrace.errors import (
 )
 from millrace.rpc.call_context import CallContext
 from millrace.sampling import SamplingParameters
+from services.transformer.predictors import links as links_module
 from services.transformer.predictors.answers import BrokenAnswerError
 from services.transformer.predictors.client import PredictorClient
 from services.transformer.predictors.first_token import FirstToken
-from services.transformer.predictors.links import Links
+from services.transformer.predictors.links import Links, PredictorLink
 from services.transformer.predictors.resuming import ResumingGenerator
 from services.transformer.predictors.tokens import Generation
 from tests.support.scripted_predictor import (
@@ -419,13 +421,28 @@ async def test_an_answer_that_has_begun_is_given_more_time_than_one_that_has_not
                     await r.generate()
 
 
-async def test_a_predictor_that_never_answers_is_away_and_says_nothing_of_the_request():
+async def test_a_predictor_that_had_hung_before_is_away_and_says_nothing_of_the_request(monkeypatch):
+    monkeypatch.setattr(links_module, "_MOST_QUIET_S", -10.0)  # Every call comes later.
     async with resuming(*(falls_silent() for _ in range(5)), silence_limit_s=0.1) as r:
         check_whole(await r.generate())
         assert not any(r.were_alone)
     async with resuming(*(falls_silent() for _ in range(99)), silence_limit_s=0.1, wait_s=0.5) as r:
         with pytest.raises(NotReadyError, match=r"does not answer|no predictor is ready"):
             await r.generate()
+
+
+async def test_who_silences_predictors_before_they_accept_it_runs_alone_and_is_taken_for_guilty():
+    async with resuming(*(falls_silent() for _ in range(99)), silence_limit_s=0.1) as r:
+        with pytest.raises(RequestFailedError, match="refused"):
+            await r.generate()
+        assert r.were_alone == [False] * 4 + [True] * 9
+
+
+async def test_a_pace_that_limits_nothing_is_not_sent():
+    async with resuming() as r:
+        await r.generate()
+        await r.generate(sampling=SAMPLING.model_copy(update={"pace": 500.0}))
+        assert [orjson.loads(call.request.sampling).get("pace") for call in r.predictor.calls] == [None, 500.0]
 
 
 async def test_a_predictor_that_falls_silent_after_a_heartbeat_has_died():
@@ -664,6 +681,39 @@ async def test_after_the_death_of_a_predictor_few_answers_at_a_time_catch_up_at_
         for chunks in received:
             check_whole(chunks)
         assert r.resumes == 0
+
+
+async def test_an_answer_catches_up_where_there_is_room_even_if_its_prompt_is_cached_elsewhere(monkeypatch):
+    prompt, released, dies = range(40), asyncio.Event(), asyncio.Event()
+
+    async def dies_later(predictor, call):
+        await dies.wait()
+        raise HopBrokenError("the engine died")
+        yield
+
+    waits = is_accepted(holds_until(released))
+    scripts = (holds_until(released, after=5),), (is_accepted(dies_later),), (waits,), (waits,)
+    async with hedging(*scripts) as (r, predictors):
+        links = r.generator.links
+        first, dying, *others = predictors
+        for other in others:
+            other.has_model = False
+        await until(lambda: sum(bool(link.loads) for link in links.all) == 2)
+        reading = asyncio.create_task(r.generate(prompt=prompt, sampling=HEDGED))
+        await until(lambda: first.calls and dying.calls and len(first.calls[0].output_ids) == 5)
+        dying.has_model = False
+        await until(lambda: sum(bool(link.loads) for link in links.all) == 1)
+        for other in others:
+            other.has_model = True
+        await until(lambda: sum(bool(link.loads) for link in links.all) == 3)
+        busy = [link for link in links.all if not link.is_idle]
+        preferred = links.choose(Generation(MODEL, "r", list(prompt), HEDGED), "a", busy)
+        monkeypatch.setattr(PredictorLink, "can_catch_up", property(lambda link: link is not preferred))
+        dies.set()
+        await until(lambda: sum(len(predictor.calls) for predictor in predictors) == 3)
+        assert preferred.is_idle
+        released.set()
+        check_whole(await reading)
 
 
 async def test_the_engine_s_time_is_that_of_both_predictors():

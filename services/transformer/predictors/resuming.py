@@ -43,6 +43,7 @@ from millrace.errors import (
     RequestFailedError,
 )
 from millrace.rpc.client_interceptors import CallSpan, ClientSpans
+from millrace.sampling import SamplingParameters
 from millrace_protos import steps_pb2 as pb
 from services.transformer.predictors.answers import BrokenAnswerError
 from services.transformer.predictors.crashes import CrashCount, NextCall, Quarantine, request_fingerprint
@@ -178,7 +179,7 @@ class TokenStream:
             request_id=generation.request_id,
             prompt_ids=generation.prompt_ids,
             output_ids=output_ids,
-            sampling=generation.sampling.model_dump_json(exclude_none=True).encode(),
+            sampling=_sampling(generation.sampling),
             prompt_logprobs=scored,
             timeout_s=timeout_s,
             alone=is_isolated,
@@ -204,12 +205,12 @@ class TokenStream:
         fingerprint = next((link.loads[model].fingerprint for link in links if link and model in link.loads), "")
         if not fingerprint:
             return None
+        catches_up = bool(self._progress.output_ids)
+        if catches_up:
+            links += [link for link in self._generator.links.all if not link.can_catch_up]
         try:
             link = self._generator.links.choose(self._generation, fingerprint, links)
         except NotReadyError:
-            return None
-        catches_up = bool(self._progress.output_ids)
-        if catches_up and not link.can_catch_up:
             return None
         call = self._submit(link, CallSpan(), is_isolated=False)
         if catches_up:
@@ -279,6 +280,11 @@ class TokenStream:
         """Ends the running call; between two calls the backoff notices it."""
         if isinstance(self._call, LinkCall | HedgedCall):
             self._call.fail(DeadlineError(PASSED))
+
+
+def _sampling(sampling: SamplingParameters) -> bytes:
+    """As JSON; without a pace that limits nothing, which a predictor of the release before would refuse."""
+    return sampling.model_dump_json(exclude_none=True, exclude=None if sampling.pace else {"pace"}).encode()
 
 
 def _fingerprint(generation: Generation) -> bytes:
