@@ -16,6 +16,8 @@ import pytest
 from millrace.payload import shipper as payload_shipper
 from millrace.payload.drops import DISK, FAILED, FULL, REFUSED
 from millrace.payload.outbox import writer as payload_writer
+from millrace.payload.parts import RecordedTensor
+from millrace.payload.rules import PayloadRules
 from millrace_protos import millrace_pb2_grpc
 from millrace_protos.millrace_pb2 import QueryPayloadsRequest
 from tests.support.logger_process import LoggerProcess
@@ -219,6 +221,22 @@ async def test_ends_are_kept_when_the_spool_is_full(taps):
         assert await tap.drain(30)
     assert {record.request_id for record in ingest.records} == {f"r{number}" for number in range(200)}
     assert {(record.status, record.incomplete) for record in ingest.records} == {("OK", True)}
+
+
+@pytest.mark.parametrize(("spool_max", "is_kept"), [(20_000, True), (100, False)])
+async def test_a_record_in_one_frame_loses_its_tensors_where_there_is_no_room_for_them(taps, spool_max, is_kept):
+    target, rules = away(), PayloadRules(tensor_bytes=1 << 20)
+    tap = taps.start(target, rules, spool_max=spool_max)
+    tensors = [RecordedTensor("x", "UINT8", (50_000,), bytes(50_000))]
+    begin(tap, prompt="prompt", inputs=tensors).end("OK", outputs=tensors)
+    await written(tap)
+    assert tap.dropped == {FULL: 1}
+    async with listening(target) as ingest:
+        assert await tap.drain(30)
+    assert len(ingest.records) == is_kept
+    for record in ingest.records:
+        assert (record.prompt, record.status, record.incomplete) == ("prompt", "OK", True)
+        assert [(tensor.size, tensor.data) for tensor in (*record.inputs, *record.outputs)] == [(50_000, b"")] * 2
 
 
 async def test_a_long_stream_keeps_no_segment(taps, ingest):

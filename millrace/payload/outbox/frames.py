@@ -145,6 +145,16 @@ class FrameEncoder:
         shorten_refused(record)
         return _frame(begin.record_id, Frame.WHOLE, record)
 
+    @staticmethod
+    def whole_without_contents(payload: bytes) -> bytes:
+        """The one frame of a record, without the contents of its tensors."""
+        frame = Frame.FromString(payload)
+        record = PayloadRecord.FromString(frame.part[0])
+        for tensor in (*record.inputs, *record.outputs):
+            tensor.ClearField("data")
+        frame.part[0] = record.SerializeToString()
+        return frame.SerializeToString()
+
     def end_without_contents(self, part: EndPart) -> bytes:
         """The last frame of a record whose end could not be encoded."""
         ended = PayloadRecord(status="UNKNOWN", duration_ms=part.duration_ms, incomplete=True)

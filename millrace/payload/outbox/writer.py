@@ -8,8 +8,9 @@ write, because it takes the interpreter lock from the event loop; for the same r
 between.
 
 Room: spools together may hold `max_bytes`, and a little more for ends. A begin without room drops its record, a chunk
-without room makes its record incomplete; an end waits, and there are no more ends than open requests. After a failed
-write it retries twice a second at most, and ends use the room that the spool has reserved for them.
+without room makes its record incomplete, and a record in one frame loses its tensors' contents first; an end waits,
+and there are no more ends than open requests. After a failed write it retries twice a second at most, and ends use the
+room that the spool has reserved for them.
 """
 
 from __future__ import annotations
@@ -156,7 +157,11 @@ class PayloadWriter:
             if failing or (only_ends and not is_end):
                 self._give_up(frame, DISK)
             elif len(frame.payload) > room + is_end * (self._max_bytes // _RESERVE_SHARE):
-                self._give_up(frame, FULL)
+                if (smaller := self._without_contents(frame, room)) is None:
+                    self._give_up(frame, FULL)
+                else:
+                    batch.append(smaller)
+                    room -= len(smaller.payload)
             else:
                 batch.append(frame)
                 room -= len(frame.payload)
@@ -167,6 +172,17 @@ class PayloadWriter:
         waited_for = [frame.part for frame in frames if isinstance(frame.part, BeginPart | RequestPart)]
         if waited_for and self._settle(waited_for):
             self._settled = True
+
+    def _without_contents(self, frame: Framed, room: int) -> Framed | None:
+        """A record in one frame that has no room, without the contents of its tensors; None if that has none either."""
+        if not (frame.ends_record and isinstance(frame.part, BeginPart)):
+            return None
+        payload = self._encoder.whole_without_contents(frame.payload)
+        if len(payload) > room:
+            return None
+        self._drops.count(FULL)
+        frame.record.incomplete = True
+        return frame._replace(payload=payload)
 
     def _append(self, batch: Sequence[Framed]) -> None:
         try:
