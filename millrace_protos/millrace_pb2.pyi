@@ -348,7 +348,9 @@ class GenerateResponse(_message.Message):
     """Only over REST, where a stream has no status at its end: why it ended early."""
     predictor: _builtins.str
     """The predictor that generates, as GET /millrace/v1/predictors names it: in the first response, and in the first after
-    another one has resumed the answer. Absent if the server behind is not Millrace's.
+    another one has resumed the answer. Absent if the server behind is not Millrace's. A name is that of one transformer
+    process: it stays with a predictor's address for as long as that process knows the address, and another process may
+    give it to another predictor.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -498,7 +500,7 @@ class PredictorPart(_message.Message):
     PREDICTOR_FIELD_NUMBER: _builtins.int
     OFFSET_MS_FIELD_NUMBER: _builtins.int
     predictor: _builtins.str
-    """Its name, as in GenerateResponse."""
+    """Its name in the transformer process that recorded it, as in GenerateResponse."""
     offset_ms: _builtins.float
     """Of its first token, since the request arrived."""
     def __init__(
