@@ -220,6 +220,8 @@ class HttpConnection(asyncio.Protocol):
                 if self._goes_away and event.ping_data == _GONE:
                     self.end_arrivals()
             case events.ConnectionTerminated():
+                # h2 sends nothing after a peer's GOAWAY, so the calls cannot finish. Envoy drains a connection without
+                # one: it begins no more streams and lets those that run finish.
                 self._close()
 
     def _begin(self, stream_id: int, headers: Any) -> None:
