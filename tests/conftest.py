@@ -74,13 +74,25 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long files first; within a file nothing changes. Tests marked `full` run with FULL=1 only."""
+    """Long files first, files that share a stack one after the other; within a file nothing changes.
+
+    Tests marked `full` run with FULL=1 only.
+    """
     if not FULL:
         left_out = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     place = {name: at for at, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get("/".join(item.path.with_suffix("").parts[-2:]), len(place)))
+    shared = {item.path for item in items if _takes_usual_stack(item)}
+    items.sort(
+        key=lambda item: (place.get("/".join(item.path.with_suffix("").parts[-2:]), len(place)), item.path in shared)
+    )
+
+
+def _takes_usual_stack(item: pytest.Item) -> bool:
+    """Whether it takes the pool's stack with the bundled models, and its module makes none of other settings."""
+    module = getattr(item, "module", None)
+    return "stack" in getattr(item, "fixturenames", ()) and not hasattr(module, "stack")
 
 
 def pytest_collection_finish() -> None:

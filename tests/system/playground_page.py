@@ -40,11 +40,16 @@ async def browser() -> AsyncIterator[Browser]:
 
 @pytest_asyncio.fixture
 async def open_page(browser: Browser) -> AsyncIterator[OpenPage]:
-    """Opens a gateway's page; fails the test where the page's scripts or policy complained."""
+    """Opens a gateway's page; fails the test where the page's scripts or policy complained.
+
+    Calls to `refused`, a pattern of addresses, get 503 until `page.unroute`.
+    """
     complaints: list[str] = []
     contexts = []
 
-    async def open_at(gateway: str, viewport: Any = WIDE, scheme: Any = "light", is_ready: bool = True) -> Page:
+    async def open_at(
+        gateway: str, viewport: Any = WIDE, scheme: Any = "light", is_ready: bool = True, refused: str = ""
+    ) -> Page:
         allowed = ["clipboard-read", "clipboard-write"]
         contexts.append(await browser.new_context(viewport=viewport, color_scheme=scheme, permissions=allowed))
         page = await contexts[-1].new_page()
@@ -54,6 +59,8 @@ async def open_page(browser: Browser) -> AsyncIterator[OpenPage]:
             "console",
             lambda message: complaints.append(message.text) if "Content Security" in message.text else None,
         )
+        if refused:
+            await page.route(refused, lambda route: route.fulfill(status=503))
         await page.goto(f"http://{gateway}/")
         if is_ready:
             await expect(page.locator("#model option")).not_to_have_count(0)
