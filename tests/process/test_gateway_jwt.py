@@ -154,7 +154,9 @@ def test_the_key_of_a_set_without_keys_is_nobody_s() -> None:
     ec.EllipticCurvePublicNumbers(x, y, ec.SECP256R1()).public_key()  # Raises ValueError off the curve.
 
 
-@pytest.mark.parametrize("text", ["{broken", '{"keys": {}}', ""])
+@pytest.mark.parametrize(
+    "text", ["{broken", *(pytest.param(text, marks=pytest.mark.full) for text in ('{"keys": {}}', ""))]
+)
 async def test_what_is_no_key_set_leaves_the_last_good_one_and_is_logged(
     gateway: Gateway, key_set: Path, text: str
 ) -> None:
