@@ -7,6 +7,7 @@ the same ids as output_ids, one an answer, without a word about the end.
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from functools import partial
 
 import grpc
 import numpy as np
@@ -71,8 +72,15 @@ class ForeignServer(inference_pb2_grpc.GRPCInferenceServiceServicer):
 @asynccontextmanager
 async def foreign_server(servicer):
     """Its address while it runs."""
-    server = grpc.aio.server()
-    inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
+    async with one_service(partial(inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, servicer)) as address:
+        yield address
+
+
+@asynccontextmanager
+async def one_service(add_to_server, interceptors=()):
+    """The address of a server with one service, while it runs."""
+    server = grpc.aio.server(interceptors=interceptors)
+    add_to_server(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:

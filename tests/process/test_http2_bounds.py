@@ -155,17 +155,22 @@ _MALFORMED = {
 }
 
 
+async def _send_until_closed(port: int, data: bytes) -> None:
+    """Sends bytes on a connection of their own, and waits until the server has closed it."""
+    reader, writer = await asyncio.open_connection(HOST, port)
+    writer.write(data)
+    writer.write_eof()
+    async with asyncio.timeout(10):
+        with suppress(ConnectionError):
+            await reader.read()
+    writer.close()
+
+
 @pytest.mark.parametrize("kind", _MALFORMED)
 async def test_what_breaks_the_protocol_ends_its_connection_alone(served: Served, kind: str) -> None:
     async with connected(served.port) as other:
         hanging = await other.request(HANG, b"begun")
-        reader, writer = await asyncio.open_connection(HOST, served.port)
-        writer.write(_MALFORMED[kind])
-        writer.write_eof()
-        async with asyncio.timeout(10):
-            with suppress(ConnectionError):
-                await reader.read()
-        writer.close()
+        await _send_until_closed(served.port, _MALFORMED[kind])
         assert (await (await other.request(ECHO, b"others go on")).wait()).data == b"others go on"
         assert not hanging.is_ended
 
@@ -181,13 +186,7 @@ async def test_noise_harms_nobody(served: Served) -> None:
                 + noise.randbytes(20)
                 for _ in range(20)
             )
-            reader, writer = await asyncio.open_connection(HOST, served.port)
-            writer.write(_HELLO + frames)
-            writer.write_eof()
-            async with asyncio.timeout(10):
-                with suppress(ConnectionError):
-                    await reader.read()
-            writer.close()
+            await _send_until_closed(served.port, _HELLO + frames)
         assert (await (await other.request(ECHO, b"others go on")).wait()).data == b"others go on"
 
 

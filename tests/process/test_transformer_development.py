@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 import grpc
 import pytest
@@ -14,6 +15,7 @@ from millrace_protos import millrace_pb2_grpc
 from services.transformer.frontends.grpc import development
 from services.transformer.predictors.client import PredictorClient
 from services.transformer.predictors.replicas import Replicas
+from tests.process.foreign_server import one_service
 
 REQUEST = pb.KillPredictorRequest(request_id="mine")
 
@@ -35,17 +37,9 @@ class Victim(millrace_pb2_grpc.PredictorDevelopmentServicer):
         return pb.KillPredictorResponse()
 
 
-@asynccontextmanager
-async def served(add_to_server):
-    """The address of a server with one service."""
-    server = grpc.aio.server(interceptors=(CallInterceptor("test"),))
-    add_to_server(server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await server.stop(0)
+def served(add_to_server):
+    """The address of a server with one service; an interceptor belongs to one server."""
+    return one_service(add_to_server, (CallInterceptor("test"),))
 
 
 @asynccontextmanager
@@ -54,9 +48,7 @@ async def stub_before(*victims):
     async with AsyncExitStack() as stack:
         addresses = [
             await stack.enter_async_context(
-                served(
-                    lambda server, own=victim: millrace_pb2_grpc.add_PredictorDevelopmentServicer_to_server(own, server)
-                )
+                served(partial(millrace_pb2_grpc.add_PredictorDevelopmentServicer_to_server, victim))
             )
             for victim in victims
         ]
@@ -64,7 +56,7 @@ async def stub_before(*victims):
         stack.push_async_callback(client.close)
         replicas = Replicas(addresses, client)
         stack.push_async_callback(replicas.close)
-        address = await stack.enter_async_context(served(lambda server: development.add_to_server(replicas, server)))
+        address = await stack.enter_async_context(served(partial(development.add_to_server, replicas)))
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(address))
         yield millrace_pb2_grpc.DevelopmentStub(channel)
 

@@ -225,15 +225,17 @@ class ContinuousBatchingEngine:
             elif contended and sequence.timeline.started is None and self._estimate.is_hopeless(sequence, now):
                 self._ending.end(sequence, "failed", self._estimate.too_late())
         with self._changed:
-            prompts = self._scheduler.prompts(streams := self._scheduler.streams)
+            streams = self._scheduler.streams
+            prompts = self._scheduler.prompts(streams)
             prefill = self._pace.limit(streams, prompts, self._scheduler.prefill_start) if prompts else 0
             rows = self._scheduler.schedule(prefill, now)
             self.statistics.preempted = self._scheduler.preempted
             if not rows:
                 self._changed.wait(self._scheduler.pause_s)
         self._meter.begin(rows, time.monotonic())
-        runs = not (rows and rows[0].sequence.alone) or self._announce_isolation(rows[0].sequence)
-        return rows if runs else []
+        if rows and rows[0].sequence.alone and not self._announce_isolation(rows[0].sequence):
+            return []
+        return rows
 
     def _announce_isolation(self, sequence: Sequence) -> bool:
         """Notifies the caller, once, that a sequence runs isolated; returns whether it should still run."""
@@ -286,7 +288,7 @@ class ContinuousBatchingEngine:
 
     def _look_for_stuck(self, served: set[Sequence]) -> None:
         with self._changed:
-            # Nobody else is due.
+            # A step that served every running sequence leaves none due; `due` costs more than this look.
             due = [] if served.issuperset(self._scheduler.running) else self._scheduler.due
         stuck = self._progress.observe(due, served, time.monotonic())
         if stuck is not None:

@@ -8,6 +8,7 @@ Problems with a model raise StartupError with one line of text here and do not w
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,17 +46,10 @@ def fetch_model(source: ModelSource, report: Report) -> FetchedModel:
         return FetchedModel(folder, kind_of(source, folder))
 
 
-async def build_served(
-    source: ModelSource,
-    fetched: FetchedModel,
-    settings: PredictorSettings,
-    host: EngineHost,
-    report: Report,
-    device_memory: int = 0,
-) -> Serving:
-    """As `build`, and warms the model up; its memory is released if that fails."""
+async def warmed_up(building: Awaitable[ServedModel]) -> Serving:
+    """Waits for a model of `build` and warms it up; its memory is released if either fails."""
     try:
-        model = await build(source, fetched, settings, host, report, device_memory)
+        model = await building
         try:
             await model.warm_up()
         except BaseException:

@@ -44,7 +44,7 @@ from services.predictor.generation.served_engines import ServedEngines
 from services.predictor.models.served_model import VERSION
 from services.predictor.repository.entry import Entry, IndexRow, State
 from services.predictor.repository.lease import Serving
-from services.predictor.repository.loading import FetchedModel, build_served, fetch_model
+from services.predictor.repository.loading import FetchedModel, build, fetch_model, warmed_up
 from services.predictor.repository.locations import ModelLocations
 from services.predictor.repository.memory_release import release_memory
 from services.predictor.repository.operations import Operations
@@ -223,7 +223,8 @@ class ModelRepository:
         return serving
 
     async def _build(self, source: ModelSource, fetched: FetchedModel, report: Report) -> Serving:
-        return await build_served(source, fetched, self._settings, self._host, report, self.engines.device_memory)
+        building = build(source, fetched, self._settings, self._host, report, self.engines.device_memory)
+        return await warmed_up(building)
 
     async def rebuild(self, entry: Entry) -> Serving:
         """Builds the model from the files that are there."""
