@@ -40,7 +40,7 @@ def buf(stack, method: str, request: dict) -> list[dict]:
 
 
 def test_buf_curl_streams(stack):
-    request = {"model": "storyteller", "prompt": "Once upon a time", "maxTokens": 30, "ignoreEos": True}
+    request = {"model": "storyteller", "prompt": "Once upon a time", "maxTokens": 30, "ignoreEos": True, "pace": 50}
     with stack.timed("buf curl: 30 tokens"):
         messages = buf(stack, "millrace.v1.TextGeneration/Generate", request)
     assert len(messages) >= 20

@@ -58,7 +58,9 @@ async def test_every_architecture_streams_what_generate_gives(models, new_stack)
         # At the same time, so that their rows run side by side.
         assert await asyncio.gather(*(generated(name, prompt) for prompt in PROMPTS)) == expected
 
-        responses = await generate(stack.gateway, model=name, prompt="Once upon a time", max_tokens=8, ignore_eos=True)
+        responses = await generate(
+            stack.gateway, model=name, prompt="Once upon a time", max_tokens=8, ignore_eos=True, pace=20
+        )
         assert len(responses) > 1
         assert responses[-1].usage.completion_tokens == 8
         assert isinstance(text_of(responses), str)

@@ -21,7 +21,9 @@ async def test_a_story_comes_word_by_word(stack):
     responses = []
     async with channel(stack.gateway) as open_channel:
         stub = millrace_pb2_grpc.TextGenerationStub(open_channel)
-        request = millrace_pb2.GenerateRequest(model="storyteller", prompt=PROMPT, request_id="story-1", temperature=0)
+        request = millrace_pb2.GenerateRequest(
+            model="storyteller", prompt=PROMPT, request_id="story-1", temperature=0, pace=100
+        )
         call = stub.Generate(request)
         async for response in call:
             responses.append(response)
@@ -46,7 +48,7 @@ async def test_every_way_in_gives_the_same_text(stack):
 
     async with channel(stack.gateway) as open_channel:
         stub = GRPCInferenceServiceStub(open_channel)
-        request = text_request("storyteller", PROMPT, **settings)
+        request = text_request("storyteller", PROMPT, pace=50, **settings)
         streamed = [
             decode_outputs(response.infer_response)["text_output"].array[0].decode()
             async for response in stub.ModelStreamInfer(each(request))

@@ -222,6 +222,8 @@ async def test_generate_answers_whole_and_generate_stream_in_pieces(stack, neste
     assert whole.headers["content-type"] == "application/json"
     assert (whole.json["model_name"], whole.json["model_version"]) == ("storyteller", "1")
     assert whole.json["finish_reason"] == "length"
+    options["pace"] = 20  # Slow enough that even a busy machine shows its pieces apart.
+    body = {"text_input": "Once upon a time"} | ({"parameters": options} if nested else options)
     streamed = await rest(stack.gateway, "POST", "/v2/models/storyteller/versions/1/generate_stream", body)
     assert streamed.headers["content-type"].startswith("text/event-stream")
     events = [json.loads(event) for event in streamed.events]
