@@ -120,7 +120,7 @@ class HttpConnection(asyncio.Protocol):
 
     def send_data(self, stream_id: int, data: bytes) -> None:
         """Bytes for which there is room."""
-        self._http2.send_data(stream_id, data)
+        self._http2.write_data(stream_id, data)
         self._unsent += len(data)
         if self._unsent > _UNSENT_BYTES:
             self._flush()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.settings import SettingCodes, Settings
@@ -12,6 +14,9 @@ STREAM_WINDOW_BYTES = 256 * 1024
 _CONNECTION_WINDOW_BYTES = MAX_STREAMS * STREAM_WINDOW_BYTES
 _DEFAULT_WINDOW_BYTES = 65_535  # Of a new connection, by the protocol.
 _MAX_HEADER_BYTES = 64 * 1024  # Of one request; what h2 keeps to by itself.
+
+_DATA = 0  # The type of the frame.
+_frame_head = struct.Struct(">HBBBL").pack  # Length in 24 bits, type, flags, stream. Source: RFC 9113, 4.1.
 
 _CONFIG = H2Configuration(
     client_side=False,
@@ -39,3 +44,15 @@ class ProtocolState(H2Connection):
         self.local_settings = Settings(client=False, initial_values=_SETTINGS)
         self.initiate_connection()
         self.increment_flow_control_window(_CONNECTION_WINDOW_BYTES - _DEFAULT_WINDOW_BYTES)
+
+    def write_data(self, stream_id: int, data: bytes) -> None:
+        """Adds a DATA frame to what is to be sent: of a stream that we have not ended and the peer has not reset, and
+        no larger than `local_flow_control_window` and `max_outbound_frame_size` allow.
+
+        The library's `send_data` checks all of that once more, by way of objects for states and frames, and takes 20
+        times as long, for each token.
+        """
+        size = len(data)
+        self.streams[stream_id].outbound_flow_control_window -= size
+        self.outbound_flow_control_window -= size
+        self._data_to_send += _frame_head(size >> 8, size & 0xFF, _DATA, 0, stream_id) + data
