@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from grpc import StatusCode
 from opentelemetry import context as otel_context
-from opentelemetry import metrics, propagate, trace
+from opentelemetry import propagate, trace
 from opentelemetry.metrics import Meter
 from opentelemetry.trace import Span, SpanKind, Tracer
 
@@ -48,7 +48,7 @@ class CallTelemetry:
 
     def __init__(self, tracer: Tracer | None = None, meter: Meter | None = None) -> None:
         self.tracer = tracer or trace.get_tracer("millrace")
-        self.duration = duration_histogram(meter or metrics.get_meter("millrace"), "rpc.server.call.duration")
+        self.duration = duration_histogram(meter, "rpc.server.call.duration")
         self._clients: set[str] = set()
 
     def label_of(self, client: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 from grpc import StatusCode
-from opentelemetry import metrics, trace
+from opentelemetry import trace
 from opentelemetry.metrics import Meter
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Tracer
 
@@ -87,7 +87,7 @@ class ClientSpans:
     def __init__(self, tracer: Tracer | None = None, meter: Meter | None = None, streams: bool = True) -> None:
         self._streams = streams
         self._tracer = tracer or trace.get_tracer("millrace")
-        self._duration = duration_histogram(meter or metrics.get_meter("millrace"), "rpc.client.call.duration")
+        self._duration = duration_histogram(meter, "rpc.client.call.duration")
 
     async def call(self, continuation: Any, details: Any, request: Any) -> Any:
         """Makes the call in its own span, unless tracing is suppressed."""

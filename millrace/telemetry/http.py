@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from opentelemetry import metrics, trace
+from opentelemetry import trace
 from opentelemetry.metrics import Meter
 from opentelemetry.trace import SpanKind, Status, Tracer
 from opentelemetry.trace import StatusCode as SpanStatus
@@ -39,7 +39,7 @@ class HttpClientSpans:
         host, _, port = address.rpartition(":")
         self._server: dict[str, str | int] = {"server.address": host, "server.port": int(port)}
         self._tracer = tracer or trace.get_tracer("millrace")
-        self._duration = duration_histogram(meter or metrics.get_meter("millrace"), "http.client.request.duration")
+        self._duration = duration_histogram(meter, "http.client.request.duration")
 
     @contextmanager
     def call(self, method: str, template: str, path: str) -> Iterator[HttpCall]:

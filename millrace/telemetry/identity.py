@@ -70,14 +70,21 @@ def trace_id_of(span: Span) -> str:
 
 def traceparent_of(span: Span) -> str:
     """A span as W3C's traceparent, or "" where there is none."""
-    carrier: dict[str, str] = {}
-    _W3C.inject(carrier, trace.set_span_in_context(span, Context()))
-    return carrier.get("traceparent", "")
+    context = span.get_span_context()
+    if not context.is_valid:
+        return ""
+    ids = trace.format_trace_id(context.trace_id), trace.format_span_id(context.span_id)
+    return f"00-{ids[0]}-{ids[1]}-{context.trace_flags:02x}"
+
+
+def context_of(traceparent: str) -> Context:
+    """The context of the span that a traceparent names; an empty one if it names none."""
+    return _W3C.extract({"traceparent": traceparent}, Context())
 
 
 def links_to(traceparent: str) -> list[Link]:
     """A link to the span that a traceparent names, if it names one."""
-    context = trace.get_current_span(_W3C.extract({"traceparent": traceparent}, Context())).get_span_context()
+    context = trace.get_current_span(context_of(traceparent)).get_span_context()
     return [Link(context)] if context.is_valid else []
 
 

@@ -11,10 +11,11 @@ from typing import Any
 
 from google.protobuf import descriptor_pool
 from grpc import StatusCode
-from opentelemetry.metrics import Histogram, Meter
+from opentelemetry.metrics import Meter
 from opentelemetry.trace import Span, Status
 from opentelemetry.trace import StatusCode as SpanStatus
 
+from millrace.telemetry.gathered import GatheredHistogram, histogram
 from millrace.telemetry.identity import span_id_of, trace_id_of
 from millrace.telemetry.logs import call_log
 
@@ -61,11 +62,9 @@ def attributes_of(name: str) -> dict[str, str]:
     return {"rpc.system.name": "grpc", "rpc.method": name}
 
 
-def duration_histogram(meter: Meter, name: str) -> Histogram:
+def duration_histogram(meter: Meter | None, name: str) -> GatheredHistogram:
     """`rpc.server.call.duration`, `rpc.client.call.duration` or `http.client.request.duration`."""
-    return meter.create_histogram(
-        name, "s", "How long calls take, to their last message.", explicit_bucket_boundaries_advisory=DURATION_BUCKETS
-    )
+    return histogram(meter, name, "s", "How long calls take, to their last message.", DURATION_BUCKETS)
 
 
 def end_span(span: Span, code: StatusCode, *, is_server: bool, streams: bool) -> None:

@@ -26,7 +26,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from millrace.errors import StartupError
-from millrace.telemetry.batches import batch_views
+from millrace.telemetry.gathered import gathered_views
 from millrace.telemetry.span_export import SpanExporter
 from millrace.telemetry.unexported_spans import UnexportedSpans
 
@@ -52,7 +52,7 @@ def set_up_telemetry(service: str) -> Callable[[], None]:
     readers: list[MetricReader] = [PrometheusMetricReader(scope_info_enabled=False)]
     if exports_metrics:
         readers.append(PeriodicExportingMetricReader(OTLPMetricExporter()))
-    meters = MeterProvider(readers, resource, shutdown_on_exit=False, views=batch_views())
+    meters = MeterProvider(readers, resource, shutdown_on_exit=False, views=gathered_views())
     metrics.set_meter_provider(meters)
 
     # Lost spans are counted by the exporter; counting each span at its start and end would cost more than the span.

@@ -11,10 +11,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from opentelemetry import metrics, trace
-from opentelemetry.metrics import Histogram, Meter
+from opentelemetry import trace
+from opentelemetry.metrics import Meter
 from opentelemetry.trace import Span
 
+from millrace.telemetry.gathered import GatheredHistogram, histogram
 from millrace.telemetry.identity import MODEL
 from services.predictor.engine.interface import Chunk, Timeline
 
@@ -28,12 +29,8 @@ class GenerationTelemetry:
 
     def __init__(self, model: str, meter: Meter | None = None) -> None:
         self._attributes = {MODEL: model}
-        self._queue_duration = (meter or metrics.get_meter("millrace")).create_histogram(
-            "millrace.queue.duration",
-            "s",
-            "From a sequence's submission until the first step that computes it.",
-            explicit_bucket_boundaries_advisory=_QUEUE_BUCKETS,
-        )
+        description = "From a sequence's submission until the first step that computes it."
+        self._queue_duration = histogram(meter, "millrace.queue.duration", "s", description, _QUEUE_BUCKETS)
 
     @contextmanager
     def observed(self, timeline: Timeline) -> Iterator[ObservedGeneration]:
@@ -52,7 +49,9 @@ class GenerationTelemetry:
 class ObservedGeneration:
     """One generation; belongs to the task that reads it."""
 
-    def __init__(self, timeline: Timeline, span: Span, queue_duration: Histogram, attributes: dict[str, str]) -> None:
+    def __init__(
+        self, timeline: Timeline, span: Span, queue_duration: GatheredHistogram, attributes: dict[str, str]
+    ) -> None:
         self._timeline = timeline
         self._queue_duration = queue_duration
         self._attributes = attributes

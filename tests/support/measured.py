@@ -8,7 +8,7 @@ from typing import Any
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from millrace.telemetry.batches import batch_views
+from millrace.telemetry.gathered import gathered_views
 
 
 class Measured:
@@ -16,7 +16,7 @@ class Measured:
 
     def __init__(self) -> None:
         self._reader = InMemoryMetricReader()
-        self.meter = MeterProvider([self._reader], shutdown_on_exit=False, views=batch_views()).get_meter("test")
+        self.meter = MeterProvider([self._reader], shutdown_on_exit=False, views=gathered_views()).get_meter("test")
 
     def points(self, name: str) -> dict[frozenset[tuple[str, Any]], Any]:
         """An instrument's data points by their attributes; none where nothing was recorded."""

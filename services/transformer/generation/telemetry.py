@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from grpc import StatusCode
-from opentelemetry import metrics, trace
+from opentelemetry import trace
 from opentelemetry.metrics import Meter
 
 from millrace.deadline import DEADLINE_MARGIN_S
 from millrace.errors import MillraceError
 from millrace.rpc.admission import error_of_call
 from millrace.rpc.call_context import CallContext
-from millrace.telemetry.batches import INTER_TOKEN_LATENCY, Batch
+from millrace.telemetry.gathered import GatheredHistogram, counter, histogram
 from millrace.telemetry.identity import MODEL, PROTOCOL, protocol_of
 from millrace.telemetry.rpc import OTHER, mark_failure
 from services.transformer.generation.chunks import TextChunk
@@ -43,7 +43,6 @@ _OUTCOMES = {StatusCode.CANCELLED: "cancelled", StatusCode.DEADLINE_EXCEEDED: "d
 _REQUEST_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
-_GAPS_S = 1.0  # Gaps of a stream are recorded together at this interval and at its end.
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576)
 
 
@@ -52,25 +51,24 @@ class GenerationTelemetry:
 
     def __init__(self, is_served: Callable[[str], bool], meter: Meter | None = None) -> None:
         self._is_served = is_served
-        meter = meter or metrics.get_meter("millrace")
 
-        def histogram(name: str, unit: str, description: str, buckets: tuple[float, ...]) -> metrics.Histogram:
-            return meter.create_histogram(name, unit, description, explicit_bucket_boundaries_advisory=buckets)
+        def seconds(name: str, description: str, buckets: tuple[float, ...]) -> GatheredHistogram:
+            return histogram(meter, name, "s", description, buckets)
 
-        self.duration = histogram(
-            "gen_ai.server.request.duration", "s", "From a request's arrival to its last token.", _REQUEST_S
+        self.duration = seconds(
+            "gen_ai.server.request.duration", "From a request's arrival to its last token.", _REQUEST_S
         )
-        self.first_token = histogram(
-            "gen_ai.server.time_to_first_token", "s", "From a request's arrival to its first token.", _FIRST_TOKEN_S
+        self.first_token = seconds(
+            "gen_ai.server.time_to_first_token", "From a request's arrival to its first token.", _FIRST_TOKEN_S
         )
-        self.per_token = histogram(
-            "gen_ai.server.time_per_output_token", "s", "A stream's mean time for a token after the first.", _TOKEN_S
+        self.per_token = seconds(
+            "gen_ai.server.time_per_output_token", "A stream's mean time for a token after the first.", _TOKEN_S
         )
-        self.gap = histogram(INTER_TOKEN_LATENCY, "s", "The time before a chunk, for each of its tokens.", _TOKEN_S)
-        self.usage = histogram("gen_ai.client.token.usage", "{token}", "Tokens of prompts and answers.", _TOKENS)
-        self.streams = meter.create_counter("millrace.streams", "{stream}", "Generations that have ended, by outcome.")
-        self.resumed = meter.create_counter(
-            "millrace.stream.resumed", "{resume}", "How often another predictor resumed a stream."
+        self.gap = seconds("millrace.inter_token_latency", "The time before a chunk, for each of its tokens.", _TOKEN_S)
+        self.usage = histogram(meter, "gen_ai.client.token.usage", "{token}", "Tokens of prompts and answers.", _TOKENS)
+        self.streams = counter(meter, "millrace.streams", "{stream}", "Generations that have ended, by outcome.")
+        self.resumed = counter(
+            meter, "millrace.stream.resumed", "{resume}", "How often another predictor resumed a stream."
         )
 
     @contextmanager
@@ -108,8 +106,6 @@ class ObservedGeneration:
         }
         self._first_s: float | None = None
         self._latest_s = 0.0
-        self._gaps_s: list[float] = []
-        self._recorded_s = 0.0  # When they were recorded last.
         self._prompt_tokens = 0
         self._tokens = 0
         self._finish_reason: str | None = None
@@ -130,9 +126,7 @@ class ObservedGeneration:
                 self._prompt_tokens = chunk.prompt_tokens
                 instruments.first_token.record(chunk.elapsed_s, self._attributes)
             else:
-                self._gaps_s.append((chunk.elapsed_s - self._latest_s) / tokens)
-                if chunk.elapsed_s - self._recorded_s >= _GAPS_S:
-                    self._record_gaps(chunk.elapsed_s)
+                instruments.gap.record((chunk.elapsed_s - self._latest_s) / tokens, self._gap_attributes)
             self._latest_s = chunk.elapsed_s
             self._tokens += tokens
         if chunk.finish_reason is not None:
@@ -144,7 +138,6 @@ class ObservedGeneration:
         if self._ended:
             return
         self._ended = True
-        self._record_gaps(self._latest_s)
         instruments, attributes = self._instruments, self._attributes
         failure = {} if status is StatusCode.OK else {_ERROR: status.name}
         instruments.duration.record(self._call.elapsed_s, attributes | failure)
@@ -157,11 +150,6 @@ class ObservedGeneration:
         instruments.streams.add(1, self._gap_attributes | {OUTCOME: _outcome(status)})
         if self._span.is_recording():
             self._describe(status)
-
-    def _record_gaps(self, elapsed_s: float) -> None:
-        gaps_s, self._gaps_s, self._recorded_s = self._gaps_s, [], elapsed_s
-        if gaps_s:
-            self._instruments.gap.record(Batch(gaps_s), self._gap_attributes)
 
     def _describe(self, status: StatusCode) -> None:
         mark_failure(self._span, status)
