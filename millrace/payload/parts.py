@@ -174,7 +174,7 @@ class PartQueue:
 
     __slots__ = (
         *("_capacity_bytes", "_put_bytes", "_taken_bytes"),
-        *("begins", "hurried", "looks_soon", "parts", "polled", "wake"),
+        *("are_parts_hurried", "begins", "hurried", "looks_soon", "parts", "polled", "wake"),
     )
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -183,7 +183,8 @@ class PartQueue:
         self.wake = threading.Event()
         self.polled = False  # Whether the writer looks by itself, so that a begin need not wake it,
         self.looks_soon = False  # and so soon that an answer that waits need not either.
-        self.hurried = False  # Whether an answer waits for what has been put since the writer looked last.
+        self.hurried = False  # Whether an answer waits for what has been put since the writer looked last,
+        self.are_parts_hurried = False  # and not only for a begin.
         self._capacity_bytes = capacity_bytes
         self._put_bytes = 0
         self._taken_bytes = 0
@@ -209,8 +210,9 @@ class PartQueue:
         if not self.polled:
             self.wake.set()
 
-    def hurry(self) -> None:
-        """Has what was put written, for an answer that waits for it."""
+    def hurry(self, with_parts: bool) -> None:
+        """Has begins written, and with them what else was put, for an answer that waits for it."""
+        self.are_parts_hurried |= with_parts
         self.hurried = True
         if not self.looks_soon:
             self.wake.set()

@@ -82,7 +82,8 @@ class Recording:
         To be awaited before each chunk leaves: only the first time may it wait.
         """
         has_waited, self._has_waited = self._has_waited, True
-        if self._is_short:
+        has_rest = self._is_short
+        if has_rest:
             self._write_rest()
         if self._is_settled() or has_waited or not self._tap._begins_answered:
             return self._is_settled()
@@ -90,7 +91,7 @@ class Recording:
         self._waiting = waiting = loop.create_future()
         if self._is_settled():  # The writer has not seen that somebody waits.
             return True
-        self._queue.hurry()
+        self._queue.hurry(has_rest)
         timer = loop.call_later(_BEGIN_WAIT_S, end_waits, (waiting,))
         try:
             await waiting

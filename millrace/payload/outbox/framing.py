@@ -55,13 +55,16 @@ class Framing:
         """Those whose ends have not come."""
         return len(self.open) + len(self._pending)
 
-    def slice(self, is_last: bool) -> list[Framed]:
-        """The frames of some of what waits; with `is_last` no begin waits for its end."""
+    def slice(self, is_last: bool, begins_alone: bool = False) -> list[Framed]:
+        """The frames of some of what waits; with `is_last` no begin waits for its end.
+
+        `begins_alone`: of what waits, only the begins for which answers wait.
+        """
         self.cost = 0
         frames: list[Framed] = []
         chunks: dict[bytes, list[ChunkPart]] = {}  # By record; the order of different records does not matter.
         self._take_begins(frames)
-        for _ in range(_SLICE):
+        for _ in range(0 if begins_alone else _SLICE):
             if not self._queue.parts or self.cost >= _HEAVY_BYTES:
                 break
             part = self._queue.parts.popleft()
@@ -75,7 +78,9 @@ class Framing:
             self._take(part, frames)
         for parts in chunks.values():
             self._take_chunks(parts, frames)
-        for pending in self._pending.take_due(math.inf if is_last else time.monotonic()):
+        # The end of a begin that nobody waits for may be among the parts.
+        now = -math.inf if begins_alone else math.inf if is_last else time.monotonic()
+        for pending in self._pending.take_due(now):
             self._take_begin(pending, frames)
         return frames
 

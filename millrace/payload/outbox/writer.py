@@ -3,9 +3,9 @@
 It takes parts from the queue, encodes them by the rules (framing.py) and appends a batch with one write. Then it
 notifies the requests that wait for their begins. It polls every 30 ms while requests come; an answer that would leave
 before its begin is written wakes it, and so does the first begin. Where many requests are open, and such answers come
-faster than every 6 ms, it polls every 3 ms instead, and they are settled together. Each wake-up costs more than its
-write, because it takes the interpreter lock from the event loop; for the same reason it works in slices with pauses
-between.
+faster than every 6 ms, it polls every 3 ms instead, and they are settled together. Between two polls it writes begins
+alone: the chunks of a record that are written together are one frame. Each wake-up costs more than its write, because
+it takes the interpreter lock from the event loop; for the same reason it works in slices with pauses between.
 
 Room: spools together may hold `max_bytes`, and a little more for ends. A begin without room drops its record, a chunk
 without room makes its record incomplete, and a record in one frame loses its tensors' contents first; an end waits,
@@ -69,6 +69,7 @@ class PayloadWriter:
         self._waiting_ends: deque[Framed] = deque()
         self._retry_at = 0.0
         self._busy_until = 0.0
+        self._due_at = 0.0  # When it writes more than begins.
         self._settled = False  # Whether answers waited for what was written last,
         self._settled_at = 0.0  # and when that was the case before.
         self._spooled = 0
@@ -105,16 +106,19 @@ class PayloadWriter:
     def _run(self) -> None:
         while True:
             stopping = self._stopping.is_set()  # What was put before is written.
+            is_due = stopping or self._queue.are_parts_hurried or time.monotonic() >= self._due_at
             try:
-                self._write_slice()
+                self._write_slice(begins_alone=not is_due)
             except Exception:
                 self._drops.count(FAILED, exc_info=True)
             self._queue.taken(self._framing.cost)
-            if self._framing.cost and (stopping or not self._queue.empty):
+            if self._framing.cost and is_due and (stopping or not self._queue.empty):
                 time.sleep(_NAP_S)
             elif stopping:
                 return
             else:
+                if is_due:
+                    self._due_at = time.monotonic() + _LOOK_S
                 self._wait()
 
     def _wait(self) -> None:
@@ -133,13 +137,15 @@ class PayloadWriter:
         # Otherwise something was put while `polled` or `looks_soon` was set, so its producer did not set `wake`: do not
         # sleep.
         if queue.empty or (queue.polled and not queue.hurried):
-            queue.wake.wait(_LOOK_S if queue.polled else _IDLE_S)
+            queue.wake.wait(max(0.0, self._due_at - now) if queue.polled else _IDLE_S)
         queue.wake.clear()
 
-    def _write_slice(self) -> None:
+    def _write_slice(self, begins_alone: bool) -> None:
         """Writes some of what waits."""
         self._queue.hurried = False
-        self._write(self._framing.slice(is_last=self._stopping.is_set()))
+        if not begins_alone:
+            self._queue.are_parts_hurried = False
+        self._write(self._framing.slice(self._stopping.is_set(), begins_alone))
 
     def _write(self, frames: Sequence[Framed]) -> None:
         failing = time.monotonic() < self._retry_at
