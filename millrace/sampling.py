@@ -80,13 +80,6 @@ class SamplingParameters(BaseModel):
         0, ge=0, le=600_000, description="Maximum of milliseconds that a message waits for chunk_tokens; 0: no limit."
     )
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _refuse_truth_as_number(cls, value: Any, info: Any) -> Any:
-        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation not in (bool, str):
-            raise ValueError("a number is needed")
-        return value
-
     @field_validator("pace")
     @classmethod
     def _refuse_standstill(cls, value: float) -> float:
@@ -108,6 +101,9 @@ class SamplingParameters(BaseModel):
 
     def changed(self, given: Mapping[str, Any]) -> SamplingParameters:
         """These parameters with those that a request gives; raises InvalidRequestError."""
+        for name, value in given.items():
+            if (value is True or value is False) and name in _NUMBERS:  # To pydantic they are 1 and 0.
+                raise InvalidRequestError(f"{name}={value}: a number is needed", param=name)
         try:
             return SamplingParameters.model_validate({**self.model_dump(exclude_unset=True), **given})
         except ValidationError as error:
@@ -160,6 +156,11 @@ class SamplingParameters(BaseModel):
         if token_id in end_ids and self.may_end(produced):
             return "stop"
         return "length" if produced + 1 >= (self.max_tokens or 0) else None
+
+
+_NUMBERS = frozenset(
+    name for name, field in SamplingParameters.model_fields.items() if field.annotation not in (bool, str)
+)
 
 
 def defaults_of(generation_config: Mapping[str, Any], is_encoder_decoder: bool) -> SamplingParameters:

@@ -9,13 +9,13 @@ FP32 [k] and, for the n likeliest tokens at each position in descending order, `
 
 from __future__ import annotations
 
-import json
 import math
 import uuid
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from pydantic_core import from_json
 
 from millrace.clients import ANYONE, Client
 from millrace.deadline import Deadline
@@ -97,7 +97,7 @@ def read_submission(model: LoadedModel, message: steps_pb2.Submission, deadline:
     for name, ids in ((INPUT_IDS, input_ids), (OUTPUT_IDS, output_ids)):
         _check_ids(name, ids, limits)
     try:
-        parameters = json.loads(message.sampling or b"{}")
+        parameters = from_json(message.sampling or b"{}")
     except ValueError:
         parameters = None
     if not isinstance(parameters, dict):

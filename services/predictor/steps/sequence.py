@@ -12,14 +12,13 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from grpc import StatusCode
-from opentelemetry import metrics, propagate, trace
-from opentelemetry.context import Context
+from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind
 
 from millrace.deadline import DEADLINE_MARGIN_S, Deadline
 from millrace.errors import MillraceError
 from millrace.oip.stream_infer import FINAL
-from millrace.telemetry.identity import PROTOCOL, REQUEST_ID, links_to, traceparent_of
+from millrace.telemetry.identity import PROTOCOL, REQUEST_ID, context_of, links_to, traceparent_of
 from millrace.telemetry.rpc import attributes_of, duration_histogram, end_span, log_call
 from millrace_protos import inference_pb2, steps_pb2
 from services.predictor.engine.interface import Timeline
@@ -38,7 +37,7 @@ class SequenceTelemetry:
 
     def __init__(self) -> None:
         self.tracer = trace.get_tracer("millrace")
-        self.duration = duration_histogram(metrics.get_meter("millrace"), "rpc.server.call.duration")
+        self.duration = duration_histogram(None, "rpc.server.call.duration")
 
 
 class SequenceCall:
@@ -50,11 +49,12 @@ class SequenceCall:
         self._began = time.monotonic()
         self._duration = telemetry.duration
         if message.traceparent:
-            parent = propagate.extract({"traceparent": message.traceparent}, Context())
             attributes = _ATTRIBUTES | {REQUEST_ID: message.request_id}
             links = links_to(message.follows) if message.follows else ()
             name = _ATTRIBUTES["rpc.method"]
-            self.span = telemetry.tracer.start_span(name, parent, SpanKind.SERVER, attributes, links)
+            self.span = telemetry.tracer.start_span(
+                name, context_of(message.traceparent), SpanKind.SERVER, attributes, links
+            )
 
     @property
     def traceparent(self) -> str:

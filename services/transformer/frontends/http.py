@@ -86,8 +86,8 @@ def rest_errors(shape: Callable[[MillraceError], dict[str, Any]]) -> Callable[[H
                             head.add((body.name, body.value))
                             continue
                         begun = True
-                        if comments is not None:
-                            await comments.pause()
+                        if comments is not None and comments.pause():
+                            await comments.written()
                         yield body
                         if comments is not None:
                             comments.go_on()
@@ -135,9 +135,13 @@ class _Comments:
         self._writing: asyncio.Task[None] | None = None
         self._timer = self._loop.call_later(after_s, self._look)
 
-    async def pause(self) -> None:
-        """Call it before writing a body; returns when no comment is being written."""
+    def pause(self) -> bool:
+        """Call it before writing a body; True: only once the comment that is being written is `written`."""
         self._silent_since = None
+        return self._writing is not None
+
+    async def written(self) -> None:
+        """Waits for the comment that is being written."""
         if self._writing is not None:
             await asyncio.wait((self._writing,))
 

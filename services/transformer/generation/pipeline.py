@@ -84,7 +84,9 @@ class Pipeline:
                         begun.admitted.chunk(chunk)
                         if request.prompt_only:
                             chunk = chunk.without_output()
-                        await recorded.chunk(chunk)
+                        recorded.chunk(chunk)
+                        if token_chunk is begun.first:
+                            await recorded.flushed()
                         observed.chunk(chunk)
                         yield chunk if shows_cached else chunk.without_cached_tokens()
                         if chunk.finish_reason is not None:

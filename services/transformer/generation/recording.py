@@ -42,7 +42,6 @@ class RecordedGeneration:
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
         recording.engine_s = 0.0  # For a generation that is refused or ends before its first token.
-        self._is_flushed = False
 
     @property
     def record_id(self) -> str:
@@ -52,8 +51,8 @@ class RecordedGeneration:
         """Records the model that a route chose."""
         self._recording.served_model = model
 
-    async def chunk(self, chunk: TextChunk) -> None:
-        """Adds a chunk. The first one waits until the start of the record is on disk."""
+    def chunk(self, chunk: TextChunk) -> None:
+        """Adds a chunk."""
         recording = self._recording
         if chunk.resumed:
             recording.resumes += 1
@@ -65,9 +64,10 @@ class RecordedGeneration:
         recording.chunk(chunk.text, chunk.token_ids, chunk.logprobs)
         if chunk.finish_reason is not None:
             recording.end("OK", finish_reason=chunk.finish_reason, usage=chunk.usage)
-        if not self._is_flushed:
-            self._is_flushed = True
-            await recording.flushed()
+
+    async def flushed(self) -> None:
+        """Waits until the start of the record is on disk; for the first chunk, before it goes to the client."""
+        await self._recording.flushed()
 
 
 def recorded_texts(request: TextRequest) -> tuple[str, str]:

@@ -25,6 +25,7 @@ _DONE = b"data: [DONE]\n\n"
 # Numbers of a scored prompt that are written at once; more of them take longer than others should wait.
 _MAX_WRITTEN_AT_ONCE = 2048
 _P = ParamSpec("_P")
+_MARK = uuid.uuid4().hex  # Stands for the text of an event, and is nowhere else in it.
 
 
 async def _written(first: TextChunk, write: Callable[_P, dict[str, Any]], *given: _P.args, **named: _P.kwargs) -> Any:
@@ -102,9 +103,8 @@ class _PlainEvents:
         return around[0] + orjson.dumps(text) + around[1]
 
     def _encoded(self, index: int) -> tuple[bytes, bytes]:
-        mark = uuid.uuid4().hex
-        choice = self._shape.chunk(index, TextChunk(mark, [], [], []), False)
+        choice = self._shape.chunk(index, TextChunk(_MARK, [], [], []), False)
         before, _, after = event(self._head | {"choices": [choice]} | self._usage).partition(
-            b'"' + mark.encode() + b'"'
+            b'"' + _MARK.encode() + b'"'
         )
         return before, after
