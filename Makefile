@@ -29,6 +29,7 @@ AXE := axe-core@4.14.1
 PARALLEL := $(VENV)/bin/python -m pytest -n 2
 # A test of processes waits for a good part of its time.
 PARALLEL_PROCESSES := $(VENV)/bin/python -m pytest -n 3 --dist loadfile
+SYSTEM_TESTS := tests/system tests/scenarios tests/conformance tests/fuzz
 comma := ,
 
 .PHONY: help
@@ -80,7 +81,7 @@ bench: $(RUN_DEPENDENCIES) ## the engine beside its peers, installed once (BENCH
 	@exec $(VENV)/bin/python -m bench.engine $(BENCH)
 
 .PHONY: test
-test: test-unit test-model test-process test-system ## all tests except the slow tests and the container tests (PYTEST=)
+test: test-unit test-model test-services ## all tests except the slow tests and the container tests (PYTEST=)
 
 .PHONY: test-all
 test-all: export FULL := 1
@@ -100,7 +101,11 @@ test-process: $(DEV_DEPENDENCIES) ## tests of one service, or of only Envoy
 
 .PHONY: test-system
 test-system: $(DEV_DEPENDENCIES) $(CLIENTS) $(NODE_TOOLS) ## tests of whole stacks
-	$(PARALLEL_PROCESSES) --no-loadscope-reorder tests/system tests/scenarios tests/conformance tests/fuzz $(PYTEST)
+	$(PARALLEL_PROCESSES) --no-loadscope-reorder $(SYSTEM_TESTS) $(PYTEST)
+
+.PHONY: test-services
+test-services: $(DEV_DEPENDENCIES) $(CLIENTS) $(NODE_TOOLS) ## test-process and test-system in one run, which takes less time
+	$(PARALLEL_PROCESSES) --no-loadscope-reorder $(SYSTEM_TESTS) tests/process $(PYTEST)
 
 .PHONY: test-slow
 test-slow: $(KNEE_DEPENDENCIES) ## the long tests, under load and for minutes
