@@ -67,8 +67,8 @@ class Slices:
         for part in others:
             self.queue.put(part)
 
-    def frames(self, is_last=False):
-        framed = self.framing.slice(is_last)
+    def frames(self, is_last=False, begins_alone=False):
+        framed = self.framing.slice(is_last, begins_alone)
         self.queue.taken(self.framing.cost)
         return [Frame.FromString(frame.payload) for frame in framed]
 
@@ -103,6 +103,16 @@ def test_one_frame_has_what_several_have(rules, last):
     assert merged(whole) == merged(several)
     assert together.queue.empty
     assert apart.queue.empty
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+def test_between_two_polls_only_begins_are_written_for_which_answers_wait(awaited):
+    slices = Slices()
+    slices.put(begin(age_s=2 * PENDING_S, awaited=awaited), chunk(1.0), chunk(2.0), end())
+    assert kinds(slices.frames(begins_alone=True)) == ["BEGIN"] * awaited
+    frames = slices.frames()
+    assert kinds(frames) == [*["BEGIN"] * (not awaited), "CHUNK", "END"]
+    assert slices.queue.empty
 
 
 def test_a_whole_record_keeps_a_mark_behind_it():
