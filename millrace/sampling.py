@@ -7,8 +7,8 @@ the sampler and for the engine.
 
 from __future__ import annotations
 
+import random
 import reprlib
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -130,7 +130,8 @@ class SamplingParameters(BaseModel):
             )
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError(f"top_logprobs={self.top_logprobs} needs logprobs", param="top_logprobs")
-        seed = secrets.randbits(63) if self.seed is None else self.seed
+        # Not a secret: the module's generator takes no system call.
+        seed = random.getrandbits(63) if self.seed is None else self.seed
         return self.model_copy(update={"max_tokens": max_tokens, "seed": seed})
 
     @property
