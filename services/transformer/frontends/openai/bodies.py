@@ -41,7 +41,8 @@ async def answer(
     pipeline: Pipeline, generations: Sequence[TextRequest], request: GenerationRequest, shape: Format
 ) -> AsyncGenerator[HttpBody, None]:
     """Runs the generations, one a choice, and writes what they make; closing the generator cancels them."""
-    head = {"id": f"{shape.id_prefix}-{random.getrandbits(128):032x}", "created": int(time.time()), "model": request.model}
+    answer_id = f"{shape.id_prefix}-{random.getrandbits(128):032x}"
+    head = {"id": answer_id, "created": int(time.time()), "model": request.model}
     async with aclosing(generate_all(pipeline, generations)) as chunks:
         if not request.stream:
             made: list[list[TextChunk]] = [[] for _ in generations]
