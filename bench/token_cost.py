@@ -1,7 +1,8 @@
 """What a streamed token costs: microseconds of processor time by process, by thread and by cause.
 
 OpenAI's server-sent events through the whole stack as `make up` starts it, everything on by default, with 1, 8 and 32
-callers: prompts of 32 tokens, 64 tokens out, greedy. `llama-10M` is that model in bfloat16; `free` the same with a
+callers: prompts of 32 tokens, 64 tokens out, greedy. `llama-10M` is that model in bfloat16, or in the type that `--dtype`
+names: a processor without instructions for bfloat16 takes 20 times as long over it; `free` the same with a
 runner that computes nothing, which shows the most that the path of tokens can carry. Both stacks run all the time; in a
 round each of them is measured once with each number of callers, in random order. Figures are medians over the rounds.
 Before the first one the KV cache, of 256 MiB, has been written once: until then its pages are made, which costs 17 µs a
@@ -81,6 +82,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--seconds", type=float, default=4.0, help="of a measurement, after a second of warm-up")
     options.add_argument("--callers", type=int, nargs="+", default=(1, 8, 32))
+    options.add_argument("--dtype", default="bf16", help="of the model's weights: bf16, fp32")
     options.add_argument("--models", "--model", nargs="+", choices=(_MODEL, _FREE), default=(_MODEL, _FREE))
     options.add_argument("--least", type=float, default=3.0, metavar="µs", help="threads below this are not listed")
     options.add_argument("--flames", type=Path, metavar="FOLDER", help="py-spy's flame graphs of every process")
@@ -95,6 +97,7 @@ def main() -> None:
     report = {
         "machine": machine(),
         "new_tokens": _NEW_TOKENS,
+        "dtype": arguments.dtype,
         "rounds": arguments.rounds,
         "seconds": arguments.seconds,
         "models": {model: _report(samples, model, arguments.callers) for model in arguments.models},
@@ -107,7 +110,7 @@ def main() -> None:
 async def _measure(arguments: argparse.Namespace) -> Samples:
     samples: Samples = defaultdict(list)
     async with AsyncExitStack() as opened:
-        servers = {model: await opened.enter_async_context(_server(model)) for model in arguments.models}
+        servers = {model: await opened.enter_async_context(_server(model, arguments.dtype)) for model in arguments.models}
         for server in servers.values():
             await _write_cache(server)
         cases = [(model, callers) for model in arguments.models for callers in arguments.callers]
@@ -121,11 +124,11 @@ async def _measure(arguments: argparse.Namespace) -> Samples:
 
 
 @asynccontextmanager
-async def _server(model: str) -> AsyncIterator[Server]:
+async def _server(model: str, dtype: str) -> AsyncIterator[Server]:
     with tempfile.TemporaryDirectory() as folder:
         times = Path(folder) / "forward-times"
         predictor = {
-            "PREDICTOR_DTYPE": "bf16",
+            "PREDICTOR_DTYPE": dtype,
             "PREDICTOR_KV_CACHE_MEMORY": _CACHE,
             forward_times.VARIABLE: str(times),
         }
