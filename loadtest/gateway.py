@@ -107,6 +107,11 @@ class Gateway:
         lines = self._body("GET", f"/millrace/v1/payloads?{urlencode(filters)}").splitlines()
         return [json.loads(line) for line in lines if line.strip()]
 
+    def predictors(self) -> list[dict[str, Any]]:
+        """Each predictor, with its models that the key may use and their load."""
+        predictors: list[dict[str, Any]] = self._get("/millrace/v1/predictors")["predictors"]
+        return predictors
+
     def trace_page(self) -> str:
         """The address of a trace without its id; empty if the gateway has none."""
         page: str = self._get("/playground/settings.json").get("trace_page", "")

@@ -68,11 +68,10 @@ def add_fields(parser: Any, models: Sequence[str]) -> None:
     key = "Key of the gateway, instead of the environment's MILLRACE_KEY"
     parser.add_argument("--key", default="", is_secret=True, help=key)
     addresses = {
-        "metrics": "Comma list of the predictors' Prometheus pages; automatic: this machine's :9100, :9110, …",
         "links": "The gateway's address in the report's links, if the browser needs another than --host",
         "knee_folder": "Where the knee's reports are written",
     }
-    for name, default in (("metrics", AUTOMATIC), ("links", ""), ("knee_folder", ".run/knee")):
+    for name, default in (("links", ""), ("knee_folder", ".run/knee")):
         parser.add_argument(
             f"--{name.replace('_', '-')}", default=default, include_in_web_ui=False, help=addresses[name]
         )

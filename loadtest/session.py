@@ -22,7 +22,7 @@ from loadtest.figures import PROCESSOR_FULL, Figures
 from loadtest.gateway import Gateway, GatewayError, parse_address
 from loadtest.measures import Measures
 from loadtest.options import Options, parse
-from loadtest.predictors import INTERVAL_S, PredictorPages, page_addresses
+from loadtest.predictors import INTERVAL_S, PredictorHistory
 from loadtest.prompts import Prompt
 from loadtest.replay import replayed
 
@@ -47,7 +47,7 @@ class Session:
         self.measures = Measures()
         self.in_flight: set[str] = set()
         self.options: Options = parse(environment.parsed_options)
-        self.pages = PredictorPages(page_addresses(environment.parsed_options.metrics))
+        self.predictors = PredictorHistory()
         self.course: dict[int, dict[str, Any]] = {}
         self.shown: deque[str] = deque(maxlen=_SHOWN)
         self.knee = ""
@@ -72,7 +72,7 @@ class Session:
         self.read_options()
         self.measures.reset()
         self.in_flight.clear()
-        self.pages.history.clear()
+        self.predictors.readings.clear()
         self.course.clear()
         self._names.clear()
         self._schedule.clear()
@@ -139,7 +139,7 @@ class Session:
         except (GatewayError, ValueError):
             self.trace_page = ""
         while True:
-            self.pages.watch(int(time.time()))
+            self.predictors.read(self.gateway, int(time.time()))
             gevent.sleep(INTERVAL_S)
 
     def _kill_predictors(self) -> None:

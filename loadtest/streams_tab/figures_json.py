@@ -79,7 +79,7 @@ def _common(session: Session, records: str) -> dict[str, Any]:
 
 def _course(session: Session) -> list[dict[str, Any]]:
     """One object for each finished second. Points are computed once: the figures of old seconds do not change."""
-    states = {reading.second: reading.states.values() for reading in session.pages.history}
+    states = {reading.second: reading.states.values() for reading in session.predictors.readings}
     seconds = session.measures.seconds
     changing = int(time.time()) - 2 * _WORKERS_DELAY_S
     kept = session.course
@@ -109,9 +109,8 @@ def _course(session: Session) -> list[dict[str, Any]]:
 
 
 def _predictors(session: Session) -> list[dict[str, Any]]:
-    if not session.pages.history:
-        return []
-    return [{"address": address, **state._asdict()} for address, state in session.pages.history[-1].states.items()]
+    readings = session.predictors.readings
+    return [{"name": name, **state._asdict()} for name, state in readings[-1].states.items()] if readings else []
 
 
 def _linked(session: Session, records: str, request: figures.SlowRequest) -> dict[str, Any]:

@@ -99,9 +99,9 @@
 
   function predictors(figures) {
     const now = figures.predictors.map(
-      (one) => `${one.address}: ${one.running} running, ${one.waiting} waiting, cache ${number(100 * one.cache)} %`,
+      (one) => `${one.name}: ${one.running} running, ${one.waiting} waiting, cache ${number(100 * one.cache)} %`,
     );
-    return element("p", { textContent: now.length ? now.join(" · ") : "The predictors' metrics pages cannot be read from here." });
+    return element("p", { textContent: now.length ? now.join(" · ") : "The gateway has not reported its predictors." });
   }
 
   function draw(section, figures) {

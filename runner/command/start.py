@@ -54,8 +54,7 @@ def run_load(address: str, settings: StackSettings, mode: str, locust: Sequence[
         raise StartupError("Locust is not installed; `make load` installs and starts it")
     users, knee = (ROOT / "loadtest" / name for name in ("locustfile.py", "knee_locustfile.py"))
     files = f"{users},{knee}" if mode != "check" else f"{users}"
-    pages = [f"http://{LOOPBACK}:{port}/metrics" for port in settings.predictor_metrics_ports if port]
-    options = ["-f", files, "--host", f"http://{address}", "--metrics", ",".join(pages)]
+    options = ["-f", files, "--host", f"http://{address}"]
     if mode:
         options += ["--headless", "--only-summary", *(["--check"] if mode == "check" else [])]
     else:

@@ -38,6 +38,8 @@ async def run_a_load(page: str) -> None:
     assert {name: row["num_failures"] for name, row in rows.items()} == dict.fromkeys(rows, 0)
     figures = json.loads(fetch(f"{page}/streams/figures"))
     assert {row["row"] for row in figures["rows"]} >= {"Generate", "chat/completions"}
+    assert figures["predictors"], "the gateway reports their state"
+    assert max(point["running"] or 0 for point in figures["course"]) > 0
 
 
 async def test_the_form_starts_a_load_against_envoy_by_name(stack):

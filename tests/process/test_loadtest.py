@@ -105,7 +105,7 @@ async def run_locust(host, folder, names, *options):
 
 
 async def run_locust_for(seconds, host, folder, options):
-    run = f"-u 4 -r 4 -t {seconds}s --only-summary --csv {folder}/run --model mine --tensor-shape {TENSOR} --metrics="
+    run = f"-u 4 -r 4 -t {seconds}s --only-summary --csv {folder}/run --model mine --tensor-shape {TENSOR}"
     arguments = f"-f loadtest/locustfile.py --headless --host {host} {run}"
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "locust", *arguments.split(), *options),

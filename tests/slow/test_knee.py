@@ -32,7 +32,7 @@ async def find_knee(new_stack, folder, predictors, *options):
     )
     fields = ("--objective", OBJECTIVE, "--output-tokens", str(TOKENS), "--think-time", "0", "--knee-seconds", "10")
     run = LocustRun()
-    start = ("-u", str(20 * predictors), "--knee-folder", str(folder), "--metrics=")
+    start = ("-u", str(20 * predictors), "--knee-folder", str(folder))
     await run.run(stack.gateway, *start, *fields, *options, "StreamUser", files=FILES)
     assert (folder / "knee.json").exists(), run.output
     report = json.loads((folder / "knee.json").read_text())

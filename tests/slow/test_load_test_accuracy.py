@@ -34,7 +34,7 @@ async def ratios_of(gateway, folder):
     report, prompts = folder / "report.html", folder / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": PROMPT, "max_tokens": TOKENS}))
     users = ("-u", str(2 * USERS), "-r", "10", "-t", f"{SECONDS}s", "--equal-weights", "StreamUser", "ChatUser")
-    fields = ("--prompts-file", str(prompts), "--think-time", str(PAUSE_S), "--metrics=", "--html", str(report))
+    fields = ("--prompts-file", str(prompts), "--think-time", str(PAUSE_S), "--html", str(report))
     run = LocustRun()
     _, by_grpc, by_events = await asyncio.gather(
         run.run(gateway, *fields, *users), plain("grpc", gateway), plain("events", gateway)
@@ -73,7 +73,7 @@ async def test_a_process_carries_five_thousand_messages_a_second_and_warns_when_
         address = (await server.stdout.readline()).decode().strip()
         report = tmp_path / "report.html"
         run = LocustRun()
-        fields = ("--model", "any", "--metrics=", "--output-tokens", "200", "--think-time", "0")
+        fields = ("--model", "any", "--output-tokens", "200", "--think-time", "0")
         await run.run(address, *fields, "--html", str(report), "-u", "64", "-r", "64", "-t", "15s", "StreamUser")
     finally:
         server.terminate()

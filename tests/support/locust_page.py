@@ -42,11 +42,10 @@ async def locust_page(stack: Stack, *options: str) -> AsyncIterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     page = f"http://127.0.0.1:{port}"
-    metrics = ",".join(f"http://127.0.0.1:{number}/metrics" for number in stack.settings.predictor_metrics_ports)
     locust = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "locust", "-f", FILES, "--class-picker"),
         *("--web-host", "127.0.0.1", "--web-port", str(port), "--host", f"http://{stack.gateway}"),
-        *("--metrics", metrics, *options),
+        *options,
         cwd=ROOT,
         stderr=asyncio.subprocess.DEVNULL,
     )

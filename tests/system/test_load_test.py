@@ -57,6 +57,9 @@ async def test_every_user_runs_without_failures_from_the_form(stack, page):
     figures = await fetch_json(f"{page}/streams/figures")
     assert {row["row"] for row in figures["rows"]} >= {"Generate", "chat/completions"}
     assert {slow["row"] for slow in figures["slowest"]} <= {row["row"] for row in figures["rows"]}
+    assert [predictor["name"] for predictor in figures["predictors"]] == ["predictor-0"]
+    assert max(point["running"] or 0 for point in figures["course"]) > 0
+    assert max(point["cache"] or 0 for point in figures["course"]) > 0
     assert (await fetch_json(f"{page}/stop", {"stop": "1"}))["success"]
 
 

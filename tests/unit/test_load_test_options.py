@@ -8,7 +8,7 @@ import pytest
 
 from loadtest.gateway import GatewayError, Model, TensorDescription, parse_address
 from loadtest.options import add_fields, parse
-from loadtest.predictors import State, page_addresses, parse_page
+from loadtest.predictors import State, states_of
 from loadtest.prompts import EXAMPLES, Lengths, Prompt, Workload, parse_lengths, read_prompts
 from loadtest.replay import replayed
 from loadtest.tensors import check_types, filled, json_tensor, raw, values_of
@@ -143,17 +143,13 @@ def test_addresses():
     assert parse_address("http://[::1]:8080/").url == "http://[::1]:8080"
     with pytest.raises(ValueError, match="is not http"):
         parse_address("localhost:8080")
-    assert page_addresses("automatic")[1] == "http://127.0.0.1:9110/metrics"
-    assert page_addresses("") == []
 
 
-def test_a_predictors_page():
-    page = """# HELP millrace_sequences_running x
-millrace_sequences_running{gen_ai_request_model="a"} 3.0
-millrace_sequences_running{gen_ai_request_model="b"} 1.0
-millrace_sequences_waiting{gen_ai_request_model="a"} 2.0
-millrace_kv_cache_utilization_ratio{gen_ai_request_model="a"} 0.25
-millrace_kv_cache_utilization_ratio{gen_ai_request_model="b"} 0.5
-"""
-    assert parse_page(page) == State(4, 2, 0.5)
-    assert parse_page("") == State(0, 0, 0)
+def test_predictors_states_are_over_their_models():
+    first = {"model": "a", "running": 3, "waiting": 2, "waiting_tokens": 9, "cache_free": 0.75}
+    second = {"model": "b", "running": 1, "waiting": 0, "waiting_tokens": 0, "cache_free": 0.5}
+    ready = {"name": "predictor-1", "ready": True, "leaving": False, "models": [first, second]}
+    # Ready with models that the key may not use.
+    unseen = {"name": "predictor-2", "ready": True, "leaving": False, "models": []}
+    starting = {"name": "predictor-3", "ready": False, "leaving": False, "models": []}
+    assert states_of([ready, unseen, starting]) == {"predictor-1": State(4, 2, 0.5), "predictor-2": State(0, 0, 0)}
