@@ -37,13 +37,17 @@ _FIELDS = {
     "deadline": ("60", "Deadline of a request in seconds"),
     "knee_seconds": ("20", "KneeShape: seconds that each level is measured"),
     "knee_most": ("512", "KneeShape: the most users"),
+    "knee_precision": ("5", "KneeShape: per cent to which the knee is exact; at least one user"),
     "kills_per_minute": ("0", "Predictors killed a minute (DEVELOPMENT=true), in the middle of a stream"),
 }
 
 
 @dataclass(frozen=True)
 class Options:
-    """Times in seconds. `arrivals_per_s`: of each user, None for closed load; `replay`: arrivals of the payload log."""
+    """Times in seconds, shares 0 to 1, also `knee_precision`.
+
+    `arrivals_per_s`: of each user, None for closed load; `replay`: arrivals of the payload log.
+    """
 
     model: str
     workload: Workload
@@ -57,6 +61,7 @@ class Options:
     kills_per_minute: float
     knee_seconds: int
     knee_most: int
+    knee_precision: float
     key: str
 
 
@@ -104,6 +109,7 @@ def parse(values: Namespace) -> Options:
         kills_per_minute=_number("kills per minute", values.kills_per_minute, most=_GREATEST_KILLS),
         knee_seconds=round(_number("knee seconds", values.knee_seconds, above=1.0, most=3600.0)),
         knee_most=round(_number("knee most", values.knee_most, above=0.5, most=100_000.0)),
+        knee_precision=_number("knee precision", values.knee_precision, most=50.0) / 100,
         key=values.key.strip(),
     )
 

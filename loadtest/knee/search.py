@@ -12,7 +12,10 @@ _CONFIRMATIONS = 2
 
 @dataclass
 class KneeSearch:
-    """`level` is the number of users to measure next, from `start` to `most`; the knee is exact to `precision`."""
+    """`level` is the number of users to measure next, from `start` to `most`.
+
+    The knee is exact to `precision`, a share of it, or to one user.
+    """
 
     start: int
     most: int

@@ -72,7 +72,7 @@ class KneeShape(LoadTestShape):
         self._kind = self._waiting.pop(0)
         options = self._session.options
         start = min(int(self._environment.parsed_options.num_users or 1), options.knee_most)
-        self._search = KneeSearch(max(1, start), options.knee_most)
+        self._search = KneeSearch(max(1, start), options.knee_most, options.knee_precision)
         self._levels: list[Level] = []
         self._began: int | None = None
         return True

@@ -21,12 +21,13 @@ def find(search, holds):
 
 @pytest.mark.parametrize("start", [1, 7, 64, 300])
 @pytest.mark.parametrize("knee", [1, 2, 5, 17, 100, 299])
-def test_the_knee_is_found_to_five_per_cent(start, knee):
-    search = KneeSearch(start, 400)
+@pytest.mark.parametrize("precision", [0.05, 0.01, 0.0])
+def test_the_knee_is_found_as_exactly_as_wanted(start, knee, precision):
+    search = KneeSearch(start, 400, precision)
     levels = find(search, lambda level: level <= knee)
     assert search.bounded
-    assert knee - max(1, 0.05 * knee) <= search.knee <= knee
-    assert len(set(levels)) <= 16
+    assert knee - max(1, precision * knee) < search.knee <= knee
+    assert len(set(levels)) <= 18
 
 
 def test_a_knee_above_the_most_is_not_bounded():

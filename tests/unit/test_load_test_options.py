@@ -52,6 +52,7 @@ def test_open_load_and_arrivals_of_the_log():
         ("tensor_shape", "1,-1", "tensor shape: '1,-1'"),
         ("deadline", "soon", "deadline: 'soon'"),
         ("good_percent", "101", "good percent: '101'"),
+        ("knee_precision", "51", "knee precision: '51'"),
         ("kills_per_minute", "-1", "kills per minute: '-1'"),
         ("objective", "fast", "objective: 'fast'"),
         ("prompts_file", "/does/not/exist", "prompts file /does/not/exist"),
