@@ -14,8 +14,10 @@ from tests.support.locust_run import FILES, LocustRun
 
 pytestmark = pytest.mark.timeout(900)
 
-BATCH, PACE_MS, TOKENS = 4, 30, 12
+BATCH, PACE_MS, TOKENS = 8, 30, 12
 NEAR, TWICE = 0.10, 1.9
+# A search from 20 users a predictor, which carries about 40, to one of fifty: a coarser one could not tell 1.9 from 2.
+USERS, PRECISION = 20, 2
 # Of the whole request: with more sequences than slots the engine lets them take turns, so that first tokens are early
 # and gaps long.
 OBJECTIVE = "whole <= 2500 ms"
@@ -30,10 +32,11 @@ async def find_knee(new_stack, folder, predictors, *options):
         commands={"predictor": (sys.executable, "-m", "bench.instant_predictor")},
         environment={"predictor": {"PACE_MS": str(PACE_MS), "PREDICTOR_MAX_RUNNING": str(BATCH)}},
     )
-    fields = ("--objective", OBJECTIVE, "--output-tokens", str(TOKENS), "--think-time", "0", "--knee-seconds", "10")
+    fields = ("--objective", OBJECTIVE, "--output-tokens", str(TOKENS), "--think-time", "0", "--knee-seconds", "20")
+    precision = ("--knee-precision", str(PRECISION))
     run = LocustRun()
-    start = ("-u", str(20 * predictors), "--knee-folder", str(folder))
-    await run.run(stack.gateway, *start, *fields, *options, "StreamUser", files=FILES)
+    start = ("-u", str(USERS * predictors), "--knee-folder", str(folder))
+    await run.run(stack.gateway, *start, *fields, *precision, *options, "StreamUser", files=FILES)
     assert (folder / "knee.json").exists(), run.output
     report = json.loads((folder / "knee.json").read_text())
     print((folder / "knee.md").read_text())
@@ -50,8 +53,8 @@ async def test_the_knee_is_found_twice_and_doubles_with_the_predictors(new_stack
     assert abs(first["knee"] - second["knee"]) <= max(1, NEAR * first["knee"])
     one, two = first["at_knee"]["goodput"], both["at_knee"]["goodput"]
     assert two >= TWICE * one, f"{one} and {two} good requests a second"
-    # Each search is exact to five per cent.
-    assert both["knee"] >= 0.9 * TWICE * first["knee"]
+    users = (first["knee"] + second["knee"]) / 2
+    assert both["knee"] >= TWICE * users, f"{users} and {both['knee']} users"
     assert (tmp_path / "first" / "knee.md").exists()
     assert (tmp_path / "first" / "knee.png").read_bytes().startswith(b"\x89PNG")
 
