@@ -8,18 +8,20 @@ it cancels every request.
 `triton_final_response` is true on the last response of a request, which `answer` marks, and on an error. A request with
 the parameter `triton_enable_empty_final_response` gets an empty response as its last one instead, unless it fails.
 Answers in bytes, a serialized ModelStreamInferResponse each, pass as they are: they come from a server that has marked
-them itself.
+them itself. A caller that takes joined answers gets those in one message that are ready together (joined_answers.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
 from millrace.errors import MillraceError, RequestFailedError
+from millrace.oip.joined_answers import joined, may_join
 from millrace.rpc.handlers import Context
 from millrace.rpc.request_reading import RequestStream
 from millrace_protos.inference_pb2 import InferParameter, ModelInferResponse, ModelStreamInferResponse
@@ -51,6 +53,7 @@ class StreamRequest(Protocol):
 
 RequestT = TypeVar("RequestT", bound=StreamRequest)
 Answer = Callable[[RequestT], AsyncGenerator[ModelInferResponse | bytes, None]]
+Item = ModelStreamInferResponse | bytes | MillraceError | None  # Of the queue of a call; None is its end.
 
 
 def errors_as_status(context: Context) -> bool:
@@ -64,10 +67,14 @@ def wants_empty_final(request: StreamRequest) -> bool:
 
 
 async def multiplex(
-    requests: AsyncIterator[RequestT], answer: Answer[RequestT], as_status: bool
+    requests: AsyncIterator[RequestT], answer: Answer[RequestT], as_status: bool, joins: bool = False
 ) -> AsyncGenerator[Any, None]:
-    """Answers every request of a stream with what `answer` yields for it: ModelStreamInferResponse, or bytes."""
-    responses: asyncio.Queue[ModelStreamInferResponse | bytes | MillraceError | None] = asyncio.Queue(_UNREAD_RESPONSES)
+    """Answers every request of a stream with what `answer` yields for it: ModelStreamInferResponse, or bytes.
+
+    With `joins`, one response may be several.
+    """
+    responses: asyncio.Queue[Item] = asyncio.Queue(_UNREAD_RESPONSES)
+    held: deque[Item] = deque()  # Taken from the queue, and not yielded yet.
     room = asyncio.Semaphore(MAX_IN_FLIGHT)
 
     async def run(request: RequestT, finish: Callable[[], None]) -> None:
@@ -107,7 +114,7 @@ async def multiplex(
 
     reader = asyncio.create_task(read(), name="stream-infer")
     try:
-        while (response := await responses.get()) is not None:
+        while (response := await (_joined_next(responses, held) if joins else responses.get())) is not None:
             if isinstance(response, MillraceError):
                 try:
                     raise response
@@ -119,7 +126,23 @@ async def multiplex(
         await asyncio.gather(reader, return_exceptions=True)
 
 
-async def _answer_one(request: RequestT, answer: Answer[RequestT], responses: asyncio.Queue[Any]) -> None:
+async def _joined_next(responses: asyncio.Queue[Item], held: deque[Item]) -> Item:
+    """The next of a queue, one with all that follow it there if they are small; `held` is for the first that is not."""
+    item = held.popleft() if held else await responses.get()
+    together: list[ModelStreamInferResponse] = []
+    while isinstance(item, ModelStreamInferResponse) and may_join(item):
+        together.append(item)
+        if responses.empty():
+            break
+        item = responses.get_nowait()
+    else:
+        if not together:
+            return item
+        held.append(item)
+    return together[0] if len(together) == 1 else joined(together)
+
+
+async def _answer_one(request: RequestT, answer: Answer[RequestT], responses: asyncio.Queue[Item]) -> None:
     empty_final = wants_empty_final(request)
     async with aclosing(answer(request)) as answers:
         async for response in answers:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, aclosing, nullcontext
 from millrace import __version__
 from millrace.clients import ANYONE, Client, client_of
 from millrace.errors import InvalidRequestError, NotFoundError, NotImplementedMethodError
+from millrace.oip.joined_answers import takes_joined
 from millrace.oip.model_description import config_of, metadata_of
 from millrace.oip.settings_servicer import OpenInferenceBase
 from millrace.oip.stream_infer import errors_as_status, multiplex
@@ -140,7 +141,8 @@ class InferenceServicer(OpenInferenceBase):
                             await recording.flushed()
                         yield response
 
-        async with aclosing(multiplex(request_iterator, answer, errors_as_status(context))) as responses:
+        joins = takes_joined(context)
+        async with aclosing(multiplex(request_iterator, answer, errors_as_status(context), joins)) as responses:
             async for response in responses:
                 yield response
 

@@ -331,7 +331,7 @@ async def test_a_client_cannot_change_retries_or_timeouts(gateway: Gateway) -> N
 
 
 async def test_a_client_cannot_say_what_only_the_transformer_may(gateway: Gateway) -> None:
-    inner = {"x-millrace-recorded": "true", LINK: "00"}
+    inner = {"x-millrace-recorded": "true", LINK: "00", "x-millrace-joins-answers": "true"}
     answer = await gateway.request("POST", OPENAI, b"{}", **inner)
     assert answer.status == 200
     assert not inner.keys() & answer.json["metadata"].keys()

@@ -7,7 +7,7 @@ flow control are HTTP/2's own. Predictors of ours generate over links.py.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -21,6 +21,7 @@ from millrace.errors import (
     NotImplementedMethodError,
     RequestFailedError,
 )
+from millrace.oip.joined_answers import JOINS_ANSWERS, separate
 from millrace.oip.wire_fields import fields
 from millrace.payload.call import RECORDED
 from millrace.rpc.channel import open_channel
@@ -100,18 +101,26 @@ class PredictorClient(Predictor):
         """One call for each request. The predictor marks the last response, as the request asks."""
         span = CallSpan()
         with span.of_next_call():
-            metadata = (ERRORS_AS_STATUS, RECORDED)
+            metadata = (ERRORS_AS_STATUS, RECORDED, JOINS_ANSWERS)
             call = self._stream_bytes(request, timeout=deadline.left(), metadata=metadata)
         try:
-            async for response in call:
-                _raise_error(response)
+            async for message in call:
                 span.message()
-                yield response
+                for response in _answers_of(message):
+                    _raise_error(response)
+                    yield response
         finally:
             call.cancel()
 
     def generate(self, generation: Generation, deadline: Deadline, span: CallSpan) -> OipCall:
         return OipCall(self._stream, generation, deadline, span)
+
+
+def _answers_of(message: bytes) -> Sequence[bytes]:
+    try:
+        return separate(message)
+    except DecodeError:
+        raise _broken() from None
 
 
 def _raise_error(response: bytes) -> None:
@@ -121,6 +130,10 @@ def _raise_error(response: bytes) -> None:
             return
         message = inference_pb2.ModelStreamInferResponse.FromString(response).error_message
     except DecodeError:
-        raise HopBrokenError("the predictor's answer is not the message that it must be", hop="predictor") from None
+        raise _broken() from None
     if message:
         raise RequestFailedError(message, hop="predictor")
+
+
+def _broken() -> HopBrokenError:
+    return HopBrokenError("the predictor's answer is not the message that it must be", hop="predictor")

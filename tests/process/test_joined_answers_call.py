@@ -1,0 +1,29 @@
+"""The transformer asks a predictor for joined answers, and gives each of them on by itself."""
+
+from millrace.deadline import NO_DEADLINE
+from millrace.oip.joined_answers import JOINS_ANSWERS, joined
+from millrace_protos.inference_pb2 import ModelInferResponse, ModelStreamInferResponse
+from services.transformer.predictors.client import PredictorClient
+from tests.process.foreign_server import ForeignServer, foreign_server
+
+
+def answered(number):
+    return ModelStreamInferResponse(infer_response=ModelInferResponse(id=str(number)))
+
+
+class Joining(ForeignServer):
+    async def ModelStreamInfer(self, request_iterator, context):  # noqa: N802
+        async for _ in request_iterator:
+            self.requests.append(JOINS_ANSWERS in tuple(context.invocation_metadata()))
+            yield joined([answered(0), answered(1)])
+            yield answered(2)
+
+
+async def test_the_transformer_asks_for_them_and_gets_each():
+    server = Joining()
+    async with foreign_server(server) as address:
+        client = PredictorClient(address)
+        found = [each async for each in client.stream_bytes(b"", NO_DEADLINE)]
+        await client.close()
+    assert server.requests == [True]
+    assert found == [answered(number).SerializeToString() for number in range(3)]
