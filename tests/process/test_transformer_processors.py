@@ -10,6 +10,7 @@ import pytest
 
 from millrace.errors import OverloadedError, StartupError
 from millrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
+from millrace.processor import ProcessorRequest
 from millrace_protos import inference_pb2 as pb
 from services.transformer.models.processor_sources import ProcessorSource, parse_processors
 from services.transformer.models.processors import RunningProcessor
@@ -146,6 +147,20 @@ async def test_blocking_code_stops_nobody_and_its_queue_is_bounded():
     release.set()
     assert all(await asyncio.gather(*blocked))
     assert await pool.run(int) == 0
+    pool.close()
+
+
+async def test_what_a_processor_does_not_define_takes_no_thread(tmp_path):
+    (tmp_path / "it.py").write_text("from millrace.processor import Processor\nclass C(Processor): pass")
+    pool, release, array = WorkPool(threads=1, max_waiting=0, name="test"), threading.Event(), np.array([1])
+    running = RunningProcessor(ProcessorSource("it", str(tmp_path / "it.py"), "C"), pool)
+    blocked = asyncio.create_task(pool.run(release.wait, 30))
+    await asyncio.sleep(0)
+    request = ProcessorRequest("", {"x": array}, {})
+    for passed in (await running.preprocess(request), await running.postprocess(request, {"x": array})):
+        assert [(name, tensor.array.tolist()) for name, tensor in passed] == [("x", [1])]
+    release.set()
+    await blocked
     pool.close()
 
 

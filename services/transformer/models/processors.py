@@ -1,7 +1,8 @@
 """Processors of the user's own: `name=package.module:Class` or `name=folder/file.py:Class`, imported and run.
 
 See millrace/processor.py for the interface. An invalid processor raises StartupError at the start, with one line. Plain
-methods run on a pool's threads, async ones on the event loop; their exceptions become MillraceErrors.
+methods run on a pool's threads, async ones on the event loop; their exceptions become MillraceErrors. A method that the
+class has not overridden passes everything on at once.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from services.transformer.models.processor_sources import ProcessorSource
 from services.transformer.models.work_pool import WorkPool
 
 logger = logging.getLogger(__name__)
+
+# What a processor has inherited, which takes less than a change of threads.
+_PASSING_ON = (Processor.preprocess, Processor.postprocess)
 
 
 class RunningProcessor:
@@ -71,6 +75,8 @@ class RunningProcessor:
             raise RequestFailedError("the processor failed on this request") from None
 
     async def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        if getattr(method, "__func__", None) in _PASSING_ON:
+            return method(*arguments)
         if inspect.iscoroutinefunction(method):
             return await method(*arguments)
         return await self._pool.run(_without_exits, method, *arguments)
