@@ -17,6 +17,7 @@ from google.api import annotations_pb2
 from pydantic import ValidationError
 
 import envoy
+from millrace.oip.joined_answers import JOINS_ANSWERS
 from millrace.payload.call import RECORDED
 from millrace.telemetry.identity import REQUEST_ID
 from millrace.telemetry.rpc import LINK
@@ -250,7 +251,7 @@ def keys(part: Any) -> Iterator[str]:
 def test_what_only_the_transformer_may_say_is_taken_from_strangers(config: Config) -> None:
     removed = connection_manager(config, "ingress")["route_config"]["request_headers_to_remove"]
     of_the_stack = {name for name in removed if name.startswith("x-millrace-")}
-    assert of_the_stack == {RECORDED[0], LINK}
+    assert of_the_stack == {RECORDED[0], LINK, JOINS_ANSWERS[0]}
     assert "request_headers_to_remove" not in connection_manager(config, "inner")["route_config"]
 
 
