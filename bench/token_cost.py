@@ -1,12 +1,12 @@
 """What a streamed token costs: microseconds of processor time by process, by thread and by cause.
 
 OpenAI's server-sent events through the whole stack as `make up` starts it, everything on by default, with 1, 8 and 32
-callers: prompts of 32 tokens, 64 tokens out, greedy. `llama-10M` is that model in bfloat16, or in the type that `--dtype`
-names: a processor without instructions for bfloat16 takes 20 times as long over it; `free` the same with a
-runner that computes nothing, which shows the most that the path of tokens can carry. Both stacks run all the time; in a
-round each of them is measured once with each number of callers, in random order. Figures are medians over the rounds.
-Before the first one the KV cache, of 256 MiB, has been written once: until then its pages are made, which costs 17 µs a
-token with this model.
+callers: prompts of 32 tokens, 64 tokens out, greedy. `llama-10M` is that model in bfloat16, or as `--dtype` says: a
+processor without instructions for bfloat16 takes 20 times as long over it. `free` is the same with a runner that
+computes nothing, which shows the most that the path of tokens can carry. Both stacks run all the time; in a round each
+of them is measured once with each number of callers, in random order. Figures are medians over the rounds. Before the
+first one the KV cache, of 256 MiB, has been written once: until then its pages are made, which costs 17 µs a token with
+this model.
 
 Processes are those of the stack and all their descendants, by role (bench/processes.py); the callers' own process is
 left out. `forward` is the processor time of the model's forward passes on the engine's thread, a part of the
@@ -110,7 +110,9 @@ def main() -> None:
 async def _measure(arguments: argparse.Namespace) -> Samples:
     samples: Samples = defaultdict(list)
     async with AsyncExitStack() as opened:
-        servers = {model: await opened.enter_async_context(_server(model, arguments.dtype)) for model in arguments.models}
+        servers = {
+            model: await opened.enter_async_context(_server(model, arguments.dtype)) for model in arguments.models
+        }
         for server in servers.values():
             await _write_cache(server)
         cases = [(model, callers) for model in arguments.models for callers in arguments.callers]
