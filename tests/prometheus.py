@@ -71,10 +71,13 @@ class Prometheus(NamedTuple):
         """The label sets of a metric's series."""
         return [series.labels for series in await self.query(f"last_over_time({metric}[1h])")]
 
-    async def scraped(self) -> None:
-        """Returns after a scrape of every page that began from now on, failed or not; raises TimeoutError."""
+    async def scraped(self, succeeded: bool = False) -> None:
+        """Returns after a scrape of every page that began from now on; raises TimeoutError.
+
+        Without `succeeded` it may have failed: a busy machine does not answer each one in time.
+        """
         started = time.time()
-        count = f"count(timestamp(up) > {started:.3f})"
+        count = f"count({'up == 1 and ' if succeeded else ''}timestamp(up) > {started:.3f})"
         async with asyncio.timeout(self.every_s + _READY_S):
             while sum(series.last for series in await self.query(count)) < self.page_count:  # noqa: ASYNC110
                 await asyncio.sleep(_POLL_S)

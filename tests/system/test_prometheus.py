@@ -83,7 +83,7 @@ async def watched(stacks: StackPool, tmp_path_factory: pytest.TempPathFactory) -
             await mixed_load(stack.gateway)
             await predictor_dies_in_the_middle(stack)
             await mixed_load(stack.gateway)
-            await prometheus.scraped()
+            await prometheus.scraped(succeeded=True)
             yield Watched(stack, prometheus, begun, time.time())
 
 
