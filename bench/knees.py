@@ -59,12 +59,12 @@ def main() -> None:
     options.add_argument("--seconds", type=int, default=10, help="that each level is measured")
     arguments = options.parse_args()
     subprocess.run([sys.executable, "-m", "bench.models", str(_MODELS_FOLDER)], cwd=ROOT, check=True)
-    rows = asyncio.run(_measure(arguments))
-    write(arguments.out, {"machine": machine(), "seconds_a_level": arguments.seconds, "rows": rows})
+    asyncio.run(_measure(arguments))
 
 
-async def _measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    rows = []
+async def _measure(arguments: argparse.Namespace) -> None:
+    """Writes the results after each row."""
+    rows: list[dict[str, Any]] = []
     for name in arguments.only:
         row = ROWS[name]
         async with running_stack(
@@ -75,7 +75,7 @@ async def _measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         for knee in knees:
             rows.append({"row": name, "model": row.model, "objective": row.objective, **knee})
             print(_line(rows[-1]), flush=True)
-    return rows
+        write(arguments.out, {"machine": machine(), "seconds_a_level": arguments.seconds, "rows": rows})
 
 
 async def _search(gateway: str, row: Row, seconds: int, folder: Path) -> list[dict[str, Any]]:
