@@ -26,7 +26,7 @@ _FIELDS = {
     "prompts_file": ("", "File of prompts: JSON Lines or ShareGPT's JSON; empty: examples"),
     "prompt_words": ("", "Words of a prompt without a file, N or N-M; empty: examples"),
     "output_tokens": ("16-64", "Tokens to request, N or N-M; a file's own lengths come first"),
-    "tensor_shape": ("1,16", "Shape of tensors whose dimensions the model leaves open"),
+    "tensor_shape": ("1,16", "Shape of tensors that the model leaves open"),
     "think_time": ("0.1-0.5", "Closed load: seconds between an answer and the next request, N or N-M"),
     "arrivals": (
         "",

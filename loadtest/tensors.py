@@ -27,8 +27,13 @@ _NUMPY = {
 }
 
 
-def check_types(model: Model) -> Model:
-    """The model; raises GatewayError for one with an input of whose type there are no values here."""
+def with_inputs(model: Model, given: tuple[int, ...]) -> Model:
+    """The model; one that takes any inputs gets one of INT64 and the given shape.
+
+    Raises GatewayError for a model with an input of whose type there are no values here.
+    """
+    if not model.inputs:
+        return Model(model.name, (TensorDescription("input", "INT64", given),))
     for tensor in model.inputs:
         if tensor.datatype != _TEXT and tensor.datatype not in _NUMPY:
             raise GatewayError(

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from loadtest.gateway import GatewayError, Model, TensorDescription
-from loadtest.tensors import check_types, filled, json_tensor, raw, values_of
+from loadtest.tensors import filled, json_tensor, raw, values_of, with_inputs
 from loadtest.users.base import GrpcUser, HttpUser
 from loadtest.users.call import CallFailedError
 from millrace.oip.parameters import set_parameters
@@ -45,7 +45,7 @@ class TensorUser(GrpcUser):
         except grpc.RpcError as error:
             raise GatewayError(f"metadata of {name}: {error.code().name}") from None
         inputs = (TensorDescription(item.name, item.datatype, tuple(item.shape)) for item in answer.inputs)
-        return check_types(Model(name, tuple(inputs)))
+        return with_inputs(Model(name, tuple(inputs)), self.options.tensor_shape)
 
     def request(self, arrival: float, prompt: str, max_tokens: int) -> None:
         generation = any(tensor.name == _IDS_SO_FAR for tensor in self.model.inputs)
@@ -73,7 +73,8 @@ class TensorRestUser(HttpUser):
 
     def find_model(self) -> Model:
         """With the inputs that the transformer describes."""
-        return check_types(self.session.gateway.model(self.session.model_name(text=False)))
+        model = self.session.gateway.model(self.session.model_name(text=False))
+        return with_inputs(model, self.options.tensor_shape)
 
     def request(self, arrival: float, prompt: str, max_tokens: int) -> None:
         body: dict[str, Any]

@@ -11,7 +11,7 @@ from loadtest.options import add_fields, parse
 from loadtest.predictors import State, states_of
 from loadtest.prompts import EXAMPLES, Lengths, Prompt, Workload, parse_lengths, read_prompts
 from loadtest.replay import replayed
-from loadtest.tensors import check_types, filled, json_tensor, raw, values_of
+from loadtest.tensors import filled, json_tensor, raw, values_of, with_inputs
 
 
 class Parser(ArgumentParser):
@@ -136,7 +136,12 @@ def test_text_is_sent_with_its_lengths():
 
 def test_a_model_of_an_unknown_type_is_refused():
     with pytest.raises(GatewayError, match="x of m is BF16"):
-        check_types(Model("m", (TensorDescription("x", "BF16", (1,)),)))
+        with_inputs(Model("m", (TensorDescription("x", "BF16", (1,)),)), (1,))
+
+
+def test_a_model_that_takes_any_inputs_gets_one_of_the_given_shape():
+    (tensor,) = with_inputs(Model("m"), (16, 2048)).inputs
+    assert (tensor.datatype, filled(tensor.shape, (16, 2048))) == ("INT64", (16, 2048))
 
 
 def test_addresses():
