@@ -88,8 +88,12 @@ async def _search(gateway: str, row: Row, seconds: int, folder: Path) -> list[di
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    async with asyncio.timeout(_TIMEOUT_S):
-        output, _ = await locust.communicate()
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            output, _ = await locust.communicate()
+    finally:
+        if locust.returncode is None:
+            locust.kill()
     report = folder / "knee.json"
     if not report.exists():
         raise RuntimeError(f"no knee was found: {output.decode()[-2000:]}")

@@ -24,10 +24,18 @@ Attributes = Mapping[str, str | int]
 _MAX_WAITING = 1024  # Values of an instrument; who adds more hands them over, in about a millisecond.
 
 
-class _Gathered:
+class Gathered:
+    """See the module; made by `histogram` or `counter`. `give` hands values with the same attributes to the SDK."""
+
     def __init__(self, give: Callable[[list[float], Attributes], None]) -> None:
         self._give = give
         self._waiting: deque[tuple[float, Attributes]] = deque()
+
+    def record(self, value: float, attributes: Attributes) -> None:
+        """Adds a value to a histogram, or adds to a count."""
+        self._waiting.append((value, attributes))
+        if len(self._waiting) >= _MAX_WAITING:
+            self.hand_over()
 
     def hand_over(self) -> None:
         """Gives the SDK the values so far."""
@@ -41,38 +49,16 @@ class _Gathered:
         for items, values in groups.items():
             self._give(values, dict(items))
 
-    def _add(self, value: float, attributes: Attributes) -> None:
-        self._waiting.append((value, attributes))
-        if len(self._waiting) >= _MAX_WAITING:
-            self.hand_over()
-
-
-class GatheredHistogram(_Gathered):
-    """See the module; made by `histogram`."""
-
-    def record(self, value: float, attributes: Attributes) -> None:
-        """Adds a value."""
-        self._add(value, attributes)
-
-
-class GatheredCounter(_Gathered):
-    """See the module; made by `counter`."""
-
-    def add(self, number: int, attributes: Attributes) -> None:
-        """Adds to the count."""
-        self._add(number, attributes)
-
 
 class _Instruments:
     """Those of one meter, by name; an instrument without values of its own asks for theirs at each collection."""
 
     def __init__(self, meter: Meter) -> None:
-        self.histograms: dict[str, GatheredHistogram] = {}
-        self.counters: dict[str, GatheredCounter] = {}
+        self.by_name: dict[str, Gathered] = {}
         meter.create_observable_counter("millrace.gathered", [self._collect])
 
     def _collect(self, _: CallbackOptions) -> Iterable[Observation]:
-        for instrument in (*self.histograms.values(), *self.counters.values()):
+        for instrument in tuple(self.by_name.values()):
             instrument.hand_over()
         return ()
 
@@ -80,26 +66,24 @@ class _Instruments:
 _instruments: WeakKeyDictionary[Meter, _Instruments] = WeakKeyDictionary()
 
 
-def histogram(
-    meter: Meter | None, name: str, unit: str, description: str, buckets: Sequence[float]
-) -> GatheredHistogram:
+def histogram(meter: Meter | None, name: str, unit: str, description: str, buckets: Sequence[float]) -> Gathered:
     """A histogram of `meter`, None: the global one; the same object for the same name."""
     meter = meter or metrics.get_meter("millrace")
-    histograms = _of(meter).histograms
-    if name not in histograms:
+    by_name = _of(meter).by_name
+    if name not in by_name:
         made = meter.create_histogram(name, unit, description, explicit_bucket_boundaries_advisory=buckets)
-        histograms[name] = GatheredHistogram(lambda values, attributes: made.record(_Batch(values), attributes))
-    return histograms[name]
+        by_name[name] = Gathered(lambda values, attributes: made.record(_Batch(values), attributes))
+    return by_name[name]
 
 
-def counter(meter: Meter | None, name: str, unit: str, description: str) -> GatheredCounter:
+def counter(meter: Meter | None, name: str, unit: str, description: str) -> Gathered:
     """A counter of `meter`, None: the global one; the same object for the same name."""
     meter = meter or metrics.get_meter("millrace")
-    counters = _of(meter).counters
-    if name not in counters:
+    by_name = _of(meter).by_name
+    if name not in by_name:
         made = meter.create_counter(name, unit, description)
-        counters[name] = GatheredCounter(lambda values, attributes: made.add(sum(values), attributes))
-    return counters[name]
+        by_name[name] = Gathered(lambda values, attributes: made.add(sum(values), attributes))
+    return by_name[name]
 
 
 def gathered_views() -> list[View]:

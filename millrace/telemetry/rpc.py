@@ -15,7 +15,7 @@ from opentelemetry.metrics import Meter
 from opentelemetry.trace import Span, Status
 from opentelemetry.trace import StatusCode as SpanStatus
 
-from millrace.telemetry.gathered import GatheredHistogram, histogram
+from millrace.telemetry.gathered import Gathered, histogram
 from millrace.telemetry.identity import span_id_of, trace_id_of
 from millrace.telemetry.logs import call_log
 
@@ -62,7 +62,7 @@ def attributes_of(name: str) -> dict[str, str]:
     return {"rpc.system.name": "grpc", "rpc.method": name}
 
 
-def duration_histogram(meter: Meter | None, name: str) -> GatheredHistogram:
+def duration_histogram(meter: Meter | None, name: str) -> Gathered:
     """`rpc.server.call.duration`, `rpc.client.call.duration` or `http.client.request.duration`."""
     return histogram(meter, name, "s", "How long calls take, to their last message.", DURATION_BUCKETS)
 

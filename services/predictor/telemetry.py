@@ -15,7 +15,7 @@ from opentelemetry import trace
 from opentelemetry.metrics import Meter
 from opentelemetry.trace import Span
 
-from millrace.telemetry.gathered import GatheredHistogram, histogram
+from millrace.telemetry.gathered import Gathered, histogram
 from millrace.telemetry.identity import MODEL
 from services.predictor.engine.interface import Chunk, Timeline
 
@@ -49,9 +49,7 @@ class GenerationTelemetry:
 class ObservedGeneration:
     """One generation; belongs to the task that reads it."""
 
-    def __init__(
-        self, timeline: Timeline, span: Span, queue_duration: GatheredHistogram, attributes: dict[str, str]
-    ) -> None:
+    def __init__(self, timeline: Timeline, span: Span, queue_duration: Gathered, attributes: dict[str, str]) -> None:
         self._timeline = timeline
         self._queue_duration = queue_duration
         self._attributes = attributes

@@ -30,9 +30,9 @@ def test_a_collection_counts_each_value_by_its_attributes():
 def test_counts_are_added_up():
     measured = Measured()
     ended = counter(measured.meter, "ended", "{stream}", "Streams.")
-    ended.add(1, {"outcome": "completed"})
-    ended.add(2, {"outcome": "completed"})
-    ended.add(1, {"outcome": "failed"})
+    ended.record(1, {"outcome": "completed"})
+    ended.record(2, {"outcome": "completed"})
+    ended.record(1, {"outcome": "failed"})
     assert measured.values_by("outcome", "ended") == {"completed": 3, "failed": 1}
     assert measured.names == {"ended"}
 

@@ -19,7 +19,7 @@ from millrace.deadline import DEADLINE_MARGIN_S
 from millrace.errors import MillraceError
 from millrace.rpc.admission import error_of_call
 from millrace.rpc.call_context import CallContext
-from millrace.telemetry.gathered import GatheredHistogram, counter, histogram
+from millrace.telemetry.gathered import Gathered, counter, histogram
 from millrace.telemetry.identity import MODEL, PROTOCOL, protocol_of
 from millrace.telemetry.rpc import OTHER, mark_failure
 from services.transformer.generation.chunks import TextChunk
@@ -52,7 +52,7 @@ class GenerationTelemetry:
     def __init__(self, is_served: Callable[[str], bool], meter: Meter | None = None) -> None:
         self._is_served = is_served
 
-        def seconds(name: str, description: str, buckets: tuple[float, ...]) -> GatheredHistogram:
+        def seconds(name: str, description: str, buckets: tuple[float, ...]) -> Gathered:
             return histogram(meter, name, "s", description, buckets)
 
         self.duration = seconds(
@@ -119,7 +119,7 @@ class ObservedGeneration:
         instruments, tokens = self._instruments, len(chunk.token_ids)
         if chunk.resumed:
             self._span.add_event("resume", {"gen_ai.usage.output_tokens": self._tokens})
-            instruments.resumed.add(1, {MODEL: self._gap_attributes[MODEL]})
+            instruments.resumed.record(1, {MODEL: self._gap_attributes[MODEL]})
         if tokens:
             if self._first_s is None:
                 self._first_s = chunk.elapsed_s
@@ -147,7 +147,7 @@ class ObservedGeneration:
             if self._tokens > 1:
                 per_token_s = (self._latest_s - self._first_s) / (self._tokens - 1)
                 instruments.per_token.record(per_token_s, attributes)
-        instruments.streams.add(1, self._gap_attributes | {OUTCOME: _outcome(status)})
+        instruments.streams.record(1, self._gap_attributes | {OUTCOME: _outcome(status)})
         if self._span.is_recording():
             self._describe(status)
 
