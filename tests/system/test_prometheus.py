@@ -64,10 +64,11 @@ class Watched(NamedTuple):
 async def watched(stacks: StackPool, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Watched]:
     # Neither a collector nor a sink is there: what is lost or waits has to be seen too.
     exporting = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": NOBODY, "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
+    # A queue of one span: the second that ends while one is being exported is lost, however slow the machine.
     short_queue = {
         "OTEL_BSP_SCHEDULE_DELAY": "200",
-        "OTEL_BSP_MAX_QUEUE_SIZE": "8",
-        "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "8",
+        "OTEL_BSP_MAX_QUEUE_SIZE": "1",
+        "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "1",
     }
     environment = {
         # On a busy machine a predictor takes its time to come back.
