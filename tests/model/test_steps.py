@@ -306,7 +306,8 @@ async def test_a_process_that_passes_its_port_on_ends_the_call_after_its_last_se
 
 
 async def test_steps_merge_while_the_caller_does_not_read(predictor):
-    async with grpc.aio.insecure_channel(predictor.target) as channel:
+    # gRPC would open its window as it measures the connection, and could take all of the steps.
+    async with grpc.aio.insecure_channel(predictor.target, options=[("grpc.http2.bdp_probe", 0)]) as channel:
         caller = StepsCaller(channel)
         sampling = {**SAMPLING, "max_tokens": 240, "logprobs": True, "top_logprobs": 20}
         for number in range(1, 17):
