@@ -16,15 +16,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import count
 
-import grpc
+from grpc import StatusCode
 
 from millrace.errors import NotReadyError, OtherWeightsError
-from millrace.rpc.channel import channel_options
+from millrace.rpc.http2.streaming_call import CallBrokenError, StreamingCall
 from millrace_protos import steps_pb2 as pb
-from millrace_protos import steps_pb2_grpc
 from services.transformer.predictors.choosing import Candidate, choose, prefix_key
 from services.transformer.predictors.crashes import PredictorLostError
 from services.transformer.predictors.link_call import LinkCall
@@ -33,8 +32,9 @@ from services.transformer.predictors.tokens import Generation
 
 logger = logging.getLogger(__name__)
 
+_METHOD = "/millrace.v1.PredictorSteps/Run"
 _RESOLVE_INTERVAL_S = 1.0
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.02, 0.5
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.02, 0.25
 # As a step's time grows with the number of prompts, so do the gaps of the streams beside them: twofold.
 _MOST_CATCHING_UP = 2
 _MOST_QUIET_S = 1.5  # Of a predictor that works: it sends something every second.
@@ -60,7 +60,11 @@ class PredictorLink:
         self._submitted = 0  # Since the latest report of the load.
         self._heard_at = 0.0  # When the latest message came, by the event loop's clock.
         self._outgoing = pb.StepsRequest()
-        self._has_outgoing = asyncio.Event()
+        self._call: StreamingCall | None = None
+        self._silence = asyncio.timeout(None)
+        self._is_up = False  # A message has come in this session.
+        self._send_is_due = False
+        self._loop = asyncio.get_running_loop()
         self._task = asyncio.create_task(self._run(), name=f"link-{address}")
 
     @property
@@ -86,17 +90,17 @@ class PredictorLink:
     def submit(self, call: LinkCall, submission: pb.Submission) -> None:
         """Sends a submission, whose number is set here; `call` gets what comes of it."""
         submission.number = call.number = next(self._numbers) & 0xFFFFFFFF
-        call.link, call.submitted_at = self, asyncio.get_running_loop().time()
+        call.link, call.submitted_at = self, self._loop.time()
         self._calls[call.number] = call
         self._submitted += 1
         self._outgoing.submissions.append(submission)
-        self._has_outgoing.set()
+        self._send_soon()
 
     def cancel(self, call: LinkCall) -> None:
         """Ends a call at the predictor; does nothing for one that has ended."""
         if self._calls.pop(call.number, None) is not None:
             self._outgoing.cancelled.append(call.number)
-            self._has_outgoing.set()
+            self._send_soon()
 
     async def close(self) -> None:
         self._task.cancel()
@@ -104,60 +108,63 @@ class PredictorLink:
 
     async def _run(self) -> None:
         pause_s = _FIRST_PAUSE_S
-        # gRPC's own backoff would grow far beyond the time that a predictor needs to restart.
-        options = (*channel_options(), ("grpc.max_reconnect_backoff_ms", 250))
-        async with grpc.aio.insecure_channel(self.address, options=options) as channel:
-            while True:
-                was_up, is_silent = False, False
-                try:
-                    was_up = await self._session(steps_pb2_grpc.PredictorStepsStub(channel))
-                    error = PredictorLostError("the predictor ended the connection", hop="predictor")
-                except grpc.aio.AioRpcError as broken:
-                    if broken.code() is grpc.StatusCode.UNIMPLEMENTED:
-                        pause_s = _FOREIGN_PAUSE_S
-                    was_up = bool(self.loads)
-                    logger.debug("the link to %s broke: %s", self.address, broken.details())
-                    error = PredictorLostError("the connection to the predictor broke", hop="predictor")
-                except TimeoutError:
-                    was_up, is_silent = True, True
-                    logger.warning("the predictor at %s has sent nothing for %g s", self.address, self._silence_limit_s)
-                    error = PredictorLostError("the predictor fell silent", hop="predictor")
-                except Exception:
-                    logger.exception("the predictor at %s breaks the protocol", self.address)
-                    error = PredictorLostError("the predictor breaks the protocol", hop="predictor")
-                finally:
-                    self._down()
-                self._end_calls(error, is_silent)
-                pause_s = _FIRST_PAUSE_S if was_up else pause_s
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+        while True:
+            is_silent = False
+            error = PredictorLostError("the predictor ended the connection", hop="predictor")
+            try:
+                if await self._session() is StatusCode.UNIMPLEMENTED:
+                    pause_s = _FOREIGN_PAUSE_S
+            except CallBrokenError as broken:
+                logger.debug("the link to %s broke: %s", self.address, broken)
+                error = PredictorLostError("the connection to the predictor broke", hop="predictor")
+            except TimeoutError:
+                is_silent = True
+                logger.warning("the predictor at %s has sent nothing for %g s", self.address, self._silence_limit_s)
+                error = PredictorLostError("the predictor fell silent", hop="predictor")
+            except Exception:
+                logger.exception("the predictor at %s breaks the protocol", self.address)
+                error = PredictorLostError("the predictor breaks the protocol", hop="predictor")
+            finally:
+                was_up = self._is_up
+                self._down()
+            self._end_calls(error, is_silent)
+            pause_s = _FIRST_PAUSE_S if was_up else pause_s
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
-    async def _session(self, stub: steps_pb2_grpc.PredictorStepsAsyncStub) -> bool:
-        """One call, to its end; whether the predictor answered."""
-        self._outgoing, self._has_outgoing = pb.StepsRequest(), asyncio.Event()
-        call = stub.Run(self._requests(self._has_outgoing), wait_for_ready=True)
-        is_up = False
+    async def _session(self) -> StatusCode:
+        """One call, to its end."""
+        self._outgoing = pb.StepsRequest()
+        call = await StreamingCall.open(self.address, _METHOD, self._receive, self._send)
         try:
-            async with asyncio.timeout(None) as silence:
-                loop = asyncio.get_running_loop()
-                while isinstance(step := await call.read(), pb.Step):  # Else grpc.aio.EOF.
-                    self._heard_at = loop.time()
-                    silence.reschedule(self._heard_at + self._silence_limit_s)
-                    is_up = True
-                    self._take(step)
+            async with asyncio.timeout(self._silence_limit_s) as self._silence:
+                self._call = call
+                code, details = await call.ended
         finally:
-            call.cancel()
-            # grpc.aio continues to ask for the requests of a call that has broken.
-            ended, self._has_outgoing = self._has_outgoing, asyncio.Event()
-            ended.set()
-        return is_up
+            self._call = None
+            call.close()
+        logger.debug("the predictor at %s ended the link: %s %s", self.address, code.name, details)
+        return code
 
-    async def _requests(self, has_outgoing: asyncio.Event) -> AsyncIterator[pb.StepsRequest]:
-        """What is to be sent in one session, as one message for all that has come together meanwhile."""
-        while await has_outgoing.wait() and has_outgoing is self._has_outgoing:
-            has_outgoing.clear()
-            request, self._outgoing = self._outgoing, pb.StepsRequest()
-            yield request
+    def _receive(self, message: bytes) -> None:
+        self._heard_at = self._loop.time()
+        self._silence.reschedule(self._heard_at + self._silence_limit_s)
+        self._is_up = True
+        self._take(pb.Step.FromString(message))
+
+    def _send_soon(self) -> None:
+        """Sends at the end of this turn of the event loop, as one message for all that comes in it."""
+        if not self._send_is_due:
+            self._send_is_due = True
+            self._loop.call_soon(self._send)
+
+    def _send(self) -> None:
+        """Sends what is to be sent, unless an earlier message is still on its way out: then once that has left."""
+        self._send_is_due = False
+        request = self._outgoing
+        if (request.submissions or request.cancelled) and self._call is not None and self._call.can_send:
+            self._outgoing = pb.StepsRequest()
+            self._call.send(request.SerializeToString())
 
     def _take(self, step: pb.Step) -> None:
         """Distributes a message to the calls; raises ValueError if it breaks the protocol."""
@@ -203,7 +210,7 @@ class PredictorLink:
             self._links.notify()
 
     def _down(self) -> None:
-        self.loads, self.is_leaving = {}, False
+        self.loads, self.is_leaving, self._is_up = {}, False, False
 
     def _end_calls(self, error: PredictorLostError, is_silent: bool) -> None:
         calls, self._calls = self._calls, {}
