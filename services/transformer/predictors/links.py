@@ -135,14 +135,15 @@ class PredictorLink:
     async def _session(self) -> StatusCode:
         """One call, to its end."""
         self._outgoing = pb.StepsRequest()
-        call = await StreamingCall.open(self.address, _METHOD, self._receive, self._send)
-        try:
-            async with asyncio.timeout(self._silence_limit_s) as self._silence:
-                self._call = call
+        async with asyncio.timeout(self._silence_limit_s) as self._silence:
+            call = await StreamingCall.open(self.address, _METHOD, self._receive, self._send)
+            self._call = call
+            try:
+                self._send()  # What was submitted before this task went on.
                 code, details = await call.ended
-        finally:
-            self._call = None
-            call.close()
+            finally:
+                self._call = None
+                call.close()
         logger.debug("the predictor at %s ended the link: %s %s", self.address, code.name, details)
         return code
 
