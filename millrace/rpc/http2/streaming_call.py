@@ -22,8 +22,8 @@ from grpc import StatusCode
 from h2 import events
 from h2.exceptions import ProtocolError
 
-from millrace.rpc.http2.protocol import ClientState
 from millrace.rpc.byte_budget import MAX_MESSAGE_BYTES
+from millrace.rpc.http2.protocol import ClientState
 
 _CONNECT_S = 2.0
 _STREAM = 1
