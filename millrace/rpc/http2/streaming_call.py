@@ -1,8 +1,8 @@
 """One bidirectional call of gRPC on an HTTP/2 connection of its own, read and written by the event loop.
 
-For a call that lasts as long as both of its processes and carries hundreds of small messages a second. grpc.aio reads
-on threads of its own and hands each message to the event loop through two queues and a socket, which costs several
-times as much processor time. There is no TLS, no metadata, no compression and no deadline here.
+For a call that lasts as long as both of its processes and carries hundreds of small messages a second: grpc.aio reads
+on other threads, and wakes the event loop by a socket for each message. There is no TLS, no metadata, no compression
+and no deadline here.
 
 `receive` gets each message as it comes and must not block; what it raises ends the call. `ended` has the status, or
 raises CallBrokenError.
@@ -118,7 +118,7 @@ class StreamingCall(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._is_full = False
         self._write()
-        self._tell_drained()
+        self._notify_drained()
 
     # ------------------------------------------------------------------
 
@@ -198,9 +198,9 @@ class StreamingCall(asyncio.Protocol):
             self._flush()
         self._flush()
         if had_unsent:
-            self._tell_drained()
+            self._notify_drained()
 
-    def _tell_drained(self) -> None:
+    def _notify_drained(self) -> None:
         if self.can_send:
             self._drained()
 
