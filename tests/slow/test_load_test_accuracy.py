@@ -3,7 +3,6 @@
 import asyncio
 import json
 import sys
-from statistics import median
 
 import pytest
 
@@ -11,10 +10,10 @@ from bench.statistics import quantile
 from tests.support.locust_run import LocustRun, figures_of
 from tests.support.plain_clients import PAUSE_S, PROMPT, TOKENS
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(400)
 
 PACE = {"PACE_MS": "25"}
-USERS, SECONDS, ROUNDS = 4, 45, 3
+USERS, SECONDS = 4, 180
 NEAR, NEAR_AT_THE_END = 0.05, 0.10
 
 
@@ -52,15 +51,13 @@ async def ratios_of(gateway, folder):
 
 
 async def test_first_tokens_and_gaps_agree_with_plain_clients(new_stack, tmp_path):
-    """The median of several rounds: a pause of the machine meets one side or the other."""
+    """One long run: each side has about a thousand requests, so that its p99 is not one pause of the machine."""
     stack = await new_stack(
         models="storyteller=models/storyteller",
         commands={"predictor": (sys.executable, "-m", "bench.instant_predictor")},
         environment={"predictor": PACE},
     )
-    rounds = [await ratios_of(stack.gateway, tmp_path) for _ in range(ROUNDS)]
-    ratios = {key: median(ratio[key] for ratio in rounds) for key in rounds[0]}
-    print({" ".join(key): round(ratio, 3) for key, ratio in ratios.items()})
+    ratios = await ratios_of(stack.gateway, tmp_path)
     for (name, measure, percentile), ratio in ratios.items():
         assert abs(ratio - 1) <= (NEAR if percentile == "p50" else NEAR_AT_THE_END), (name, measure, percentile, ratios)
 
