@@ -42,7 +42,7 @@ from millrace_protos.millrace_pb2 import (
     Usage,
     UsageRequest,
 )
-from runner.free_ports import free_settings
+from tests.support.free_ports import free_settings
 
 _ROOT = Path(__file__).resolve().parent.parent
 _AIMS = {"append_records_a_second": 5000, "query_p95_ms": 50, "usage_of_one_client_p95_ms": 50, "tap_chunk_p99_us": 20}

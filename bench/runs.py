@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.envoy_config import Change
-from runner.free_ports import start_stack
 from runner.stack import Stack
+from tests.support.free_ports import start_stack
 
 PROMPT = "Tell me a story about a fox."
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from playwright.async_api import Browser, Page, async_playwright, expect
 
-from runner.free_ports import start_stack
+from tests.support.free_ports import start_stack
 
 FOLDER = Path(__file__).with_name("images")
 WIDE, PHONE = (1280, 800), (390, 844)

@@ -22,7 +22,7 @@ CONFIG = Path(__file__).resolve().parents[1] / "observability" / "prometheus.yam
 
 _READY_S, _STOP_S, _POLL_S = 30.0, 10.0, 0.05
 _QUERY_S = 30.0
-_PORTS = range(32_100, 32_700)  # Below Linux's ephemeral ports, and above those of runner/free_ports.py.
+_PORTS = range(32_100, 32_700)  # Below Linux's ephemeral ports, and above those of tests/support/free_ports.py.
 _ATTEMPTS = 5
 
 # Job → its pages, each a host, a port and a path; Stack.metrics_pages.

@@ -21,7 +21,6 @@ from typing import Any
 
 import psutil
 
-from runner.free_ports import start_stack
 from runner.stack import Stack
 from tests.chaos.asks import DATE_MODEL, STORIES, TENSOR_MODEL, TEXT_MODEL, VECTOR_MODEL, WORDS, Ask, ask_of
 from tests.chaos.faults import Tormentor
@@ -31,6 +30,7 @@ from tests.chaos.memory import SMALL_CACHES, MemoryWatch
 from tests.chaos.oracle import EXCUSED, Oracle, Verdict
 from tests.chaos.records import Findings, compare, is_seen, stored
 from tests.random_encoders import save_random_encoder, save_words_tokenizer
+from tests.support.free_ports import start_stack
 from tests.waiting import until
 
 _PREDICTORS = 2

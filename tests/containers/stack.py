@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from runner.free_ports import free_settings
+from tests.support.free_ports import free_settings
 
 ROOT = Path(__file__).parents[2]
 BASE_IMAGE = "python:3.11-slim-bookworm"

@@ -29,11 +29,11 @@ import httpx2
 import psutil
 from pydantic import ByteSize, TypeAdapter
 
-from runner.free_ports import start_stack
 from runner.stack import Stack
 from services.transformer.processes.body_processes import LARGE_BYTES, SMALL_BYTES
 from tests.fuzz.attacks import ATTACKS, UNREADABLE
 from tests.fuzz.honest import Figures, Honest
+from tests.support.free_ports import start_stack
 from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,9 +19,9 @@ from unittest import mock
 import psutil
 
 from runner.__main__ import main, up
-from runner.free_ports import free_settings
 from runner.settings import ROOT, StackSettings
 from runner.stack import Stack
+from tests.support.free_ports import free_settings
 
 FAKES = {
     kind: (sys.executable, "-m", "tests.process.fake_service", kind.upper())

@@ -25,12 +25,12 @@ from millrace.rpc.server import SERVER_OPTIONS
 from millrace.telemetry.identity import REQUEST_ID
 from millrace_protos import inference_pb2, inference_pb2_grpc, millrace_pb2, millrace_pb2_grpc, rest_pb2_grpc
 from runner import envoy_config
-from runner.free_ports import free_settings
 from runner.process import Process, ProcessSpec
 from runner.readiness import Readiness
 from runner.services import gateway_environment
 from runner.settings import StackSettings
 from tests.process.http2_service import serve_openai
+from tests.support.free_ports import free_settings
 
 HttpBody = httpbody_pb2.HttpBody
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -20,7 +20,6 @@ from millrace.errors import NotReadyError, from_rpc_error
 from millrace.telemetry.rpc import LINK
 from millrace_protos import inference_pb2, inference_pb2_grpc
 from runner import envoy_config
-from runner.free_ports import free_settings
 from tests.process.gateway_before_fakes import (
     METADATA,
     OPENAI,
@@ -34,6 +33,7 @@ from tests.process.gateway_before_fakes import (
     running_gateway,
     start_envoy,
 )
+from tests.support.free_ports import free_settings
 from tests.waiting import until
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

@@ -9,9 +9,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from millrace_protos import inference_pb2
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from runner.command import certificates
-from runner.free_ports import start_stack
 from tests.process.fake_runner import FAKES
 from tests.support.connections import certificate
+from tests.support.free_ports import start_stack
 from tests.support.tokens import AUDIENCE, ISSUER, SigningKey, publish
 from tests.waiting import until
 

@@ -15,9 +15,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace.errors import StartupError
 from runner import envoy_config
-from runner.free_ports import start_stack
 from tests.process.fake_runner import FAKES, command
 from tests.process.test_runner_stack import check, gone, runner
+from tests.support.free_ports import start_stack
 from tests.waiting import until
 
 __all__ = ["runner"]

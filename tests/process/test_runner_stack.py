@@ -25,10 +25,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace.errors import StartupError
 from runner import process
-from runner.free_ports import free_settings, start_stack
 from runner.settings import ROOT
 from runner.stack import Stack
 from tests.process.fake_runner import FAKES, Runner, command, running
+from tests.support.free_ports import free_settings, start_stack
 from tests.waiting import until
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from runner.free_ports import start_stack
 from runner.stack import Stack
+from tests.support.free_ports import start_stack
 
 _OF_STACK = ("environment", "commands", "change_gateway")
 _IDLE = 1  # As many stacks without a user stay up: each is four processes or more.

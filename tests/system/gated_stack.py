@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from runner.free_ports import start_stack
 from runner.stack import Stack
+from tests.support.free_ports import start_stack
 
 
 @asynccontextmanager

@@ -13,10 +13,10 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from runner.free_ports import free_settings
 from runner.process import Running
 from runner.services import predictor_tuning
 from tests.support.forkserver import spawn
+from tests.support.free_ports import free_settings
 from tests.support.logger_process import free_port
 
 _ROOT = Path(__file__).parents[2]

@@ -16,8 +16,8 @@ import pytest
 import pytest_asyncio
 
 from runner.command.__main__ import main
-from runner.free_ports import free_settings
 from runner.settings import ROOT
+from tests.support.free_ports import free_settings
 from tests.waiting import until
 
 TRACE_PAGE = "http://127.0.0.1:16686/trace/"

@@ -14,9 +14,9 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import expect
 
-from runner.free_ports import free_settings
 from runner.settings import ROOT
 from runner.stack import Stack
+from tests.support.free_ports import free_settings
 from tests.system.calls import generate
 from tests.system.playground_page import (
     PHONE,

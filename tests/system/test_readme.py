@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runner.free_ports import free_settings
+from tests.support.free_ports import free_settings
 from tests.system.own_clients import python_of
 
 ROOT = Path(__file__).parents[2]

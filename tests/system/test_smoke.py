@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from runner.free_ports import free_settings
 from runner.smoke.__main__ import smoke
 from tests.random_encoders import save_random_encoder, save_words_tokenizer
+from tests.support.free_ports import free_settings
 
 ROOT = Path(__file__).parents[2]
 

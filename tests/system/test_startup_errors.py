@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from millrace.errors import StartupError
-from runner.free_ports import free_settings, start_stack
 from runner.settings import ROOT
+from tests.support.free_ports import free_settings, start_stack
 
 SERVICES = {
     "context too long": (

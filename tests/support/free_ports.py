@@ -1,4 +1,4 @@
-"""Stacks for tests: free ports, separate folders, settings independent of `.env`."""
+"""Free ports for stacks of tests and benchmarks, whose settings are independent of `.env`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _blocks() -> range:
 def free_settings(run_folder: Path, **overrides: Any) -> StackSettings:
     """Settings with ports that are free now; `overrides` are fields of StackSettings."""
     for _ in range(100 * _ATTEMPTS):
-        base = random.choice(_blocks())  # noqa: S311
+        base = random.choice(_blocks())
         values: dict[str, Any] = {
             "gateway_bind": "127.0.0.1",
             "gateway_port": base,
