@@ -1,7 +1,7 @@
-"""Unit tests start nothing: what imports a model library, opens a socket or starts a process fails here.
+"""Unit tests start nothing: a test that imports a model library, opens a socket or starts a process fails.
 
-`tests/model` is for what computes with torch or reads a tokenizer, `tests/process` for what listens or starts one
-process.
+Tests that compute with torch or read a tokenizer are in `tests/model`, those that listen or start a process in
+`tests/process`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["store"]
 
 
 def guarded(node: pytest.Item | pytest.Collector) -> AbstractContextManager[object]:
-    """The guard for what lies in this folder: pytest calls these hooks for every other folder of the run too."""
+    """The guard for items of this folder: pytest calls these hooks for every other folder of the run too."""
     return guard if node.path.is_relative_to(Path(__file__).parent) else nullcontext()
 
 
@@ -39,7 +39,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.fixture(autouse=True)
 def refusals() -> Generator[Guard, None, None]:
-    """The guard; what it refused fails the test, even where the code under test survived the refusal."""
+    """The guard; whatever it refused fails the test, even if the code under test survived the refusal."""
     yield guard
     refused = guard.take()
     assert not refused, f"not for tests/unit: {', '.join(refused)}"

@@ -1,7 +1,7 @@
 """Refuses imports of model libraries, sockets and processes while it is entered, in every thread of this process.
 
-A finder sees imports, an audit hook what else Python does, and patches gRPC's servers and channels, whose sockets are
-not Python's.
+A finder sees imports, an audit hook sees Python's sockets and processes. gRPC's sockets are not Python's: its servers
+and channels are patched.
 asyncio's pair of sockets to itself is neither bound nor connected, and xdist's workers talk through pipes.
 """
 
@@ -33,11 +33,11 @@ _GRPC = (grpc._server._Server, grpc._channel.Channel, grpc.aio._server.Server, g
 
 
 class NotUnitError(RuntimeError):
-    """What a unit test must not do."""
+    """An action that is forbidden in unit tests."""
 
 
 class Guard:
-    """Reentrant; not for several sessions at once. `take` gives what it has refused since the last time."""
+    """Reentrant; not for several sessions at once. `take` returns the refusals since the last call of it."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -49,24 +49,24 @@ class Guard:
     def __enter__(self) -> None:
         self._depth += 1
         if self._depth == 1:
-            self._originals = [made.__init__ for made in _GRPC]
-            for made in _GRPC:
-                made.__init__ = self._refuse_grpc
+            self._originals = [each.__init__ for each in _GRPC]
+            for each in _GRPC:
+                each.__init__ = self._refuse_grpc
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._depth -= 1
         if self._depth == 0:
-            for made, original in zip(_GRPC, self._originals, strict=True):
-                made.__init__ = original
+            for each, original in zip(_GRPC, self._originals, strict=True):
+                each.__init__ = original
 
     def take(self) -> list[str]:
         refused, self._refused = self._refused, []
         return refused
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """What Python asks of a finder of modules; this one finds none."""
+        """The method of a module finder; this one finds none."""
         if self._depth and name.partition(".")[0] in LIBRARIES:
             self._refuse(f"import {name}")
 

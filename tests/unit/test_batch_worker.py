@@ -1,4 +1,4 @@
-"""Batches on a thread: results go to their requests, a culprit fails alone, who left is not waited for."""
+"""Batches on a thread: each request gets its own result, a culprit fails alone, cancelled requests do not run."""
 
 import asyncio
 import threading
@@ -20,7 +20,7 @@ from tests.waiting import until
 
 
 class DeviceError(Exception):
-    """Stands for what nothing can be done about."""
+    """A fatal error of the device."""
 
 
 class Doubler:
@@ -58,7 +58,7 @@ def submit(worker, item, timeout_s=None, rows=1):
 
 
 async def gathered(worker, doubler, *items):
-    """A batch that runs, and behind it tasks for what waits."""
+    """A running batch, and behind it the tasks of the waiting requests."""
     first = submit(worker, 0)
     await until(lambda: doubler.batches)
     waiting = [submit(worker, item) for item in items]
@@ -66,7 +66,7 @@ async def gathered(worker, doubler, *items):
     return first, waiting
 
 
-async def test_what_waits_runs_together_and_each_gets_its_own(worker, doubler):
+async def test_waiting_requests_run_as_one_batch_and_each_gets_its_own_result(worker, doubler):
     first, waiting = await gathered(worker, doubler, 1, 2, 3)
     doubler.gate.set()
     assert await asyncio.gather(first, *waiting) == [0, 2, 4, 6]
@@ -74,7 +74,7 @@ async def test_what_waits_runs_together_and_each_gets_its_own(worker, doubler):
     assert (worker.counts.steps, worker.counts.succeeded) == (2, 4)
 
 
-async def test_a_poisoned_batch_runs_again_one_by_one(worker, doubler, caplog):
+async def test_the_requests_of_a_failed_batch_run_again_one_by_one(worker, doubler, caplog):
     _, waiting = await gathered(worker, doubler, 1, "bad", 3)
     doubler.gate.set()
     good, bad, also_good = await asyncio.gather(*waiting, return_exceptions=True)
@@ -85,7 +85,7 @@ async def test_a_poisoned_batch_runs_again_one_by_one(worker, doubler, caplog):
     assert (worker.counts.succeeded, worker.counts.failed) == (3, 1)
 
 
-async def test_who_leaves_the_queue_is_not_run(worker, doubler):
+async def test_a_request_that_is_cancelled_in_the_queue_does_not_run(worker, doubler):
     first, (stays, leaves) = await gathered(worker, doubler, 1, 2)
     leaves.cancel()
     await until(leaves.done)
@@ -95,7 +95,7 @@ async def test_who_leaves_the_queue_is_not_run(worker, doubler):
     assert worker.counts.cancelled == 1
 
 
-async def test_who_leaves_while_it_runs_is_counted_as_cancelled(worker, doubler):
+async def test_a_request_that_is_cancelled_while_it_runs_counts_as_cancelled(worker, doubler):
     first, _ = await gathered(worker, doubler)
     first.cancel()
     await until(first.done)
@@ -104,7 +104,7 @@ async def test_who_leaves_while_it_runs_is_counted_as_cancelled(worker, doubler)
     assert (worker.counts.cancelled, worker.counts.succeeded) == (1, 1)
 
 
-async def test_what_is_out_of_time_is_not_run(worker, doubler):
+async def test_a_request_past_its_deadline_does_not_run(worker, doubler):
     first, _ = await gathered(worker, doubler)
     late = submit(worker, 1, timeout_s=0.0)
     await until(lambda: len(worker._queue) == 1)
@@ -125,7 +125,7 @@ async def test_a_full_queue_and_a_batch_too_large_are_refused(worker, doubler):
     assert await asyncio.gather(first, *waiting) == [0, 2, 4, 6, 8]
 
 
-async def test_the_stop_ends_what_waits(worker, doubler):
+async def test_a_stop_ends_waiting_requests(worker, doubler):
     first, waiting = await gathered(worker, doubler, 1, 2)
     stop = asyncio.create_task(asyncio.to_thread(worker.close))
     await until(lambda: worker._stopping)
@@ -138,18 +138,18 @@ async def test_the_stop_ends_what_waits(worker, doubler):
 
 
 @pytest.mark.parametrize("items", [["device"], [1, "device", 2], ["bad", "device", 2]])
-async def test_an_error_of_the_device_ends_the_model_and_leaves_nobody_waiting(worker, doubler, items, caplog):
+async def test_a_device_error_ends_the_model_and_all_its_requests(worker, doubler, items, caplog):
     _, waiting = await gathered(worker, doubler, *items)
     doubler.gate.set()
     with pytest.raises(EngineDeadError):
         await asyncio.wait_for(worker.died(), 20)
     errors = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 20)
     assert all(isinstance(error, (HopBrokenError, NotReadyError, RequestFailedError)) for error in errors)
-    # One of those that ran is to blame; whoever takes it elsewhere must count that.
+    # One of the requests that ran is to blame; a retry elsewhere must count that.
     assert isinstance(errors[items.index("device")], HopBrokenError)
 
 
-async def test_a_batch_that_never_ends_is_taken_for_the_models_death_and_leaves_nobody_waiting(doubler):
+async def test_a_batch_that_never_ends_ends_the_model_and_all_its_requests(doubler):
     worker = BatchWorker("m", doubler, max_rows=4, max_delay_s=0.0, max_waiting=4, timeout_s=0.5)
     try:
         running, [waiting] = await gathered(worker, doubler, 2)

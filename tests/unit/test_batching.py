@@ -1,4 +1,4 @@
-"""Which requests make a batch: like lengths together, oldest first, when full or when waited for long enough."""
+"""Which requests make a batch: similar lengths together, oldest first, when it is full or the delay is over."""
 
 import pytest
 from hypothesis import given
@@ -28,7 +28,7 @@ def test_a_request_waits_for_others_no_longer_than_the_delay():
     assert waiting.due_at() is None
 
 
-def test_a_full_batch_waits_for_nothing():
+def test_a_full_batch_runs_at_once():
     waiting = queue((2, 5, 0.0), (2, 7, 0.0), (1, 6, 0.0))
     assert waiting.due_at() == 0.0
     assert numbers(waiting.take_batch(0.0)) == [0, 1]
@@ -36,7 +36,7 @@ def test_a_full_batch_waits_for_nothing():
     assert numbers(waiting.take_batch(1.0)) == [2]
 
 
-def test_requests_of_unlike_length_run_apart_the_oldest_first():
+def test_requests_of_different_lengths_run_apart_oldest_first():
     waiting = queue((1, 500, 0.1), (1, 5, 0.0), (1, 400, 0.2), (1, 16, 0.3))
     assert numbers(waiting.take_batch(5.0)) == [1, 3]
     assert numbers(waiting.take_batch(5.0)) == [0, 2]
@@ -50,7 +50,7 @@ def test_a_batch_keeps_the_order_of_its_bucket():
     assert numbers(waiting.take_batch(5.0)) == [1, 2]
 
 
-def test_what_left_or_expired_does_not_run():
+def test_cancelled_and_expired_requests_do_not_run():
     waiting = BatchQueue(4, 1.0, 100)
     entries = [Waiting(number, 1, 5, 0.0, deadline) for number, deadline in enumerate([None, 0.5, 2.0])]
     for entry in entries:
@@ -61,7 +61,7 @@ def test_what_left_or_expired_does_not_run():
     assert numbers(waiting.take_batch(1.0)) == [2]
 
 
-def test_more_than_may_wait_or_ever_fit_are_refused():
+def test_requests_beyond_the_queue_or_larger_than_a_batch_are_refused():
     waiting = queue((1, 5, 0.0), max_waiting=1)
     with pytest.raises(OverloadedError) as refused:
         waiting.add(Waiting(1, 1, 5, 0.0), 70)

@@ -15,7 +15,7 @@ def test_quantile_is_a_value_that_was_measured() -> None:
 
 
 @pytest.mark.parametrize(("values", "share"), [([], 0.5), ([1.0], 1.5), ([1.0], -0.1)])
-def test_quantile_refuses_what_has_none(values: list[float], share: float) -> None:
+def test_quantile_refuses_empty_values_and_wrong_shares(values: list[float], share: float) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  # either is the caller's mistake
         quantile(values, share)
 
@@ -31,7 +31,7 @@ def test_equal_rounds_have_no_spread() -> None:
     assert (found.median, found.low, found.high, found.rounds) == (1.5, 1.5, 1.5, 9)
 
 
-def test_interval_holds_the_median_and_shrugs_off_one_outlier() -> None:
+def test_interval_contains_the_median_and_ignores_one_outlier() -> None:
     found = estimate([0.96, 0.97, 0.98, 0.99, 1.0, 1.01, 1.02, 1.03, 50.0])
     assert found.median == 1.0
     assert 0.96 <= found.low < 1.0 < found.high <= 1.03

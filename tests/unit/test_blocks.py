@@ -1,4 +1,4 @@
-"""The block manager: every block has as many holders as references, and a name only for what it holds."""
+"""The block manager: every block has as many holders as references, and its name is that of its contents."""
 
 from collections import OrderedDict
 
@@ -24,7 +24,7 @@ def test_block_0_is_never_handed_out():
 
 
 @pytest.mark.parametrize(("tokens", "needed"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
-def test_a_started_block_counts_whole(tokens, needed):
+def test_a_partly_filled_block_counts_whole(tokens, needed):
     assert BlockManager(5, 4).blocks_for(tokens) == needed
 
 
@@ -47,7 +47,7 @@ def test_only_the_known_beginning_is_found():
     assert blocks.find([first, second, third]) == (held, False)
 
 
-def test_a_withdrawn_announcement_holds_nobody_up():
+def test_a_withdrawn_announcement_blocks_no_other_sequence():
     blocks = BlockManager(5, 4)
     names = names_of(range(8))
     blocks.announce(names)
@@ -60,7 +60,7 @@ def test_a_released_block_keeps_its_contents_until_it_is_needed():
     [name] = names_of(range(4))
     held = blocks.take()
     blocks.name(held, name)
-    # It is not void: who asks for the same may have it.
+    # Its contents are valid: the next request for them may have it.
     assert blocks.release([held]) == []
     assert blocks.find([name]) == ([held], False)
     assert blocks.take() != held
@@ -68,7 +68,7 @@ def test_a_released_block_keeps_its_contents_until_it_is_needed():
     assert blocks.find([name]) == ([], False)
 
 
-def test_the_least_recently_used_is_evicted_first_and_an_end_before_its_beginning():
+def test_the_least_recently_used_block_is_evicted_first_and_the_end_of_a_prefix_before_its_beginning():
     blocks = BlockManager(7, 4)
     old = [blocks.take() for _ in range(3)]
     new = [blocks.take() for _ in range(3)]
@@ -76,13 +76,13 @@ def test_the_least_recently_used_is_evicted_first_and_an_end_before_its_beginnin
         blocks.name(block, name)
     blocks.release(old)
     blocks.release(new)
-    # Who uses a block again makes it the most recently used.
+    # Another use makes a block the most recently used.
     blocks.share(old[:1])
     blocks.release(old[:1])
     assert [blocks.take() for _ in range(6)] == [old[2], old[1], new[2], new[1], new[0], old[0]]
 
 
-def test_what_has_no_name_is_taken_before_anything_that_can_be_used_again():
+def test_nameless_blocks_are_taken_before_reusable_ones():
     blocks = BlockManager(3, 4)
     named, nameless = blocks.take(), blocks.take()
     blocks.name(named, names_of(range(4))[0])
@@ -101,7 +101,7 @@ def test_a_second_block_of_the_same_contents_stays_nameless():
     assert blocks.find([name]) == ([first], False)
 
 
-def test_forgotten_contents_are_nobody_s_even_while_another_holds_the_block():
+def test_forgotten_contents_are_not_reused_even_while_another_sequence_holds_the_block():
     blocks = BlockManager(3, 4)
     [name] = names_of(range(4))
     held = blocks.take()
@@ -120,7 +120,7 @@ operations = st.lists(
 
 @given(operations)
 def test_references_names_and_order_of_use_agree_with_a_plain_model(steps):
-    """The model: who holds what, what is named how, and the idle blocks in the order of their eviction."""
+    """The model: holders and names of blocks, and the idle blocks in the order of their eviction."""
     blocks = BlockManager(6, 4)
     names = [bytes([n]) for n in range(6)]
     holders: list[list[int]] = []

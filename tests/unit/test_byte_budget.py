@@ -10,7 +10,7 @@ from millrace.rpc.byte_budget import ByteBudget
 from tests.waiting import until
 
 
-async def test_what_can_never_fit_is_too_large_and_what_does_not_fit_now_may_come_again():
+async def test_a_request_beyond_the_whole_budget_is_too_large_and_one_beyond_what_is_free_may_retry():
     budget = ByteBudget(100)
     with pytest.raises(TooLargeError):
         budget.reserve(101)
@@ -26,7 +26,7 @@ async def test_what_can_never_fit_is_too_large_and_what_does_not_fit_now_may_com
     assert budget.in_use == 100
 
 
-async def test_those_that_wait_have_their_turns_in_order_and_are_bounded():
+async def test_waiting_requests_are_bounded_and_served_in_order():
     budget, order = ByteBudget(100), []
 
     async def wait(size, name):
@@ -47,14 +47,14 @@ async def test_those_that_wait_have_their_turns_in_order_and_are_bounded():
     assert (order, budget.in_use) == (["first", "second"], 100)
 
 
-async def test_one_that_gives_up_waiting_leaves_its_turn_and_its_bytes_to_others():
+async def test_a_cancelled_waiter_leaves_its_turn_and_its_bytes_to_others():
     budget = ByteBudget(100)
     budget.reserve(100)
     waits = [asyncio.create_task(budget.reserve_in_turn(20)) for _ in range(1)]
     await asyncio.sleep(0)
     behind = asyncio.create_task(budget.reserve_in_turn(5))
     await asyncio.sleep(0)
-    budget.release(20)  # Its turn comes, and it is cancelled before it learns of that.
+    budget.release(20)  # Its turn comes, and it is cancelled before it runs.
     waits[0].cancel()
     await asyncio.gather(*waits, return_exceptions=True)
     await behind

@@ -23,11 +23,11 @@ def spread(keys, count):
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8))
-def test_without_a_key_the_least_loaded_one_is_chosen(in_flight):
+def test_without_a_key_the_least_loaded_predictor_is_chosen(in_flight):
     assert in_flight[choose(candidates(*in_flight), None)] == min(in_flight)
 
 
-def test_equally_loaded_ones_are_all_chosen():
+def test_equally_loaded_predictors_are_all_chosen():
     assert len(Counter(choose(candidates(3, 3, 3), None) for _ in range(100))) == 3
 
 
@@ -38,10 +38,10 @@ def test_the_bound_holds_for_every_key(key, in_flight):
     assert in_flight[chosen] == min(in_flight) or in_flight[chosen] + 1 <= -(-1.25 * share // 1)
 
 
-def test_one_beginning_goes_to_one_predictor_while_there_is_room():
+def test_equal_beginnings_go_to_one_predictor_while_it_has_room():
     key = prefix_key("m", "", LONG)
     first = choose(candidates(0, 0, 0, 0), key)
-    # 8 of 32 in flight are the share of one.
+    # The share of one predictor is 8 of 32 in flight.
     assert {choose(candidates(8, 8, 8, 8), key) for _ in range(20)} == {first}
     crowded = [8, 8, 8, 8]
     crowded[first] = 20
@@ -63,12 +63,12 @@ def test_a_predictor_that_joins_or_leaves_moves_only_its_own_keys():
     assert all(after[key] == before[key] for key in keys if before[key] != four[3].address)
 
 
-def test_a_key_is_of_its_client():
+def test_keys_differ_by_client():
     keys = {prefix_key("m", salt, LONG, client) for client, salt in [("", ""), ("a", ""), ("b", ""), ("", "a")]}
     assert len(keys) == 4
 
 
-def test_a_key_is_of_whole_blocks_of_the_beginning_of_the_model_and_of_the_salt():
+def test_keys_depend_on_the_whole_blocks_of_the_beginning_on_the_model_and_on_the_salt():
     key = prefix_key("m", "", LONG[:128])
     assert prefix_key("m", "", LONG[:31]) is None
     assert prefix_key("m", "", LONG[:32]) == prefix_key("m", "", [*LONG[:32], 7]) != key

@@ -1,4 +1,4 @@
-"""What a key allows at once, in a minute and in a month."""
+"""A key's limits: requests in flight, per second and per minute, and tokens per minute and per month."""
 
 from datetime import UTC, datetime
 
@@ -50,7 +50,7 @@ def test_requests_in_a_second_and_when_to_retry():
     limits.begin(client)
     with pytest.raises(OverloadedError):
         limits.begin(client)
-    # A key that has changed counts at once, with what has been before.
+    # A changed key counts at once, together with the requests before the change.
     limits.begin(alice(requests_per_second=4, requests_per_minute=5))
     with pytest.raises(OverloadedError, match="in a minute"):
         limits.begin(alice(requests_per_second=10, requests_per_minute=5))
@@ -104,7 +104,7 @@ def test_no_minute_has_more_than_the_limit(steps, limit):
         assert sum(amount for at, amount in granted if start <= at <= start + 60) <= limit
 
 
-def test_what_remains_is_in_the_headers_of_openais_api():
+def test_the_remaining_limit_is_in_the_headers_of_openais_api():
     clock = Clock()
     limits, quota = ClientLimits(clock), TokenQuota(clock=clock)
     limits.add(quota.remaining)
@@ -139,7 +139,7 @@ def test_a_limit_that_has_become_smaller_leaves_nothing():
     assert ("x-ratelimit-remaining-requests", "0") in limits.remaining(alice(requests_per_minute=2))
 
 
-def test_clients_that_are_gone_are_forgotten():
+def test_clients_without_recent_requests_are_forgotten():
     clock = Clock()
     limits = ClientLimits(clock)
     for number in range(3000):
@@ -147,7 +147,7 @@ def test_clients_that_are_gone_are_forgotten():
         client = Client(f"client-{number}", Policy(requests_per_minute=1))
         limits.begin(client)
         limits.finish(client)
-    assert len(limits._clients) <= 1700  # Those of a minute, and what came since the last look.
+    assert len(limits._clients) <= 1700  # Those of a minute, and those since the last cleaning.
 
 
 def test_a_client_is_not_forgotten_within_the_second_that_it_is_limited_for():
@@ -171,12 +171,12 @@ def test_tokens_are_reserved_and_settled():
             pass
         assert error.value.retry_after_ms == 61_000
         first.generated = 5
-    # 15 are charged: 85 are left.
+    # 15 are charged, 85 are left.
     with quota.reserved(client, 35, 50):
         pass
 
 
-def test_a_cancelled_generation_is_charged_for_what_it_had():
+def test_a_cancelled_generation_is_charged_for_its_tokens_so_far():
     clock = Clock()
     quota, client = TokenQuota(clock=clock), alice(tokens_per_minute=100)
 
@@ -195,13 +195,13 @@ def test_a_cancelled_generation_is_charged_for_what_it_had():
         pass
 
 
-def test_what_no_minute_allows_is_refused_for_good():
+def test_a_request_beyond_a_whole_minutes_limit_is_refused_without_retry():
     refusal = pytest.raises(InvalidRequestError, match="are 101 tokens, the key of alice allows 100")
     with refusal, TokenQuota().reserved(alice(tokens_per_minute=100), 1, 100):
         pass
 
 
-def test_together_they_never_exceed_the_limit():
+def test_concurrent_requests_never_exceed_the_limit():
     clock, charged = Clock(), 0
     quota, client = TokenQuota(clock=clock), alice(tokens_per_minute=10_000)
     for _ in range(200):
@@ -215,14 +215,14 @@ def test_together_they_never_exceed_the_limit():
 
 
 class Log:
-    """What the logger counts, and how often it is asked."""
+    """The logger's count of tokens, and the queries for it."""
 
     def __init__(self, used):
         self.used = used
-        self.asked = []
+        self.queries = []
 
     async def __call__(self, client, since):
-        self.asked.append((client, since))
+        self.queries.append((client, since))
         if self.used is None:
             raise NotReadyError("no logger is ready")
         return self.used
@@ -231,7 +231,7 @@ class Log:
 MAY = datetime(2026, 5, 31, 23, 0, tzinfo=UTC)
 
 
-async def test_the_tokens_of_a_month_are_those_of_the_log_and_those_since():
+async def test_a_months_tokens_are_those_of_the_log_and_those_since_its_query():
     clock, log = Clock(), Log(60)
     budget, client = MonthBudget(log, lambda: MAY, clock), alice(tokens_per_month=100)
     quota = TokenQuota(budget, clock)
@@ -241,11 +241,11 @@ async def test_the_tokens_of_a_month_are_those_of_the_log_and_those_since():
     with pytest.raises(OverloadedError, match="alice has used the 100 tokens") as error:
         await quota.check_month(client)
     assert error.value.retry_after_ms == 3_600_000
-    assert log.asked == [("alice", datetime(2026, 5, 1, tzinfo=UTC))]
+    assert log.queries == [("alice", datetime(2026, 5, 1, tzinfo=UTC))]
     clock.now += READ_AGAIN_S
     log.used = 99
     await quota.check_month(client)
-    assert len(log.asked) == 2
+    assert len(log.queries) == 2
 
 
 async def test_a_new_month_begins_with_nothing_used():
@@ -256,7 +256,7 @@ async def test_a_new_month_begins_with_nothing_used():
     now[0] = datetime(2026, 6, 1, tzinfo=UTC)
     log.used = 0
     await budget.check(client)
-    assert log.asked[-1] == ("alice", now[0])
+    assert log.queries[-1] == ("alice", now[0])
 
 
 async def test_without_the_logger_generations_are_served():
@@ -264,10 +264,10 @@ async def test_without_the_logger_generations_are_served():
     budget, client = MonthBudget(log, lambda: MAY, Clock()), alice(tokens_per_month=100)
     await budget.check(client)
     await budget.check(client)
-    assert len(log.asked) == 1
+    assert len(log.queries) == 1
 
 
-async def test_a_client_without_a_budget_asks_nothing():
+async def test_a_client_without_a_budget_causes_no_query():
     log = Log(0)
     await MonthBudget(log, lambda: MAY, Clock()).check(alice())
-    assert log.asked == []
+    assert log.queries == []

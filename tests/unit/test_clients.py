@@ -1,4 +1,4 @@
-"""Who calls and what it may do, as the gateway passes it on."""
+"""The caller's name and policy, as the gateway passes them on."""
 
 import pytest
 
@@ -6,13 +6,13 @@ from millrace.clients import ANYONE, CLIENT, POLICY, Client, Policy, caller_of, 
 from millrace.errors import ForbiddenError, UnauthenticatedError
 
 
-def test_without_a_name_everyone_may_do_everything():
+def test_without_a_name_a_call_may_do_everything():
     assert client_of([("te", "trailers"), (POLICY, '{"role":"user"}')]) is ANYONE
     assert ANYONE.is_admin
     ANYONE.check_model("any")
 
 
-def test_the_policy_travels_with_the_call():
+def test_the_policy_is_passed_on_with_the_call():
     client = Client("alice", Policy(models=frozenset({"a"}), weight=2, tokens_per_minute=1000, streams=3))
     policy = '{"models":["a"],"weight":2,"tokens_per_minute":1000,"streams":3}'
     metadata = ((CLIENT, "alice"), (POLICY, policy))
@@ -51,5 +51,5 @@ def test_a_policy_that_cannot_be_read_allows_nothing(policy):
         ([("x-forwarded-for", "not:an:address")], "not:an:address"),
     ],
 )
-def test_callers_are_told_apart_by_their_name_or_by_the_address_that_the_gateway_saw(metadata, caller):
+def test_callers_are_distinguished_by_name_or_by_the_address_that_the_gateway_saw(metadata, caller):
     assert caller_of(metadata) == caller

@@ -90,7 +90,7 @@ def test_a_folder_or_a_hub_id_is_served_under_its_own_name(tmp_path: Path, monke
     ("location", "name", "message"),
     [("./nothing", "", "'./nothing' is not a folder"), ("gpt2", "a b", "give another with --name"), ("a b", "", "a b")],
 )
-def test_what_cannot_be_served_is_one_line(location: str, name: str, message: str) -> None:
+def test_an_unusable_model_is_refused_in_one_line(location: str, name: str, message: str) -> None:
     with pytest.raises(StartupError) as refused:
         start.models_setting(location, name)
     assert message in str(refused.value)

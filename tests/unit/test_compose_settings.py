@@ -23,21 +23,21 @@ OBSERVABILITY = yaml.safe_load((ROOT / "compose.observability.yaml").read_text()
 SCRAPED = yaml.safe_load((ROOT / "observability" / "prometheus.yaml").read_text())["scrape_configs"]
 EXAMPLE = (ROOT / ".env.example").read_text()
 LINES = dict(re.findall(r"^([A-Z_]+)=(.*)$", EXAMPLE, re.MULTILINE))
-# A name that containers alone know; `make up` reads the same line.
+# A setting of containers alone; `make up` reads the same line.
 EMPTY_IN_EXAMPLE = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "GATEWAY_TLS"}
-# Settings of `make up` that few need: docs/settings.md names them.
+# Rarely used settings of `make up`: docs/settings.md names them.
 NOT_IN_EXAMPLE = {"OTEL_EXPORTER_OTLP_ENDPOINT", "ROLL_PATIENCE_S", "RUN_FOLDER"}
 
 
 @pytest.mark.parametrize("settings", [TransformerSettings, PredictorSettings, LoggerSettings])
-def test_a_container_can_be_told_every_setting(settings: type[ServiceSettings]) -> None:
+def test_every_setting_can_be_given_to_a_container(settings: type[ServiceSettings]) -> None:
     prefix = settings.model_config["env_prefix"]
     service = prefix.lower().rstrip("_")
-    told = {name for name in COMPOSE["services"][service]["environment"] if name.startswith(prefix)}
-    # The address to listen on is the image's, and how to share it a matter of one machine; MODELS has no prefix.
+    listed = {name for name in COMPOSE["services"][service]["environment"] if name.startswith(prefix)}
+    # The image sets the listening address; sharing it concerns one machine only; MODELS has no prefix.
     others = {f"{prefix}HOST", f"{prefix}LISTEN", f"{prefix}MODELS"}
     known = {f"{prefix}{name}".upper() for name in settings.model_fields} - others
-    assert told == known
+    assert listed == known
 
 
 def test_every_variable_of_the_compose_files_has_the_default_of_the_example() -> None:
@@ -69,12 +69,12 @@ def test_every_line_of_the_example_is_explained() -> None:
     assert all(block.startswith("#") for block in blocks)
 
 
-def test_what_a_user_writes_is_no_part_of_the_repository() -> None:
+def test_files_of_the_user_are_not_part_of_the_repository() -> None:
     assert ".env" in (ROOT / ".gitignore").read_text().splitlines()
 
 
 def scraped_addresses() -> dict[str, tuple[str, int]]:
-    """Job → the host and port that Prometheus asks for it."""
+    """Job → the host and port of its page."""
     found = {}
     for job in SCRAPED:
         for by_name in job.get("dns_sd_configs", ()):
@@ -87,7 +87,7 @@ def scraped_addresses() -> dict[str, tuple[str, int]]:
     return found
 
 
-def test_prometheus_asks_each_service_at_the_port_of_its_page_in_a_network_that_both_are_in():
+def test_prometheus_scrapes_each_service_at_its_page_over_a_shared_network():
     services = COMPOSE["services"]
     addresses = scraped_addresses()
     for job, (host, port) in addresses.items():
@@ -102,7 +102,7 @@ def test_prometheus_asks_each_service_at_the_port_of_its_page_in_a_network_that_
     assert addresses["envoy"][1] == inner["address"]["socket_address"]["port_value"]
 
 
-def test_what_the_overlay_adds_is_hardened_limited_and_published_on_loopback_alone():
+def test_services_of_the_overlay_are_hardened_limited_and_published_on_loopback_only():
     assert OBSERVABILITY["x-hardened"] == COMPOSE["x-hardened"]
     for service in OBSERVABILITY["services"].values():
         assert COMPOSE["x-hardened"].items() <= service.items()
@@ -146,12 +146,12 @@ def test_a_span_links_to_the_payload_record_at_the_gateways_port():
     assert jaeger["volumes"] == ["./observability/jaeger-ui.json:/etc/jaeger/ui.json:ro"]
 
 
-def test_every_service_is_told_the_same_of_opentelemetry():
-    told = [
+def test_every_service_has_the_same_opentelemetry_environment():
+    environments = [
         {name: value for name, value in service["environment"].items() if name.startswith("OTEL_")}
         for name, service in COMPOSE["services"].items()
         if name in ("transformer", "predictor", "logger")
     ]
-    assert told == [COMPOSE["x-telemetry"]] * 3
-    # Jaeger takes spans alone: it would refuse the metrics that the general variable sends there too.
+    assert environments == [COMPOSE["x-telemetry"]] * 3
+    # Jaeger takes spans alone: the general variable would send it metrics too, which it refuses.
     assert "OTEL_EXPORTER_OTLP_ENDPOINT" not in COMPOSE["x-telemetry"]

@@ -1,4 +1,4 @@
-"""Grafana's dashboards are whole: it skips what it does not understand, and says so to nobody."""
+"""Grafana's dashboards are whole: it skips what it does not understand, without a message."""
 
 import re
 from itertools import combinations
@@ -20,7 +20,7 @@ def provisioned_source() -> dict[str, str]:
     return source
 
 
-def test_the_two_dashboards_are_those_that_grafana_is_told_of_and_begins_with():
+def test_grafana_is_provisioned_with_both_dashboards_and_its_home_is_one_of_them():
     assert {dashboard["title"] for dashboard in DASHBOARDS.values()} == {"The stream", "The machine room"}
     (provider,) = yaml.safe_load((GRAFANA / "provisioning" / "dashboards" / "millrace.yaml").read_text())["providers"]
     grafana = yaml.safe_load((ROOT / "compose.observability.yaml").read_text())["services"]["grafana"]
@@ -30,14 +30,14 @@ def test_the_two_dashboards_are_those_that_grafana_is_told_of_and_begins_with():
     assert home in {f"{folder}/{name}.json" for name in DASHBOARDS}
 
 
-def test_grafana_looks_as_often_as_prometheus_scrapes():
+def test_grafana_refreshes_as_often_as_prometheus_scrapes():
     scrapes = yaml.safe_load((ROOT / "observability" / "prometheus.yaml").read_text())["global"]["scrape_interval"]
     assert provisioned_source()["jsonData"]["timeInterval"] == scrapes
     assert all(dashboard["refresh"] == scrapes for dashboard in DASHBOARDS.values())
 
 
 @pytest.mark.parametrize("name", DASHBOARDS)
-def test_every_panel_says_what_it_shows_and_in_which_unit(name):
+def test_every_panel_has_a_description_and_a_unit(name):
     for panel in panels(DASHBOARDS[name]):
         assert panel["title"]
         assert panel["description"].endswith(".")
@@ -49,7 +49,7 @@ def test_every_panel_says_what_it_shows_and_in_which_unit(name):
 
 
 @pytest.mark.parametrize("name", DASHBOARDS)
-def test_ids_are_unique_and_every_query_has_the_source_that_is_provisioned(name):
+def test_ids_are_unique_and_every_query_uses_the_provisioned_source(name):
     dashboard, source = DASHBOARDS[name], provisioned_source()
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(set(ids)) == len(ids)
@@ -83,7 +83,7 @@ def test_every_variable_is_defined_and_used(name):
     assert used - BUILT_IN == defined
 
 
-def test_dashboards_lead_to_each_other():
+def test_dashboards_link_to_each_other():
     uids = {dashboard["uid"] for dashboard in DASHBOARDS.values()}
     assert len(uids) == len(DASHBOARDS)
     for dashboard in DASHBOARDS.values():

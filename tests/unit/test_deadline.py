@@ -1,4 +1,4 @@
-"""One value answers what a request's time limit has left, whether it has passed, and ends what waits beyond it."""
+"""A deadline: the time left, whether it has passed, and a scope that ends a wait beyond it."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ def test_no_deadline_leaves_any_time():
     assert not NO_DEADLINE.passed(1e9)
 
 
-def test_what_is_left_becomes_less_until_it_raises():
+def test_the_time_left_shrinks_until_it_raises():
     assert 29 < Deadline.after(30.0).left() <= 30
     with pytest.raises(DeadlineError, match="too late for the body"):
         Deadline(time.monotonic() - 1).left("too late for the body")
@@ -28,7 +28,7 @@ def test_a_margin_counts_as_passed():
     assert Deadline.after(0.0).passed()
 
 
-async def test_a_scope_ends_what_waits_too_long():
+async def test_a_scope_ends_a_wait_beyond_the_deadline():
     with pytest.raises(DeadlineError, match="the deadline passed"):
         async with Deadline.after(0.01).scope():
             await asyncio.sleep(60)
@@ -40,7 +40,7 @@ async def test_a_scope_whose_deadline_has_passed_is_not_entered():
             pytest.fail("entered")
 
 
-async def test_a_timeout_of_the_block_itself_stays_one():
+async def test_a_timeout_error_of_the_block_itself_is_passed_on():
     with pytest.raises(TimeoutError):
         async with Deadline.after(60.0).scope():
             raise TimeoutError

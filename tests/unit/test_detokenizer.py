@@ -36,7 +36,7 @@ def metaspace():
 
 
 def byte_fallback():
-    """Llama 2's and Mistral's way: what is not in the vocabulary is written as bytes, each a token."""
+    """Llama 2's and Mistral's way: a character outside the vocabulary is written as bytes, each a token."""
     words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     words += ["▁", "a", "b", "é", "\ufffd", "fox", "▁fox", "東", "", "<0x0>", "<plain>"]
     vocabulary = {word: number for number, word in enumerate(words)}
@@ -102,7 +102,7 @@ def ids_of(tokenizer, *tokens):
 
 
 def random_ids(tokenizer, often=()):
-    """Ids of the vocabulary, of special tokens and of none; those that are `often` used come in runs."""
+    """Ids of the vocabulary, of special tokens and unknown ones; ids in `often` come in runs."""
     anything = st.integers(0, tokenizer.get_vocab_size() + 3)
     return st.lists(anything | st.sampled_from(often) if often else anything, max_size=80)
 
@@ -115,7 +115,7 @@ BYTES_AND_SPECIAL = ids_of(BYTE_FALLBACK, "<0x0A>", "<0xE2>", "<0x9C>", "<0x93>"
     ("tokenizer", "often"),
     [(BYTE_LEVEL, ()), (METASPACE, ()), (WORDS, ()), (BYTE_FALLBACK, ()), (BYTE_FALLBACK, BYTES_AND_SPECIAL)],
 )
-def test_the_pieces_of_any_ids_are_what_the_whole_decodes_to(tokenizer, often, data):
+def test_the_pieces_of_any_ids_add_up_to_the_decoded_whole(tokenizer, often, data):
     prompt_ids = data.draw(random_ids(tokenizer, often).filter(lambda ids: len(ids) <= 6))
     ids = data.draw(random_ids(tokenizer, often))
     before = tokenizer.decode(prompt_ids)
@@ -124,7 +124,7 @@ def test_the_pieces_of_any_ids_are_what_the_whole_decodes_to(tokenizer, often, d
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, METASPACE, WORDS])
-def test_an_id_that_is_always_written_in_the_same_way_is_decoded_once(tokenizer):
+def test_an_id_with_only_one_text_is_decoded_once(tokenizer):
     class Counting:
         decoded = 0
 
@@ -173,7 +173,7 @@ def test_a_stop_string_of_a_byte_is_found():
 
 
 def test_bytes_that_never_become_a_character_are_passed_on_as_they_come():
-    token_id = BYTE_LEVEL.token_to_id("Ģ")  # A byte that only goes on a character.
+    token_id = BYTE_LEVEL.token_to_id("Ģ")  # A byte that only continues a character.
     detokenizer = Detokenizer(Decoder(BYTE_LEVEL), (), ())
     pieces = [detokenizer.push(token_id) for _ in range(2000)]
     assert len(detokenizer._ids) <= 65
@@ -183,7 +183,7 @@ def test_bytes_that_never_become_a_character_are_passed_on_as_they_come():
 
 def test_the_work_of_finding_stop_strings_does_not_grow_with_their_length():
     def cpu_s(length):
-        """Of text that follows one of the stop strings, piece by piece."""
+        """CPU time for text that begins like a stop string, piece by piece."""
         finder = StopFinder(["a" * length + "b", *(f"{number:02}" + "a" * length for number in range(15))])
         begun = time.process_time()
         for _ in range(5000):
@@ -200,7 +200,7 @@ def test_the_work_of_finding_stop_strings_does_not_grow_with_their_length():
     st.lists(st.text("abc", max_size=4), max_size=10),
     st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
 )
-def test_what_passes_is_the_text_before_the_first_stop_string_however_it_is_cut(pieces, stop):
+def test_the_text_before_the_first_stop_string_passes_however_it_is_divided(pieces, stop):
     finder = StopFinder(stop)
     passed = ""
     for piece in pieces:
@@ -220,13 +220,13 @@ def test_what_passes_is_the_text_before_the_first_stop_string_however_it_is_cut(
         assert not any(s in passed for s in stop)
 
 
-def test_nothing_passes_behind_a_stop_string():
+def test_no_text_after_a_stop_string_passes():
     finder = StopFinder(["ab"])
     assert (finder.push("xab"), finder.push("cab"), finder.flush()) == ("x", "", "")
     assert finder.string == "ab"
 
 
-def test_text_that_may_become_a_stop_string_is_held_back_only_so_long():
+def test_text_that_may_become_a_stop_string_is_held_back_no_longer_than_needed():
     finder = StopFinder(["END."])
     assert finder.push("the E") == "the "
     assert finder.push("ND") == ""

@@ -1,4 +1,4 @@
-"""What the documentation names exists: links, files of the code, settings, error messages, the sampling table."""
+"""The documentation names only existing links, files, settings and error messages; its sampling table is the code's."""
 
 import re
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_every_link_leads_somewhere(path):
     assert broken == []
 
 
-def test_the_readme_fits_its_purpose():
+def test_the_readme_has_its_sections_and_stays_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
@@ -43,7 +43,7 @@ def test_every_file_that_the_documentation_names_exists():
     assert sorted(name for name in names if not (ROOT / name).exists()) == []
 
 
-def test_the_walk_of_a_request_has_at_most_12_stops():
+def test_the_path_of_a_request_has_at_most_12_steps():
     section = (DOCS / "architecture.md").read_text().split("## The life of a text request")[1].split("\n## ")[0]
     stops = re.findall(r"^(\d+)\. ", section, re.MULTILINE)
     assert [int(stop) for stop in stops] == list(range(1, len(stops) + 1))

@@ -1,4 +1,4 @@
-"""An engine is started again at once, and later and later if that does not help."""
+"""A dead engine is restarted at once, then after longer and longer delays."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def clock(monkeypatch):
     return clock
 
 
-def test_an_engine_that_has_run_for_long_is_started_again_at_once(clock):
+def test_an_engine_that_ran_for_long_is_restarted_at_once(clock):
     starts = Backoff()
     for _ in range(20):
         starts.started()
@@ -27,7 +27,7 @@ def test_an_engine_that_has_run_for_long_is_started_again_at_once(clock):
         assert starts.delay_s() == 0
 
 
-def test_engines_that_live_briefly_are_started_later_and_later(clock):
+def test_engines_that_die_soon_are_restarted_after_growing_delays(clock):
     starts = Backoff()
     delays = []
     for _ in range(20):
@@ -39,7 +39,7 @@ def test_engines_that_live_briefly_are_started_later_and_later(clock):
     assert delays[-1] == 30
 
 
-def test_starts_that_fail_are_repeated_later_and_later(clock):
+def test_failed_starts_are_repeated_after_growing_delays(clock):
     starts = Backoff()
     starts.started()
     clock.now += 60

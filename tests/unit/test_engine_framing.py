@@ -18,6 +18,6 @@ def test_messages_come_whole_and_in_order(messages, sizes):
     assert received == messages
 
 
-def test_what_is_no_frame_is_refused():
+def test_bytes_that_are_no_frame_are_refused():
     with pytest.raises(ValueError, match="a frame of"):
         list(Frames().feed((MAX_FRAME_BYTES + 1).to_bytes(4, "little")))

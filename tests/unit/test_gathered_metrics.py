@@ -37,27 +37,27 @@ def test_counts_are_added_up():
     assert measured.names == {"ended"}
 
 
-def test_one_name_is_one_instrument_of_a_meter():
+def test_equal_names_give_one_instrument_of_a_meter():
     measured = Measured()
     assert histogram(measured.meter, "wait", "s", "Waits.", BUCKETS) is histogram(
         measured.meter, "wait", "s", "Waits.", BUCKETS
     )
 
 
-def test_other_histograms_are_as_before():
+def test_other_histograms_are_unchanged():
     measured = Measured()
     measured.meter.create_histogram("other", explicit_bucket_boundaries_advisory=BUCKETS).record(1.5, {"a": "b"})
     assert measured.points("other")[frozenset({("a", "b")})].bucket_counts == (0, 1, 0)
 
 
-def test_values_that_nobody_collects_take_no_memory():
+def test_uncollected_values_take_no_memory():
     seconds = histogram(metrics.NoOpMeterProvider().get_meter("none"), "wait", "s", "Waits.", BUCKETS)
     for _ in range(5000):
         seconds.record(1.0, {})
     assert len(seconds._waiting) < 2000
 
 
-def test_none_is_lost_while_it_collects():
+def test_no_value_is_lost_during_a_collection():
     measured = Measured()
     seconds = histogram(measured.meter, "wait", "s", "Waits.", BUCKETS)
 

@@ -1,4 +1,4 @@
-"""The JSON of a Generate by REST: read as the message it is, refused where it is not."""
+"""The JSON of a Generate by REST: it is read as the gRPC message, or refused."""
 
 import json
 
@@ -38,7 +38,7 @@ def test_both_spellings_and_numbers_as_text_are_read():
         ({"messages": [{}] * 5000}, "5000 messages"),
     ],
 )
-def test_what_is_no_message_is_refused(fields, message):
+def test_malformed_messages_are_refused(fields, message):
     with pytest.raises(InvalidRequestError, match=message):
         read(**fields)
 

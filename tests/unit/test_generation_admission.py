@@ -1,4 +1,4 @@
-"""What would end too late is refused before work is done for it; a resumed answer does not make others look slow."""
+"""A request that would miss its deadline is refused at once; a resumed answer does not make others look slow."""
 
 import time
 from contextlib import ExitStack, contextmanager
@@ -47,13 +47,13 @@ def is_refused(admission, timeout_s=None, client=""):
         return True
 
 
-def test_a_resumed_answer_is_no_slow_one():
+def test_a_resumed_answer_does_not_count_as_slow():
     admission = Admission()
     with answering(admission, token_s=0.01, away=range(5, 195), steps=200):
         assert not is_refused(admission, 12.0)
 
 
-def test_slow_answers_have_those_refused_that_would_be_late():
+def test_while_answers_are_slow_requests_that_would_be_late_are_refused():
     admission = Admission()
     with answering(admission, token_s=0.2):
         assert is_refused(admission, 5.0)
@@ -68,13 +68,13 @@ def test_answers_with_a_pace_do_not_make_others_look_slow():
 
 
 @pytest.mark.parametrize("pace", [10_000, "0", "fast"])
-def test_a_pace_that_delays_nothing_hides_nothing(pace):
+def test_slow_answers_count_where_their_pace_does_not_delay_them(pace):
     admission = Admission()
     with answering(admission, token_s=0.2, pace=pace):
         assert is_refused(admission, 5.0)
 
 
-def test_who_waits_for_nobody_of_its_own_is_not_refused_for_another_client_s_queue():
+def test_a_client_without_waiting_requests_is_not_refused_for_another_client_s_queue():
     admission = Admission()
     with answering(admission, token_s=0.01), ExitStack() as queue:
         for _ in range(300):
@@ -83,7 +83,7 @@ def test_who_waits_for_nobody_of_its_own_is_not_refused_for_another_client_s_que
         assert not is_refused(admission, 12.0, client="light")
 
 
-def test_copies_for_another_model_are_no_queue_of_their_client():
+def test_copies_for_another_model_do_not_count_as_their_clients_queue():
     admission = Admission()
     with answering(admission, token_s=0.01), ExitStack() as queue:
         for _ in range(300):
@@ -91,7 +91,7 @@ def test_copies_for_another_model_are_no_queue_of_their_client():
         assert not is_refused(admission, 12.0, client="light")
 
 
-def test_where_nothing_runs_nobody_is_refused():
+def test_an_idle_model_refuses_no_request():
     admission = Admission()
     with answering(admission, token_s=0.2):
         pass

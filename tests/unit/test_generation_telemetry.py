@@ -1,4 +1,4 @@
-"""Each generation moves the metrics by what its user felt, once, whatever it ends with."""
+"""Each generation moves the metrics by what its user experienced, exactly once, however it ends."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ from services.transformer.generation.telemetry import GenerationTelemetry
 from tests.support.measured import Measured
 
 GAPS = {"gen_ai.request.model": "storyteller", "millrace.protocol": "grpc"}
-TOLD = GAPS | {"gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "millrace"}
+ATTRIBUTES = GAPS | {"gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "millrace"}
 REST = (("x-envoy-original-path", "/v1/completions"),)
 
 
@@ -47,16 +47,16 @@ async def failing(error):
     yield
 
 
-async def generation(telemetry, chunks, asked):
+async def generation(telemetry, chunks, message):
     """The chunks of a generation that is observed, as the pipeline passes them on."""
-    with telemetry.observed(asked) as observed:
+    with telemetry.observed(message) as observed:
         async for each in chunks:
             observed.chunk(each)
             yield each
 
 
-async def read(telemetry, chunks, asked):
-    async for _ in generation(telemetry, chunks, asked):
+async def read(telemetry, chunks, message):
+    async for _ in generation(telemetry, chunks, message):
         pass
 
 
@@ -72,7 +72,7 @@ def only(model, protocol, outcome):
 
 async def test_a_whole_answer(telemetry, measured):
     await read(telemetry, answer(), request())
-    assert measured.sum("gen_ai.server.time_to_first_token", TOLD) == 0.5
+    assert measured.sum("gen_ai.server.time_to_first_token", ATTRIBUTES) == 0.5
     assert (
         measured.count("millrace.inter_token_latency", GAPS),
         measured.sum("millrace.inter_token_latency", GAPS),
@@ -80,17 +80,17 @@ async def test_a_whole_answer(telemetry, measured):
         2,
         0.25 + 0.75 / 2,
     )
-    assert measured.sum("gen_ai.server.time_per_output_token", TOLD) == pytest.approx(1.0 / 3)
-    assert measured.sum("gen_ai.client.token.usage", TOLD | {"gen_ai.token.type": "input"}) == 7
-    assert measured.sum("gen_ai.client.token.usage", TOLD | {"gen_ai.token.type": "output"}) == 4
-    assert measured.count("gen_ai.server.request.duration", TOLD) == 1
+    assert measured.sum("gen_ai.server.time_per_output_token", ATTRIBUTES) == pytest.approx(1.0 / 3)
+    assert measured.sum("gen_ai.client.token.usage", ATTRIBUTES | {"gen_ai.token.type": "input"}) == 7
+    assert measured.sum("gen_ai.client.token.usage", ATTRIBUTES | {"gen_ai.token.type": "output"}) == 4
+    assert measured.count("gen_ai.server.request.duration", ATTRIBUTES) == 1
     assert streams(measured) == only("storyteller", "grpc", "completed")
 
 
-async def test_chat_over_rest_is_told_from_text_over_grpc(telemetry, measured):
+async def test_chat_over_rest_and_text_over_grpc_have_different_attributes(telemetry, measured):
     await read(telemetry, answer(), request(REST, messages=[("user", "Hello")]))
-    told = TOLD | {"gen_ai.operation.name": "chat", "millrace.protocol": "http"}
-    assert measured.count("gen_ai.server.time_to_first_token", told) == 1
+    attributes = ATTRIBUTES | {"gen_ai.operation.name": "chat", "millrace.protocol": "http"}
+    assert measured.count("gen_ai.server.time_to_first_token", attributes) == 1
     assert streams(measured) == only("storyteller", "http", "completed")
 
 
@@ -104,28 +104,28 @@ async def test_chat_over_rest_is_told_from_text_over_grpc(telemetry, measured):
         (asyncio.CancelledError(), "cancelled", "CANCELLED"),
     ],
 )
-async def test_every_other_end(telemetry, measured, error, outcome, status):
+async def test_an_error_counts_with_its_outcome_and_its_status(telemetry, measured, error, outcome, status):
     with pytest.raises(type(error)):
         await read(telemetry, failing(error), request())
     assert streams(measured) == only("storyteller", "grpc", outcome)
-    assert measured.count("gen_ai.server.request.duration", TOLD | {"error.type": status}) == 1
+    assert measured.count("gen_ai.server.request.duration", ATTRIBUTES | {"error.type": status}) == 1
     assert "gen_ai.server.time_to_first_token" not in measured.names
 
 
-async def test_a_caller_who_leaves_has_cancelled(telemetry, measured):
+async def test_a_caller_that_leaves_counts_as_a_cancel(telemetry, measured):
     chunks = generation(telemetry, answer(), request())
     await anext(chunks)
     await chunks.aclose()
     assert streams(measured) == only("storyteller", "grpc", "cancelled")
 
 
-async def test_a_deadline_is_told_from_a_cancel(telemetry, measured):
+async def test_a_deadline_does_not_count_as_a_cancel(telemetry, measured):
     with pytest.raises(asyncio.CancelledError):
         await read(telemetry, failing(asyncio.CancelledError()), request(deadline=Deadline.after(0.0)))
     assert streams(measured) == only("storyteller", "grpc", "deadline_exceeded")
 
 
-async def test_who_leaves_after_the_last_chunk_has_a_whole_answer(telemetry, measured):
+async def test_a_caller_that_leaves_after_the_last_chunk_counts_as_answered(telemetry, measured):
     chunks = generation(telemetry, answer(), request())
     for _ in range(3):
         await anext(chunks)
@@ -133,7 +133,7 @@ async def test_who_leaves_after_the_last_chunk_has_a_whole_answer(telemetry, mea
     assert streams(measured) == only("storyteller", "grpc", "completed")
 
 
-async def test_a_model_that_nobody_serves_is_no_label(telemetry, measured):
+async def test_an_unknown_model_is_no_label(telemetry, measured):
     with pytest.raises(InvalidRequestError):
         await read(telemetry, failing(InvalidRequestError("no such model")), request(model="what"))
     assert streams(measured) == only("_OTHER", "grpc", "refused")

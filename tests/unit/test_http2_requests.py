@@ -1,4 +1,4 @@
-"""How the HTTP server reads a request's head, and which method it takes a path for."""
+"""How the HTTP server reads a request's head, and which method a path belongs to."""
 
 import pytest
 
@@ -22,14 +22,14 @@ def head(*headers):
     return read_head([(name.encode(), value) for name, value in headers])
 
 
-def test_metadata_are_the_headers_that_are_not_the_protocol_s():
+def test_metadata_are_all_headers_but_those_of_the_protocol():
     read = head((":method", b"POST"), (":path", b"/x"), ("te", b"trailers"), ("x-a", b"1"), ("x-a", b"2"))
     assert (read.verb, read.path, read.metadata) == ("POST", "/x", (("x-a", "1"), ("x-a", "2")))
     assert read.timeout_s is None
 
 
 @pytest.mark.parametrize(("value", "text"), [("é".encode(), "é"), (b"\xe9", "é"), (b"\xff\xfe", "ÿþ")])
-def test_a_value_that_is_no_utf_8_is_latin_1(value, text):
+def test_a_value_that_is_not_utf_8_is_read_as_latin_1(value, text):
     assert dict(head(("x-a", value)).metadata) == {"x-a": text}
 
 
@@ -37,14 +37,14 @@ def test_a_value_that_is_no_utf_8_is_latin_1(value, text):
     ("value", "timeout_s"),
     [(b"100m", 0.1), (b"2S", 2), (b"1M", 60), (b"1H", 3600), (b"5u", 5e-6), (b"5n", 5e-9), (b"99999999m", 99999.999)],
 )
-def test_a_deadline_is_grpc_s_header(value, timeout_s):
+def test_the_deadline_is_read_from_the_grpc_timeout_header(value, timeout_s):
     read = head(("grpc-timeout", value))
     assert read.timeout_s == pytest.approx(timeout_s)
     assert read.metadata == ()
 
 
 @pytest.mark.parametrize("value", [b"", b"m", b"1", b"-1m", b"123456789m", b"1x", "\u0661m".encode()])
-def test_what_is_no_deadline_is_none(value):
+def test_a_malformed_deadline_is_ignored(value):
     assert head(("grpc-timeout", value)).timeout_s is None
 
 
@@ -59,7 +59,7 @@ def test_what_is_no_deadline_is_none(value):
         ("GET", "/a.B/Get/%ff", "a.B/Get", "\ufffd".encode()),
     ],
 )
-def test_a_path_is_a_method_s(table, verb, path, name, argument):
+def test_a_path_finds_its_method(table, verb, path, name, argument):
     target = table.find(verb, path)
     assert (target.method.name, target.argument) == (name, argument)
 
@@ -68,5 +68,5 @@ def test_a_path_is_a_method_s(table, verb, path, name, argument):
     ("verb", "path"),
     [("GET", "/a.B/Post"), ("POST", "/a.B/Get"), ("POST", "/a.B/Post/x"), ("GET", "/a.B/Get/"), ("GET", ""), ("", "/")],
 )
-def test_another_path_or_method_is_nobody_s(table, verb, path):
+def test_an_unknown_path_or_verb_finds_no_method(table, verb, path):
     assert table.find(verb, path) is None

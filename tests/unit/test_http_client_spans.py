@@ -1,4 +1,4 @@
-"""An HTTP call is one client span and one duration, with its status or what ended it; a background call is neither."""
+"""An HTTP call is one client span and one duration, with its status or its error; a background call is neither."""
 
 import asyncio
 
@@ -26,7 +26,7 @@ def bench():
     return HttpClientSpans("host:80", provider.get_tracer("test"), measured.meter), exporter, measured
 
 
-async def test_a_call_has_a_span_a_duration_and_the_headers_of_whose_it_is(bench):
+async def test_a_call_has_a_span_a_duration_and_the_callers_trace_headers(bench):
     spans, exporter, measured = bench
     begin_request("mine")
     with spans.call("POST", TEMPLATE, PATH) as call:
@@ -42,9 +42,9 @@ async def test_a_call_has_a_span_a_duration_and_the_headers_of_whose_it_is(bench
 
 
 @pytest.mark.parametrize(
-    ("status", "error", "told"), [(503, ValueError, "503"), (None, asyncio.CancelledError, "CancelledError")]
+    ("status", "error", "error_type"), [(503, ValueError, "503"), (None, asyncio.CancelledError, "CancelledError")]
 )
-async def test_a_call_that_fails_is_an_error_by_its_status_or_by_what_ended_it(bench, status, error, told):
+async def test_a_failed_call_is_recorded_with_its_status_or_its_exception(bench, status, error, error_type):
     spans, exporter, measured = bench
 
     def call():
@@ -56,9 +56,9 @@ async def test_a_call_that_fails_is_an_error_by_its_status_or_by_what_ended_it(b
         call()
     (span,) = exporter.get_finished_spans()
     assert span.status.status_code is SpanStatus.ERROR
-    assert span.attributes["error.type"] == told
+    assert span.attributes["error.type"] == error_type
     (attributes,) = measured.points(DURATION)
-    assert dict(attributes)["error.type"] == told
+    assert dict(attributes)["error.type"] == error_type
 
 
 async def test_a_background_call_is_neither_traced_nor_measured(bench):

@@ -1,4 +1,4 @@
-"""Which of the calls that ask nothing end, where there are too many: a caller's own, never those of one with fewer."""
+"""Too many idle calls: which of them end. A caller with more calls never costs one with fewer a call."""
 
 import random
 from collections import Counter
@@ -60,9 +60,9 @@ async def test_beyond_the_bound_in_all_the_caller_with_most_calls_loses_one():
     greediest = opened(calls, "d", MOST - len(calls))
     assert len(calls) == MOST
     more = opened(calls, "a", 1)
-    assert ended(greedy[0]) == [0]  # It has most now, and its longest idle one ends.
+    assert ended(greedy[0]) == [0]  # It has the most now, and its longest idle call ends.
     last = opened(calls, "new", 1)
-    # Three have as many: the one whose call has been idle for longest.
+    # Three callers have equally many: the one whose call has been idle for longest loses it.
     assert [ended(made) for made in (*greedy, greediest, more, first, last)] == [[0, 1], [], [], [], [], [], []]
     assert len(calls) == MOST
 
@@ -75,7 +75,7 @@ async def test_other_services_have_no_bound_of_their_own():
     assert ended(inner) == [0]
 
 
-async def test_only_calls_of_strangers_are_a_reason_to_look_at_memory():
+async def test_only_calls_from_outside_cause_a_check_of_memory():
     calls = new()
     inner, stranger = Call(calls, ""), Call(calls, "alice")
     inner.may_arrive = False
@@ -87,14 +87,14 @@ async def test_only_calls_of_strangers_are_a_reason_to_look_at_memory():
     await until(lambda: calls._look is None)
 
 
-async def test_a_call_that_is_about_to_ask_ends_no_stream():
+async def test_a_call_whose_request_is_arriving_ends_no_stream():
     calls = new()
     streams = opened(calls, "alice", MOST_OF_ONE)
     unsent = opened(calls, "alice", MOST_OF_ONE + 1, may_be_idle=False)
     assert (ended(streams), ended(unsent)) == ([], [0])
 
 
-async def test_a_caller_whose_calls_asked_has_room_again():
+async def test_calls_that_sent_a_request_make_room_for_idle_ones():
     calls = new()
     alice = opened(calls, "alice", MOST_OF_ONE)
     for call in alice[:2]:
@@ -102,11 +102,11 @@ async def test_a_caller_whose_calls_asked_has_room_again():
     opened(calls, "alice", 2)
     assert ended(alice) == []
     for call in alice[:2]:
-        calls.add(call)  # They wait again, and for a shorter time than the others.
+        calls.add(call)  # Idle again, and for a shorter time than the others.
     assert ended(alice) == [2, 3]
 
 
-async def test_the_bounds_hold_whatever_comes_and_goes():
+async def test_the_bounds_hold_for_any_sequence_of_calls():
     draw = random.Random(7)
     calls, made = new(), []
     for _ in range(5000):

@@ -1,5 +1,5 @@
-"""Small answers of a stream that are ready together are one message for a caller that takes it: their order stays, and
-another caller gets each by itself."""
+"""Small answers of a stream that are ready together become one message, in order, for a caller that supports it;
+any other caller gets each by itself."""
 
 import asyncio
 
@@ -43,7 +43,7 @@ async def messages(answer, joins=True, as_status=False):
     return found
 
 
-async def test_those_that_are_ready_together_are_one_message():
+async def test_answers_that_are_ready_together_are_one_message():
     async def answer(_):
         for number in range(6):
             yield response(number)
@@ -52,7 +52,7 @@ async def test_those_that_are_ready_together_are_one_message():
     assert await messages(answer, joins=False) == [[number] for number in "012345"]
 
 
-async def test_a_large_one_goes_alone_in_its_place():
+async def test_a_large_answer_is_a_message_of_its_own_in_its_place():
     async def answer(_):
         for number in range(5):
             yield response(number, elements=100_000 if number == 3 else 1)
@@ -60,7 +60,7 @@ async def test_a_large_one_goes_alone_in_its_place():
     assert await messages(answer) == [["0", "1", "2"], ["3"], ["4"]]
 
 
-async def test_one_that_is_alone_does_not_wait():
+async def test_a_single_answer_does_not_wait():
     go_on = asyncio.Event()
 
     async def answer(_):
@@ -75,7 +75,7 @@ async def test_one_that_is_alone_does_not_wait():
     await stream.aclose()
 
 
-async def test_an_error_comes_behind_what_was_answered_before_it():
+async def test_an_error_comes_after_the_answers_before_it():
     async def answer(_):
         for number in range(3):
             yield response(number)

@@ -21,7 +21,7 @@ def test_an_entry_has_a_digest_and_a_policy():
     assert json.loads(f"{{{rest}}}").keys() == {"models", "weight", "streams"}
 
 
-def test_the_gateway_gets_the_digest_of_a_key_and_not_the_key():
+def test_the_gateway_gets_only_the_digest_of_a_key():
     entries = parse_keys(f"[{{name: root, key: {KEY}, role: admin}}]")
     assert digests(entries) == f"{DIGEST}\troot\tadmin\t\n"
     assert KEY not in repr(entries)

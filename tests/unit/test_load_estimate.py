@@ -1,4 +1,4 @@
-"""A generation that would end too late is refused at once, by how fast answers come now; no other one is."""
+"""A generation that would end too late at the present speed of answers is refused at once; no other one is."""
 
 from itertools import pairwise
 
@@ -12,7 +12,7 @@ HEAVY, LIGHT = Client("heavy", Policy()), Client("light", Policy())
 
 
 def loaded(answering, token_s, lengths=(), first_token_s=0.0, client=ANYONE):
-    """So many answers that have come with so much time for each token in the last second; it is `NOW`."""
+    """An estimate after `answering` answers whose tokens took `token_s` each in the last second, up to `NOW`."""
     load = LoadEstimate()
     for length in lengths:
         load.began()
@@ -33,7 +33,7 @@ def end_all(load):
 
 
 def taken(load, left_s, tokens, most=2000, client=ANYONE):
-    """How many more are taken before one is refused."""
+    """How many more requests are admitted before one is refused."""
     count = 0
     while count < most and load.retry_after_s(left_s, tokens, NOW, client) is None:
         load.began(client)
@@ -49,30 +49,30 @@ def queued(first_token_s=4.0, heavy=HEAVY):
     return load
 
 
-def test_what_would_end_too_late_is_refused_and_told_when_to_come_again():
+def test_a_request_that_would_end_too_late_is_refused_with_a_retry_delay():
     load = loaded(answering=300, token_s=0.12)
     assert 0.1 <= load.retry_after_s(5.0, 64, NOW) <= 10.0
     assert load.retry_after_s(60.0, 64, NOW) is None
 
 
-def test_a_short_answer_is_taken_where_a_long_one_would_be_late():
+def test_a_short_answer_is_admitted_where_a_long_one_would_be_late():
     load = loaded(answering=200, token_s=0.06)
     assert load.retry_after_s(5.0, 64, NOW) is not None
     assert load.retry_after_s(5.0, 16, NOW) is None
 
 
-def test_where_answers_come_fast_a_burst_is_taken():
+def test_a_burst_is_admitted_while_answers_are_fast():
     load = loaded(answering=5, token_s=0.005)
     assert taken(load, left_s=5.0, tokens=64) >= 200
 
 
-def test_a_crowd_that_was_late_as_a_whole_is_not_taken_again_and_the_machine_does_not_stay_idle():
+def test_a_crowd_that_was_late_is_not_admitted_again_and_the_machine_does_not_stay_idle():
     load = loaded(answering=384, token_s=0.125)
     end_all(load)
     assert 20 < taken(load, left_s=5.0, tokens=64) < 200
 
 
-def test_where_nothing_runs_or_nothing_is_known_nobody_is_refused():
+def test_without_running_answers_or_measurements_no_request_is_refused():
     idle = loaded(answering=384, token_s=0.125)
     end_all(idle)
     assert idle.retry_after_s(0.1, 64, NOW) is None
@@ -82,13 +82,13 @@ def test_where_nothing_runs_or_nothing_is_known_nobody_is_refused():
         unknown.began()
 
 
-def test_what_was_slow_is_forgotten():
+def test_past_slowness_is_forgotten():
     load = loaded(answering=300, token_s=0.12)
     assert load.retry_after_s(5.0, 64, NOW) is not None
     assert load.retry_after_s(5.0, 64, NOW + 5) is None
 
 
-def test_answers_are_as_long_as_they_are_and_not_as_they_may_be():
+def test_the_estimate_uses_the_usual_length_of_answers_and_not_their_maximum():
     load = loaded(answering=50, token_s=0.05, lengths=[20] * 60)
     assert load.retry_after_s(5.0, 1000, NOW) is None
     assert loaded(answering=50, token_s=0.05, lengths=[1000] * 60).retry_after_s(5.0, 1000, NOW) is not None
@@ -100,7 +100,7 @@ def test_the_wait_for_a_first_token_counts():
     assert loaded(answering=60, token_s=0.02).retry_after_s(5.0, 16, NOW) is None
 
 
-def test_nobody_is_refused_for_the_queue_of_another_client():
+def test_no_request_is_refused_for_the_queue_of_another_client():
     load = queued()
     assert load.retry_after_s(5.0, 32, NOW, HEAVY) is not None
     assert load.retry_after_s(5.0, 32, NOW, LIGHT) is None
@@ -125,7 +125,7 @@ def test_many_clients_with_a_request_each_are_late_together():
     assert load.retry_after_s(5.0, 32, NOW, LIGHT) is not None
 
 
-def test_few_of_the_clients_that_are_away_are_remembered():
+def test_few_absent_clients_are_remembered():
     load = LoadEstimate()
     for number in range(1000):
         client = Client(f"c{number}", Policy())
@@ -139,7 +139,7 @@ def test_few_of_the_clients_that_are_away_are_remembered():
     assert load.in_flight == sum(share.in_flight for share in load._shares.values()) == 101
 
 
-def test_refusals_are_sent_at_once_until_they_come_by_the_dozen_a_second():
+def test_refusals_are_immediate_up_to_dozens_a_second():
     pace = RefusalPace()
     assert [pace.hold_s(5.0, 100.0 + second) for second in range(10) for _ in range(50)] == [0.0] * 500
 
@@ -154,7 +154,7 @@ def test_a_storm_of_refusals_is_held_back_for_seconds_at_most_and_never_beyond_a
     assert pace.hold_s(5.0, 106.0) == 0.0
 
 
-def test_callers_that_are_refused_together_come_back_one_by_one():
+def test_callers_that_are_refused_together_get_different_retry_delays():
     pace = RefusalPace()
     holds = sorted([pace.hold_s(5.0, 100.0) for _ in range(1500)][250:])
     assert holds[0] >= 2.5
@@ -162,7 +162,7 @@ def test_callers_that_are_refused_together_come_back_one_by_one():
     assert max(gaps) < 0.01
 
 
-def test_a_pause_of_all_answers_is_not_taken_for_slow_tokens():
+def test_a_pause_of_all_answers_does_not_count_as_slow_tokens():
     load = loaded(answering=16, token_s=0.02)
     resumed_at = NOW + 5.0
     for number in range(16):

@@ -1,4 +1,4 @@
-"""The search for the knee finds it in few levels, is not misled by one pause, and says what it does not know."""
+"""The search for the knee finds it in few levels, is not misled by one pause, and reports what it could not measure."""
 
 import json
 
@@ -22,7 +22,7 @@ def find(search, holds):
 @pytest.mark.parametrize("start", [1, 7, 64, 300])
 @pytest.mark.parametrize("knee", [1, 2, 5, 17, 100, 299])
 @pytest.mark.parametrize("precision", [0.05, 0.01, 0.0])
-def test_the_knee_is_found_as_exactly_as_wanted(start, knee, precision):
+def test_the_knee_is_found_with_the_given_precision(start, knee, precision):
     search = KneeSearch(start, 400, precision)
     levels = find(search, lambda level: level <= knee)
     assert search.bounded
@@ -30,19 +30,19 @@ def test_the_knee_is_found_as_exactly_as_wanted(start, knee, precision):
     assert len(set(levels)) <= 18
 
 
-def test_a_knee_above_the_most_is_not_bounded():
+def test_a_knee_above_the_maximum_has_no_upper_bound():
     search = KneeSearch(3, 20)
     assert find(search, lambda level: True) == [3, 6, 12, 20]
     assert (search.knee, search.bounded) == (20, False)
 
 
-def test_no_level_holds():
+def test_a_search_in_which_no_level_holds_reports_none():
     search = KneeSearch(8, 20)
     assert find(search, lambda level: False) == [8, 8, 4, 4, 2, 2, 1, 1]
     assert (search.knee, search.bounded) == (0, True)
 
 
-def test_a_level_that_breaks_once_is_measured_again():
+def test_a_level_that_fails_once_is_measured_again():
     search, seen = KneeSearch(4, 16), []
 
     def holds(level):

@@ -1,4 +1,4 @@
-"""The load test's figures: quantiles are exact to half a per cent, seconds add up, and processes too."""
+"""The load test's figures: quantiles are exact to half a per cent; seconds and processes add up."""
 
 import json
 import random
@@ -31,7 +31,7 @@ def test_quantiles_are_within_half_a_per_cent():
     assert histogram.mean == pytest.approx(sum(values) / 5000)
 
 
-def test_histograms_of_two_processes_add_up_to_the_one_of_all():
+def test_histograms_of_two_processes_add_up():
     dice = random.Random(2)
     values = [dice.expovariate(0.1) for _ in range(1000)]
     sent = json.loads(json.dumps(histogram_of(values[600:]).to_message()))
@@ -49,7 +49,7 @@ def test_an_empty_histogram_has_no_quantiles_and_zero_is_a_value():
     assert histogram_of([0.0]).quantile(0.5) == 0.0
 
 
-def test_only_the_slowest_ten_are_kept_over_all_processes():
+def test_only_the_slowest_ten_of_all_processes_are_kept():
     def slow(milliseconds):
         return SlowRequest("Generate", f"r{milliseconds}", "", whole_ms=5000, ttft_ms=milliseconds)
 
@@ -69,7 +69,7 @@ class Clock:
         return self.now
 
 
-def test_a_window_has_its_seconds_alone_and_the_total_all():
+def test_a_window_has_only_its_seconds_and_the_total_has_all():
     clock = Clock()
     measures = Measures(clock)
     for second in range(5):
@@ -86,7 +86,7 @@ def test_a_window_has_its_seconds_alone_and_the_total_all():
     assert measures.total.count(figures.TOKENS) == 11111
 
 
-def test_what_workers_drain_the_master_has():
+def test_the_master_gets_the_measurements_of_its_workers():
     clock = Clock()
     worker, master = Measures(clock), Measures(clock)
     for second in range(3):

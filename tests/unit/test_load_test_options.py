@@ -1,4 +1,4 @@
-"""The load test's fields, prompts, tensors and pages, as it reads them."""
+"""How the load test reads its fields, prompts, tensors and pages."""
 
 import json
 from argparse import ArgumentParser, Namespace
@@ -15,7 +15,7 @@ from loadtest.tensors import filled, json_tensor, raw, values_of, with_inputs
 
 
 class Parser(ArgumentParser):
-    """Takes what Locust's own takes."""
+    """Accepts the arguments of Locust's own parser."""
 
     def add_argument(self, *arguments, include_in_web_ui=True, is_secret=False, **more):
         return super().add_argument(*arguments, **more)
@@ -151,7 +151,7 @@ def test_addresses():
         parse_address("localhost:8080")
 
 
-def test_predictors_states_are_over_their_models():
+def test_a_predictors_state_sums_up_its_models():
     first = {"model": "a", "running": 3, "waiting": 2, "waiting_tokens": 9, "cache_free": 0.75}
     second = {"model": "b", "running": 1, "waiting": 0, "waiting_tokens": 0, "cache_free": 0.5}
     ready = {"name": "predictor-1", "ready": True, "leaving": False, "models": [first, second]}

@@ -1,4 +1,4 @@
-"""A file of an earlier logger goes on with every record; what queries look for is found by an index."""
+"""A file of an earlier logger keeps every record; queries use an index."""
 
 import math
 import sqlite3
@@ -15,7 +15,7 @@ from services.logger.store.schema import SCHEMA_VERSION
 from services.logger.store.store import SqliteStore
 from tests.process.test_logger_store import append_request, numbers, record_id, stored, timestamp
 
-# As version 1 made it.
+# The schema of version 1.
 VERSION_1 = """
 CREATE TABLE records (
     record_id VARCHAR NOT NULL,
@@ -68,7 +68,7 @@ def old_file(tmp_path):
     return path
 
 
-async def test_a_file_of_version_1_goes_on_with_every_record_in_order(old_file):
+async def test_a_file_of_version_1_keeps_every_record_in_order(old_file):
     store = SqliteStore(old_file)
     assert await numbers(store) == list(range(50, 0, -1))
     assert await numbers(store, model="m1") == list(range(49, 0, -2))
@@ -79,13 +79,13 @@ async def test_a_file_of_version_1_goes_on_with_every_record_in_order(old_file):
     await store.append([append_request(60, time_ns=2**61)])
     assert (await store.after(50, 10))[0].position == 51
     await store.close()
-    # Once and for all.
+    # The migration runs once.
     store = SqliteStore(old_file)
     assert await numbers(store) == [60, *range(50, 0, -1)]
     await store.close()
 
 
-async def test_a_file_of_version_1_remembers_what_its_sources_have_sent(old_file):
+async def test_a_file_of_version_1_remembers_how_far_its_sources_have_sent(old_file):
     store = SqliteStore(old_file)
     again = [AppendRequest(source=f"source-{n % 3}", sequence=n, record=record(n)) for n in range(1, 51)]
     for request in again:
@@ -96,7 +96,7 @@ async def test_a_file_of_version_1_remembers_what_its_sources_have_sent(old_file
     await store.close()
 
 
-async def test_a_file_of_version_1_gives_back_space_from_then_on(old_file):
+async def test_a_migrated_file_of_version_1_gives_back_space(old_file):
     store = SqliteStore(old_file)
     await store.close()
     connection = sqlite3.connect(old_file)
@@ -120,7 +120,7 @@ async def test_a_migrated_file_has_the_tables_of_a_new_one(old_file, tmp_path):
     assert tables(old_file) == tables(tmp_path / "new.sqlite3")
 
 
-async def test_a_file_of_version_2_goes_on_with_what_its_clients_take(tmp_path):
+async def test_a_file_of_version_2_keeps_the_space_of_each_client(tmp_path):
     path = tmp_path / "payloads.sqlite3"
     store = SqliteStore(path)
     await store.append([append_request(n, client=f"c{n % 2}", prompt="x" * 1000) for n in range(1, 21)])
@@ -185,13 +185,13 @@ async def test_a_page_of_every_filter_is_read_from_an_index_in_its_order(tmp_pat
     inner = [line for line in plan if "INDEX records_by" in line]
     assert inner, plan
     assert not [line for line in plan if line.startswith("SCAN records") and "INDEX" not in line], plan
-    # The hundred that were chosen may be sorted again, never all that pass.
+    # The page's hundred may be sorted again, never all that pass the filter.
     assert sum("TEMP B-TREE" in line for line in plan) <= 1, plan
     await store.close()
 
 
 @pytest.mark.parametrize("filters", FILTERS[:6] + FILTERS[8:10], ids=str)
-async def test_what_few_records_pass_is_looked_up_in_an_index_of_its_own(tmp_path, filters):
+async def test_a_selective_filter_is_looked_up_in_an_index_of_its_own(tmp_path, filters):
     store = SqliteStore(tmp_path / "payloads.sqlite3")
     for statement in reading.lookups(Filters(QueryPayloadsRequest(**filters))):
         (line,) = explained(tmp_path, statement)
@@ -200,7 +200,7 @@ async def test_what_few_records_pass_is_looked_up_in_an_index_of_its_own(tmp_pat
 
 
 def explained(folder, statement):
-    """What SQLite says of how it executes a statement."""
+    """SQLite's query plan of a statement."""
     text = str(statement.compile(dialect=sqlite.dialect(), compile_kwargs={"literal_binds": True}))
     engine = sql.create_engine(f"sqlite:///{folder / 'payloads.sqlite3'}")
     with engine.connect() as connection:
@@ -220,7 +220,7 @@ async def test_a_bound_on_durations_is_exact_however_they_are_indexed(tmp_path, 
     await store.close()
 
 
-async def test_few_among_many_are_found_whatever_else_is_asked(tmp_path):
+async def test_few_matches_among_many_records_are_found_with_any_other_filter(tmp_path):
     store = SqliteStore(tmp_path / "payloads.sqlite3")
     every = [
         append_request(

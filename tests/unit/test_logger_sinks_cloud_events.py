@@ -1,4 +1,4 @@
-"""A record's CloudEvents: KServe's types and extensions, one event for each part, whole for every receiver."""
+"""A record's CloudEvents: KServe's types and extensions, one event for each part, readable by every receiver."""
 
 import math
 from urllib.parse import unquote
@@ -65,13 +65,13 @@ async def test_a_record_is_a_request_and_a_response_of_kserves_types_with_one_id
         assert event.get_data()["metadata"] == {"x-team": "a"}
     assert request.get_time().isoformat() == "2026-01-31T12:00:00.250000+00:00"
     assert response.get_time().isoformat() == "2026-01-31T12:00:01.750000+00:00"
-    asked = request.get_data()
-    assert (asked["prompt"], asked["parameters"], asked["time"]) == (
+    request_data = request.get_data()
+    assert (request_data["prompt"], request_data["parameters"], request_data["time"]) == (
         "où?",
         {"max_tokens": 2},
         "2026-01-31T12:00:00.250000Z",
     )
-    assert asked["inputs"] == [
+    assert request_data["inputs"] == [
         {"name": "x", "datatype": "FP32", "shape": [1, 2], "digest": "sha256:00", "size": None, "data": "AP8="}
     ]
     answered = response.get_data()
@@ -80,7 +80,7 @@ async def test_a_record_is_a_request_and_a_response_of_kserves_types_with_one_id
         {"offset_ms": 3.5, "text": "là", "token_ids": [7, 8], "logprobs": [-0.5, None], "outputs": []}
     ]
     assert (answered["text"], answered["finish_reason"], answered["completion_tokens"]) == ("là", "stop", 2)
-    assert not {"text", "chunks", "status"} & asked.keys()
+    assert not {"text", "chunks", "status"} & request_data.keys()
     assert not {"prompt", "parameters", "inputs"} & answered.keys()
 
 
@@ -104,14 +104,14 @@ async def test_a_record_has_the_same_events_every_time(sink):
     assert list(sink.events(one)) == list(sink.events(one))
 
 
-async def test_headers_are_escaped_as_the_binding_says_and_no_further(sink):
+async def test_headers_are_escaped_as_the_http_binding_requires_and_no_further(sink):
     (event,) = sink.events(record(text="t", model='a "b" 100% é😀', request_id="https://x/y?z=1:2"))
     assert event.headers["ce-inferenceservicename"] == "a%20%22b%22%20100%25%20%C3%A9%F0%9F%98%80"
     assert event.headers["ce-subject"] == "https://x/y?z=1:2"
     assert event.headers["ce-time"] == "2026-01-31T12:00:00.250000Z"
 
 
-async def test_what_a_caller_chose_cannot_make_a_header_long(sink):
+async def test_values_of_the_caller_cannot_make_a_header_long(sink):
     (event,) = sink.events(record(text="t", model="m" * 10_000, request_id="r" * 10_000))
     assert len(unquote(event.headers["ce-inferenceservicename"])) == 256
     assert "ce-subject" not in event.headers
@@ -124,7 +124,7 @@ async def test_parameters_of_any_kind_make_valid_json(sink, parameters):
     assert "parameters" in from_http_event(HTTPMessage(dict(event.headers), event.body)).get_data()
 
 
-async def test_a_time_that_no_calendar_has_is_left_out(sink):
+async def test_a_time_outside_the_calendar_is_left_out(sink):
     strange = record(text="t", duration_ms=math.nan)
     strange.time.seconds = 2**62
     (event,) = sink.events(strange)

@@ -27,7 +27,7 @@ async def test_every_function_runs_in_the_order_of_its_thread() -> None:
         assert [number for each, number in ran if each == thread] == list(range(2000))
 
 
-async def test_what_is_posted_together_wakes_the_loop_once() -> None:
+async def test_functions_that_are_posted_together_wake_the_loop_once() -> None:
     loop, ran = asyncio.get_running_loop(), list[int]()
     mailbox = Mailbox(loop)
     with patch.object(loop, "call_soon_threadsafe", wraps=loop.call_soon_threadsafe) as woken:

@@ -1,4 +1,4 @@
-"""A model is loaded from what is configured, the repository folder or hub ids that are allowed; else never."""
+"""A model is loaded from a configured source, the repository folder or an allowed hub id, and from nowhere else."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_names_are_looked_up_in_order(locations, tmp_path):
     assert locations.names() == ["mine"]
 
 
-def test_a_hub_id_is_never_taken_for_a_folder(locations):
+def test_a_hub_id_is_never_read_as_a_folder(locations):
     source = locations.find("models/storyteller")
     assert not source.is_local
 
@@ -56,7 +56,7 @@ def test_other_names_are_not_found(locations, name):
         *("good/a\n", "", " ", "good/a@", "good/a@../x", "\0", "a" * 256, "a" * 5000, "good\\..", "good/%2e%2e"),
     ],
 )
-def test_what_could_be_a_path_is_refused(locations, name):
+def test_names_that_could_be_paths_are_refused(locations, name):
     with pytest.raises((InvalidRequestError, ForbiddenError, NotFoundError)):
         locations.find(name)
     with pytest.raises((InvalidRequestError, NotFoundError, ForbiddenError)):
@@ -66,13 +66,13 @@ def test_what_could_be_a_path_is_refused(locations, name):
             locations.find("chat", name)
 
 
-def test_a_name_with_a_source_of_its_own_takes_no_other(locations, tmp_path):
+def test_a_name_with_a_configured_source_uses_no_other(locations, tmp_path):
     assert locations.find("first", str(tmp_path / "configured")).name == "first"
     with pytest.raises(InvalidRequestError, match="by another name"):
         locations.find("first", "good/model")
 
 
-def test_without_settings_only_what_is_configured_can_be_loaded(tmp_path):
+def test_without_settings_only_configured_models_can_be_loaded(tmp_path):
     locations = ModelLocations(PredictorSettings(MODELS=f"first={tmp_path}"))
     assert locations.find("first").name == "first"
     assert locations.names() == []
@@ -82,7 +82,7 @@ def test_without_settings_only_what_is_configured_can_be_loaded(tmp_path):
         locations.find("good/model")
 
 
-def test_patterns_that_are_none_are_refused(monkeypatch):
+def test_malformed_patterns_are_refused(monkeypatch):
     from millrace.settings import load
 
     monkeypatch.setenv("PREDICTOR_HUB_ALLOW", "good/*,/etc/*")

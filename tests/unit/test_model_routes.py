@@ -1,4 +1,4 @@
-"""Routes: what a file may say, which model answers a call, and what becomes of a model that cannot."""
+"""Routes: the contents of the file, which model answers a call, and what happens where a model cannot answer."""
 
 import asyncio
 from collections import Counter
@@ -37,7 +37,7 @@ stable:
 
 
 class Catalogue:
-    """Models by name, or what a look at one raises."""
+    """Models by name, or the error that looking one up raises."""
 
     def __init__(self, **models):
         self.models = models
@@ -121,7 +121,7 @@ async def answered(router, name, call=None, version=""):
         ("'': {model: b}", "String should have at least 1 character"),
     ],
 )
-def test_a_file_that_cannot_be_used_says_where(text, fault):
+def test_the_error_of_an_unusable_file_names_the_place(text, fault):
     with pytest.raises(ValueError, match=r".") as raised:
         parse_routes(text)
     assert fault in str(raised.value)
@@ -132,7 +132,7 @@ def test_an_empty_file_has_no_routes():
     assert parse_routes("") == {}
 
 
-def test_what_a_file_says():
+def test_a_file_is_read_into_routes():
     routes = parse_routes(CANARY)
     assert [target.served for target in routes["chat"].split] == [ServedModel("stable")]
     assert [str(served) for served in routes["stable"].targets] == [
@@ -145,12 +145,12 @@ def test_what_a_file_says():
     ]
 
 
-def test_a_first_file_that_cannot_be_used_ends_the_start(tmp_path):
+def test_an_unusable_file_at_the_start_is_a_startup_error(tmp_path):
     with pytest.raises(StartupError, match="is not a mapping"):
         a_router(tmp_path, "- a")
 
 
-async def test_a_name_without_a_route_is_the_models_own(tmp_path):
+async def test_a_name_without_a_route_is_the_name_of_a_model(tmp_path):
     router, _ = a_router(tmp_path)
     call = a_call()
     assert await answered(router, "other", call) == "other"
@@ -174,7 +174,7 @@ async def test_a_split_goes_by_weight(tmp_path):
     assert 120 < drawn["next"] < 290  # 200 expected; 6 standard deviations are 80.
 
 
-async def test_a_call_keeps_the_model_that_it_was_led_to(tmp_path):
+async def test_a_call_keeps_the_model_of_its_route(tmp_path):
     router, _ = a_router(tmp_path)
     for _ in range(50):
         call = a_call()
@@ -187,7 +187,7 @@ async def test_a_header_chooses_a_model_of_the_route(tmp_path, wanted):
     router, _ = a_router(tmp_path)
     call = a_call(**{CHOSEN_MODEL: wanted})
     assert await answered(router, "stable", call) == wanted.partition(":")[0]
-    # Whoever wants one model gets no other.
+    # A call that names a model gets no other.
     assert router.wait_s("stable", call) is None
     assert (
         router.fall_back("stable", call, text_model(wanted.partition(":")[0]), NotReadyError("loads", hop="predictor"))
@@ -226,7 +226,7 @@ async def test_a_version_without_weight_answers_requests_that_name_it(tmp_path):
     assert router.answering("m", call) == "m:2"
 
 
-async def test_a_model_that_cannot_begin_is_passed_over(tmp_path):
+async def test_a_model_that_is_not_ready_is_passed_over(tmp_path):
     for lacks, missing in (
         (("stable", "next"), {}),
         ((), {"stable": NotReadyError("loads"), "next": NotFoundError("gone")}),
@@ -235,7 +235,7 @@ async def test_a_model_that_cannot_begin_is_passed_over(tmp_path):
         assert {await answered(router, "stable") for _ in range(20)} == {"small"}
 
 
-async def test_without_any_that_can_begin_the_chosen_one_is_waited_for(tmp_path):
+async def test_where_no_model_is_ready_the_chosen_one_is_waited_for(tmp_path):
     everyone = ("stable", "next", "hidden", "small", "last")
     router, _ = a_router(tmp_path, lacks=everyone)
     assert await answered(router, "stable", a_call(**{CHOSEN_MODEL: "hidden"})) == "hidden"
@@ -278,14 +278,14 @@ async def test_a_model_that_fails_gives_way_to_each_of_the_others_once(tmp_path)
         NotReadyError("this service drains"),
     ],
 )
-async def test_what_another_model_would_refuse_too_is_the_answer(tmp_path, error):
+async def test_an_error_that_every_model_would_give_is_passed_on(tmp_path, error):
     router, _ = a_router(tmp_path)
     call = a_call()
     model = await router.wait_for("stable", "", call)
     assert router.fall_back("stable", call, model, error) is None
 
 
-async def test_a_call_whose_model_is_in_use_stays_with_it(tmp_path):
+async def test_a_call_that_a_model_has_begun_stays_with_it(tmp_path):
     router, _ = a_router(tmp_path)
     call = a_call()
     model = await router.wait_for("stable", "", call)
@@ -308,7 +308,7 @@ async def test_keys_are_for_the_names_that_requests_use(tmp_path):
         await answered(router, "stable", a_call(**headers))
 
 
-async def test_what_is_listed(tmp_path):
+async def test_the_list_has_routes_and_models(tmp_path):
     router, _ = a_router(
         tmp_path, "chat: {model: stable}\nlost: {model: nothing}\nlate: {model: nothing, fallback: [next]}"
     )
@@ -320,12 +320,12 @@ async def test_what_is_listed(tmp_path):
     assert (router.lists("lost"), router.lists("other"), router.lists("x")) == (True, True, False)
 
 
-def test_a_model_with_a_route_is_not_called_past_it(tmp_path):
+def test_a_model_that_has_a_route_is_not_called_directly(tmp_path):
     router, _ = a_router(tmp_path)
     assert router.direct_names == ["other"]
 
 
-async def test_a_changed_file_counts_and_a_broken_one_does_not(tmp_path, caplog):
+async def test_a_changed_file_takes_effect_and_a_broken_one_does_not(tmp_path, caplog):
     router, _ = a_router(tmp_path, "m: {model: stable}")
     path = tmp_path / "routes.yaml"
     following = asyncio.create_task(router.follow())
@@ -346,7 +346,7 @@ async def test_a_changed_file_counts_and_a_broken_one_does_not(tmp_path, caplog)
         following.cancel()
 
 
-async def test_so_many_percent_of_the_requests_are_copied(tmp_path):
+async def test_the_configured_percentage_of_requests_is_copied(tmp_path):
     router, _ = a_router(tmp_path)
 
     async def shadow(name):
@@ -383,7 +383,7 @@ async def test_copies_are_bounded_and_end_with_their_owner():
         finally:
             ended.append(1)
 
-    shadows.start(ServedModel("m"), answer)  # Nobody owns it.
+    shadows.start(ServedModel("m"), answer)  # It has no owner.
     running = asyncio.create_task(shadows.run())
     await asyncio.sleep(0)
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""Settings answer what is in force and refuse what cannot be; shared memory is told to be unsupported."""
+"""Settings return the values in force and refuse impossible ones; shared memory is reported as unsupported."""
 
 import logging
 
@@ -76,13 +76,13 @@ async def test_log_settings_are_the_levels_of_python(servicer, root):
         ({"log_info": 1}, "'log_info' needs bool_param, not uint32_param"),
     ],
 )
-async def test_log_settings_that_cannot_be_are_refused_and_nothing_changes(servicer, root, settings, text):
+async def test_impossible_log_settings_are_refused_and_nothing_changes(servicer, root, settings, text):
     with pytest.raises(InvalidRequestError, match=text):
         await change_logs(servicer, **settings)
     assert root.level == logging.INFO
 
 
-async def test_trace_settings_say_what_is_in_force(servicer, monkeypatch):
+async def test_trace_settings_are_the_values_in_force(servicer, monkeypatch):
     monkeypatch.setattr(open_inference.trace, "get_tracer_provider", TracerProvider)
     for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_TRACES_SAMPLER"):
         monkeypatch.delenv(name, raising=False)
@@ -107,7 +107,7 @@ async def test_trace_settings_cannot_be_changed(servicer, name, values, text):
         await change_traces(servicer, **{name: values})
 
 
-async def test_trace_settings_of_a_model_that_is_not_there_are_not_found(servicer):
+async def test_trace_settings_of_an_unknown_model_are_not_found(servicer):
     with pytest.raises(NotFoundError):
         await change_traces(servicer, "unknown")
 

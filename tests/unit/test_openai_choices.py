@@ -22,7 +22,7 @@ def chunk(text):
 
 
 class FakePipeline:
-    """Generations that go on when a test says so; `running` counts those that have not ended."""
+    """Generations that continue when the test opens them; `running` counts those that have not ended."""
 
     def __init__(self, count, length=3, fails_at=None):
         self.gates = [asyncio.Semaphore(0) for _ in range(count)]
@@ -30,7 +30,7 @@ class FakePipeline:
         self._length = length
         self._fails_at = fails_at
 
-    async def generate(self, asked):
+    async def generate(self, request):
         index = self.begun
         self.begun += 1
         self.running += 1
@@ -104,7 +104,7 @@ async def test_the_first_failure_ends_all_choices(count):
     assert pipeline.running == 0
 
 
-async def test_choices_that_nobody_reads_wait():
+async def test_unread_choices_wait():
     pipeline = FakePipeline(4, length=1000)
     pipeline.open()
     async with aclosing(generate_all(pipeline, [request()] * 4)) as chunks:
@@ -115,7 +115,7 @@ async def test_choices_that_nobody_reads_wait():
     assert left > 4 * 1000 - 50
 
 
-def test_each_choice_has_a_seed_of_its_own_that_follows_from_the_one_given():
+def test_each_choice_has_a_seed_derived_from_the_given_one():
     seeds = [choice.sampling["seed"] for choice in choices_of(request(sampling={"seed": 5, "top_k": 2}), 16)]
     assert seeds[0] == 5
     assert len(set(seeds)) == 16

@@ -1,4 +1,4 @@
-"""The events of a stream that are written without encoding JSON again are those that encoding would give."""
+"""Stream events that are written from a template equal those of a JSON encoder."""
 
 import orjson
 import pytest
@@ -16,7 +16,7 @@ HEAD = {"id": "cmpl-1", "created": 5, "model": 'a "model"', "object": "text_comp
 @pytest.mark.parametrize("shape", [CompletionFormat(), ChatFormat()], ids=["completion", "chat"])
 @pytest.mark.parametrize("usage", [{}, {"usage": None}], ids=["without usage", "with usage"])
 @given(text=st.text(st.characters(exclude_categories=["Cs"])), index=st.integers(0, 3))
-def test_an_event_with_nothing_but_text_is_the_one_that_is_encoded(shape, usage, text, index):
+def test_an_event_with_only_text_equals_the_encoded_one(shape, usage, text, index):
     plain = _PlainEvents(HEAD, usage, shape)
     expected = event(HEAD | {"choices": [shape.chunk(index, TextChunk(text, [1], [], []), False)]} | usage)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What OpenAI's clients may send: read as meant, refused by name where it is not offered."""
+"""Requests of OpenAI's clients: supported fields are read, unsupported ones refused by name."""
 
 import json
 
@@ -62,11 +62,11 @@ def test_a_prompt_of_anything_else_is_refused(prompt, message):
     assert raised.value.param == "prompt"
 
 
-def test_null_is_as_good_as_absent_and_unknown_fields_are_ignored():
+def test_null_counts_as_absent_and_unknown_fields_are_ignored():
     nothing = ("n", "stop", "stream", "stream_options", "logprobs", "best_of", "suffix", "max_tokens", "logit_bias")
-    asked = completion(**dict.fromkeys(nothing), user="me", nobody_knows={"this": 1})
-    assert (asked.n, asked.stop, asked.stream, asked.include_usage) == (1, (), False, False)
-    assert asked.sampling() == {}
+    request = completion(**dict.fromkeys(nothing), user="me", unknown_field={"this": 1})
+    assert (request.n, request.stop, request.stream, request.include_usage) == (1, (), False, False)
+    assert request.sampling() == {}
 
 
 def test_fields_without_effect_are_named():
@@ -96,7 +96,7 @@ def test_tools_that_may_not_be_called_are_not_refused():
     assert chat(functions=[{"name": "f"}], function_call="none").messages
 
 
-def test_usage_in_every_event_needs_usage_at_all():
+def test_usage_in_every_event_needs_include_usage():
     options = {"include_usage": True, "continuous_usage_stats": True}
     assert completion(stream=True, stream_options=options).continuous_usage
     assert not completion(stream=True, stream_options={"continuous_usage_stats": True}).continuous_usage
@@ -109,11 +109,11 @@ def test_vllms_sampling_fields_are_sampling_parameters():
     assert chat(**given).sampling() == given
 
 
-def test_the_newer_name_of_max_tokens_counts():
+def test_the_newer_name_of_max_tokens_wins():
     assert chat(max_tokens=5, max_completion_tokens=7).sampling() == {"max_tokens": 7}
 
 
-def test_log_probabilities_are_asked_for_in_each_apis_way():
+def test_log_probabilities_are_requested_in_each_apis_way():
     assert completion(logprobs=3).sampling() == {"logprobs": True, "top_logprobs": 3}
     assert completion(logprobs=0).sampling() == {"logprobs": True, "top_logprobs": 0}
     assert chat(logprobs=True, top_logprobs=3).sampling() == {"logprobs": True, "top_logprobs": 3}
@@ -144,7 +144,7 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize("param", UNSUPPORTED)
-def test_what_is_known_and_not_offered_is_refused_by_name(param):
+def test_a_known_but_unsupported_field_is_refused_by_name(param):
     ask, fields = UNSUPPORTED[param]
     with pytest.raises(UnsupportedFieldError, match="is not supported") as raised:
         ask(**fields)
@@ -152,7 +152,7 @@ def test_what_is_known_and_not_offered_is_refused_by_name(param):
     assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", "unsupported_parameter", param)
 
 
-def test_a_value_that_asks_for_nothing_is_no_unsupported_field():
+def test_an_unsupported_field_with_a_neutral_value_is_accepted():
     completion(suffix="", best_of=2, n=2, logit_bias={}, use_beam_search=False, response_format={"type": "text"})
     chat(tools=[], tool_choice="none", parallel_tool_calls=True, modalities=["text"], response_format={"type": "text"})
 
@@ -189,13 +189,13 @@ def test_variables_of_a_template_are_bounded_in_size_and_depth(cls):
 
 
 def test_a_messages_content_is_text_or_parts_of_text():
-    asked = chat(
+    request = chat(
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}], "name": "x"},
         {"role": "assistant", "content": None},
         {"role": "tool", "content": "4", "tool_call_id": "call-1"},
     )
-    assert [(message.role, message.content) for message in asked.messages] == [
+    assert [(message.role, message.content) for message in request.messages] == [
         ("system", "Be brief."),
         ("user", "one\ntwo"),
         ("assistant", ""),

@@ -93,7 +93,7 @@ def test_prompts_progress_even_if_streams_alone_take_longer_than_the_target(stre
         assert 1.6 * alone < step < 1.9 * alone
 
 
-def test_many_prompts_are_not_held_up_by_one_stream():
+def test_one_stream_does_not_delay_many_prompts():
     machine = Machine()
     pace = used(machine)
     alone = machine.seconds(1)
@@ -115,7 +115,7 @@ def test_a_slower_machine_makes_steps_smaller_within_a_few():
     assert max(steps[6:]) < 1.25 * TARGET_S
 
 
-def test_it_measures_what_it_needs_while_the_same_streams_run():
+def test_costs_are_measured_while_the_same_streams_run():
     machine = Machine()
     pace = PrefillPace(TARGET_S)
     for _ in range(3000):
@@ -138,7 +138,7 @@ def test_it_measures_what_it_needs_while_the_same_streams_run():
     st.integers(1, 64),
     st.integers(0, 10**6),
 )
-def test_it_goes_on_whatever_it_has_seen(seen, streams, prompts, position):
+def test_prompts_progress_after_any_measurements(seen, streams, prompts, position):
     pace = PrefillPace(TARGET_S)
     for observation in seen:
         pace.observe(*observation)

@@ -1,4 +1,4 @@
-"""A record whose request is answered at once is one frame, with the contents that it has in several."""
+"""A record whose request is answered at once is one frame, with the same contents as in several."""
 
 import time
 
@@ -50,7 +50,7 @@ def chunk(offset_ms=1.0, outputs=()):
 
 
 class Slices:
-    """Parts that are put, and the frames that are made of them."""
+    """Takes parts and gives the frames that the framing makes of them."""
 
     def __init__(self, rules=RULES["none"]):
         self.queue = PartQueue(1 << 20)
@@ -90,7 +90,7 @@ def kinds(frames):
     [end(), end("INVALID_ARGUMENT", "m" * 9000, ()), end("INTERNAL", "no", ()), end(outputs=(), text="text")],
     ids=["answered", "refused", "failed", "text"],
 )
-def test_one_frame_has_what_several_have(rules, last):
+def test_one_frame_has_the_same_contents_as_several(rules, last):
     together, apart = Slices(rules), Slices(rules)
     together.put(begin(), inputs(), last)
     whole = together.frames()
@@ -106,7 +106,7 @@ def test_one_frame_has_what_several_have(rules, last):
 
 
 @pytest.mark.parametrize("awaited", [False, True])
-def test_between_two_polls_only_begins_are_written_for_which_answers_wait(awaited):
+def test_between_two_polls_only_awaited_begins_are_written(awaited):
     slices = Slices()
     slices.put(begin(age_s=2 * PENDING_S, awaited=awaited), chunk(1.0), chunk(2.0), end())
     assert kinds(slices.frames(begins_alone=True)) == ["BEGIN"] * awaited
@@ -115,7 +115,7 @@ def test_between_two_polls_only_begins_are_written_for_which_answers_wait(awaite
     assert slices.queue.empty
 
 
-def test_a_whole_record_keeps_a_mark_behind_it():
+def test_a_mark_stays_behind_its_whole_record():
     slices = Slices()
     slices.put(begin(), end())
     [frame] = slices.frames()
@@ -123,7 +123,7 @@ def test_a_whole_record_keeps_a_mark_behind_it():
     assert merged([frame]).status == "OK"
 
 
-def test_a_begin_waits_for_its_end_and_then_counts_as_dealt_with():
+def test_a_begin_waits_for_its_end_and_then_counts_as_written():
     slices = Slices()
     slices.put(begin(), inputs())
     assert slices.frames() == []
@@ -140,7 +140,7 @@ def test_a_begin_waits_for_its_end_and_then_counts_as_dealt_with():
     [(begin(awaited=True), False), (begin(age_s=PENDING_S), False), (begin(), True)],
     ids=["an answer waits", "it has waited", "the process ends"],
 )
-def test_a_begin_is_written_without_its_end_where_that_is_not_to_be_waited_for(first, is_last):
+def test_a_begin_whose_end_is_not_awaited_is_written_alone(first, is_last):
     slices = Slices()
     slices.put(first, inputs())
     assert kinds(slices.frames(is_last)) == ["BEGIN", "CHUNK"]
@@ -162,7 +162,7 @@ def test_chunks_of_a_slice_are_one_frame_with_their_tensors():
     assert [(one.offset_ms, list(one.outputs[0].shape)) for one in chunks] == [(0, [0]), (1, [1]), (2, [2])]
 
 
-def test_a_chunk_that_cannot_be_encoded_costs_no_other():
+def test_a_chunk_that_cannot_be_encoded_does_not_affect_others():
     slices = Slices()
     bad = [RecordedTensor("x", "INT64", ("no number",), None)]
     slices.put(begin(), chunk(1), chunk(2, bad), chunk(3), end())
@@ -177,7 +177,7 @@ def test_a_long_request_is_written_part_by_part():
     assert kinds(slices.frames()) == ["BEGIN", "END"]
 
 
-def test_a_part_that_cannot_be_encoded_costs_no_other():
+def test_a_part_that_cannot_be_encoded_does_not_affect_others():
     slices = Slices()
     slices.put(begin(), inputs(RecordedTensor("x", "INT64", ("no number",), None)), end())
     frames = slices.frames()

@@ -50,7 +50,7 @@ def test_records_are_whole_however_their_frames_interleave(answers, random):
 
 
 @given(st.lists(st.text(min_size=1, max_size=3), min_size=1, max_size=6), st.integers(0, 5))
-def test_a_snapshot_stands_for_all_before_it(texts, after):
+def test_a_snapshot_replaces_all_frames_before_it(texts, after):
     frames = list(frames_of(1, texts))
     cut = min(after, len(texts)) + 1
     original, again = Merger(HUGE, "here"), Merger(HUGE, "here")
@@ -79,7 +79,7 @@ def test_an_end_may_replace_the_chunks_before():
     assert (whole.record.text, whole.record.ttft_ms) == ("whole", 5)
 
 
-def test_what_nobody_ended_is_aborted_each_time_under_the_same_number():
+def test_records_without_an_end_are_aborted_under_the_same_number_each_time():
     frames = [
         frame(1, Frame.BEGIN, request_id="a"),
         frame(2, Frame.BEGIN, request_id="b"),
@@ -105,7 +105,7 @@ def test_what_nobody_ended_is_aborted_each_time_under_the_same_number():
     assert (second.record.request_id, second.record.status) == ("b", "ABORTED")
 
 
-def test_parts_without_a_begin_and_frames_of_another_kind_are_passed_over():
+def test_parts_without_a_begin_and_frames_of_unknown_kind_are_skipped():
     merger = Merger(HUGE, "here")
     assert merger.take(1, frame(1, Frame.CHUNK, chunks=[PayloadChunk(text="x")])) is None
     assert merger.take(2, frame(1, Frame.END, status="OK")) is None
@@ -115,7 +115,7 @@ def test_parts_without_a_begin_and_frames_of_another_kind_are_passed_over():
     assert merger.take(6, frame(1, Frame.END, status="OK")) is not None
 
 
-def test_where_frames_are_missing_the_open_records_may_lack_some():
+def test_missing_frames_mark_all_open_records_as_possibly_incomplete():
     merger = Merger(HUGE, "here")
     merger.take(1, frame(1, Frame.BEGIN))
     merger.take(3, frame(2, Frame.BEGIN))
@@ -137,7 +137,7 @@ def test_an_open_record_grows_no_further_than_a_message_may():
     assert whole.record.status == "OK"
 
 
-def test_a_record_is_made_to_fit_by_what_matters_least():
+def test_a_record_that_is_too_large_loses_its_least_important_parts():
     def record():
         return PayloadRecord(
             prompt="p" * 100,

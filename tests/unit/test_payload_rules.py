@@ -1,4 +1,4 @@
-"""What of a request is recorded: modes, sampling, allowed metadata, and what redaction takes out."""
+"""Which parts of a request are recorded: modes, sampling, allowed metadata and redaction."""
 
 import json
 
@@ -39,7 +39,7 @@ def ids(record):
 # ---------------------------------------------------------------- modes and sampling
 
 
-def test_modes_are_of_all_models_and_of_single_ones():
+def test_modes_apply_to_all_models_or_to_single_ones():
     modes = parse_modes(" request, storyteller=metadata ,normalizer=off")
     assert modes == Modes(Mode.REQUEST, {"storyteller": Mode.METADATA, "normalizer": Mode.OFF})
     assert parse_modes(str(modes)) == modes
@@ -48,7 +48,7 @@ def test_modes_are_of_all_models_and_of_single_ones():
     assert [rule.mode(model, "r") for model in ("storyteller", "other")] == [Mode.METADATA, Mode.REQUEST]
 
 
-def test_each_mode_keeps_what_it_says():
+def test_each_mode_keeps_its_parts():
     kept = {mode.value: (mode.keeps_request, mode.keeps_response) for mode in Mode}
     assert kept == {
         "all": (True, True),
@@ -74,26 +74,26 @@ def test_malformed_modes_are_refused(text, message):
         parse_modes(text)
 
 
-def test_a_sample_is_the_same_wherever_it_is_taken_and_has_its_size():
+def test_every_process_takes_the_same_sample_of_the_right_size():
     names = [f"request-{number}" for number in range(4000)]
     tenth = {name for name in names if PayloadRules(sample=0.1).mode("m", name) is Mode.ALL}
     half = {name for name in names if PayloadRules(sample=0.5, default=Mode.REQUEST).mode("n", name) is Mode.REQUEST}
     assert tenth <= half
     assert 0.07 < len(tenth) / len(names) < 0.13
-    # Of record: another process, and a later version, must choose the same.
+    # Fixed numbers: another process, and a later version, must choose the same requests.
     assert sorted(tenth)[:3] == ["request-1017", "request-1025", "request-103"]
     assert not any(PayloadRules(sample=0.0).mode("m", name) is Mode.ALL for name in names)
     assert PayloadRules(sample=0.5).mode("m", "half \ud800 a pair") in Mode
 
 
-def test_of_a_named_client_s_requests_the_metadata_is_kept_whatever_the_sample():
+def test_the_metadata_of_a_named_clients_requests_is_kept_outside_the_sample_too():
     rules = PayloadRules(sample=0.0, models={"off": Mode.OFF})
     assert rules.mode("m", "r", "ann") is Mode.METADATA
     assert rules.mode("m", "r") is Mode.OFF
     assert rules.mode("off", "r", "ann") is Mode.OFF
 
 
-def test_metadata_is_what_is_named_and_never_a_secret():
+def test_only_allowed_metadata_is_recorded_and_never_a_secret():
     assert parse_metadata("X-User, x-tenant") == {"x-user", "x-tenant"}
     assert parse_metadata("") == frozenset()
     for name in ("Authorization", "cookie", "x-api-key", "proxy-authorization"):
@@ -135,7 +135,7 @@ def test_a_match_may_span_chunks_and_its_place_is_where_it_begins():
     assert [len(chunk.logprobs) for chunk in record.chunks] == [0, 0, 0, 0, 1, 1]
 
 
-def test_an_answer_without_a_match_stays_as_it_is():
+def test_an_answer_without_a_match_is_unchanged():
     record = answer("Your card ", "is secret")
     before = record.SerializeToString(deterministic=True)
     assert redacted(record, CARDS).SerializeToString(deterministic=True) == before
@@ -149,7 +149,7 @@ def test_chunks_redacted_are_their_joined_text_redacted(pieces):
     assert len(record.chunks) == len(pieces)
 
 
-def test_several_rules_see_what_the_ones_before_have_left():
+def test_each_rule_sees_the_result_of_the_rules_before_it():
     record = redacted(answer("ab", "cd"), {"pattern": "bc", "replace": "X"}, {"pattern": "aX", "replace": "Y"})
     assert texts(record) == ["Y", "d"]
 
@@ -160,7 +160,7 @@ def test_a_conversation_is_searched_without_its_escapes():
     assert json.loads(record.prompt) == [{"role": "user", "content": "Mine:\n[card]\n"}]
 
 
-def test_token_ids_of_a_prompt_are_taken_out_since_no_pattern_can_read_them():
+def test_a_pattern_removes_the_token_ids_of_a_prompt():
     assert redacted(PayloadRecord(prompt="[5, 6, 7]"), CARDS).prompt == REDACTED
     mixed = redacted(PayloadRecord(prompt='["a", [5, 6]]'), CARDS)
     assert json.loads(mixed.prompt) == ["a", REDACTED]
@@ -168,12 +168,12 @@ def test_token_ids_of_a_prompt_are_taken_out_since_no_pattern_can_read_them():
 
 
 @pytest.mark.parametrize("prompt", [f"[{CARD}", f'["\\ud800 {CARD}"]', f'{{"a": "{CARD}"}}', "[" * 9000 + CARD])
-def test_a_prompt_that_only_looks_like_json_is_searched_as_it_stands(prompt):
+def test_a_prompt_that_only_looks_like_json_is_searched_as_text(prompt):
     assert CARD not in redacted(PayloadRecord(prompt=prompt), CARDS).prompt
 
 
 @pytest.mark.parametrize("parameters", ['{"user": "4111', "[" * 9000])
-def test_parameters_that_cannot_be_read_are_taken_out(parameters):
+def test_malformed_parameters_are_removed(parameters):
     for rule in (CARDS, {"path": "$.parameters.user"}):
         assert redacted(PayloadRecord(parameters=parameters), rule).parameters == json.dumps(REDACTED)
 
@@ -197,7 +197,7 @@ def test_a_string_at_a_path_is_redacted_and_anything_else_is_null():
     }
 
 
-def test_a_path_to_the_answer_takes_its_chunks_too():
+def test_a_path_to_the_answer_redacts_its_chunks_too():
     record = redacted(answer("", "Once", " upon", text="Once upon"), {"path": "$.text"})
     assert (record.text, texts(record), ids(record)) == (REDACTED, ["", REDACTED, ""], [[], [], []])
 
@@ -208,13 +208,13 @@ def test_a_path_with_a_pattern_changes_nothing_else():
     assert (record.prompt, record.message, dict(record.metadata)) == ("a [card]", CARD, {"x": "[card]", "y": CARD})
 
 
-def test_metadata_is_taken_out_by_name_or_whole():
+def test_metadata_is_removed_by_name_or_whole():
     record = PayloadRecord(metadata={"x-user": "Ann", "x-tenant": "t"})
     assert dict(redacted(record, {"path": "$.metadata.x-user"}).metadata) == {"x-user": REDACTED, "x-tenant": "t"}
     assert not redacted(record, {"path": "$.metadata"}).metadata
 
 
-def test_contents_of_tensors_are_taken_out_and_the_rest_stays():
+def test_only_the_contents_of_tensors_are_removed():
     def tensor():
         return PayloadTensor(name="image", datatype="UINT8", shape=[2], digest="sha256:0", data=b"ab")
 
@@ -230,7 +230,7 @@ def test_contents_of_tensors_are_taken_out_and_the_rest_stays():
     assert (list(record.inputs[0].shape), len(record.outputs), len(record.chunks[0].outputs)) == ([], 0, 0)
 
 
-def test_a_path_that_leads_nowhere_changes_nothing():
+def test_a_path_without_a_match_changes_nothing():
     record = PayloadRecord(parameters='{"a": 1}', metadata={"x": "y"}, inputs=[PayloadTensor(name="i")])
     before = record.SerializeToString(deterministic=True)
     redacted(record, {"path": "$.parameters.b"}, {"path": "$.metadata.z"}, {"path": "$.inputs.contents"})
@@ -247,7 +247,7 @@ def test_a_path_that_leads_nowhere_changes_nothing():
         ({"path": "$.parameters.user", "pattern": "a"}, False),
     ],
 )
-def test_rules_say_whether_they_need_answers_whole(rule, touches):
+def test_rules_know_whether_they_need_whole_answers(rule, touches):
     assert rules(rule).redacts_answers is touches
     assert not PayloadRules().redacts_answers
 
@@ -286,7 +286,7 @@ def test_a_wrong_rule_is_refused_and_named(text, message):
         parse_redactions(text)
 
 
-def test_rules_may_lie_in_a_file(tmp_path):
+def test_rules_can_be_in_a_file(tmp_path):
     file = tmp_path / "rules.json"
     file.write_text(json.dumps([CARDS]))
     (rule,) = parse_redactions(str(file))

@@ -1,4 +1,4 @@
-"""What is to be recorded is read from the environment; what is wrong is refused at the start, in one line."""
+"""The settings of the payload log are read from the environment; a wrong one is refused at the start, in one line."""
 
 import json
 import sys
@@ -25,7 +25,7 @@ def settings(monkeypatch):
     return read
 
 
-def test_everything_is_recorded_unless_something_else_is_said(settings):
+def test_everything_is_recorded_by_default(settings):
     rules = settings().payload_rules
     assert (rules.mode("any", "r"), rules.redactions, rules.metadata, rules.tensor_bytes, rules.tensor_digest) == (
         Mode.ALL,
@@ -36,7 +36,7 @@ def test_everything_is_recorded_unless_something_else_is_said(settings):
     )
 
 
-def test_the_environment_says_what_is_recorded(settings):
+def test_the_environment_sets_what_is_recorded(settings):
     read = settings(
         LOG="all,storyteller=metadata,later=off",
         SAMPLE="0.5",
@@ -67,7 +67,7 @@ def test_the_environment_says_what_is_recorded(settings):
         ("TENSOR_DIGEST", "md5", "'off', 'blake2b' or 'sha256'"),
     ],
 )
-def test_what_is_wrong_is_refused_in_one_line(settings, name, value, text):
+def test_a_wrong_setting_is_refused_in_one_line(settings, name, value, text):
     with pytest.raises(StartupError) as caught:
         settings(**{name: value})
     assert str(caught.value).startswith(f"TRANSFORMER_PAYLOAD_{name}={value}: ")

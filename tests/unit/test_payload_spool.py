@@ -1,4 +1,4 @@
-"""The spool: whatever a crash or a disk does to it, it opens, and what is whole is read once and in order."""
+"""The spool: it opens after any crash or disk fault, and whole frames are read once and in order."""
 
 import logging
 import stat
@@ -26,7 +26,7 @@ def read_all(spool):
 
 
 def crashed(root, payloads, max_bytes=MAX_BYTES):
-    """A folder in which payloads lie, and whose process is gone."""
+    """A spool folder with payloads whose process is gone."""
     spool, _ = open_spools(root, max_bytes)
     for payload in payloads:
         spool.append([payload])
@@ -34,7 +34,7 @@ def crashed(root, payloads, max_bytes=MAX_BYTES):
 
 
 def taken_over(root):
-    """What the next process reads in the one folder that is left, which it removes."""
+    """The frames that the next process reads from the one folder that is left, which it removes."""
     own, orphans = open_spools(root, MAX_BYTES)
     frames = [frame for orphan in orphans for frame in read_all(orphan)]
     own.remove()
@@ -77,7 +77,7 @@ def test_a_frame_larger_than_a_read_and_a_segment_is_read_whole(root):
     spool.close()
 
 
-def test_cut_off_at_any_byte_it_opens_with_every_frame_before(root, caplog):
+def test_a_spool_cut_off_at_any_byte_opens_with_every_frame_before_it(root, caplog):
     payloads = [f"payload {number:02}".encode() * 2 for number in range(9)]
     crashed(root, payloads)
     paths = segments(root)
@@ -95,7 +95,7 @@ def test_cut_off_at_any_byte_it_opens_with_every_frame_before(root, caplog):
         with caplog.at_level(logging.WARNING):
             frames = taken_over(root)
         assert frames == list(enumerate(payloads[: before_last + cut // frame], 1))
-        assert len(caplog.records) == (cut % frame > 0), "a torn frame is said once"
+        assert len(caplog.records) == (cut % frame > 0), "a torn frame is logged once"
     assert not folders(root)
 
 
@@ -112,7 +112,7 @@ def test_a_damaged_byte_costs_one_frame(root, caplog, data):
     frame = 8 + len(payloads[0])
     length = int.from_bytes(contents[at // frame * frame :][:4], "little")
     if length != len(payloads[0]) and (8 + length) % frame == 0:
-        contents[at // frame * frame] ^= 1  # What is damaged is not the length of several frames.
+        contents[at // frame * frame] ^= 1  # The damage is not in the length of several frames.
     paths[damaged].write_bytes(contents)
     lost = int(paths[damaged].stem) + at // frame
     caplog.clear()
@@ -124,7 +124,7 @@ def test_a_damaged_byte_costs_one_frame(root, caplog, data):
 
 
 @pytest.mark.parametrize("cut_off", [False, True])
-def test_what_is_lost_is_counted_but_for_a_torn_end(root, cut_off):
+def test_lost_frames_are_counted_except_at_a_torn_end(root, cut_off):
     payloads = [PAYLOAD_START + b"x" * 100 for _ in range(5)]
     spool, _ = open_spools(root, MAX_BYTES * 1000)
     spool.append(payloads)
@@ -161,7 +161,7 @@ def test_zeros_that_a_power_cut_left_are_no_frames(root):
     assert taken_over(root) == [(1, b"kept")]
 
 
-def test_a_segment_that_is_gone_or_unreadable_does_not_keep_the_next_from_being_read(root):
+def test_the_segment_after_a_missing_or_unreadable_one_is_read(root):
     spool, _ = open_spools(root, MAX_BYTES)
     for number in range(12):
         spool.append([b"%03d" % number * 20])
@@ -201,7 +201,7 @@ def test_a_failed_append_leaves_nothing(root, monkeypatch, written):
     assert taken_over(root) == [(1, b"before"), (2, b"after")]
 
 
-def test_what_is_full_can_be_given_back_to_the_last_segment(root, monkeypatch):
+def test_a_write_that_found_the_disk_full_can_be_repeated(root, monkeypatch):
     spool, _ = open_spools(root, 1 << 20)
     spool.append([b"shipped"])
     reader = SpoolReader(spool)
@@ -222,7 +222,7 @@ def test_what_is_full_can_be_given_back_to_the_last_segment(root, monkeypatch):
     spool.close()
 
 
-def test_segments_are_deleted_once_every_frame_is_before(root):
+def test_segments_are_deleted_once_all_their_frames_are_shipped(root):
     spool, _ = open_spools(root, MAX_BYTES)
     for number in range(1, 31):
         spool.append([b"%03d" % number * 20])
@@ -236,7 +236,7 @@ def test_segments_are_deleted_once_every_frame_is_before(root):
     spool.close()
 
 
-def test_frames_are_appended_at_a_number_or_not_at_all(root):
+def test_frames_are_appended_only_at_the_expected_number(root):
     spool, _ = open_spools(root, MAX_BYTES)
     assert spool.append_at(1, [b"a", b"b"])
     assert not spool.append_at(2, [b"c"])
@@ -270,13 +270,13 @@ def test_an_orphan_is_not_deleted_before_all_of_it_is_shipped(root):
     own, [orphan] = open_spools(root, MAX_BYTES)
     read_all(orphan)
     orphan.delete_before(6)
-    assert read_all(orphan)[-1] == (5, b"x" * 100), "how many frames its last segment has, nobody has written down"
+    assert read_all(orphan)[-1] == (5, b"x" * 100), "the number of frames in its last segment is not recorded"
     orphan.remove()
     assert orphan.size == 0
     own.remove()
 
 
-def test_what_a_crash_left_empty_is_removed_and_what_is_not_ours_stays(root):
+def test_empty_folders_of_a_crash_are_removed_and_foreign_files_stay(root):
     crashed(root, [])
     (root / "notes").mkdir()
     (root / "readme").touch()
@@ -287,7 +287,7 @@ def test_what_a_crash_left_empty_is_removed_and_what_is_not_ours_stays(root):
     assert (root / "readme").exists()
 
 
-def test_only_its_owner_may_read_it(root):
+def test_only_the_owner_may_read_the_spool(root):
     spool, _ = open_spools(root, MAX_BYTES)
     spool.append([b"secret"])
     modes = {stat.S_IMODE(path.stat().st_mode) for path in (root, *folders(root))}
@@ -296,7 +296,7 @@ def test_only_its_owner_may_read_it(root):
     spool.close()
 
 
-def test_a_root_that_somebody_looks_through_for_ever_is_a_start_up_error(root, monkeypatch):
+def test_a_root_that_stays_locked_is_a_startup_error(root, monkeypatch):
     spool, _ = open_spools(root, MAX_BYTES)
     monkeypatch.setattr(payload_spool, "_ROOT_WAIT_S", 0.05)
     with payload_spool._locked(root), pytest.raises(StartupError, match="cannot be used"):
@@ -304,7 +304,7 @@ def test_a_root_that_somebody_looks_through_for_ever_is_a_start_up_error(root, m
     spool.close()
 
 
-def test_room_is_kept_on_the_disk_and_given_back(root, monkeypatch):
+def test_room_on_the_disk_is_reserved_and_given_back(root, monkeypatch):
     spool, _ = open_spools(root, 1 << 20)
     [kept] = root.glob("*/reserve")
     assert kept.stat().st_size > 0
@@ -322,7 +322,7 @@ def test_room_is_kept_on_the_disk_and_given_back(root, monkeypatch):
     spool.append([b"kept"])
     spool.close()
     own, [orphan] = open_spools(root, 1 << 20)
-    assert not kept.exists(), "whoever takes over needs none there"
+    assert not kept.exists(), "the next process needs no room there"
     for spool in (own, orphan):
         spool.remove()
     assert not folders(root)

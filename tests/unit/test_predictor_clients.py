@@ -1,6 +1,6 @@
-"""A predictor serves a client the models that its key allows, and shows it no others.
+"""A predictor serves a client only the models that its key allows, and shows it no others.
 
-The gateway sets who calls. The transformer, which marks what it records, has checked its own caller.
+The gateway sets the client's name. The transformer, whose calls carry its mark, has checked its own caller.
 """
 
 from types import SimpleNamespace
@@ -108,7 +108,7 @@ async def test_a_model_that_the_key_allows_is_served(ask):
 
 
 @pytest.mark.parametrize("ask", WAYS)
-async def test_any_other_is_refused_whether_it_is_loaded_or_not(ask):
+async def test_any_other_model_is_refused_whether_it_is_loaded_or_not(ask):
     for name in ("large", "unknown"):
         with pytest.raises(ForbiddenError, match=f"the key of alice does not allow the model {name}"):
             await ask(name, ALICE)
@@ -116,11 +116,11 @@ async def test_any_other_is_refused_whether_it_is_loaded_or_not(ask):
 
 @pytest.mark.parametrize("ask", WAYS)
 @pytest.mark.parametrize("metadata", [(), (*ALICE, RECORDED)])
-async def test_without_keys_and_for_the_transformer_all_are_served(ask, metadata):
+async def test_without_keys_and_for_the_transformer_all_models_are_served(ask, metadata):
     assert await ask("large", metadata) == "large"
 
 
-async def test_lists_have_the_models_alone_that_the_client_may_use():
+async def test_lists_have_only_the_models_that_the_client_may_use():
     context = FakeContext(ALICE)
     index = await SERVICER.RepositoryIndex(pb.RepositoryIndexRequest(), context)
     statistics = await SERVICER.ModelStatistics(pb.ModelStatisticsRequest(), context)

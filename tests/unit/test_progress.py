@@ -1,10 +1,10 @@
-"""A stream that steps pass by is noticed, and it is the engine that ends and not its reader's patience."""
+"""A sequence that the steps leave out is noticed: the engine ends, so its reader does not wait for ever."""
 
 from services.predictor.engine.load.progress import ProgressWatch
 from tests.unit.test_scheduler import added, scheduler_of, sequence, step
 
 
-def test_one_that_every_step_passes_by_is_stuck_and_no_other():
+def test_only_a_sequence_that_every_step_leaves_out_is_stuck():
     watch = ProgressWatch(10.0)
     served, passed_by = sequence(), sequence()
     for now in range(100, 111):
@@ -12,7 +12,7 @@ def test_one_that_every_step_passes_by_is_stuck_and_no_other():
     assert watch.observe([served, passed_by], {served}, 111.0) is passed_by
 
 
-def test_a_step_that_serves_it_or_in_which_it_is_not_due_begins_anew():
+def test_a_step_that_serves_a_sequence_or_in_which_it_is_not_due_resets_its_count():
     watch = ProgressWatch(10.0)
     one = sequence()
     for now, (due, served) in zip(
@@ -21,7 +21,7 @@ def test_a_step_that_serves_it_or_in_which_it_is_not_due_begins_anew():
         assert watch.observe(due, set(served), float(now)) is None
 
 
-def test_those_who_decode_and_the_oldest_are_due_and_who_runs_alone_is_due_alone():
+def test_decoding_sequences_and_the_oldest_are_due_and_an_isolated_one_is_due_alone():
     scheduler = scheduler_of(blocks=60, step_tokens=4)
     oldest, decoding, prompt = added(scheduler, sequence(1), sequence(1), sequence(30))
     step(scheduler)

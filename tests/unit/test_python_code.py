@@ -1,4 +1,4 @@
-"""What a model.py declares and defines: requests are held against it, and a file that cannot be used is named."""
+"""The declarations of a model.py: requests are checked against them, and an unusable file is refused by name."""
 
 import threading
 
@@ -40,7 +40,7 @@ X, NAME = Tensor("x", "FP32", np.zeros((2, 3), np.float32)), bytes_tensor("name"
         ([Tensor("x", "FP32", np.zeros(3, np.float32)), NAME], r"must have shape \[-1, 3\], not \[3\]"),
     ],
 )
-async def test_requests_are_held_against_what_is_declared(make, tensors, text):
+async def test_requests_are_checked_against_the_declaration(make, tensors, text):
     model = make(DECLARED)
     assert (await infer(model, request(X, NAME)))["y"].tolist() == [6]
     with pytest.raises(InvalidRequestError, match=text):
@@ -62,7 +62,7 @@ async def test_damaged_tensors_are_refused_though_nothing_is_declared(make):
             await model.infer(message, NO_DEADLINE)
 
 
-async def test_only_the_outputs_asked_for_are_sent(make):
+async def test_only_the_requested_outputs_are_sent(make):
     model = make("""
         import numpy
         async def execute(request):

@@ -1,4 +1,4 @@
-"""A user's model.py: streams as it yields, is held back by its reader, ends with its caller, and fails alone."""
+"""A user's model.py: it streams as it yields, waits for its reader and ends with its caller; requests fail alone."""
 
 import asyncio
 import re
@@ -31,7 +31,7 @@ async def stream(model, message):
 
 
 async def idle(model):
-    """Waits until nothing of a request is left on the model's loop."""
+    """Waits until no task of a request is left on the model's loop."""
     await until(lambda: model.thread.tasks == 0)
 
 
@@ -66,7 +66,7 @@ async def test_a_function_answers_with_arrays(make):
     assert not config_of(model.name, model.description).model_transaction_policy.decoupled
 
 
-async def test_the_documented_model_does_what_it_says(make):
+async def test_the_model_of_the_documentation_works(make):
     page = (Path(__file__).parents[2] / "docs" / "python-models.md").read_text()
     [code] = re.findall(r"^```py\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     model = make(code)
@@ -149,7 +149,7 @@ async def test_a_cancelled_call_ends_the_function(make):
     assert globals_of(model)["state"] == ["begun", "ended"]
 
 
-async def test_callers_that_leave_at_any_moment_leave_nothing_behind(make):
+async def test_callers_that_leave_at_any_moment_leave_no_slot_taken(make):
     model = make(COUNT, max_running=4, max_waiting=200)
 
     async def leaves_after(steps):
@@ -191,7 +191,7 @@ async def test_code_that_blocks_does_not_hold_up_the_event_loop(make):
     await idle(model)
 
 
-async def test_more_than_may_wait_are_refused(make):
+async def test_requests_beyond_the_queue_are_refused(make):
     model = make(COUNT, max_running=1, max_waiting=1)
     async with aclosing(model.stream(request(n=1, wait=1), NO_DEADLINE)) as first:
         await anext(first)
@@ -237,7 +237,7 @@ async def test_a_failing_request_fails_alone(make, case, caplog):
     await until(lambda: (model.statistics.failed, model.statistics.succeeded) == (1, 3))
 
 
-async def test_a_generator_that_fails_has_sent_what_it_yielded(make, caplog):
+async def test_a_failing_generator_has_sent_its_responses_before_the_error(make, caplog):
     model = make("""
         import numpy
         async def execute(request):
@@ -265,7 +265,7 @@ async def test_a_task_of_the_code_cannot_end_the_loop(make, caplog):
     assert (await infer(model, request()))["x"].tolist() == [0, 1, 2]
 
 
-async def test_the_stop_ends_what_is_in_flight(make):
+async def test_a_stop_ends_the_requests_in_flight(make):
     model = make(COUNT)
     async with aclosing(model.stream(request(n=1, wait=1), NO_DEADLINE)) as responses:
         await anext(responses)
@@ -275,7 +275,7 @@ async def test_the_stop_ends_what_is_in_flight(make):
     assert globals_of(model)["closed"] == [True]
 
 
-async def test_a_model_that_blocks_for_ever_is_taken_for_dead_and_its_callers_are_answered(make):
+async def test_a_model_that_blocks_for_ever_counts_as_dead_and_its_callers_get_an_error(make):
     model = make(
         """
         import threading
@@ -313,8 +313,8 @@ async def test_an_optional_input_may_be_left_out_and_a_response_has_parameters(m
     x, k = Tensor("x", "INT32", np.arange(3, dtype=np.int32)), Tensor("k", "INT32", np.array([2], dtype=np.int32))
     response = await model.infer(request(x), NO_DEADLINE)
     assert decode_outputs(response)["y"].array.tolist() == [0, 1, 2]
-    told = response.parameters
-    values = (told["took"].double_param, told["k"].int64_param, told["how"].string_param, told["ok"].bool_param)
+    sent = response.parameters
+    values = (sent["took"].double_param, sent["k"].int64_param, sent["how"].string_param, sent["ok"].bool_param)
     assert values == (0.5, 1, "fast", True)
     assert (await infer(model, request(x, k)))["y"].tolist() == [0, 2, 4]
     assert [(each.name, each.optional) for each in config_of(model.name, model.description).input] == [
@@ -338,7 +338,7 @@ async def test_parameters_that_cannot_be_sent_fail_the_request(make, parameters)
 
 
 @pytest.mark.parametrize("how", ["twice", "classified"])
-async def test_outputs_that_no_model_gives_as_they_are_asked_for_are_refused(make, how):
+async def test_requests_for_unsupported_output_forms_are_refused(make, how):
     model = make("""
         async def execute(request):
             return {"y": request.inputs["x"]}

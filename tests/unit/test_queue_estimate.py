@@ -1,4 +1,4 @@
-"""Whether a request would be too late is told by what ended just now, and not at all where nobody can know."""
+"""Whether a request would be too late is estimated from recent ends, and not at all without enough of them."""
 
 import math
 
@@ -12,18 +12,18 @@ from tests.support.requests import request
 
 
 def sequence(now, deadline_s=None, first_token_s=None, max_tokens=10):
-    asked = request(
+    message = request(
         deadline=math.inf if deadline_s is None else now + deadline_s,
         first_token_timeout_s=first_token_s,
         max_tokens=max_tokens,
     )
-    made = Sequence(asked, MergingSlot(asked.sampling), frozenset())
+    made = Sequence(message, MergingSlot(message.sampling), frozenset())
     made.timeline.submitted = now
     return made
 
 
 def estimate_of(ends, places=4, tokens=10, seconds=1.0):
-    """Told of ends at these times; and the time of the last."""
+    """An estimate after ends at these times; and the time of the last one."""
     estimate = QueueEstimate(places)
     for end in ends:
         estimate.ended(end)
@@ -42,23 +42,23 @@ EVERY_SECOND = [float(i) for i in range(100, 120)]
         (5, {"first_token_s": 5.0}, True),
         (5, {"first_token_s": 10.0}, False),
         (5, {}, False),
-        # The place would be free in time, but not the answer done.
+        # A place would be free in time, but the answer would not be complete.
         (5, {"deadline_s": 6.2}, True),
         (0, {"deadline_s": 0.01, "first_token_s": 0.01}, False),
     ],
 )
-def test_who_waits_behind_others_is_late_where_its_deadline_comes_first(ahead, wanted, late):
+def test_a_waiting_request_is_late_if_its_deadline_is_before_its_estimated_end(ahead, wanted, late):
     estimate, now = estimate_of(EVERY_SECOND)
     assert estimate.is_late(sequence(now, **wanted), ahead, now) is late
 
 
-def test_a_short_request_is_not_measured_by_long_ones():
+def test_a_short_request_is_not_estimated_by_long_ones():
     estimate, now = estimate_of(EVERY_SECOND, tokens=1000, seconds=100.0)
     assert estimate.is_late(sequence(now, deadline_s=30.0, max_tokens=1000), 5, now)
     assert not estimate.is_late(sequence(now, deadline_s=30.0, max_tokens=50), 5, now)
 
 
-def test_what_is_produced_already_takes_no_time():
+def test_tokens_that_are_produced_already_take_no_time():
     estimate, now = estimate_of(EVERY_SECOND, tokens=1000, seconds=100.0)
     moved = sequence(now, deadline_s=30.0, max_tokens=1000)
     request = moved.request
@@ -66,7 +66,7 @@ def test_what_is_produced_already_takes_no_time():
     assert not estimate.is_late(moved, 5, now)
 
 
-def test_one_that_could_not_be_done_if_it_began_now_is_hopeless():
+def test_a_request_that_would_be_late_even_if_it_began_now_is_hopeless():
     estimate, now = estimate_of(EVERY_SECOND, tokens=100, seconds=10.0)
     assert estimate.is_hopeless(sequence(now, deadline_s=10.0, max_tokens=100), now)
     assert not estimate.is_hopeless(sequence(now, deadline_s=13.0, max_tokens=100), now)
@@ -76,7 +76,7 @@ def test_one_that_could_not_be_done_if_it_began_now_is_hopeless():
     assert not estimate.is_hopeless(sequence(now, deadline_s=0.1, max_tokens=100), now)
 
 
-def test_requests_that_end_together_count_by_their_rounds():
+def test_requests_that_end_together_count_as_one_round():
     # Four at once, each eight seconds.
     ends = [100.0 + 8 * (i // 4) for i in range(40)]
     for count in range(16, 40):
@@ -87,7 +87,7 @@ def test_requests_that_end_together_count_by_their_rounds():
 
 
 @pytest.mark.parametrize("ends", [[], EVERY_SECOND[:7]])
-def test_where_little_has_ended_nobody_is_late(ends):
+def test_after_few_ends_no_request_is_late(ends):
     estimate, _ = estimate_of([*ends, 107.0]) if ends else (QueueEstimate(4), 0)
     estimate.idle()
     for end in ends:
@@ -95,7 +95,7 @@ def test_where_little_has_ended_nobody_is_late(ends):
     assert not estimate.is_late(sequence(200.0, deadline_s=0.1), 50, 200.0)
 
 
-def test_what_was_before_a_pause_says_nothing_of_what_comes_after():
+def test_ends_before_a_pause_are_not_used_after_it():
     estimate, now = estimate_of(EVERY_SECOND)
     estimate.idle()
     assert not estimate.is_late(sequence(now, deadline_s=1.0), 50, now)

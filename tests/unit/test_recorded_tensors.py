@@ -1,4 +1,4 @@
-"""Tensors of a message are recorded alike however they were sent, and nothing that is sent can make a record fail."""
+"""Tensors of a message are recorded alike in whichever form they were sent, and no message makes recording fail."""
 
 import struct
 import sys
@@ -35,38 +35,40 @@ def typed(datatype, field, values):
     return request
 
 
-def told(tensors):
+def contents_of(tensors):
     return [(t.name, t.datatype, tuple(t.shape), None if t.data is None else bytes(t.data)) for t in tensors.read()]
 
 
 @pytest.mark.parametrize("datatype", TYPED)
-def test_typed_contents_are_told_as_raw_ones(datatype):
+def test_typed_contents_are_recorded_as_raw_ones(datatype):
     field, dtype, values = TYPED[datatype]
     expected = [("t", datatype, (len(values),), np.array(values, dtype).tobytes())]
     request = typed(datatype, field, values)
-    assert told(request_tensors(request)) == told(request_tensors(request.SerializeToString())) == expected
+    assert (
+        contents_of(request_tensors(request)) == contents_of(request_tensors(request.SerializeToString())) == expected
+    )
     raw = pb.ModelInferRequest()
     add_input(raw, Tensor("t", datatype, np.array(values, dtype)))
-    assert told(request_tensors(raw.SerializeToString())) == expected
+    assert contents_of(request_tensors(raw.SerializeToString())) == expected
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=300))
-def test_numbers_of_any_length_are_told_exactly(values):
-    ((*_, data),) = told(request_tensors(typed("INT64", "int64_contents", values).SerializeToString()))
+def test_numbers_of_any_length_are_recorded_exactly(values):
+    ((*_, data),) = contents_of(request_tensors(typed("INT64", "int64_contents", values).SerializeToString()))
     assert data == struct.pack(f"<{len(values)}q", *values)
 
 
-def test_numbers_are_told_exactly_over_the_bounds_of_pieces():
+def test_numbers_are_recorded_exactly_across_the_bounds_of_pieces():
     values = np.random.default_rng(5).integers(-(2**40), 2**40, 50_000)
-    ((*_, data),) = told(request_tensors(typed("INT64", "int64_contents", values.tolist()).SerializeToString()))
+    ((*_, data),) = contents_of(request_tensors(typed("INT64", "int64_contents", values.tolist()).SerializeToString()))
     assert data == values.astype("<i8").tobytes()
 
 
-def test_texts_are_told_as_raw_ones():
+def test_typed_texts_are_recorded_as_raw_ones():
     request = typed("BYTES", "bytes_contents", [b"a", b"", "é".encode()])
     raw = pb.ModelInferRequest()
     add_input(raw, bytes_tensor("t", [b"a", b"", "é".encode()]))
-    assert told(request_tensors(request)) == told(request_tensors(raw))
+    assert contents_of(request_tensors(request)) == contents_of(request_tensors(raw))
 
 
 def test_several_tensors_keep_their_order_and_contents():
@@ -74,7 +76,7 @@ def test_several_tensors_keep_their_order_and_contents():
     request.parameters["p"].int64_param = 1
     for name in "abc":
         add_input(request, Tensor(name, "FP32", np.full((2, 1), ord(name), np.float32)))
-    names = [(name, shape, data) for name, _, shape, data in told(request_tensors(request.SerializeToString()))]
+    names = [(name, shape, data) for name, _, shape, data in contents_of(request_tensors(request.SerializeToString()))]
     assert names == [(name, (2, 1), np.full(2, ord(name), "<f4").tobytes()) for name in "abc"]
 
 
@@ -89,7 +91,7 @@ def test_raw_contents_are_not_copied():
     assert tensors.size == len(data)
 
 
-def test_answers_are_told_whole_and_from_a_stream():
+def test_tensors_of_whole_and_of_streamed_answers_are_recorded():
     answer = pb.ModelInferResponse(model_name="m")
     add_output(answer, Tensor("o", "INT32", np.array([3], "<i4")))
     expected = [("o", "INT32", (1,), b"\x03\0\0\0")]
@@ -100,33 +102,33 @@ def test_answers_are_told_whole_and_from_a_stream():
         streamed_tensors(answer),
         streamed_tensors(streamed),
     ):
-        assert told(tensors) == expected
-    assert told(streamed_tensors(pb.ModelStreamInferResponse().SerializeToString())) == []
+        assert contents_of(tensors) == expected
+    assert contents_of(streamed_tensors(pb.ModelStreamInferResponse().SerializeToString())) == []
 
 
-def test_what_cannot_be_told_has_no_contents():
+def test_tensors_that_cannot_be_read_are_recorded_without_contents():
     missing_raw = pb.ModelInferRequest(raw_input_contents=[b"a"])
     missing_raw.inputs.add(name="a", datatype="FP16", shape=[1])
     missing_raw.inputs.add(name="b", datatype="FP16", shape=[1])
-    assert [data for *_, data in told(request_tensors(missing_raw))] == [None, None]
+    assert [data for *_, data in contents_of(request_tensors(missing_raw))] == [None, None]
     unknown = pb.ModelInferRequest()
     unknown.inputs.add(name="a", datatype="COMPLEX", shape=[1]).contents.fp32_contents.append(1)
-    assert [data for *_, data in told(request_tensors(unknown))] == [None]
+    assert [data for *_, data in contents_of(request_tensors(unknown))] == [None]
     many = typed("BYTES", "bytes_contents", [b"a"] * (MAX_FIELDS + 1))
-    assert [data for *_, data in told(request_tensors(many))] == [None]
+    assert [data for *_, data in contents_of(request_tensors(many))] == [None]
     unpacked = b"\x0a\x01t\x12\x05INT32\x1a\x01\x01\x2a\x02\x10\x07"  # int_contents: 7, with a tag of its own.
-    assert told(request_tensors(b"\x2a" + bytes([len(unpacked)]) + unpacked)) == [("t", "INT32", (1,), None)]
+    assert contents_of(request_tensors(b"\x2a" + bytes([len(unpacked)]) + unpacked)) == [("t", "INT32", (1,), None)]
 
 
 def heads(tensors, most_bytes=0):
-    """What is told of the tensors without large contents, with the sizes of these."""
+    """The recorded tensors without large contents, with the sizes of these."""
     taken = tensors.heads(most_bytes)
     read = taken.read() if isinstance(taken, DeferredTensors) else taken
     return [(t.name, t.datatype, tuple(t.shape), t.data and bytes(t.data), t.size) for t in read]
 
 
 @pytest.mark.parametrize("datatype", TYPED)
-def test_heads_tell_sizes_of_contents_that_are_not_kept(datatype):
+def test_heads_have_the_sizes_of_contents_that_are_not_kept(datatype):
     field, dtype, values = TYPED[datatype]
     array = np.array(values * 10_000, dtype)
     expected = [("t", datatype, array.shape, None, array.nbytes)]
@@ -136,7 +138,7 @@ def test_heads_tell_sizes_of_contents_that_are_not_kept(datatype):
         assert heads(request_tensors(request)) == heads(request_tensors(request.SerializeToString())) == expected
 
 
-def test_heads_have_contents_of_up_to_a_size_and_keep_no_message():
+def test_heads_have_contents_up_to_a_size_and_do_not_keep_the_message():
     request = pb.ModelInferRequest(model_name="m", id="r")
     for count in (8, 100_000, 16):
         add_input(request, Tensor(f"of {count}", "UINT8", np.full(count, 7, np.uint8)))
@@ -180,21 +182,21 @@ def test_a_message_of_very_many_tensors_is_left_to_the_writer():
 
 
 @pytest.mark.parametrize("shape", [[-1], [2**62, 2**62], [1] * 1000])
-def test_a_shape_that_no_tensor_has_tells_no_size(shape):
+def test_an_impossible_shape_has_no_size(shape):
     request = pb.ModelInferRequest()
     request.inputs.add(name="t", datatype="FP32", shape=shape)
     assert [size for *_, size in heads(request_tensors(request))] == [None]
 
 
 @given(st.binary(max_size=200))
-def test_no_bytes_make_it_fail(data):
+def test_no_bytes_make_recording_fail(data):
     for tensors in (request_tensors(data), answer_tensors(data), streamed_tensors(data)):
         tensors.read()
         heads(tensors)
 
 
 @given(st.data())
-def test_no_damaged_request_makes_it_fail(data):
+def test_no_damaged_request_makes_recording_fail(data):
     request = typed("INT32", "int_contents", [1, 2, 300]).SerializeToString()
     at = data.draw(st.integers(0, len(request) - 1))
     damaged = request[:at] + bytes([data.draw(st.integers(0, 255))]) + request[at + 1 :]

@@ -1,4 +1,4 @@
-"""What ModelStatistics tells is what happened: every request once, every response by its index, in bounded space."""
+"""ModelStatistics counts every request once and every response by its index, in bounded space."""
 
 import asyncio
 from contextlib import aclosing
@@ -18,22 +18,22 @@ from tests.waiting import until
 
 
 class FakeModel:
-    """Answers with as many responses as the request's id says; "bad" is refused, "waits" gives one and waits."""
+    """Sends as many responses as the number in the request's id; "bad" is refused, "waits" sends one and waits."""
 
     name = "fake"
 
     def __init__(self, max_batch_size=0):
         self.description = ModelDescription("fake", max_batch_size=max_batch_size)
-        # Of the time before it was served.
+        # Counts of the time before the model is served.
         self.statistics = RequestCounts(steps=3, succeeded=1, queue_ns=5, compute_ns=7)
-        self.asked = []
+        self.request_ids = []
 
     async def infer(self, request, deadline, caller=None):
         async with aclosing(self.stream(request, deadline)) as responses:
             return [response async for response in responses][-1]
 
     async def stream(self, request, deadline, caller=None):
-        self.asked.append(request.id)
+        self.request_ids.append(request.id)
         if request.id == "bad":
             raise InvalidRequestError("bad")
         count = int(request.id) if request.id.isdigit() else 1
@@ -71,47 +71,47 @@ async def stream(serving, name, limit=None, **options):
 
 def counted(serving):
     """(success, fail) of the requests, and by index (success, empty, fail, cancel) of the responses."""
-    told = serving.statistics()
-    stats = told.inference_stats
+    report = serving.statistics()
+    stats = report.inference_stats
     responses = {
         index: (tally.success.count, tally.empty_response.count, tally.fail.count, tally.cancel.count)
-        for index, tally in told.response_stats.items()
+        for index, tally in report.response_stats.items()
     }
     return (stats.success.count, stats.fail.count), responses
 
 
 async def test_nothing_is_counted_before_the_first_request(serving):
-    told = serving.statistics()
-    assert (told.name, told.version, told.inference_count, told.execution_count) == ("fake", "1", 0, 0)
-    assert told.inference_stats.queue.count == told.inference_stats.compute_infer.ns == 0
-    assert not told.response_stats
+    report = serving.statistics()
+    assert (report.name, report.version, report.inference_count, report.execution_count) == ("fake", "1", 0, 0)
+    assert report.inference_stats.queue.count == report.inference_stats.compute_infer.ns == 0
+    assert not report.response_stats
 
 
 async def test_all_parts_of_the_computation_have_one_count(serving):
     """Triton's perf_analyzer ends itself where they differ."""
     await stream(serving, "2")
     serving.model.statistics.succeeded += 1
-    told = serving.statistics()
-    for stats in (told.inference_stats, *told.response_stats.values()):
+    report = serving.statistics()
+    for stats in (report.inference_stats, *report.response_stats.values()):
         assert stats.compute_infer.count == stats.compute_output.count == 1
-    assert told.inference_stats.compute_input.count == told.inference_stats.queue.count == 1
+    assert report.inference_stats.compute_input.count == report.inference_stats.queue.count == 1
 
 
 async def test_responses_are_counted_by_their_index(serving):
     await stream(serving, "3")
     await stream(serving, "1")
     assert counted(serving) == ((2, 0), {"0": (2, 0, 0, 0), "1": (1, 0, 0, 0), "2": (1, 0, 0, 0)})
-    told = serving.statistics()
-    assert told.inference_count == 2
-    assert told.last_inference > 0
-    assert told.inference_stats.success.ns >= sum(tally.success.ns for tally in told.response_stats.values()) > 0
+    report = serving.statistics()
+    assert report.inference_count == 2
+    assert report.last_inference > 0
+    assert report.inference_stats.success.ns >= sum(tally.success.ns for tally in report.response_stats.values()) > 0
 
 
 async def test_a_long_stream_makes_no_long_answer(serving):
     await stream(serving, "5000")
-    told = serving.statistics().response_stats
-    assert len(told) == 17
-    assert told["16+"].success.count == 5000 - 16
+    report = serving.statistics().response_stats
+    assert len(report) == 17
+    assert report["16+"].success.count == 5000 - 16
 
 
 async def test_the_empty_final_response_is_counted(serving):
@@ -119,7 +119,7 @@ async def test_the_empty_final_response_is_counted(serving):
     assert counted(serving) == ((1, 0), {"0": (1, 0, 0, 0), "1": (1, 0, 0, 0), "2": (0, 1, 0, 0)})
 
 
-async def test_what_is_refused_or_fails_later_is_a_failure(serving):
+async def test_refused_requests_and_later_failures_count_as_failures(serving):
     with pytest.raises(InvalidRequestError):
         await serving.infer(ModelInferRequest(id="bad"), NO_DEADLINE)
     with pytest.raises(InvalidRequestError):
@@ -128,24 +128,24 @@ async def test_what_is_refused_or_fails_later_is_a_failure(serving):
     assert serving.statistics().inference_stats.fail.ns > 0
 
 
-async def test_a_caller_that_leaves_is_no_failure_but_a_deadline_is(serving):
+async def test_a_cancel_does_not_count_as_a_failure_but_a_deadline_does(serving):
     await stream(serving, "3", limit=1)
     assert counted(serving) == ((0, 0), {"0": (1, 0, 0, 0), "1": (0, 0, 0, 1)})
     for timeout_s in (None, 0.0):
         waiting = asyncio.create_task(stream(serving, "waits", timeout_s=timeout_s))
-        await until(lambda: serving.model.asked[-1] == "waits")
+        await until(lambda: serving.model.request_ids[-1] == "waits")
         waiting.cancel()
         await asyncio.wait([waiting])
-        serving.model.asked.append("")
+        serving.model.request_ids.append("")
     assert counted(serving) == ((0, 1), {"0": (3, 0, 0, 0), "1": (0, 0, 1, 2)})
 
 
-async def test_who_leaves_after_the_last_response_has_got_it_all(serving):
+async def test_a_cancel_after_the_last_response_counts_as_a_success(serving):
     await stream(serving, "3", limit=3)
     assert counted(serving)[0] == (1, 0)
 
 
-async def test_a_batch_counts_as_many_inferences():
+async def test_a_batch_counts_as_one_inference_per_row():
     serving = Serving(FakeModel(max_batch_size=8))
     message = ModelInferRequest(id="1")
     add_input(message, Tensor("input_ids", "INT64", np.ones((5, 3), dtype=np.int64)))
@@ -157,9 +157,9 @@ async def test_a_batch_counts_as_many_inferences():
     assert counted(serving)[0] == (2, 0)
 
 
-async def test_a_stop_ends_what_is_in_flight_whatever_the_model_does(serving):
+async def test_a_stop_ends_requests_in_flight_even_if_the_model_does_not(serving):
     streaming = asyncio.create_task(stream(serving, "waits"))
-    await until(lambda: serving.model.asked)
+    await until(lambda: serving.model.request_ids)
     assert await serving.drain(0) == 1
     await serving.stop()
     with pytest.raises(NotReadyError, match="was unloaded"):

@@ -93,7 +93,7 @@ PURE = (
 
 
 def room_of(module, floors):
-    """Its floor and its room; None of one that has none."""
+    """The module's floor and room; None for a module without one."""
     fits = [
         (len(room), floor, room)
         for floor, rooms in enumerate(floors)
@@ -142,7 +142,7 @@ def test_packages_keep_apart(package, allowed):
 
 
 @pytest.mark.parametrize("package", FLOORS)
-def test_no_module_imports_itself_around_a_corner(package):
+def test_no_import_cycles(package):
     known = modules(package)
     done, path = set(), []
 

@@ -42,7 +42,7 @@ def test_the_environment_wins_over_the_file(monkeypatch: pytest.MonkeyPatch) -> 
     assert stack_settings.load().predictor_ports == (9500, 9510, 9520)
 
 
-def test_an_address_for_everyone_is_reached_on_loopback(tmp_path: Path) -> None:
+def test_an_address_of_all_interfaces_is_reached_on_loopback(tmp_path: Path) -> None:
     address = IPv4Address("0.0.0.0")
     settings = StackSettings(gateway_insecure=True, gateway_bind=address, gateway_port=8081, run_folder=tmp_path)
     assert settings.gateway == "127.0.0.1:8081"

@@ -1,4 +1,4 @@
-"""Sampling parameters: one table, refused with a clear text wherever they come from."""
+"""Sampling parameters: one table for every protocol; wrong values are refused by name."""
 
 import re
 
@@ -45,12 +45,12 @@ from millrace_protos import inference_pb2
         ),
     ],
 )
-def test_what_is_wrong_is_named(given, text):
+def test_a_wrong_parameter_is_refused_by_name(given, text):
     with pytest.raises(InvalidRequestError, match="^" + re.escape(text)):
         SamplingParameters().changed(given)
 
 
-def test_numbers_may_come_as_text():
+def test_numbers_may_be_given_as_text():
     changed = SamplingParameters().changed({"temperature": "0.5", "max_tokens": "7", "ignore_eos": "true"})
     assert (changed.temperature, changed.max_tokens, changed.ignore_eos) == (0.5, 7, True)
 
@@ -84,7 +84,7 @@ def test_end_and_stop_tokens_finish_a_sequence_that_may_end():
     assert (reason(3, produced=8), reason(3, produced=9), reason(7, produced=9)) == (None, "length", "stop")
 
 
-def test_max_tokens_defaults_to_what_the_context_has_left():
+def test_max_tokens_defaults_to_the_rest_of_the_context():
     assert SamplingParameters().resolved(room=1000).max_tokens == 256
     assert SamplingParameters().resolved(room=20).max_tokens == 20
     with pytest.raises(InvalidRequestError, match="has room for 20"):
@@ -99,14 +99,14 @@ def test_a_seed_is_chosen_where_none_is_given():
     assert SamplingParameters(seed=4).resolved(10).seed == 4
 
 
-def test_a_models_own_generation_config_counts_where_it_samples():
+def test_a_models_generation_config_sets_the_defaults_where_it_samples():
     assert defaults_of({"do_sample": True, "temperature": 0.6, "top_k": 20}, False).temperature == 0.6
     assert defaults_of({}, False).temperature == 1.0
     assert defaults_of({}, True).temperature == 0.0
     assert defaults_of({"do_sample": False, "temperature": 0.6}, False).temperature == 0.0
 
 
-def test_parameters_survive_the_wire():
+def test_parameters_are_equal_after_encoding_and_decoding():
     request = inference_pb2.ModelInferRequest()
     values = {"max_tokens": 3, "temperature": 0.5, "ignore_eos": True, "seed": 2**64 - 1, "top_k": -1}
     set_parameters(request.parameters, values | {"stop": None})
@@ -114,7 +114,7 @@ def test_parameters_survive_the_wire():
     assert read_sampling(request.parameters) == values
 
 
-def test_every_parameter_survives_the_wire():
+def test_every_parameter_is_equal_after_encoding_and_decoding():
     request = inference_pb2.ModelInferRequest()
     given = SamplingParameters(
         max_tokens=3, seed=2**64 - 1, stop_token_ids=[5, 6], top_logprobs=3, logprobs=True, cache_salt="[a] ü"

@@ -1,4 +1,4 @@
-"""The scheduler: first come, first served, within its limits, and every block comes back."""
+"""The scheduler: first come, first served, within its limits, and every block is given back."""
 
 import pytest
 
@@ -14,7 +14,7 @@ SIZE = 4
 
 
 def sequence(prompt=4, max_tokens=4, salt="", output_ids=(), start_ids=(), alone=False, moved=True):
-    """Of a prompt, or of so many ids that no other one has."""
+    """A sequence of the given prompt, or of as many ids that no other sequence has."""
     sequence.made += 1
     ids = [100 * sequence.made + i for i in range(prompt)] if isinstance(prompt, int) else list(prompt)
     sampling = SamplingParameters(max_tokens=max_tokens, seed=1, cache_salt=salt)
@@ -32,7 +32,7 @@ def scheduler_of(blocks=25, max_running=4, max_waiting=8, step_tokens=16, reuses
 
 
 def step(scheduler, prefill_tokens=64, token_id=7):
-    """Runs a step that goes well; its rows as (sequence, start, count). A sequence that ends is taken out."""
+    """Runs a successful step; its rows as (sequence, start, count). A sequence that ends is removed."""
     rows = scheduler.schedule(prefill_tokens)
     for row in rows:
         scheduler.complete(row)
@@ -55,7 +55,7 @@ def test_first_come_first_served():
     assert [row[0] for row in step(scheduler)] == [second, third]
 
 
-def test_who_goes_on_from_elsewhere_goes_before_who_begins():
+def test_resumed_sequences_start_before_new_ones():
     scheduler = scheduler_of(max_running=1)
     running, new = added(scheduler, sequence(), sequence())
     step(scheduler)
@@ -67,7 +67,7 @@ def test_who_goes_on_from_elsewhere_goes_before_who_begins():
     assert [row[0] for row in step(scheduler)] == [first]
 
 
-def test_who_brings_ids_of_its_own_goes_before_nobody():
+def test_a_new_sequence_with_output_ids_does_not_start_before_others():
     scheduler = scheduler_of(max_running=1)
     _, new = added(scheduler, sequence(), sequence())
     step(scheduler)
@@ -84,12 +84,12 @@ def test_a_large_sequence_is_not_overtaken_by_small_ones():
     assert [row[0] for row in step(scheduler)] == [large, small]
 
 
-def test_what_can_never_fit_is_refused_at_once():
+def test_a_sequence_that_can_never_fit_is_refused_at_once():
     scheduler = scheduler_of(blocks=5)
     with pytest.raises(InvalidRequestError, match="need 30 tokens, the cache holds 20"):
         scheduler.add(sequence(20, 10), 0)
     with pytest.raises(InvalidRequestError, match="need 21 tokens"):
-        # One token more is made even after as many as were asked for.
+        # The step computes one token more than max_tokens.
         scheduler.add(sequence(10, 1, output_ids=[3] * 10), 0)
     scheduler.add(sequence(10, 10), 0)
 
@@ -99,7 +99,7 @@ def test_an_empty_prompt_is_refused_at_once():
         scheduler_of().add(sequence(0), 0)
 
 
-def test_a_full_queue_says_when_to_come_back():
+def test_a_full_queue_refuses_with_a_retry_delay():
     scheduler = scheduler_of(max_running=1, max_waiting=1)
     added(scheduler, sequence())
     step(scheduler)
@@ -109,7 +109,7 @@ def test_a_full_queue_says_when_to_come_back():
     assert raised.value.retry_after_ms == 250
 
 
-def test_prompts_are_cut_to_what_is_left_beside_those_that_decode():
+def test_prompts_are_cut_to_the_budget_left_by_decoding_sequences():
     scheduler = scheduler_of(step_tokens=8)
     decoding, long = added(scheduler, sequence(3, 8), sequence(20, 4))
     assert step(scheduler) == [(decoding, 0, 3), (long, 0, 5)]
@@ -124,7 +124,7 @@ def test_an_encoder_s_prompt_is_never_cut():
     assert step(scheduler) == [(first, 21, 1), (second, 0, 21)]
 
 
-def test_where_blocks_run_out_the_newest_gives_its_own_and_the_oldest_goes_on():
+def test_without_free_blocks_the_newest_sequence_is_preempted_and_the_oldest_continues():
     scheduler = scheduler_of(blocks=4)
     old, new = added(scheduler, sequence(7, 9), sequence(7, 9))
     while scheduler.preempted == 0:
@@ -141,13 +141,13 @@ def test_the_second_of_two_equal_prompts_waits_for_the_first_ones_blocks():
     scheduler = scheduler_of(step_tokens=8)
     first, second, other = added(scheduler, sequence(range(10)), sequence(range(10)), sequence(2))
     assert step(scheduler) == [(first, 0, 8)]
-    # Both blocks are there: only what follows them is left.
+    # Both blocks are computed: only the tokens after them are left.
     assert step(scheduler) == [(first, 8, 2), (second, 8, 2), (other, 0, 2)]
     assert second.blocks[:2] == first.blocks[:2]
     assert second.cached_tokens == 8
 
 
-def test_a_sequence_that_waits_for_anothers_block_goes_on_when_the_other_is_cancelled():
+def test_a_sequence_that_waits_for_anothers_block_continues_when_the_other_is_cancelled():
     scheduler = scheduler_of(step_tokens=8)
     first, second = added(scheduler, sequence(range(20)), sequence(range(20)))
     assert step(scheduler) == [(first, 0, 8)]
@@ -164,7 +164,7 @@ def test_a_sequence_that_waits_for_a_poisoned_block_computes_it_itself():
     assert step(scheduler) == [(second, 0, 8)]
 
 
-def test_a_shortage_of_memory_makes_steps_smaller_then_fewer_run_then_one_fails():
+def test_a_shortage_of_memory_reduces_steps_then_running_sequences_then_fails_one():
     scheduler = scheduler_of(step_tokens=64, blocks=100)
     old, new = added(scheduler, sequence(40, 8), sequence(40, 8))
     for expected in (32, 16):
@@ -176,7 +176,7 @@ def test_a_shortage_of_memory_makes_steps_smaller_then_fewer_run_then_one_fails(
         step(scheduler)
     assert scheduler.make_room(scheduler.schedule(64)) is None
     assert (scheduler.running, scheduler.waiting) == ([old], [new])
-    # It is not back at once: then nobody would get on.
+    # It does not return at once: else no sequence would progress.
     assert [row.sequence for row in scheduler.schedule(64)] == [old]
     assert scheduler.make_room(scheduler.schedule(64)) is old
 
@@ -195,7 +195,7 @@ def test_after_a_shortage_steps_grow_again():
     assert (scheduler.step_tokens, scheduler.max_running) == (64, 4)
 
 
-def test_who_runs_alone_has_every_step_until_its_token_and_the_others_keep_their_blocks():
+def test_an_isolated_sequence_has_every_step_until_its_token_and_the_others_keep_their_blocks():
     scheduler = scheduler_of(blocks=60, step_tokens=8)
     decoding, prompt = added(scheduler, sequence(4, 9), sequence(30, 9))
     step(scheduler)
@@ -207,7 +207,7 @@ def test_who_runs_alone_has_every_step_until_its_token_and_the_others_keep_their
     assert {row[0] for row in rows} == {decoding, prompt, alone}
 
 
-def test_who_runs_alone_waits_for_its_turn_and_nobody_overtakes_it():
+def test_an_isolated_sequence_waits_for_its_turn_and_is_not_overtaken():
     scheduler = scheduler_of(max_running=2)
     first, second, alone, last = added(scheduler, sequence(), sequence(), sequence(alone=True), sequence())
     assert [row[0] for row in step(scheduler)] == [first, second]
@@ -218,14 +218,14 @@ def test_who_runs_alone_waits_for_its_turn_and_nobody_overtakes_it():
     assert [row[0] for row in step(scheduler)] == [alone, last]
 
 
-def test_an_encoder_s_prompt_that_runs_alone_is_not_cut_either():
+def test_an_isolated_encoder_s_prompt_is_not_cut_either():
     scheduler = scheduler_of(blocks=60, step_tokens=8, reuses_prefixes=False)
     (alone,) = added(scheduler, sequence(20, 9, start_ids=(0,), alone=True))
     assert step(scheduler) == [(alone, 0, 21)]
     assert step(scheduler) == [(alone, 21, 1)]
 
 
-def test_between_two_that_run_alone_the_others_have_a_step():
+def test_between_two_isolated_sequences_the_others_have_a_step():
     scheduler = scheduler_of()
     (running,) = added(scheduler, sequence(4, 9))
     step(scheduler)
@@ -238,7 +238,7 @@ def test_between_two_that_run_alone_the_others_have_a_step():
     ]
 
 
-def test_the_end_of_who_runs_alone_lets_the_others_go_on():
+def test_the_others_continue_after_the_end_of_an_isolated_sequence():
     scheduler = scheduler_of(blocks=60, step_tokens=8)
     (running,) = added(scheduler, sequence(4, 9))
     step(scheduler)
@@ -248,7 +248,7 @@ def test_the_end_of_who_runs_alone_lets_the_others_go_on():
     assert step(scheduler) == [(running, 4, 1)]
 
 
-def test_the_queue_is_those_who_wait_for_anothers_end():
+def test_the_queue_counts_only_sequences_that_wait_for_anothers_end():
     scheduler = scheduler_of(max_running=1)
     added(scheduler, *(sequence() for _ in range(3)))
     assert scheduler.queue_before(sequence()) == 0
@@ -260,17 +260,17 @@ def test_the_queue_is_those_who_wait_for_anothers_end():
     assert scheduler.queue_before(sequence()) == 1, "blocks run out as places do"
 
 
-def test_places_are_contended_where_more_wait_than_there_are():
+def test_places_are_contended_while_more_sequences_wait_than_are_free():
     scheduler = scheduler_of(max_running=2)
     added(scheduler, sequence(), sequence())
     assert not scheduler.contended
     added(scheduler, sequence())
     assert scheduler.contended
     step(scheduler)
-    assert not scheduler.contended, "the last one would take its place from nobody"
+    assert not scheduler.contended, "the last one would take no place from another"
 
 
-def test_what_its_pace_holds_keeps_its_place_and_the_others_go_on():
+def test_a_paced_sequence_keeps_its_place_and_the_others_continue():
     scheduler = scheduler_of(max_running=2)
     paced, other, waiting = added(scheduler, sequence(), sequence(), sequence())
     step(scheduler)
@@ -284,7 +284,7 @@ def test_what_its_pace_holds_keeps_its_place_and_the_others_go_on():
     assert waiting not in scheduler.running
 
 
-def test_what_its_pace_holds_is_computed_again_after_a_preemption_but_for_its_next_token():
+def test_a_preempted_paced_sequence_is_computed_again_up_to_its_next_token():
     scheduler = scheduler_of()
     (paced,) = added(scheduler, sequence(prompt=6))
     step(scheduler)
@@ -298,7 +298,7 @@ def test_what_its_pace_holds_is_computed_again_after_a_preemption_but_for_its_ne
     assert row.samples
 
 
-def test_the_pause_is_until_the_first_is_due_but_never_long():
+def test_the_pause_lasts_until_the_first_sequence_is_due_but_is_bounded():
     scheduler = scheduler_of()
     first, second = added(scheduler, sequence(), sequence())
     step(scheduler)

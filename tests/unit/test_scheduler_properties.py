@@ -1,4 +1,4 @@
-"""Whatever happens to the scheduler, no block is leaked or shared wrongly, and every sequence ends."""
+"""After any sequence of events in the scheduler, no block is leaked or shared wrongly, and every sequence ends."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -12,7 +12,7 @@ VOID = [-1] * SIZE
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Anything may happen to decoders that share prefixes. The memory is real: a block holds the ids themselves."""
+    """Random events for decoders that share prefixes. Its memory is a model: a block holds the ids themselves."""
 
     start_ids = ()
     max_running = 3
@@ -108,7 +108,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert scheduled == [self.alone]
             assert all(one in scheduler.running for one in before)
             assert all(held[one] == (one.blocks, one.computed) for one in before if one is not self.alone)
-            # Nor does one follow another while others wait for a step.
+            # Nor does one isolated step follow another while others wait for a step.
             assert was_alone in (None, self.alone) or not [one for one in before if one is not self.alone]
             return rows
         assert all(one in scheduled or one in scheduler.waiting for one in decoding)
@@ -116,12 +116,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         # One that decodes may have lost its blocks, and with them its place in the step, to an older one.
         budget = scheduler.step_tokens - sum(one in scheduled for one in decoding)
         if self.start_ids:
-            # One that cannot be divided may be more than the budget, but is then the only one.
+            # A prompt that cannot be divided may exceed the budget, but is then the only one.
             assert len(prompts) == 1 or sum(prompts) <= max(budget, 0)
         else:
             assert sum(prompts) <= max(0, min(budget, prefill_tokens) if decoding else budget)
         if before:
-            # The first always goes on.
+            # The first sequence always progresses.
             assert before[0] in scheduled
         for new in scheduler.running:
             if new not in before:
@@ -143,7 +143,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def finish(self, row, token_id):
         self.write(row)
         self.scheduler.complete(row)
-        # What the model would read is what the sequence is.
+        # The model would read exactly the sequence's ids.
         one = row.sequence
         held = [self.memory[one.blocks[p // SIZE]][p % SIZE] for p in range(one.computed)]
         assert held == one.ids[: one.computed]
@@ -154,7 +154,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         released = self.scheduler.remove(one, forget)
         assert (one.blocks, one.computed, one.announced) == ([], 0, [])
         self.forgot |= forget
-        # What is void may be wiped: nobody can read it any more.
+        # Void contents may be overwritten: no sequence can read them any more.
         for block in released:
             self.memory[block] = VOID[:]
 
@@ -209,7 +209,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert group == sorted(group, key=precedence)
 
     def teardown(self):
-        """Whatever happened, every sequence ends when it is driven, and all blocks are back."""
+        """In the end every sequence ends when steps go on, and all blocks are free again."""
         if not hasattr(self, "scheduler"):
             return
         self.scheduler.restore()
@@ -224,7 +224,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class EncoderDecoderMachine(SchedulerMachine):
-    """The same for encoder-decoder models, whose prompts are computed at once and never shared."""
+    """The same for encoder-decoder models, whose prompts are computed whole and never shared."""
 
     start_ids = (0,)
 

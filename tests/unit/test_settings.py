@@ -1,4 +1,4 @@
-"""Settings: what is unknown or malformed is refused in one line that names it."""
+"""Settings: unknown and malformed ones are refused in one line that names them."""
 
 import sys
 
@@ -28,7 +28,7 @@ def load_with(monkeypatch, **environment):
     return load(MillSettings, "mill")
 
 
-def test_without_an_environment_the_defaults_hold(monkeypatch):
+def test_without_an_environment_the_defaults_apply(monkeypatch):
     settings = load_with(monkeypatch)
     assert (settings.host, settings.port, settings.log_level, settings.drain_s) == ("127.0.0.1", 0, "INFO", 5.0)
     assert [source.name for source in settings.models] == ["storyteller", "normalizer"]
@@ -70,12 +70,12 @@ def test_service_links_of_kubernetes_are_no_settings(monkeypatch):
         ("MILL_PORTS", "tcp://10.0.0.1:9000"),
     ],
 )
-def test_what_is_only_like_a_service_link_is_refused(monkeypatch, name, value):
+def test_a_variable_that_only_resembles_a_service_link_is_refused(monkeypatch, name, value):
     with pytest.raises(StartupError, match=f"^{name}"):
         load_with(monkeypatch, **{name: value})
 
 
-def test_an_empty_value_is_no_value(monkeypatch):
+def test_an_empty_value_counts_as_unset(monkeypatch):
     assert load_with(monkeypatch, MILL_PORT="").port == 0
 
 
@@ -96,7 +96,7 @@ def test_settings_cannot_be_changed(monkeypatch):
         ("MODELS", "storyteller", "MODELS=storyteller: 'storyteller' is not name=folder-or-hub-id"),
     ],
 )
-def test_what_is_unknown_or_malformed_is_refused_in_one_line(monkeypatch, name, value, text):
+def test_an_unknown_or_malformed_setting_is_refused_in_one_line(monkeypatch, name, value, text):
     with pytest.raises(StartupError) as caught:
         load_with(monkeypatch, **{name: value})
     assert str(caught.value).startswith(text)

@@ -37,7 +37,7 @@ def added(scheduler, count, client, **given):
 
 
 def step(scheduler, prefill_tokens=64):
-    """Runs a step that goes well; the number of ids computed for each sequence."""
+    """Runs a successful step; the number of ids computed for each sequence."""
     rows = scheduler.schedule(prefill_tokens)
     for row in rows:
         scheduler.complete(row)
@@ -59,7 +59,7 @@ def test_one_stream_beside_200_has_its_prompt_in_the_next_step_and_a_token_in_ev
     served = []
     while light in scheduler.sequences:
         served.append(step(scheduler, 512))
-    assert served[0] == {light: 20}  # The others leave this step to it.
+    assert served[0] == {light: 20}  # The others have no part in this step.
     assert all(light in one for one in served)
     assert all(len(one) == 64 for one in served[1:])
     assert scheduler.preempted == 1
@@ -77,7 +77,7 @@ def test_the_priorities_of_a_client_order_its_own_requests():
     assert [scheduler.queue_before(sequence_of("a", priority=priority)) for priority in (-2, -1, 0, 1)] == [1, 3, 4, 6]
 
 
-def test_the_last_by_priority_gives_way_to_another_client_whatever_its_priority():
+def test_a_client_gives_up_its_lowest_priority_request_for_another_client_of_any_priority():
     scheduler = scheduler_of(max_running=4)
     low, high = added(scheduler, 1, "a", priority=1), added(scheduler, 3, "a", priority=-1)
     step(scheduler)
@@ -116,14 +116,14 @@ def test_weights_share_the_slots():
         step(scheduler)
     assert len(running(scheduler, "one")) == 2
     assert len(running(scheduler, "three")) == 6
-    # Nothing goes back and forth.
+    # No sequence is preempted and resumed again and again.
     preempted = scheduler.preempted
     for _ in range(30):
         step(scheduler)
     assert scheduler.preempted == preempted
 
 
-def test_a_pace_earns_a_client_no_slots():
+def test_a_pace_does_not_give_a_client_more_slots():
     scheduler, tokens = scheduler_of(blocks=50_000), 0
     added(scheduler, 16, "paced", max_tokens=10_000, pace=5)
     for tick in range(2000):
@@ -154,11 +154,11 @@ def test_a_client_that_returns_has_neither_credit_nor_less_debt():
     for _ in range(60):
         for one, count in step(scheduler).items():
             counts[one.request.client] += count
-    # It catches up on nothing.
+    # It gets no extra steps for its absence.
     assert counts["idle"] == pytest.approx(counts["busy"], rel=0.3)
 
 
-def test_who_leaves_and_returns_keeps_its_debt():
+def test_a_client_that_leaves_and_returns_keeps_its_debt():
     scheduler = scheduler_of(max_running=2, step_tokens=4096)
     added(scheduler, 20, "short", max_tokens=20)
     step(scheduler)
@@ -170,7 +170,7 @@ def test_who_leaves_and_returns_keeps_its_debt():
         assert again not in step(scheduler, 4096)
 
 
-def test_blocks_are_shared_as_slots_are():
+def test_blocks_are_shared_by_weight_as_slots_are():
     scheduler = scheduler_of(blocks=64, max_running=8)
     heavy = added(scheduler, 8, "heavy", prompt=20, max_tokens=80)
     for _ in range(12):
@@ -179,7 +179,7 @@ def test_blocks_are_shared_as_slots_are():
     (light,) = added(scheduler, 1, "light", prompt=40, max_tokens=40)
     assert light in step(scheduler)
     while light in scheduler.sequences:
-        # The growth of the others does not take its blocks back.
+        # The growing sequences of the others do not take its blocks back.
         assert light in step(scheduler)
     assert light.timeline.preemptions == 0
     while scheduler.sequences:
@@ -188,12 +188,12 @@ def test_blocks_are_shared_as_slots_are():
     assert scheduler.blocks.free == scheduler.blocks.total
 
 
-def test_nobody_gives_blocks_in_vain():
+def test_no_sequence_is_preempted_for_a_client_beyond_its_share():
     scheduler = scheduler_of(blocks=64, max_running=8)
     added(scheduler, 4, "heavy", prompt=40, max_tokens=20)
     while scheduler.streams < 4:
         step(scheduler)
-    # It would have more than its share.
+    # The client would have more than its share.
     (light,) = added(scheduler, 1, "light", prompt=200, max_tokens=40)
     assert light not in step(scheduler)
     assert scheduler.preempted == 0
@@ -209,7 +209,7 @@ def test_an_isolated_sequence_of_a_light_client_gets_a_slot():
     assert step(scheduler) == {light: 4}
 
 
-def test_the_client_with_the_most_in_a_full_queue_gives_way():
+def test_the_client_with_the_most_requests_in_a_full_queue_loses_one():
     scheduler = scheduler_of(max_running=2, max_waiting=4)
     heavy = added(scheduler, 2, "heavy")
     step(scheduler)
@@ -220,7 +220,7 @@ def test_the_client_with_the_most_in_a_full_queue_gives_way():
     assert scheduler.crowded_out == [heavy[5], heavy[4]]
     assert scheduler.waiting == [heavy[2], heavy[3], first, second]
     assert set(scheduler.sequences) == {*heavy, first, second}
-    # Both have two there.
+    # Both have two requests in the queue.
     for client in "heavy", "light":
         with pytest.raises(OverloadedError):
             added(scheduler, 1, client)
@@ -229,7 +229,7 @@ def test_the_client_with_the_most_in_a_full_queue_gives_way():
     assert heavy[5] not in scheduler.sequences
 
 
-def test_what_has_begun_or_is_resumed_does_not_give_way():
+def test_begun_and_resumed_requests_are_not_removed_from_the_queue():
     scheduler = scheduler_of(max_running=1, max_waiting=2)
     added(scheduler, 1, "heavy")
     step(scheduler)
@@ -238,7 +238,7 @@ def test_what_has_begun_or_is_resumed_does_not_give_way():
         added(scheduler, 1, "light")
 
 
-def test_the_queue_before_a_light_client_is_its_own():
+def test_a_light_client_waits_only_behind_its_own_queue():
     scheduler = scheduler_of(max_running=2)
     added(scheduler, 2, "heavy")
     step(scheduler)

@@ -1,4 +1,4 @@
-"""Whatever clients submit: everything ends, service stays close by weight, and one client alone is served as before."""
+"""For any requests: all end, clients are served by weight, and one client alone is served first come, first served."""
 
 from collections import Counter
 from itertools import count
@@ -67,7 +67,7 @@ def test_backlogged_clients_are_served_by_weight(requests, weight):
 
 
 @given(SEQUENCES, st.integers(10, 60), st.integers(4, 32))
-def test_of_a_client_s_requests_the_first_by_priority_starts_first(arrivals, blocks, step_tokens):
+def test_the_request_of_highest_priority_of_a_client_starts_first(arrivals, blocks, step_tokens):
     scheduler = scheduler_of(blocks, SLOTS, step_tokens=step_tokens)
     arrivals = sorted(arrivals, key=lambda arrival: arrival[0])
     for steps in count():
@@ -91,7 +91,7 @@ def test_of_a_client_s_requests_the_first_by_priority_starts_first(arrivals, blo
     st.sampled_from("abc"),
 )
 def test_the_priorities_of_one_client_change_nothing_for_another(arrivals, prompts, client):
-    """Where its requests are alike, what each client gets in each step is the same, whatever their order is."""
+    """While its requests are alike, each client gets the same in each step, in whatever order they run."""
     arrivals = sorted(arrivals, key=lambda arrival: arrival[0])
 
     def served(with_priorities):
@@ -114,7 +114,7 @@ def test_the_priorities_of_one_client_change_nothing_for_another(arrivals, promp
 
 @given(SEQUENCES, st.integers(10, 60), st.integers(4, 32), st.integers(1, 3))
 def test_one_client_is_served_first_come_first_served(arrivals, blocks, step_tokens, before):
-    """As without names, also after it competed with another."""
+    """As without client names, also after it competed with another client."""
     plain, named = (scheduler_of(blocks, SLOTS, step_tokens=step_tokens) for _ in range(2))
     others = added(named, before, "other", max_tokens=2)
     while any(one in named.sequences for one in others):

@@ -1,4 +1,4 @@
-"""Many requests on one ModelStreamInfer call: matched by id, none holding up another, errors in band."""
+"""Many requests on one ModelStreamInfer call: matched by id, none delays another, errors in band."""
 
 import asyncio
 from contextlib import aclosing
@@ -38,7 +38,7 @@ async def collect(stream):
     return [response async for response in stream]
 
 
-async def test_a_slow_request_does_not_hold_up_another():
+async def test_a_slow_request_does_not_delay_another():
     release = asyncio.Event()
 
     async def answer(message):
@@ -61,7 +61,7 @@ async def test_the_last_response_is_marked():
     assert [r.infer_response.parameters[FINAL].bool_param for r in responses] == [False, True]
 
 
-async def test_the_empty_final_response_comes_where_it_is_asked_for():
+async def test_the_empty_final_response_comes_if_it_is_requested():
     responses = await collect(multiplex(sent(request("a", empty_final=True)), two_parts, False))
     assert [r.infer_response.parameters[FINAL].bool_param for r in responses] == [False, False, True]
     assert not responses[-1].infer_response.outputs
@@ -76,7 +76,7 @@ async def test_a_failing_request_leaves_the_stream_usable(name, text, caplog):
     assert [r.infer_response.id for r in responses if not r.error_message] == ["good", "good"]
 
 
-async def test_an_error_ends_the_call_where_the_caller_wants_its_status():
+async def test_an_error_ends_the_call_if_the_caller_asks_for_errors_as_status():
     with pytest.raises(InvalidRequestError):
         await collect(multiplex(sent(request("bad")), two_parts, True))
 
@@ -119,7 +119,7 @@ async def test_a_request_that_fails_after_responses_ends_with_its_error_and_noth
     assert [r.infer_response.parameters[FINAL].bool_param for r in responses] == [False, False, True]
 
 
-async def test_the_empty_final_response_is_the_only_one_where_there_is_none_else():
+async def test_a_request_without_responses_gets_the_empty_final_one():
     async def nothing(message):
         for never in ():
             yield never
@@ -130,16 +130,16 @@ async def test_the_empty_final_response_is_the_only_one_where_there_is_none_else
 
 
 async def test_half_close_ends_the_call_after_the_last_answer():
-    release, asked = asyncio.Event(), []
+    release, request_ids = asyncio.Event(), []
 
     async def answer(message):
-        asked.append(message.id)
+        request_ids.append(message.id)
         await release.wait()
         async for response in two_parts(message):
             yield response
 
     ending = asyncio.create_task(collect(multiplex(sent(request("a"), request("b")), answer, False)))
-    await until(lambda: len(asked) == 2)
+    await until(lambda: len(request_ids) == 2)
     assert not ending.done()
     release.set()
     ids = [response.infer_response.id for response in await ending]

@@ -1,4 +1,4 @@
-"""Log lines are JSON that names the request, or text for a terminal; a reader that is stuck holds up no call."""
+"""Log lines are JSON that names the request, or text for a terminal; a reader that is stuck blocks no call."""
 
 import io
 import json
@@ -19,7 +19,7 @@ from tests.support.measured import Measured
 
 @pytest.fixture
 def root():
-    """The root logger and the calls' as they were, afterwards."""
+    """The root logger; it and the one of calls are restored afterwards."""
     loggers = [logging.getLogger(), logging.getLogger(CALLS)]
     before = [(logger, logger.level, logger.handlers[:], logger.propagate) for logger in loggers]
     yield
@@ -31,7 +31,7 @@ def root():
 
 @pytest.fixture
 def written(root, monkeypatch):
-    """What is written while the block that it gives runs, line by line."""
+    """A function that returns the lines that are written while its argument runs."""
 
     def lines(write, log_format="json", level="INFO"):
         stream = io.StringIO()
@@ -44,14 +44,14 @@ def written(root, monkeypatch):
     return lines
 
 
-def test_a_line_is_one_json_object_with_what_it_is_about(written):
+def test_a_line_is_one_json_object_with_its_fields(written):
     def write():
         logging.getLogger("some.module").warning("two\nlines of %s", "text")
 
     [line] = written(write)
-    said = json.loads(line)
-    assert said.pop("time").endswith("+00:00")
-    assert said == {
+    fields = json.loads(line)
+    assert fields.pop("time").endswith("+00:00")
+    assert fields == {
         "level": "WARNING",
         "logger": "some.module",
         "message": "two\nlines of text",
@@ -68,10 +68,10 @@ def test_a_line_inside_of_a_request_names_the_request_and_its_trace(written):
             write.context = span.get_span_context()
 
     [line] = written(write)
-    said = json.loads(line)
-    assert said["request_id"] == "mine"
-    assert said["trace_id"] == format(write.context.trace_id, "032x")
-    assert said["span_id"] == format(write.context.span_id, "016x")
+    fields = json.loads(line)
+    assert fields["request_id"] == "mine"
+    assert fields["trace_id"] == format(write.context.trace_id, "032x")
+    assert fields["span_id"] == format(write.context.span_id, "016x")
 
 
 def test_an_exception_stays_in_its_line(written):
@@ -90,8 +90,8 @@ def test_the_line_of_a_call_has_its_own_fields_and_is_written_by_another_thread(
         call_log.write(logging.INFO, "done", (), {"request_id": "mine", "duration_ms": 1.5})
 
     [line] = written(write)
-    said = json.loads(line)
-    assert (said["request_id"], said["duration_ms"], said["logger"]) == ("mine", 1.5, CALLS)
+    fields = json.loads(line)
+    assert (fields["request_id"], fields["duration_ms"], fields["logger"]) == ("mine", 1.5, CALLS)
 
 
 def test_text_for_a_terminal(written):
@@ -103,13 +103,13 @@ def test_text_for_a_terminal(written):
 
 
 def test_lines_below_the_level_are_left_out(written):
-    asked = []
-    assert written(lambda: asked.append(call_log.writes(logging.INFO)), level="WARNING") == []
-    assert asked == [False]
+    enabled = []
+    assert written(lambda: enabled.append(call_log.writes(logging.INFO)), level="WARNING") == []
+    assert enabled == [False]
 
 
 @pytest.mark.parametrize(("is_terminal", "begins"), [(True, "2"), (False, "{")])
-def test_auto_is_text_on_a_terminal_and_json_elsewhere(monkeypatch, is_terminal, begins):
+def test_auto_format_is_text_on_a_terminal_and_json_elsewhere(monkeypatch, is_terminal, begins):
     master, slave = pty.openpty() if is_terminal else os.pipe()[::-1]
     try:
         with os.fdopen(os.dup(slave), "w") as stderr:
@@ -121,7 +121,7 @@ def test_auto_is_text_on_a_terminal_and_json_elsewhere(monkeypatch, is_terminal,
         os.close(slave)
 
 
-def test_a_stuck_reader_costs_lines_and_no_call(root, monkeypatch):
+def test_a_stuck_reader_loses_lines_and_blocks_no_call(root, monkeypatch):
     monkeypatch.setattr(logs, "_MAX_LINES", 10)
     released, measured = threading.Event(), Measured()
 
@@ -135,7 +135,7 @@ def test_a_stuck_reader_costs_lines_and_no_call(root, monkeypatch):
     for _ in range(100):
         call_log.write(logging.INFO, "done", (), {"request_id": ""})
     dropped = measured.value("millrace.log.dropped")
-    # One may be in the hands of the thread that is stuck.
+    # The stuck thread may hold one.
     assert dropped in (89, 90)
     released.set()
     close()

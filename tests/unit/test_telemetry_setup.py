@@ -1,4 +1,4 @@
-"""Exporters are OpenTelemetry's own settings alone; one that is not here is refused in one line."""
+"""Exporters are OpenTelemetry's own settings alone; one that is not installed is refused in one line."""
 
 import pytest
 
@@ -30,7 +30,7 @@ ENDPOINT = "http://127.0.0.1:4317"
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": ENDPOINT, "OTEL_SDK_DISABLED": "true"}, False, False),
     ],
 )
-def test_what_is_exported(monkeypatch, environment, traces, metrics):
+def test_the_environment_chooses_the_exporters(monkeypatch, environment, traces, metrics):
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -46,7 +46,7 @@ def test_what_is_exported(monkeypatch, environment, traces, metrics):
         ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/json"),
     ],
 )
-def test_an_exporter_that_is_not_here_is_refused(monkeypatch, name, value):
+def test_an_exporter_that_is_not_installed_is_refused(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     with pytest.raises(StartupError, match=f"{name}={value}: must be"):
         exports("TRACES")

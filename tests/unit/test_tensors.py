@@ -1,4 +1,4 @@
-"""The tensor codec: every datatype both ways, raw without a copy, and each mismatch refused in words."""
+"""The tensor codec: every datatype both ways, raw without a copy, and each mismatch is refused with a message."""
 
 import struct
 
@@ -95,7 +95,7 @@ def test_typed_contents_come_back_the_same(datatype, data):
 
 @pytest.mark.parametrize("datatype", [*NUMPY, "BYTES"])
 @given(data=st.data())
-def test_raw_contents_pass_through_as_they_came_and_can_be_decoded_later(datatype, data):
+def test_raw_contents_pass_through_unchanged_and_can_be_decoded_later(datatype, data):
     array = data.draw(arrays_of(datatype))
     request, response = ModelInferRequest(), ModelInferResponse()
     add_input(request, Tensor("x", datatype, array))
@@ -141,7 +141,7 @@ def test_bf16_keeps_its_bits():
     assert decode_inputs(request)["x"].array.tolist() == [0x3F80, 0xC000]
 
 
-def test_little_endian_row_by_row():
+def test_raw_contents_are_little_endian_and_row_by_row():
     array = np.array([[1, 2], [3, 4]], dtype="<i4")
     for given_array in (array, np.asfortranarray(array), np.array([[1, 9, 2], [3, 9, 4]], dtype="<i4")[:, ::2]):
         request = ModelInferRequest()
@@ -163,7 +163,7 @@ def test_a_bytes_tensor_has_one_dimension(values):
     assert tensor.array.tolist() == values
 
 
-def test_many_tensors_are_told_apart_by_name():
+def test_many_tensors_are_found_by_name():
     request = ModelInferRequest()
     add_input(request, Tensor("a", "INT32", np.array([1], dtype="<i4")))
     add_input(request, bytes_tensor("b", [b"text"]))
@@ -172,7 +172,7 @@ def test_many_tensors_are_told_apart_by_name():
     assert decoded["b"].array[0] == b"text"
 
 
-def test_what_is_encoded_must_be_of_its_datatype():
+def test_arrays_must_have_the_datatype_of_their_tensor():
     with pytest.raises(InvalidRequestError, match="int64 is not INT32"):
         add_input(ModelInferRequest(), Tensor("x", "INT32", np.array([1])))
 
@@ -239,7 +239,7 @@ def test_raw_and_typed_contents_do_not_mix():
     refused(request, "'x' has both raw and typed contents")
 
 
-def test_names_are_there_and_unique():
+def test_names_are_required_and_unique():
     refused(raw_request("INT8", [1], b"1", name=""), "input 0 has no name")
     request = raw_request("INT8", [1], b"1")
     request.inputs.add(name="x", datatype="INT8", shape=[1])
@@ -252,7 +252,7 @@ def test_names_are_there_and_unique():
     shape=st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-1, 4), max_size=4),
     raw=st.binary(max_size=64),
 )
-def test_whatever_is_sent_is_decoded_or_refused(datatype, shape, raw):
+def test_any_contents_are_decoded_or_refused(datatype, shape, raw):
     try:
         tensor = decode_inputs(raw_request(datatype, shape, raw))["x"]
     except InvalidRequestError:
@@ -260,7 +260,7 @@ def test_whatever_is_sent_is_decoded_or_refused(datatype, shape, raw):
     assert tensor.array.shape == tuple(shape)
 
 
-def test_texts_beyond_the_bound_are_refused_by_their_shape_and_not_looked_at():
+def test_texts_beyond_the_bound_are_refused_by_shape_without_a_look_at_them():
     raw = b"\0\0\0\0" * (MAX_BYTES_ELEMENTS + 1)
     for shape in ([MAX_BYTES_ELEMENTS + 1], [2, MAX_BYTES_ELEMENTS]):
         request = raw_request("BYTES", shape, raw)
@@ -278,8 +278,8 @@ def test_texts_beyond_the_bound_are_refused_by_their_shape_and_not_looked_at():
     refused(request, "more than 65536 BYTES elements together")
 
 
-def test_no_more_texts_are_looked_at_than_the_shape_says():
-    # The fifth ends beyond the contents, which nobody sees.
+def test_no_more_texts_are_read_than_the_shape_has():
+    # The fifth ends beyond the contents, but is not looked at.
     with pytest.raises(InvalidRequestError, match="holds 3 elements, got more"):
         decode_raw("x", RawTensor("BYTES", (3,), b"\0\0\0\0" * 4 + b"\xff\0\0\0"))
 
@@ -294,7 +294,7 @@ def test_no_more_texts_are_looked_at_than_the_shape_says():
         ("BOOL", "bool_contents", np.arange(30_000) % 3 == 0),
     ],
 )
-def test_many_typed_numbers_are_what_was_sent(datatype, field, values):
+def test_many_typed_numbers_are_decoded_exactly(datatype, field, values):
     request = ModelInferRequest()
     tensor = request.inputs.add(name="x", datatype=datatype, shape=[len(values)])
     getattr(tensor.contents, field).extend(values.tolist())
@@ -303,7 +303,7 @@ def test_many_typed_numbers_are_what_was_sent(datatype, field, values):
     assert np.array_equal(array, values)
 
 
-def test_a_number_that_does_not_fit_is_refused_wherever_it_stands():
+def test_a_number_that_does_not_fit_is_refused_at_any_position():
     request = ModelInferRequest()
     tensor = request.inputs.add(name="x", datatype="UINT8", shape=[20_000])
     tensor.contents.uint_contents.extend([1] * 19_999 + [256])

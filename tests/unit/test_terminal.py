@@ -1,4 +1,4 @@
-"""Colours are for terminals alone; what others wrote has no power over a terminal."""
+"""Colours are for terminals alone; control characters in foreign text do not reach a terminal."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Terminal(io.StringIO):
         (io.StringIO(), {}, False),
     ],
 )
-def test_colours(stream: io.StringIO, environment: dict[str, str], coloured: bool) -> None:
+def test_colours_are_for_terminals_only(stream: io.StringIO, environment: dict[str, str], coloured: bool) -> None:
     assert has_colours(stream, environment) is coloured
 
 
-def test_control_characters_are_shown_and_not_obeyed() -> None:
+def test_control_characters_are_escaped() -> None:
     assert printable("a\x1b[2Jb\n\u200bé") == "a\\x1b[2Jb\n\\u200bé"
     assert one_line("two\nlines \x9b31m", 80) == "two lines \\x9b31m"
     assert one_line("abcdef", 4) == "abc…"

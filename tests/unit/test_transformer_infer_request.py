@@ -1,4 +1,4 @@
-"""A request's head is read without its tensors, and what is forwarded are the bytes that came."""
+"""A request's head is read without its tensors, and its bytes are forwarded unchanged."""
 
 import pytest
 from google.protobuf.message import DecodeError
@@ -32,7 +32,7 @@ REQUESTS = st.builds(
 
 
 @given(REQUESTS)
-def test_the_head_is_what_the_whole_message_says(message):
+def test_the_head_equals_that_of_the_parsed_message(message):
     data = message.SerializeToString()
     request = InferRequest.received(data)
     assert (request.model_name, request.model_version, request.id) == (
@@ -55,7 +55,7 @@ def test_any_bytes_are_a_request_or_refused(data):
     assert request.message == pb.ModelInferRequest.FromString(data)
 
 
-def test_the_last_of_two_names_counts_as_in_any_parser():
+def test_the_last_of_two_names_wins_as_in_any_parser():
     data = (
         pb.ModelInferRequest(model_name="a").SerializeToString()
         + pb.ModelInferRequest(model_name="b", raw_input_contents=[b"x"]).SerializeToString()
@@ -71,7 +71,7 @@ def test_a_message_of_a_million_fields_does_not_occupy_the_event_loop():
 
 
 @pytest.mark.parametrize("data", [b"\x0a", b"\x0a\x05abc", b"\x08", b"\xff" * 11, b"\x0a\x02\xff\xfe"])
-def test_what_is_no_such_message_cannot_be_read(data):
+def test_malformed_messages_are_refused(data):
     with pytest.raises(DecodeError):
         InferRequest.received(data)
 
@@ -87,7 +87,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("unknown", UNKNOWN.values(), ids=UNKNOWN)
-def test_fields_that_nobody_knows_are_skipped_and_forwarded(unknown):
+def test_unknown_fields_are_skipped_and_forwarded(unknown):
     known = pb.ModelInferRequest(model_name="m", id="i", raw_input_contents=[b"x"]).SerializeToString()
     for data in (unknown + known, known + unknown):
         request = InferRequest.received(data)
@@ -96,7 +96,7 @@ def test_fields_that_nobody_knows_are_skipped_and_forwarded(unknown):
 
 
 @given(st.binary(max_size=40))
-def test_what_the_parser_takes_is_taken_and_nothing_else(data):
+def test_exactly_the_messages_that_the_parser_accepts_are_accepted(data):
     known = pb.ModelInferRequest(model_name="m").SerializeToString()
     try:
         expected = pb.ModelInferRequest.FromString(known + data)
@@ -112,18 +112,18 @@ def test_what_the_parser_takes_is_taken_and_nothing_else(data):
         assert request.model_name == expected.model_name
 
 
-def test_tensors_that_cannot_be_parsed_are_refused_where_they_are_needed():
+def test_malformed_tensors_are_refused_when_they_are_needed():
     request = InferRequest.received(b"\x0a\x01m" + b"\x2a\x02\x0a\x05")
     assert request.model_name == "m"
     with pytest.raises(InvalidRequestError, match="not the message"):
         request.message  # noqa: B018
 
 
-def test_a_request_of_a_front_end_becomes_bytes_when_it_is_relayed():
+def test_a_request_of_a_front_end_is_encoded_when_it_is_relayed():
     message = pb.ModelInferRequest(model_name="m", raw_input_contents=[b"x"])
     assert InferRequest.parsed(message).data == message.SerializeToString()
 
 
-def test_fields_are_told_with_their_places():
+def test_fields_have_their_positions():
     data = pb.ModelInferRequest(model_name="ab", id="c").SerializeToString()
     assert [(number, data[start:end]) for number, _, start, end in fields(data)] == [(1, b"ab"), (3, b"c")]

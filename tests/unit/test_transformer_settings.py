@@ -16,7 +16,7 @@ def load_with(monkeypatch, **environment):
     return load(TransformerSettings, "services.transformer")
 
 
-def test_one_server_of_rest_is_fine(monkeypatch):
+def test_one_rest_server_is_accepted(monkeypatch):
     settings = load_with(monkeypatch, PROTOCOL="v2", PREDICTOR="triton:8000")
     assert (settings.protocol, settings.predictor) == ("v2", "triton:8000")
 
@@ -28,6 +28,6 @@ def test_replicas_need_grpc(monkeypatch):
 
 
 @pytest.mark.parametrize("address", ["http://triton:8000", "triton", "a:1,b:2"])
-def test_a_server_of_rest_is_one_host_and_port(monkeypatch, address):
+def test_a_rest_server_is_one_host_and_port(monkeypatch, address):
     with pytest.raises(StartupError, match=r"^TRANSFORMER_PREDICTOR=.* is not host:port"):
         load_with(monkeypatch, PROTOCOL="v2", PREDICTOR=address)

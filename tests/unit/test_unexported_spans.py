@@ -25,7 +25,7 @@ def test_a_span_without_a_parent_begins_a_trace():
     assert not any(span.is_recording() for span in spans)
 
 
-def test_a_span_is_of_its_parents_trace():
+def test_a_span_belongs_to_its_parents_trace():
     state = TraceState([("vendor", "1")])
     parent = SpanContext(PARENT.trace_id, PARENT.span_id, True, PARENT.trace_flags, state)
     context = started(parent=parent).get_span_context()
@@ -44,7 +44,7 @@ def test_other_services_get_the_samplers_decision(sampler, parent_flags, flags):
     assert traceparent_of(started(sampler, parent)).endswith(f"-{flags}")
 
 
-def test_a_current_span_is_current_in_its_block_alone():
+def test_a_current_span_is_current_only_in_its_block():
     provider = UnexportedSpans(DEFAULT_ON)
     with provider.get_tracer("any").start_as_current_span("name") as span:
         assert trace.get_current_span() is span

@@ -1,4 +1,4 @@
-"""Compressed bodies: what was sent comes out, and no small body becomes a large one."""
+"""Compressed bodies: they decompress to the original, and no small body becomes a large one."""
 
 import zlib
 
@@ -12,7 +12,7 @@ from services.transformer.frontends.v2_rest.content_coding import inflated, is_s
 
 
 @given(st.binary(max_size=4000))
-def test_a_body_comes_out_as_it_was(data):
+def test_a_decompressed_body_equals_the_original(data):
     assert inflated(zlib.compress(data)) == data
     compressed = zlib.compress(data)
     assert is_small(compressed, 1000) == (max(len(data), len(compressed)) <= 1000)
@@ -26,6 +26,6 @@ def test_a_body_that_would_become_too_large_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", zlib.compress(b"abc" * 100)[:-5], zlib.compress(b"abc") + b"more"])
-def test_what_was_not_compressed_so_is_refused(data):
+def test_a_body_in_another_coding_is_refused(data):
     with pytest.raises(InvalidRequestError, match="not compressed by deflate"):
         inflated(data)

@@ -1,4 +1,4 @@
-"""The JSON of V2 REST's other paths: Triton's field names and forms, and what is posted to them."""
+"""The JSON of V2 REST's other paths: Triton's field names and forms, in answers and in requests."""
 
 import json
 
@@ -26,33 +26,33 @@ def test_metadata_has_every_field():
     }
 
 
-def test_a_configuration_has_enumerations_by_name_maps_and_what_is_set_of_its_messages():
+def test_a_configuration_has_enumerations_by_name_maps_and_set_fields_only():
     config = model_config_pb2.ModelConfig(name="m", max_batch_size=4)
     config.input.add(name="x", data_type=model_config_pb2.TYPE_FP32, dims=[2**40])
     config.parameters["kind"].string_value = "v"
     config.model_transaction_policy.decoupled = True
-    told = documents.plain(config)
-    assert (told["name"], told["max_batch_size"]) == ("m", 4)
-    assert told["input"][0]["data_type"] == "TYPE_FP32"
-    assert told["input"][0]["dims"] == [2**40]
-    assert told["parameters"] == {"kind": {"string_value": "v"}}
-    assert told["model_transaction_policy"] == {"decoupled": True}
-    assert "dynamic_batching" not in told
-    assert json.loads(json.dumps(told)) == told
+    document = documents.plain(config)
+    assert (document["name"], document["max_batch_size"]) == ("m", 4)
+    assert document["input"][0]["data_type"] == "TYPE_FP32"
+    assert document["input"][0]["dims"] == [2**40]
+    assert document["parameters"] == {"kind": {"string_value": "v"}}
+    assert document["model_transaction_policy"] == {"decoupled": True}
+    assert "dynamic_batching" not in document
+    assert json.loads(json.dumps(document)) == document
 
 
 def test_statistics_have_all_counters_as_numbers():
     statistics = pb.ModelStatistics(name="m", version="1", inference_count=2**40)
     statistics.inference_stats.success.count = 2
-    (told,) = documents.plain(pb.ModelStatisticsResponse(model_stats=[statistics]), unset=True)["model_stats"]
-    assert told["inference_count"] == 2**40
-    assert told["inference_stats"]["success"] == {"count": 2, "ns": 0}
-    assert told["inference_stats"]["cache_miss"] == {"count": 0, "ns": 0}
-    assert told["batch_stats"] == []
-    assert told["response_stats"] == {}
+    (model,) = documents.plain(pb.ModelStatisticsResponse(model_stats=[statistics]), unset=True)["model_stats"]
+    assert model["inference_count"] == 2**40
+    assert model["inference_stats"]["success"] == {"count": 2, "ns": 0}
+    assert model["inference_stats"]["cache_miss"] == {"count": 0, "ns": 0}
+    assert model["batch_stats"] == []
+    assert model["response_stats"] == {}
 
 
-def test_an_index_leaves_out_what_is_not_known():
+def test_an_index_leaves_out_unknown_fields():
     response = pb.RepositoryIndexResponse()
     response.models.add(name="a", version="1", state="READY")
     response.models.add(name="b", state="UNAVAILABLE", reason="unloaded")
@@ -77,7 +77,7 @@ def test_a_load_carries_its_configuration_and_files():
     assert unload.parameters["unload_dependents"].WhichOneof("parameter_choice") == "bool_param"
 
 
-def test_settings_go_both_ways_in_the_forms_of_tritons_client():
+def test_settings_are_read_and_written_in_the_form_of_tritons_client():
     request = documents.trace_request("m", posted({"trace_level": ["A", "B"], "trace_rate": 5, "trace_file": None}))
     assert request.model_name == "m"
     assert {name: list(setting.value) for name, setting in request.settings.items()} == {
@@ -127,6 +127,6 @@ def test_bodies_of_another_form_are_refused(read, value):
         documents.log_request,
     ],
 )
-def test_a_document_larger_than_any_settings_is_refused_unread(read):
+def test_a_document_larger_than_any_settings_is_refused_unparsed(read):
     with pytest.raises(TooLargeError, match="the body has 60000000 bytes, at most 65536 are allowed"):
         read(bytes(60_000_000))

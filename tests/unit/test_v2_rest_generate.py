@@ -27,8 +27,8 @@ TEXT = metadata(
 )
 
 
-def read(told, body):
-    request = read_generate("m", "1", told, body if isinstance(body, bytes) else json.dumps(body).encode())
+def read(model, body):
+    request = read_generate("m", "1", model, body if isinstance(body, bytes) else json.dumps(body).encode())
     tensors = {name: tensor.array for name, tensor in decode_inputs(request).items()}
     parameters = {
         name: getattr(value, value.WhichOneof("parameter_choice")) for name, value in request.parameters.items()
@@ -36,14 +36,14 @@ def read(told, body):
     return request, tensors, parameters
 
 
-def refused(told, body, text):
+def refused(model, body, text):
     with pytest.raises(InvalidRequestError) as caught:
-        read(told, body)
+        read(model, body)
     assert text in caught.value.message
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_fields_of_a_text_model_are_its_inputs_or_parameters_wherever_they_stand(nested):
+def test_fields_of_a_text_model_are_its_inputs_or_parameters_at_either_level(nested):
     options = {"stream": False, "temperature": 0.5, "max_tokens": 7, "exclude_input_in_output": None}
     body = {"text_input": "Once", "id": "7"} | ({"parameters": options} if nested else options)
     request, tensors, parameters = read(TEXT, body)
@@ -52,7 +52,7 @@ def test_fields_of_a_text_model_are_its_inputs_or_parameters_wherever_they_stand
     assert parameters == {"temperature": 0.5, "max_tokens": 7}
 
 
-def test_what_a_parameter_cannot_hold_goes_into_the_sampling_parameters():
+def test_values_that_a_parameter_cannot_hold_go_into_the_sampling_parameters():
     _, tensors, parameters = read(TEXT, {"text_input": "Once", "stop": ["a", "b"], "seed": 1})
     assert json.loads(tensors["sampling_parameters"][0]) == {"stop": ["a", "b"]}
     assert parameters == {"seed": 1}
@@ -86,14 +86,14 @@ SHAPED = metadata(
         ("word", ["a"], [b"a"]),
     ],
 )
-def test_values_and_lists_fill_the_shape_that_the_model_tells(field, value, array):
+def test_values_and_lists_fill_the_declared_shape(field, value, array):
     _, tensors, parameters = read(SHAPED, {field: value})
     assert tensors[field].tolist() == array
     assert parameters == {}
 
 
 @pytest.mark.parametrize(
-    ("told", "body", "text"),
+    ("model", "body", "text"),
     [
         (SHAPED, {"rows": [1, 2]}, "2 elements do not fill the shape [-1, 3]"),
         (SHAPED, {"fixed": 1}, "1 elements do not fill the shape [1, 2]"),
@@ -113,8 +113,8 @@ def test_values_and_lists_fill_the_shape_that_the_model_tells(field, value, arra
         (metadata(none=("INT8", [0, -1])), {"none": 1}, "do not fill the shape"),
     ],
 )
-def test_what_fits_no_input_is_refused(told, body, text):
-    refused(told, body, text)
+def test_fields_that_fit_no_input_are_refused(model, body, text):
+    refused(model, body, text)
 
 
 def test_fields_of_a_model_that_declares_nothing_are_tensors():

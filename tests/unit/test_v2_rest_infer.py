@@ -1,4 +1,4 @@
-"""Bodies of V2 REST's infer: every datatype in JSON and as binary data, both ways, and what is refused in words."""
+"""Bodies of V2 REST's infer: every datatype in JSON and as binary data, both ways, and refusals with a message."""
 
 import json
 import math
@@ -42,7 +42,7 @@ def read(body, header_length=None):
     return read_body("m", "", body if isinstance(body, bytes) else json.dumps(body).encode(), header_length)
 
 
-def told(datatype, shape, data, name="x", **more):
+def json_input(datatype, shape, data, name="x", **more):
     return {"name": name, "datatype": datatype, "shape": list(shape), "data": data, **more}
 
 
@@ -89,7 +89,7 @@ def test_binary_data_comes_back_the_same(datatype, data):
 def test_numbers_in_json_come_back_the_same(datatype, nested, data):
     array = data.draw(arrays_of(datatype))
     values = array.tolist() if nested else array.ravel().tolist()
-    call = read({"inputs": [told(datatype, array.shape, values)]})
+    call = read({"inputs": [json_input(datatype, array.shape, values)]})
     assert same(decode_inputs(call.request)["x"].array, array)
 
     body, length = answer_of(CALL, Tensor("x", datatype, array))
@@ -102,14 +102,14 @@ def test_numbers_in_json_come_back_the_same(datatype, nested, data):
 @given(data=st.data())
 def test_strings_in_json_come_back_the_same(data):
     array = data.draw(arrays_of(BYTES, st.text(max_size=20)))
-    call = read({"inputs": [told(BYTES, array.shape, array.tolist())]})
+    call = read({"inputs": [json_input(BYTES, array.shape, array.tolist())]})
     decoded = decode_inputs(call.request)["x"].array
     assert [item.decode() for item in decoded.ravel()] == array.ravel().tolist()
     body, _ = answer_of(CALL, Tensor("x", BYTES, array))
     assert json.loads(body)["outputs"][0]["data"] == array.ravel().tolist()
 
 
-def test_large_tensors_are_the_same_over_the_bounds_of_a_slice(monkeypatch):
+def test_large_tensors_are_the_same_across_the_bounds_of_slices(monkeypatch):
     monkeypatch.setattr(json_text, "SLICE", 3)
     monkeypatch.setattr(json_tensors, "SLICE", 3)
     array = np.arange(10, dtype=np.float32) / 7
@@ -117,14 +117,14 @@ def test_large_tensors_are_the_same_over_the_bounds_of_a_slice(monkeypatch):
     call = read(b'{"inputs":[{"name":"x","datatype":"FP32","shape":[10],"data":%s}]}' % json_text.dump_array(array))
     assert same(decode_inputs(call.request)["x"].array, array)
     words = [str(number) for number in range(7)]
-    call = read({"inputs": [told(BYTES, [7], words)]})
+    call = read({"inputs": [json_input(BYTES, [7], words)]})
     assert decode_inputs(call.request)["x"].array.tolist() == [word.encode() for word in words]
 
 
 def test_json_and_binary_data_mix_in_the_order_of_the_tensors():
     inputs = [
         {"name": "a", "datatype": "INT8", "shape": [2], "parameters": {"binary_data_size": 2}},
-        told("FP32", [1], [0.5], name="b"),
+        json_input("FP32", [1], [0.5], name="b"),
         {"name": "c", "datatype": BYTES, "shape": [1], "parameters": {"binary_data_size": 6}},
     ]
     call = read(*with_binary(inputs, b"\x01\x02" + struct.pack("<I", 2) + b"ok"))
@@ -133,7 +133,7 @@ def test_json_and_binary_data_mix_in_the_order_of_the_tensors():
     assert list(tensors) == ["a", "b", "c"]
 
 
-def test_outputs_come_in_the_order_and_in_the_form_that_was_asked_for():
+def test_outputs_have_the_requested_order_and_form():
     outputs = [
         {"name": "c"},
         {"name": "a", "parameters": {"binary_data": True}},
@@ -155,31 +155,31 @@ def test_outputs_come_in_the_order_and_in_the_form_that_was_asked_for():
         ],
     }
     assert body[length:] == b"\x02\x00"
-    # Unasked, an output is JSON, and all of them come.
+    # By default outputs are JSON, and all of them are sent.
     body, length = answer_of(read({"inputs": []}), *tensors)
     assert length is None
     assert [output["data"] for output in json.loads(body)["outputs"]] == [[0], [1], [2], [3]]
 
 
-def test_an_element_alone_is_a_tensor_of_one():
-    assert decode_inputs(read({"inputs": [told("INT32", [1], 5)]}).request)["x"].array.tolist() == [5]
+def test_a_bare_value_is_a_tensor_of_one_element():
+    assert decode_inputs(read({"inputs": [json_input("INT32", [1], 5)]}).request)["x"].array.tolist() == [5]
 
 
-def test_names_of_numbers_that_json_lacks_are_read_and_written_as_triton_does():
+def test_nan_and_infinity_are_read_and_written_as_triton_does():
     call = read(b'{"inputs":[{"name":"x","datatype":"FP32","shape":[4],"data":[NaN,Infinity,-Infinity,1]}]}')
     array = decode_inputs(call.request)["x"].array
     assert repr(array.tolist()) == "[nan, inf, -inf, 1.0]"
     assert b'"data":[NaN,Infinity,-Infinity,1.0]' in answer_of(CALL, Tensor("x", "FP32", array))[0]
 
 
-def test_parameters_go_on_with_the_request():
+def test_parameters_are_passed_on_with_the_request():
     parameters = {"sequence_id": 7, "sequence_start": True, "timeout": 1.5, "name": "n", "big": 2**63}
     request = read({"id": "i", "inputs": [], "parameters": parameters}).request
     sent = {name: getattr(value, value.WhichOneof("parameter_choice")) for name, value in request.parameters.items()}
     assert (request.id, sent) == ("i", parameters)
 
 
-def test_parameters_of_a_response_come_back_but_for_those_of_the_streams():
+def test_parameters_of_a_response_are_returned_except_those_of_streams():
     response = pb.ModelInferResponse(model_name="m")
     response.parameters["finish_reason"].string_param = "stop"
     response.parameters["triton_final_response"].bool_param = True
@@ -196,42 +196,42 @@ INPUTS = {
     "nested beyond reason with a name": (b'{"inputs":[NaN,' + b"[" * 100_000, "not JSON"),
     "no inputs": ({}, "inputs: Field required"),
     "inputs of another type": ({"inputs": {}}, "inputs"),
-    "too many inputs": ({"inputs": [told("INT8", [0], [])] * 1025}, "inputs: List should have at most 1024"),
-    "no name": ({"inputs": [told("INT8", [1], [1], name="")]}, "inputs.0.name"),
-    "the same name": ({"inputs": [told("INT8", [1], [1])] * 2}, "'x' is given twice"),
-    "no data": ({"inputs": [told("INT8", [1], None)]}, "neither data nor binary_data_size"),
-    "unknown datatype": ({"inputs": [told("INT7", [1], [1])]}, "unknown datatype 'INT7'"),
-    "FP16": ({"inputs": [told("FP16", [1], [1.0])]}, "FP16 has no JSON form"),
-    "BF16": ({"inputs": [told("BF16", [1], [1.0])]}, "BF16 has no JSON form"),
-    "negative size": ({"inputs": [told("INT8", [-1], [1])]}, "inputs.0.shape.0"),
-    "size of truth": ({"inputs": [told("INT8", [True], [1])]}, "inputs.0.shape.0"),
-    "a fraction for a size": ({"inputs": [told("INT8", [1.5], [1])]}, "inputs.0.shape.0"),
-    "33 dimensions": ({"inputs": [told("INT8", [1] * 33, [1])]}, "inputs.0.shape"),
-    "a shape larger than any memory": ({"inputs": [told("FP64", [2**62], [1])]}, "too large"),
-    "a shape larger than the data": ({"inputs": [told("FP64", [2**40], [1])]}, "elements, got 1"),
-    "an empty shape of immense others": ({"inputs": [told("FP64", [0, 2**62], [])]}, "too large"),
-    "too few elements": ({"inputs": [told("INT8", [3], [1, 2])]}, "shape [3] holds 3 elements, got 2"),
-    "ragged lists": ({"inputs": [told("INT8", [3], [[1, 2], [3]])]}, "differ in length"),
-    "lists and elements": ({"inputs": [told("INT8", [2], [[1], 2])]}, "differ in length or in depth"),
-    "elements and lists": ({"inputs": [told("INT8", [2], [1, [2]])]}, "INT8 takes whole numbers"),
-    "data nested 40 deep": ({"inputs": [told("INT8", [1], json.loads("[" * 40 + "1" + "]" * 40))]}, "32 deep"),
-    "too small": ({"inputs": [told("INT8", [1], [-129])]}, "does not fit INT8"),
-    "too large": ({"inputs": [told("UINT16", [1], [65536])]}, "does not fit UINT16"),
-    "below zero": ({"inputs": [told("UINT64", [1], [-1])]}, "does not fit UINT64"),
-    "beyond INT64": ({"inputs": [told("INT64", [1], [2**63])]}, "does not fit INT64"),
-    "beyond 64 bits": ({"inputs": [told("UINT64", [1], [2**64])]}, "UINT64 takes whole numbers"),
-    "a fraction for a whole number": ({"inputs": [told("INT64", [1], [1.5])]}, "INT64 takes whole numbers"),
-    "truth for a number": ({"inputs": [told("INT64", [2], [1, True])]}, "INT64 takes whole numbers"),
-    "truth for a float": ({"inputs": [told("FP32", [1], [True])]}, "FP32 takes numbers"),
-    "a number for truth": ({"inputs": [told("BOOL", [1], [1])]}, "BOOL takes true or false"),
-    "text for a number": ({"inputs": [told("FP32", [1], ["1"])]}, "FP32 takes numbers"),
-    "null for a number": ({"inputs": [told("FP32", [1], [None])]}, "FP32 takes numbers"),
-    "a number for text": ({"inputs": [told(BYTES, [1], [1])]}, "BYTES takes strings"),
-    "beyond FP32": ({"inputs": [told("FP32", [1], [1e39])]}, "does not fit FP32"),
+    "too many inputs": ({"inputs": [json_input("INT8", [0], [])] * 1025}, "inputs: List should have at most 1024"),
+    "no name": ({"inputs": [json_input("INT8", [1], [1], name="")]}, "inputs.0.name"),
+    "the same name": ({"inputs": [json_input("INT8", [1], [1])] * 2}, "'x' is given twice"),
+    "no data": ({"inputs": [json_input("INT8", [1], None)]}, "neither data nor binary_data_size"),
+    "unknown datatype": ({"inputs": [json_input("INT7", [1], [1])]}, "unknown datatype 'INT7'"),
+    "FP16": ({"inputs": [json_input("FP16", [1], [1.0])]}, "FP16 has no JSON form"),
+    "BF16": ({"inputs": [json_input("BF16", [1], [1.0])]}, "BF16 has no JSON form"),
+    "negative size": ({"inputs": [json_input("INT8", [-1], [1])]}, "inputs.0.shape.0"),
+    "size of truth": ({"inputs": [json_input("INT8", [True], [1])]}, "inputs.0.shape.0"),
+    "a fraction for a size": ({"inputs": [json_input("INT8", [1.5], [1])]}, "inputs.0.shape.0"),
+    "33 dimensions": ({"inputs": [json_input("INT8", [1] * 33, [1])]}, "inputs.0.shape"),
+    "a shape larger than any memory": ({"inputs": [json_input("FP64", [2**62], [1])]}, "too large"),
+    "a shape larger than the data": ({"inputs": [json_input("FP64", [2**40], [1])]}, "elements, got 1"),
+    "an empty shape of immense others": ({"inputs": [json_input("FP64", [0, 2**62], [])]}, "too large"),
+    "too few elements": ({"inputs": [json_input("INT8", [3], [1, 2])]}, "shape [3] holds 3 elements, got 2"),
+    "ragged lists": ({"inputs": [json_input("INT8", [3], [[1, 2], [3]])]}, "differ in length"),
+    "lists and elements": ({"inputs": [json_input("INT8", [2], [[1], 2])]}, "differ in length or in depth"),
+    "elements and lists": ({"inputs": [json_input("INT8", [2], [1, [2]])]}, "INT8 takes whole numbers"),
+    "data nested 40 deep": ({"inputs": [json_input("INT8", [1], json.loads("[" * 40 + "1" + "]" * 40))]}, "32 deep"),
+    "too small": ({"inputs": [json_input("INT8", [1], [-129])]}, "does not fit INT8"),
+    "too large": ({"inputs": [json_input("UINT16", [1], [65536])]}, "does not fit UINT16"),
+    "below zero": ({"inputs": [json_input("UINT64", [1], [-1])]}, "does not fit UINT64"),
+    "beyond INT64": ({"inputs": [json_input("INT64", [1], [2**63])]}, "does not fit INT64"),
+    "beyond 64 bits": ({"inputs": [json_input("UINT64", [1], [2**64])]}, "UINT64 takes whole numbers"),
+    "a fraction for a whole number": ({"inputs": [json_input("INT64", [1], [1.5])]}, "INT64 takes whole numbers"),
+    "truth for a number": ({"inputs": [json_input("INT64", [2], [1, True])]}, "INT64 takes whole numbers"),
+    "truth for a float": ({"inputs": [json_input("FP32", [1], [True])]}, "FP32 takes numbers"),
+    "a number for truth": ({"inputs": [json_input("BOOL", [1], [1])]}, "BOOL takes true or false"),
+    "text for a number": ({"inputs": [json_input("FP32", [1], ["1"])]}, "FP32 takes numbers"),
+    "null for a number": ({"inputs": [json_input("FP32", [1], [None])]}, "FP32 takes numbers"),
+    "a number for text": ({"inputs": [json_input(BYTES, [1], [1])]}, "BYTES takes strings"),
+    "beyond FP32": ({"inputs": [json_input("FP32", [1], [1e39])]}, "does not fit FP32"),
     "beyond FP64": (b'{"inputs":[{"name":"x","datatype":"FP64","shape":[1],"data":[1e400]}]}', "not JSON"),
     "NaN for a whole number": (b'{"inputs":[{"name":"x","datatype":"INT8","shape":[1],"data":[NaN]}]}', "whole"),
     "shared memory": (
-        {"inputs": [told("INT8", [1], None, parameters={"shared_memory_region": "r"})]},
+        {"inputs": [json_input("INT8", [1], None, parameters={"shared_memory_region": "r"})]},
         "shared memory is not supported",
     ),
     "classification": (
@@ -265,7 +265,7 @@ BINARY = {
     "fewer bytes than the shape": ([binary_input(1)], b"1", "is 2 bytes, binary_data_size is 1"),
     "a shape beyond any body": ([binary_input(2, [2**40])], b"12", f"is {2**40} bytes"),
     "data as well": ([binary_input(2, data=[1, 2])], b"12", "both data and binary_data_size"),
-    "bytes that nobody claims": ([binary_input(2)], b"123", "take 2 bytes of binary data, the body has 3"),
+    "bytes that no input claims": ([binary_input(2)], b"123", "take 2 bytes of binary data, the body has 3"),
     "unknown datatype": ([binary_input(2, datatype="INT7")], b"12", "unknown datatype"),
 }
 
@@ -308,7 +308,7 @@ def test_a_raw_binary_request_is_the_one_input_of_the_model():
         assert text in caught.value.message
 
 
-def test_an_output_that_json_cannot_hold_is_refused_with_what_to_do():
+def test_an_output_that_json_cannot_hold_is_refused_with_advice():
     for tensor in (Tensor("x", "FP16", np.zeros(1, "<f2")), bytes_tensor("x", [b"\xff"])):
         with pytest.raises(InvalidRequestError, match="ask for binary_data"):
             answer_of(CALL, tensor)
@@ -321,7 +321,7 @@ def test_an_output_that_the_model_does_not_give_is_refused():
         answer_of(call, bytes_tensor("x", [b""]))
 
 
-def test_an_answer_beyond_what_passes_the_gateway_is_told_before_it_is_written(monkeypatch):
+def test_an_answer_too_large_for_the_gateway_is_refused_before_it_is_written(monkeypatch):
     monkeypatch.setattr(infer_body, "MAX_BODY_BYTES", 100)
     monkeypatch.setattr(infer_body, "json_of", None)
     for call in (CALL, BINARY_CALL):
@@ -329,7 +329,7 @@ def test_an_answer_beyond_what_passes_the_gateway_is_told_before_it_is_written(m
             answer_of(call, Tensor("x", "INT8", np.zeros(101, np.int8)))
 
 
-def test_contents_that_are_no_tensor_are_the_models_fault():
+def test_malformed_contents_of_an_output_are_the_models_fault():
     response = pb.ModelInferResponse(model_name="m", raw_output_contents=[b"123"])
     response.outputs.add(name="x", datatype="FP32", shape=[1])
     with pytest.raises(HopBrokenError, match="4 bytes, got 3") as caught:
@@ -340,7 +340,7 @@ def test_contents_that_are_no_tensor_are_the_models_fault():
         write_body(CALL, response)
 
 
-def test_typed_contents_of_another_server_are_answered_too():
+def test_typed_contents_of_another_server_are_written_too():
     response = pb.ModelInferResponse(model_name="m")
     response.outputs.add(name="x", datatype="INT32", shape=[2]).contents.int_contents.extend([1, -1])
     assert json.loads(write_body(CALL, response)[0])["outputs"][0]["data"] == [1, -1]
@@ -348,7 +348,7 @@ def test_typed_contents_of_another_server_are_answered_too():
 
 
 @given(st.binary(max_size=200), st.one_of(st.none(), st.integers(1, 300)))
-def test_no_body_ends_in_anything_but_a_call_or_a_refusal(body, length):
+def test_every_body_becomes_a_call_or_is_refused(body, length):
     with suppress(InvalidRequestError):
         read_body("m", "", body, length)
 
@@ -362,9 +362,9 @@ def test_no_body_ends_in_anything_but_a_call_or_a_refusal(body, length):
     st.sampled_from([*NUMPY, BYTES]),
     st.lists(st.integers(0, 4), max_size=3),
 )
-def test_data_of_any_kind_is_a_tensor_or_refused(data, datatype, shape):
+def test_any_data_becomes_a_tensor_or_is_refused(data, datatype, shape):
     try:
-        call = read({"inputs": [told(datatype, shape, data)]})
+        call = read({"inputs": [json_input(datatype, shape, data)]})
     except InvalidRequestError:
         return
     assert decode_inputs(call.request)["x"].array.size == math.prod(shape)

@@ -1,4 +1,4 @@
-"""Bodies between transformer and a server of V2 REST: what is sent, what is read, and whose fault the rest is."""
+"""Bodies between transformer and a server of V2 REST: writing, reading, and whose fault a malformed one is."""
 
 import json
 from contextlib import suppress
@@ -38,9 +38,9 @@ HALVES = {"FP16": np.uint16, "BF16": np.uint16}
 
 @pytest.mark.parametrize("datatype", HALVES)
 @given(bits=hnp.arrays(np.uint16, st.integers(0, 20)))
-def test_halves_are_numbers_that_come_back_the_same(datatype, bits):
+def test_half_precision_numbers_are_equal_after_writing_and_reading(datatype, bits):
     exponent = 0x7C00 if datatype == "FP16" else 0x7F80
-    array = np.where((bits & exponent) == exponent, bits & 0x8000, bits).astype(np.uint16)  # Without NaN.
+    array = np.where((bits & exponent) == exponent, bits & 0x8000, bits).astype(np.uint16)  # No NaN.
     if datatype == "FP16":
         array = array.view(np.float16)
     _, body = write_json_body(request_of(Tensor("x", datatype, array)))
@@ -50,13 +50,13 @@ def test_halves_are_numbers_that_come_back_the_same(datatype, bits):
 
 
 @pytest.mark.parametrize("number", [3.4e38, 1e39])
-def test_a_number_that_a_half_cannot_hold_is_the_servers_fault(number):
+def test_a_number_beyond_half_precision_is_the_servers_fault(number):
     for datatype in HALVES:
         with pytest.raises(BrokenAnswerError, match="does not fit"):
             read(answer({"name": "x", "datatype": datatype, "shape": [1], "data": [number]}))
 
 
-def test_names_of_numbers_that_json_lacks_come_back():
+def test_nan_and_infinity_are_read():
     array = np.array([np.nan, np.inf, -np.inf], np.float32)
     for datatype, given_array in (("FP32", array), ("FP16", array.astype(np.float16))):
         _, body = write_json_body(request_of(Tensor("x", datatype, given_array)))
@@ -77,7 +77,7 @@ def test_a_binary_body_copies_no_tensor():
     assert parts[1].obj is data
 
 
-def test_classification_is_asked_for_as_it_is():
+def test_a_request_for_classification_is_passed_on():
     request = pb.ModelInferRequest(model_name="m")
     request.outputs.add(name="x").parameters["classification"].int64_param = 3
     _, parts = binary_body(*split_request(request.SerializeToString()))
@@ -95,7 +95,7 @@ def test_binary_and_json_outputs_mix():
     assert tensors["b"].array.tolist() == ["é".encode()]
 
 
-def test_what_is_too_large_is_refused_on_both_ways(monkeypatch):
+def test_too_large_bodies_are_refused_in_both_directions(monkeypatch):
     monkeypatch.setattr(bodies, "MAX_BODY_BYTES", 100)
     with pytest.raises(TooLargeError, match="as JSON"):
         write_json_body(request_of(Tensor("x", "INT8", np.full(60, 7, np.int8))))
@@ -105,7 +105,7 @@ def test_what_is_too_large_is_refused_on_both_ways(monkeypatch):
 
 
 @pytest.mark.parametrize("data", [b"\xff", b"\x3a\x7f", b"\x0a\x01\xff"])
-def test_what_is_no_request_is_refused(data):
+def test_malformed_requests_are_refused(data):
     with pytest.raises(InvalidRequestError):
         binary_body(*split_request(data))
     with pytest.raises(InvalidRequestError):
@@ -128,6 +128,6 @@ VALUES = st.recursive(
     body=st.binary(max_size=200) | VALUES.map(lambda value: json.dumps(value).encode()),
     length=st.none() | st.integers(0, 250),
 )
-def test_no_answer_ends_in_anything_but_a_response_or_the_hops_fault(body, length):
+def test_every_answer_becomes_a_response_or_the_hops_fault(body, length):
     with suppress(HopBrokenError):
         read(body, length)

@@ -1,4 +1,4 @@
-"""A watchdog tells what stands still from what rests, moves, or was itself stopped."""
+"""A watchdog distinguishes a stuck activity from an idle and a moving one, and from its own interruption."""
 
 import threading
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from tests.waiting import until
 
 
 class Clock:
-    """Time that the watchdog's looks move: each look takes as long as the test says."""
+    """A clock that the watchdog's checks move: each check takes as long as the test says."""
 
     def __init__(self, monkeypatch):
         self.now = 1000.0
@@ -36,7 +36,7 @@ LOOK_S = LIMIT_S / 4
 
 @pytest.fixture
 def watch():
-    """Watches what `mark` says."""
+    """Starts watchdogs of `mark`; they end with the test."""
     made = []
 
     def make(mark):
@@ -53,13 +53,13 @@ def watch():
         assert not one.thread.is_alive()
 
 
-async def test_what_stands_still_for_longer_than_the_limit_is_stuck(clock, watch):
+async def test_an_activity_without_progress_beyond_the_limit_is_stuck(clock, watch):
     stuck = watch(lambda: 7)
     await until(stuck.is_set)
     assert LIMIT_S < clock.now - 1000.0 < 3 * LIMIT_S
 
 
-async def test_what_moves_or_rests_is_not(clock, watch):
+async def test_a_moving_or_idle_activity_is_not_stuck(clock, watch):
     numbers = iter(range(10_000))
     moves, rests = watch(lambda: next(numbers) // 3), watch(lambda: None)
     await until(lambda: clock.looks > 100)
@@ -71,7 +71,7 @@ async def test_time_in_which_the_watchdog_did_not_run_does_not_count(clock, watc
     clock.look_s = LOOK_S / 100
     numbers = [0]
     stuck = watch(lambda: numbers[0])
-    # An hour between two looks; then what was watched goes on as well.
+    # An hour between two checks; then the activity goes on as well.
     for _ in range(3):
         before = clock.looks
         clock.now += 3600

@@ -1,4 +1,4 @@
-"""What a message becomes in memory is known before it is parsed, whatever it is made of."""
+"""The memory that a message will take is known before it is parsed, for any contents."""
 
 import time
 
@@ -28,7 +28,7 @@ def delimited(number, contents):
     return bytes([number << 3 | 2]) + length + bytes([size]) + contents
 
 
-def test_a_walk_that_is_at_its_end_stays_there():
+def test_a_finished_walk_stays_finished():
     walk = Walk(b"\x2a\x00" * 10, INFER)
     while not walk.proceed(4):
         walk.proceed(8)
@@ -51,7 +51,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize(("field", "schema"), BOMBS.values(), ids=BOMBS)
-def test_more_fields_than_allowed_are_refused_wherever_they_are(field, schema):
+def test_too_many_fields_are_refused_at_any_depth(field, schema):
     assert walked(field * 1000, schema).fields in (1000, 2000)
     with pytest.raises(InvalidRequestError, match="protobuf fields"):
         walked(field * (MAX_FIELDS + 1), schema)
@@ -61,8 +61,8 @@ def test_a_number_that_does_not_end_ends_the_walk():
     endless = b"\x08" + b"\x80" * 10_000_000
     began = time.thread_time()
     assert walked(endless, INFER).fields == 1
-    assert time.thread_time() - began < 0.05  # Reading all of it takes 0.3 s.
-    # The longest number that there is does not.
+    assert time.thread_time() - began < 0.05  # Reading all of the number takes 0.3 s.
+    # The longest valid number does not end the walk.
     assert walked((b"\x08" + b"\xff" * 9 + b"\x01") * 3, INFER).fields == 3
 
 
@@ -98,7 +98,7 @@ def test_a_walk_in_pieces_counts_the_same():
         assert (walk.fields, walk.packed_bytes, walk.memory) == (whole.fields, whole.packed_bytes, whole.memory)
 
 
-def test_what_cannot_be_read_is_left_to_the_parser():
+def test_malformed_messages_are_left_to_the_parser():
     for data in (b"\xff" * 20, b"\x2a\x05\x00", b"\x2a", b"\x2f", b"\x2a" + b"\xff" * 11, b"\x2a\x01\x0d"):
         walked(data, INFER)
         with pytest.raises(DecodeError):
