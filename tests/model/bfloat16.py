@@ -1,4 +1,4 @@
-"""The marks of tests whose bfloat16 asks something of the processor."""
+"""Marks of bfloat16 tests that need a feature of the processor."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ needs_bfloat16_processor = pytest.mark.skipif(
     reason="on this processor oneDNN adds up bfloat16 in another order for some numbers of rows",
 )
 
-# The numbers that oneDNN's packed products take.
+# The datatypes of oneDNN's packed products.
 PACKED_DTYPES = [
     torch.float32,
     pytest.param(

@@ -1,4 +1,4 @@
-"""Engines with stand-ins for models, and a host of engine processes."""
+"""Engines with fake models, and a host of engine processes."""
 
 from collections.abc import AsyncIterator
 
@@ -19,7 +19,7 @@ class SharedHost(EngineHost):
     """A host that several repositories use, one after the other."""
 
     async def close(self) -> None:
-        """Leaves it to the next one."""
+        """Keeps the host for the next repository."""
 
     async def end(self) -> None:
         await super().close()

@@ -1,4 +1,4 @@
-"""Requests that must not notice what happens to others."""
+"""Requests that other requests' failures must not affect."""
 
 import asyncio
 
@@ -19,7 +19,7 @@ async def dead(engine):
 
 
 async def outcome(slot):
-    """What a request ends with: its ids, or the class of its error."""
+    """The outcome of a request: its ids, or the class of its error."""
     try:
         return (await read_all(slot))[0]
     except (RequestFailedError, HopBrokenError, NotReadyError, DeadlineError) as error:

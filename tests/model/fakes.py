@@ -1,4 +1,4 @@
-"""Stand-ins for models: the rest of every test is real."""
+"""Fake models; everything else in the tests is real."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BLOCK_TOKENS = 4
 
 
 def logits_after(ids: list[int]) -> Tensor:
-    """Logits that depend on every id so far: a model's essence, without the model. They never end a sequence."""
+    """Logits that depend on every id so far, as a model's do. They never end a sequence."""
     state = 7
     for token in ids:
         state = (state * 31 + token + 1) % 1_000_003
@@ -42,7 +42,7 @@ def logits_after(ids: list[int]) -> Tensor:
 class FakeRunner:
     """A paged model whose keys and values are the ids themselves.
 
-    It writes the ids of a step to their blocks and knows of a sequence only what its blocks hold, so
+    It writes the ids of a step to their blocks and reads a sequence only from its blocks, so
     blocks that are shared wrongly or lost change its logits. `before` runs for each row, and may wait
     or raise; `calls` counts the tokens computed for each request.
     """
@@ -83,11 +83,11 @@ class FakeRunner:
             self.memory[block] = [-1] * BLOCK_TOKENS
 
     def probe(self) -> None:
-        """Always well, unless a test says otherwise."""
+        """Always succeeds, unless a test replaces it."""
 
 
 class Gate:
-    """Lets the model compute a row each time it is opened."""
+    """Lets the model compute a row each time the gate is opened."""
 
     def __init__(self) -> None:
         self._permits = threading.Semaphore(0)
@@ -97,7 +97,7 @@ class Gate:
 
     def __call__(self, _: Row) -> None:
         if not self._permits.acquire(timeout=30):
-            raise TimeoutError("nobody opened the gate")
+            raise TimeoutError("the gate was not opened")
 
 
 def make_engine(
@@ -132,7 +132,7 @@ def engines() -> Iterator[Callable[..., ContinuousBatchingEngine]]:
 
 
 async def read_all(slot: OutputSlot) -> tuple[list[int], list[Chunk]]:
-    """Every id of a request, and the chunks they came in; fails where nothing comes for long."""
+    """Every id of a request, and the chunks they came in; fails if nothing arrives for long."""
     ids: list[int] = []
     chunks: list[Chunk] = []
     while True:
@@ -144,7 +144,7 @@ async def read_all(slot: OutputSlot) -> tuple[list[int], list[Chunk]]:
 
 
 def expected(prompt: Rows[int], count: int = 12, **parameters: Any) -> list[int]:
-    """What `FakeRunner` gives a request that is alone."""
+    """The ids that `FakeRunner` gives a request that runs alone."""
     ids: list[int] = []
     for _ in range(count):
         logits = logits_after([*prompt, *ids])

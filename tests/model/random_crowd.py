@@ -1,4 +1,4 @@
-"""Engines of small random models, and twelve requests that each get what transformers' `generate` gives them alone."""
+"""Engines of small random models, and twelve requests whose answers must equal those of transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ async def read_all(slot: OutputSlot) -> list[int]:
 
 
 def submit_crowd(engine: Engine) -> list[OutputSlot]:
-    asked = zip(PROMPTS, LENGTHS, strict=True)
-    return [engine.submit(request(str(i), prompt, length)) for i, (prompt, length) in enumerate(asked)]
+    requests = zip(PROMPTS, LENGTHS, strict=True)
+    return [engine.submit(request(str(i), prompt, length)) for i, (prompt, length) in enumerate(requests)]
 
 
 async def crowd(engine: Engine) -> list[list[int]]:
@@ -50,7 +50,7 @@ async def crowd(engine: Engine) -> list[list[int]]:
 
 
 def generate_crowd(model: Any) -> list[list[int]]:
-    """What the crowd should get."""
+    """The expected ids of each request."""
     expected = [greedy(model, prompt, length) for prompt, length in zip(PROMPTS, LENGTHS, strict=True)]
     # Else the comparison would hold for models that repeat one token, or that do not see their prompt.
     assert len({tuple(ids[:9]) for ids in expected}) == len(PROMPTS)
@@ -60,7 +60,7 @@ def generate_crowd(model: Any) -> list[list[int]]:
 
 @cache
 def model_and_crowd(architecture: str) -> tuple[Any, list[list[int]]]:
-    """The random model, for several tests, so not to be changed, and what the crowd should get of it."""
+    """The random model, which tests share and must not change, and the crowd's expected ids."""
     model = random_model(architecture)
     return model, generate_crowd(model)
 

@@ -1,4 +1,4 @@
-"""The compiled attention: right, and the same to the last bit whatever stands beside a token."""
+"""The compiled attention: correct, and the same to the last bit whatever else the step computes."""
 
 from dataclasses import dataclass
 
@@ -58,7 +58,7 @@ def ints(values):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "query_heads"), [(3, 3), (2, 6)])
-def test_it_is_attention(dtype, heads, query_heads):
+def test_it_computes_attention(dtype, heads, query_heads):
     cache = filled_cache(heads, dtype)
     table = ints([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
     owners, firsts, ends = [0, 1, 1, 1, 2], [0, 3, 40, 40, 0], [1, 33, 64, 65, 96]
@@ -160,7 +160,7 @@ def test_weights_are_exponentials(scores):
 
 
 @pytest.mark.parametrize("place", [0, 5, 31, 40])
-def test_what_is_not_a_number_is_not_hidden(place):
+def test_nan_is_not_hidden(place):
     for count in (1, 20):
         cache = filled_cache(2, torch.float32)
         cache.keys[0][1 + place // BLOCK_TOKENS, 0, 3, place % BLOCK_TOKENS] = torch.nan
@@ -171,7 +171,7 @@ def test_what_is_not_a_number_is_not_hidden(place):
         assert output[:, 1].isfinite().all()
 
 
-def test_what_is_not_a_number_behind_a_token_is_not_read():
+def test_nan_after_a_token_is_not_read():
     cache = filled_cache(2, torch.float32)
     cache.values[0][1, :, 5:] = torch.nan
     cache.keys[0][1, :, :, 5:] = torch.nan
@@ -199,7 +199,7 @@ def test_queries_and_keys_are_rotated_as_transformers_rotates_them(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_norm_is_transformers_and_a_rows_own(dtype):
+def test_the_norm_equals_that_of_transformers_and_depends_on_its_row_only(dtype):
     norm = LlamaRMSNorm(72, eps=1e-5).to(dtype)
     norm.weight.data.normal_(generator=torch.Generator().manual_seed(1))
     x = torch.randn(9, 72, generator=torch.Generator().manual_seed(2)).to(dtype)

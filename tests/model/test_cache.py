@@ -1,4 +1,4 @@
-"""The cache's memory grows with its use, and its pages are made ahead of the first write."""
+"""The cache's memory grows with its use, and its pages are allocated ahead of the first write."""
 
 import sys
 from pathlib import Path
@@ -27,7 +27,7 @@ def resident(memory):
     raise AssertionError("not mapped")
 
 
-def test_a_block_takes_memory_of_its_own_only():
+def test_a_block_takes_memory_only_for_itself():
     shape = CacheShape(layers=16, heads=4, head_size=64, dtype=torch.float32)
     cache = KeyValueCache(shape, 1000, torch.device("cpu"))
     tokens = torch.ones(BLOCK_TOKENS, 4, 64)
@@ -37,7 +37,7 @@ def test_a_block_takes_memory_of_its_own_only():
     assert resident(cache.keys[0]) <= 4 * MIB
 
 
-async def test_pages_are_made_before_they_are_written():
+async def test_pages_are_allocated_before_they_are_written():
     memory = GrowingMemory(64 * MIB)
     numbers = memory.tensor((64 * MIB,), torch.uint8)
     for _ in range(8):

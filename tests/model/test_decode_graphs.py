@@ -1,9 +1,9 @@
-"""Recorded passes are few, and each fits what it is made for."""
+"""Recorded passes are few, and each is large enough for its steps."""
 
 from services.predictor.engine.runners.decode_graphs import block_bucket, row_bucket
 
 
-def test_buckets_hold_what_they_are_for_and_are_few():
+def test_buckets_are_few_and_large_enough():
     for rows in range(1, 257):
         assert rows <= row_bucket(rows) <= max(2 * rows, rows + 15)
     assert [row_bucket(rows) for rows in (1, 2, 3, 5, 9, 16, 17, 25, 33, 64, 65)] == [

@@ -1,4 +1,4 @@
-"""Classification and embeddings: a batch gives what the model alone gives, and what cannot be served is refused."""
+"""Classification and embeddings: batches equal the model's own answers; unsupported models and requests are refused."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def serve():
-    """Loads a folder as the predictor does; what was loaded ends with the test."""
+    """Loads a folder as the predictor does; the models end with the test."""
     loaded = []
 
     def start(folder, **settings):
@@ -68,7 +68,7 @@ async def answer(model, message):
 
 
 def reference(model, ids, mask=None):
-    """What the model itself gives for one row."""
+    """The model's own output for one row."""
     with torch.no_grad():
         ids = torch.tensor(np.atleast_2d(ids))
         mask = torch.ones_like(ids) if mask is None else torch.tensor(np.atleast_2d(mask))
@@ -90,7 +90,7 @@ async def test_a_batch_of_mixed_lengths_classifies_as_the_model_alone_does(saved
     for ids, logits in zip(rows, answers, strict=True):
         assert logits.shape == (1, 3)
         np.testing.assert_allclose(logits, reference(model, ids), rtol=1e-4, atol=1e-5)
-    # Else the comparison would hold for a model that says the same of everything.
+    # Else the comparison would hold for a model with the same output for every input.
     assert np.ptp(np.concatenate(answers), axis=0).min() > 0.1
     assert (
         config_of(served.name, served.description).parameters["pads_rows"].string_value
@@ -174,7 +174,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-async def test_what_the_model_cannot_take_is_refused(saved, serve, case):
+async def test_unsupported_inputs_are_refused(saved, serve, case):
     make, text = REFUSALS[case]
     served = serve(saved["bert-classifier"][0])
     with pytest.raises(InvalidRequestError, match=text):
@@ -209,7 +209,7 @@ async def test_one_response_is_streamed_and_marked_as_the_last(saved, serve):
     assert marks == [True]
 
 
-async def test_metadata_and_configuration_tell_tensors_and_labels(saved, serve):
+async def test_metadata_and_configuration_have_tensors_and_labels(saved, serve):
     served = serve(saved["bert-classifier"][0])
     metadata, config = metadata_of(served.name, ["1"], served.description), config_of(served.name, served.description)
     assert [(t.name, t.datatype) for t in metadata.inputs] == [
@@ -226,7 +226,7 @@ def rewrite(folder, **changes):
     (folder / "config.json").write_text(json.dumps(config | changes))
 
 
-async def test_what_is_not_served_is_named_in_one_line(tmp_path, serve):
+async def test_an_unsupported_model_is_refused_in_one_line(tmp_path, serve):
     def refused(text):
         with pytest.raises(StartupError, match=text) as raised:
             serve(tmp_path)
@@ -267,7 +267,7 @@ def test_the_kind_is_decided_by_the_folder(tmp_path, config, kind):
     local, hub = ModelSource("m", str(tmp_path)), ModelSource("m", "somebody/something")
     assert kind_of(local, tmp_path) is kind
     (tmp_path / "model.py").touch()
-    # Code of the hub is never run, wherever its file came from.
+    # Code of the hub is never run, whatever the source of its file.
     assert kind_of(hub, tmp_path) is kind
     assert kind_of(local, tmp_path) is ModelKind.PYTHON
     (tmp_path / "modules.json").touch()
@@ -275,7 +275,7 @@ def test_the_kind_is_decided_by_the_folder(tmp_path, config, kind):
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 20)), min_size=1, max_size=6))
-def test_padding_keeps_every_row_and_hides_the_rest(shapes):
+def test_padding_keeps_every_row_and_masks_the_rest(shapes):
     requests = [
         {INPUT_IDS: np.full(shape, i + 1), ATTENTION_MASK: np.ones(shape, np.int64)} for i, shape in enumerate(shapes)
     ]

@@ -1,4 +1,4 @@
-"""The engine: many sequences at once, each on its own, every one of them ended."""
+"""The engine: many sequences at once, each independent of the others, and every one ends."""
 
 import asyncio
 import time
@@ -11,7 +11,7 @@ from tests.model.fakes import END, FakeRunner, Gate, expected, read_all, request
 from tests.waiting import until
 
 
-async def test_a_crowd_gets_what_each_would_get_alone(engine_of):
+async def test_each_request_of_a_crowd_gets_the_same_answer_as_alone(engine_of):
     engine = engine_of(FakeRunner(), max_running=4, max_waiting=32)
     slots = [engine.submit(request(str(i), prompt=(i, i + 1), seed=i)) for i in range(16)]
     for i, slot in enumerate(slots):
@@ -46,7 +46,7 @@ async def test_a_failing_request_fails_alone(engine_of):
     assert (engine.statistics.failed, engine.statistics.succeeded) == (1, 2)
 
 
-async def test_cancel_stops_the_model_and_frees_the_room(engine_of):
+async def test_cancel_stops_the_computation_and_frees_its_blocks(engine_of):
     gate = Gate()
     runner = FakeRunner(gate)
     engine = engine_of(runner, max_running=1)
@@ -56,7 +56,7 @@ async def test_cancel_stops_the_model_and_frees_the_room(engine_of):
     cancelled.cancel()
     gate.open(1000)
     assert (await read_all(waiting))[0] == expected([5, 6], 12)
-    # At most the step that was under way when the cancel came.
+    # At most the step that was running at the time of the cancel.
     assert runner.calls["cancelled"] <= 2 + 3
     assert engine.statistics.cancelled == 1
 
@@ -129,7 +129,7 @@ async def test_chunk_ms_limits_how_long_tokens_are_held_back(engine_of):
     await read_all(slot)
 
 
-async def test_min_tokens_and_ignore_eos_decide_about_the_end(engine_of):
+async def test_min_tokens_and_ignore_eos_delay_the_end(engine_of):
     class Ending(FakeRunner):
         def logits(self, ids):
             logits = super().logits(ids)
@@ -145,7 +145,7 @@ async def test_min_tokens_and_ignore_eos_decide_about_the_end(engine_of):
     assert (ids, chunks[-1].finish_reason) == ([END] * 6, "length")
 
 
-async def test_an_engine_that_dies_ends_every_request_and_says_so(engine_of):
+async def test_an_engine_that_dies_ends_every_request_and_is_reported_dead(engine_of):
     class Dying(FakeRunner):
         def run(self, rows):
             raise SystemExit("out of luck")

@@ -1,4 +1,4 @@
-"""A request that runs alone has the engine to itself until its next token; the others lose nothing but that time."""
+"""An isolated request has the engine to itself until its next token; the others lose only that time."""
 
 import asyncio
 import time
@@ -29,7 +29,7 @@ def names_of(steps):
     return [{name for name, _, _ in step} for step in steps]
 
 
-async def test_nothing_else_is_computed_until_its_next_token_and_all_are_unharmed(engine_of):
+async def test_no_other_sequence_is_computed_until_its_next_token_and_all_answers_are_exact(engine_of):
     gate = Gate()
     runner = FakeRunner(gate)
     engine = engine_of(runner, max_running=16, max_waiting=32, step_tokens=16)
@@ -42,14 +42,14 @@ async def test_nothing_else_is_computed_until_its_next_token_and_all_are_unharme
     await assert_crowd_is_unharmed(slots)
     steps = names_of(runner.steps)
     begun = next(i for i, names in enumerate(steps) if "alone" in names)
-    # Forty ids, sixteen a step.
+    # Forty ids, sixteen in each step.
     assert steps[begun : begun + 3] == [{"alone"}] * 3
-    # From then on it is one of them.
+    # After that it is batched with the others.
     assert steps[begun + 3] > {"alone"}
     assert engine.load.blocks_in_use == 0
 
 
-async def test_what_it_has_produced_before_counts_and_one_token_is_enough(engine_of):
+async def test_isolation_ends_after_one_token_also_after_earlier_output(engine_of):
     engine = engine_of(FakeRunner(), max_running=16, max_waiting=32)
     slots = submit_crowd(engine)
     whole = expected((5, 6))
@@ -58,14 +58,14 @@ async def test_what_it_has_produced_before_counts_and_one_token_is_enough(engine
     await assert_crowd_is_unharmed(slots)
 
 
-async def test_an_engine_holds_one_that_is_still_to_run_alone(engine_of):
+async def test_an_engine_accepts_one_isolated_request_at_a_time(engine_of):
     gate = Gate()
     engine = engine_of(FakeRunner(gate))
     first = engine.submit(request("first", alone=True))
     with pytest.raises(NotReadyError, match="another request runs in isolation here") as raised:
         engine.submit(request("second", alone=True))
     assert raised.value.retry_after_ms == 100
-    # Others are welcome.
+    # Requests that are not isolated are accepted.
     other = engine.submit(request())
     gate.open(1)
     await first.read()
@@ -76,7 +76,7 @@ async def test_an_engine_holds_one_that_is_still_to_run_alone(engine_of):
     await read_all(first)
 
 
-async def test_one_that_is_refused_does_not_hold_the_place(engine_of):
+async def test_a_refused_isolated_request_does_not_keep_the_place(engine_of):
     engine = engine_of(FakeRunner(blocks=4))
     with pytest.raises(InvalidRequestError):
         engine.submit(request("too long", prompt=LONG, alone=True))
@@ -84,7 +84,7 @@ async def test_one_that_is_refused_does_not_hold_the_place(engine_of):
 
 
 @pytest.mark.parametrize("how", ["cancel", "fail"])
-async def test_one_that_ends_before_its_caller_is_told_is_not_computed_and_holds_nobody_up(engine_of, monkeypatch, how):
+async def test_an_isolated_request_that_ends_before_its_caller_is_notified_is_not_computed(engine_of, monkeypatch, how):
     monkeypatch.setattr("services.predictor.engine.engine._NOTIFY_S", 30)
     runner = FakeRunner()
     engine = engine_of(runner, max_running=16, max_waiting=32)
@@ -100,7 +100,7 @@ async def test_one_that_ends_before_its_caller_is_told_is_not_computed_and_holds
     assert engine.load.blocks_in_use == 0
 
 
-async def test_it_is_computed_once_its_caller_is_told(engine_of, monkeypatch):
+async def test_an_isolated_request_is_computed_after_its_caller_is_notified(engine_of, monkeypatch):
     monkeypatch.setattr("services.predictor.engine.engine._NOTIFY_S", 30)
     runner = FakeRunner()
     engine = engine_of(runner, step_tokens=16)
@@ -109,14 +109,14 @@ async def test_it_is_computed_once_its_caller_is_told(engine_of, monkeypatch):
     assert not runner.steps
     alone.reported()
     await until(lambda: engine.statistics.succeeded)
-    # Once, though its prompt takes several steps.
+    # One notification, though its prompt takes several steps.
     assert len(runner.steps) > 12
     (announcement,) = (EngineFrame.FromString(message) for frame in sent for message in Frames().feed(frame))
     assert [(key.channel, key.number) for key in announcement.alone] == [(1, 2)]
 
 
 @pytest.mark.parametrize("how", ["cancel", "deadline", "failure"])
-async def test_its_end_lets_the_others_go_on(engine_of, monkeypatch, how):
+async def test_the_others_continue_after_the_end_of_an_isolated_request(engine_of, monkeypatch, how):
     now = [1000.0]
     clock = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
     monkeypatch.setattr("services.predictor.engine.engine.time", clock)
@@ -131,7 +131,7 @@ async def test_its_end_lets_the_others_go_on(engine_of, monkeypatch, how):
 
     runner = FakeRunner(before)
     engine = engine_of(runner, max_running=16, max_waiting=32, step_tokens=16)
-    # At once, so that it begins while the others run.
+    # Submitted at once, so that it begins while the others run.
     with engine._changed:
         slots = submit_crowd(engine)
         alone = engine.submit(request("alone", prompt=LONG, alone=True, deadline=1010.0))
@@ -148,7 +148,7 @@ async def test_its_end_lets_the_others_go_on(engine_of, monkeypatch, how):
     assert engine.load.blocks_in_use == 0
 
 
-async def test_the_end_of_its_engine_gives_the_place_back(engine_of):
+async def test_the_end_of_the_engine_gives_the_place_back(engine_of):
     class Dying(FakeRunner):
         def run(self, rows):
             raise SystemExit

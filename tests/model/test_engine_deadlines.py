@@ -1,4 +1,4 @@
-"""Deadlines in the queue and at work, the first token's as well; who would be late is told at once."""
+"""Deadlines of waiting and running requests and of the first token; a request that would be late is refused at once."""
 
 import time
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from tests.waiting import until
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The engine's own time, which a test moves."""
+    """The engine's clock, which a test moves."""
     now = [1000.0]
     fake = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
     monkeypatch.setattr("services.predictor.engine.engine.time", fake)
@@ -21,7 +21,7 @@ def clock(monkeypatch):
     return now
 
 
-async def test_a_first_token_that_is_late_ends_waiting_requests_and_prompts_alike(engine_of, clock):
+async def test_a_late_first_token_ends_waiting_requests_and_running_prompts(engine_of, clock):
     gate = Gate()
     runner = FakeRunner(gate)
     engine = engine_of(runner, max_running=2, step_tokens=16)
@@ -38,10 +38,10 @@ async def test_a_first_token_that_is_late_ends_waiting_requests_and_prompts_alik
     assert engine.load.blocks_in_use == 0
 
 
-async def test_who_has_its_first_token_is_not_held_to_the_firsts_deadline(engine_of, clock):
+async def test_the_first_tokens_deadline_does_not_apply_after_it(engine_of, clock):
     gate = Gate()
     engine = engine_of(FakeRunner(gate))
-    # At once, so that one step serves both.
+    # Submitted together, so that one step serves both.
     with engine._changed:
         slots = [
             engine.submit(request(first_token_timeout_s=1.0)),
@@ -56,7 +56,7 @@ async def test_who_has_its_first_token_is_not_held_to_the_firsts_deadline(engine
     assert len((await read_all(slots[1]))[0]) == 8
 
 
-async def test_what_was_produced_elsewhere_is_no_first_token_here(engine_of, clock):
+async def test_a_resumed_requests_earlier_tokens_do_not_count_as_the_first_token(engine_of, clock):
     gate = Gate()
     runner = FakeRunner(gate)
     engine = engine_of(runner)
@@ -85,7 +85,7 @@ class Timed:
         return self.engine.submit(request(max_tokens=1, **given))
 
     async def busy(self, waiting):
-        """One runs and so many wait, once ten have ended in a row; those that have not ended."""
+        """Ten requests end one after the other, then one runs and `waiting` wait; returns these."""
         slots = [self.submit() for _ in range(11 + waiting)]
         self.gate.open(10)
         await until(lambda: len(self.runner.steps) == 11)
@@ -98,7 +98,7 @@ class Timed:
 
 
 @pytest.mark.parametrize("wanted", [{"deadline": 1012.0}, {"first_token_timeout_s": 2.0}])
-async def test_who_would_be_late_is_told_at_once_and_when_to_come_back(engine_of, clock, wanted):
+async def test_a_request_that_would_be_late_is_refused_at_once_with_a_retry_delay(engine_of, clock, wanted):
     timed = Timed(engine_of, clock)
     slots = await timed.busy(waiting=5)
     with pytest.raises(OverloadedError, match="longer than the request can wait") as raised:
@@ -108,12 +108,12 @@ async def test_who_would_be_late_is_told_at_once_and_when_to_come_back(engine_of
     await timed.end(slots)
 
 
-async def test_who_could_not_be_done_in_time_any_more_leaves_its_place_to_others(engine_of, clock):
+async def test_a_waiting_request_that_has_become_hopeless_leaves_its_place_to_others(engine_of, clock):
     timed = Timed(engine_of, clock)
     slots = await timed.busy(waiting=1)
     late = timed.submit(deadline=clock[0] + 4.0)
     slots += [timed.submit() for _ in range(3)]
-    # While it waits, time goes by that nobody could know of.
+    # While it waits, an unforeseeable amount of time passes.
     clock[0] += 2.5
     timed.gate.open(1)
     with pytest.raises(OverloadedError, match="longer than the request can wait"):
@@ -121,7 +121,7 @@ async def test_who_could_not_be_done_in_time_any_more_leaves_its_place_to_others
     await timed.end(slots)
 
 
-async def test_nobody_is_sent_away_where_nothing_waits(engine_of, clock):
+async def test_no_request_is_refused_while_none_waits(engine_of, clock):
     timed = Timed(engine_of, clock)
     slots = await timed.busy(waiting=0)
     slots.append(timed.submit(deadline=1010.1))
@@ -131,7 +131,7 @@ async def test_nobody_is_sent_away_where_nothing_waits(engine_of, clock):
         await read_all(slots[1])
 
 
-async def test_after_a_pause_nobody_is_sent_away_for_what_was_before_it(engine_of, clock):
+async def test_after_a_pause_no_request_is_refused_for_earlier_slowness(engine_of, clock):
     timed = Timed(engine_of, clock)
     await timed.end(await timed.busy(waiting=5))
     await until(lambda: timed.engine._step_under_way is None)

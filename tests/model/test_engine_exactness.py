@@ -1,4 +1,4 @@
-"""Crowded, chunked, preempted, sampled, resumed: every request gets what it would get alone."""
+"""Crowded, chunked, preempted, sampled, resumed: every request gets the same answer as alone."""
 
 from collections.abc import Callable
 
@@ -25,7 +25,7 @@ from tests.model.random_crowd import (
 from tests.random_models import ARCHITECTURES, ONE_ROW, PAGED, RAGGED, VOCABULARY, random_model
 
 KINDS = {"paged": PAGED, "one row": ONE_ROW, "ragged": RAGGED}
-# Of PAGED: with a sliding window and grouped queries, with rotated ones, with positions that are learned.
+# Of PAGED: sliding window and grouped queries; rotary positions; learned positions.
 PORTABLE = ("gemma3", "llama", "opt")
 
 
@@ -36,12 +36,12 @@ def engine_of():
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-async def test_a_crowd_gets_what_generate_gives(architecture, engine_of):
+async def test_a_crowd_gets_the_answers_of_generate(architecture, engine_of):
     model, expected = model_and_crowd(architecture)
     engine = engine_of(model, cache_tokens=240)
     assert engine.description["runner"].startswith(next(kind for kind in KINDS if architecture in KINDS[kind]))
     assert await crowd(engine) == expected
-    # Blocks for two of the longest sequences: some had to be computed again.
+    # There are blocks for two of the longest sequences: some had to be computed again.
     assert engine.statistics.preempted > 0
     assert engine.load.blocks_in_use == 0
 
@@ -67,7 +67,7 @@ async def test_several_threads_give_the_same(engine_of):
 
 @pytest.mark.parametrize("compiled", [True, False])
 async def test_fixed_buffers_of_padded_rows_and_blocks_give_the_same(engine_of, monkeypatch, compiled):
-    """What CUDA graphs replay, without a GPU: each recorded pass is the call itself."""
+    """CUDA graphs without a GPU: replaying a recorded pass calls it."""
     recorded = []
 
     def record(forward: Callable[[], torch.Tensor]):
@@ -94,7 +94,7 @@ async def test_fixed_buffers_of_padded_rows_and_blocks_give_the_same(engine_of, 
         pytest.param("llama", torch.bfloat16, marks=needs_bfloat16_processor),
     ],
 )
-async def test_sampling_alone_in_a_crowd_and_continued_gives_the_same(architecture, dtype, engine_of):
+async def test_sampling_gives_the_same_alone_in_a_crowd_and_continued(architecture, dtype, engine_of):
     model = random_model(architecture).to(dtype)
     sampling = {"temperature": 0.8, "top_p": 0.95, "top_k": 200, "repetition_penalty": 1.1, "presence_penalty": 0.3}
 
@@ -125,7 +125,7 @@ async def test_other_dtypes_are_served(engine_of, dtype):
     if dtype == torch.float64:
         assert results == expected
     else:
-        # Rounding differs between batch shapes; most of what is generated does not.
+        # Rounding differs between batch shapes; most generated tokens do not.
         same = sum(
             a == b for ids, wanted in zip(results, expected, strict=True) for a, b in zip(ids, wanted, strict=True)
         )

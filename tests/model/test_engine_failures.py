@@ -1,4 +1,4 @@
-"""What goes wrong with one request, or with the model, ends what it must and nothing else."""
+"""A failure of one request, or of the model, ends the affected requests and no others."""
 
 import asyncio
 
@@ -23,7 +23,7 @@ def poison(error, name="bad", outputs=3):
 
 @pytest.mark.parametrize("outputs", [0, 1, 11])
 @pytest.mark.parametrize("error", [IndexError("index out of range in self"), RuntimeError("poison"), StopIteration()])
-async def test_one_that_raises_in_a_crowd_fails_alone(engine_of, error, outputs):
+async def test_a_request_that_raises_in_a_crowd_fails_alone(engine_of, error, outputs):
     engine = engine_of(FakeRunner(poison(error, outputs=outputs), blocks=60), max_running=5, max_waiting=32)
     bad = engine.submit(request("bad", prompt=range(9)))
     slots = submit_crowd(engine)
@@ -33,7 +33,7 @@ async def test_one_that_raises_in_a_crowd_fails_alone(engine_of, error, outputs)
     assert (engine.statistics.failed, engine.statistics.succeeded) == (1, len(CROWD))
 
 
-async def test_nobody_gets_a_prefix_that_a_failed_request_left(engine_of):
+async def test_the_blocks_of_a_failed_request_are_not_reused(engine_of):
     runner = FakeRunner(poison(RuntimeError("poison")), blocks=60)
     engine = engine_of(runner)
     prompt = range(3, 15)
@@ -44,7 +44,7 @@ async def test_nobody_gets_a_prefix_that_a_failed_request_left(engine_of):
 
 
 class NotANumber(FakeRunner):
-    """Gives NaN for the request named bad once it has `outputs`, and keeps which blocks were wiped."""
+    """Gives NaN for the request named bad once it has `outputs`, and records which blocks were cleared."""
 
     def __init__(self, outputs, **given):
         super().__init__(**given)
@@ -67,7 +67,7 @@ class NotANumber(FakeRunner):
 
 @pytest.mark.parametrize("outputs", [0, 5])
 @pytest.mark.parametrize("parameters", [{"temperature": 0}, {"temperature": 1.0}, {"top_p": 0.5, "logprobs": True}])
-async def test_logits_that_are_not_numbers_fail_their_request_alone(engine_of, outputs, parameters):
+async def test_nan_logits_fail_only_their_request(engine_of, outputs, parameters):
     runner = NotANumber(outputs, blocks=60)
     engine = engine_of(runner, max_running=5, max_waiting=32)
     prompt = range(20, 31)
@@ -81,7 +81,7 @@ async def test_logits_that_are_not_numbers_fail_their_request_alone(engine_of, o
     assert sorted(runner.cleared) == sorted(runner.blocks) != []
 
 
-async def test_where_every_request_fails_but_the_model_is_well_only_they_fail(engine_of):
+async def test_if_every_request_fails_but_a_probe_succeeds_only_the_requests_fail(engine_of):
     gate = Gate()
     broken = True
     probes = []
@@ -105,7 +105,7 @@ async def test_where_every_request_fails_but_the_model_is_well_only_they_fail(en
     assert (await read_all(engine.submit(request("next"))))[0] == expected((5, 6))
 
 
-async def test_where_the_model_itself_fails_the_engine_is_dead_and_no_request_is_to_blame(engine_of):
+async def test_if_the_probe_fails_too_the_engine_is_dead_and_no_request_is_to_blame(engine_of):
     class Broken(FakeRunner):
         def run(self, rows):
             if self.steps:
@@ -116,7 +116,7 @@ async def test_where_the_model_itself_fails_the_engine_is_dead_and_no_request_is
             raise RuntimeError("broken too")
 
     engine = engine_of(Broken(), max_running=2, max_waiting=32)
-    # All of them may be continued elsewhere; those that were waiting had no part in it.
+    # All of them may be continued elsewhere; the waiting ones had no part in the failure.
     outcomes = [await outcome(slot) for slot in submit_crowd(engine)]
     assert set(outcomes) == {HopBrokenError, NotReadyError}
     assert outcomes.count(HopBrokenError) == 2
@@ -126,7 +126,7 @@ async def test_where_the_model_itself_fails_the_engine_is_dead_and_no_request_is
 @pytest.mark.parametrize(
     "error", [RuntimeError("CUDA error: device-side assert triggered"), torch.AcceleratorError("an illegal access")]
 )
-async def test_an_error_of_the_device_is_the_engines_end_at_once(engine_of, error):
+async def test_a_device_error_ends_the_engine_at_once(engine_of, error):
     calls = []
 
     class Device(FakeRunner):
@@ -144,7 +144,7 @@ async def test_an_error_of_the_device_is_the_engines_end_at_once(engine_of, erro
     assert len(calls) == 3
 
 
-async def test_a_device_that_fails_when_blocks_are_wiped_leaves_no_reader_waiting(engine_of):
+async def test_a_device_error_while_blocks_are_cleared_leaves_no_reader_waiting(engine_of):
     class Device(NotANumber):
         def clear(self, blocks):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -154,7 +154,7 @@ async def test_a_device_that_fails_when_blocks_are_wiped_leaves_no_reader_waitin
     slots = [engine.submit(request(name, prompt=(5, 6, 7))) for name in ("first", "bad", "last")]
     readers = [asyncio.create_task(outcome(slot)) for slot in slots]
     gate.open(9)
-    # All of them wait for the step in which the engine dies; the first one's token comes before that.
+    # All of them wait for the step in which the engine dies; the first one gets a token before that.
     await until(lambda: engine.statistics.tokens == 9 and all(slot._wake is not None for slot in slots))
     gate.open(100)
     assert await asyncio.gather(*readers) == [HopBrokenError, RequestFailedError, HopBrokenError]

@@ -1,4 +1,4 @@
-"""A client with many streams delays one with few hardly, and changes no answer."""
+"""A client with many streams hardly delays a client with few, and changes no answer."""
 
 import asyncio
 
@@ -21,7 +21,7 @@ async def test_a_light_client_gets_its_first_token_at_once_and_all_answers_are_e
     engine = engine_of(runner, max_running=SLOTS, max_waiting=100)
     heavy = [engine.submit(request(f"heavy{i}", prompt_of(i), client="heavy")) for i in range(3 * SLOTS)]
     await until(lambda: runner.steps)
-    # Enough for its first steps; the engine waits within a later one.
+    # Enough rows for its first steps; the engine waits within a later one.
     gate.open(5 * SLOTS)
     await until(lambda: engine.load.running == SLOTS and len(runner.steps) > 3)
     before = len(runner.steps)

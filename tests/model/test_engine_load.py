@@ -1,4 +1,4 @@
-"""What an engine tells of its sequences' times and of what it has to do, to whoever looks from outside."""
+"""An engine's timelines of sequences and its load, as read from other threads."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ from tests.model.fakes import FakeRunner, Gate, expected, read_all, request
 from tests.waiting import until
 
 
-async def test_a_timeline_is_in_the_order_of_what_happened(engine_of):
+async def test_the_times_of_a_timeline_are_in_order(engine_of):
     gate = Gate()
     engine = engine_of(FakeRunner(gate), max_running=1)
     before = time.monotonic()
@@ -21,7 +21,7 @@ async def test_a_timeline_is_in_the_order_of_what_happened(engine_of):
     assert second.timeline == Timeline(second.timeline.submitted)
     gate.open(1)
     await first.read()
-    # Known with the first chunk.
+    # Available with the first chunk.
     assert first.timeline.started is not None
     assert first.timeline.first_token is not None
     assert first.timeline.ended is None
@@ -53,7 +53,7 @@ async def test_the_time_of_a_step_is_divided_by_the_tokens_that_it_computes(engi
     assert 0 < spent_s <= engine.statistics.step_ns / 1e9
 
 
-async def test_the_times_of_preemptions_are_told_with_the_end_at_the_latest(engine_of):
+async def test_preemption_times_are_reported_with_the_end_at_the_latest(engine_of):
     engine = engine_of(FakeRunner(blocks=1 + 20), max_running=4, max_waiting=32)
     prompts = [[number] * 17 for number in range(40, 48)]
     slots = [engine.submit(request(str(i), prompt=prompt, max_tokens=30)) for i, prompt in enumerate(prompts)]
@@ -67,7 +67,7 @@ async def test_the_times_of_preemptions_are_told_with_the_end_at_the_latest(engi
         assert all(timeline.started <= at <= timeline.ended for at in timeline.preempted)
 
 
-def test_of_many_preemptions_the_latest_are_kept_and_all_are_counted():
+def test_the_latest_preemption_times_are_kept_and_all_preemptions_are_counted():
     timeline = Timeline()
     for at in range(100):
         timeline.preempt(float(at))
@@ -75,7 +75,7 @@ def test_of_many_preemptions_the_latest_are_kept_and_all_are_counted():
     assert timeline.preempted == tuple(map(float, range(68, 100)))
 
 
-async def test_one_that_is_cancelled_in_the_queue_never_started(engine_of):
+async def test_a_request_that_is_cancelled_in_the_queue_has_no_start_time(engine_of):
     gate = Gate()
     engine = engine_of(FakeRunner(gate), max_running=1)
     running, waiting = engine.submit(request("running", max_tokens=2)), engine.submit(request("waiting"))
@@ -89,7 +89,7 @@ async def test_one_that_is_cancelled_in_the_queue_never_started(engine_of):
     assert timeline.submitted <= timeline.ended
 
 
-async def test_the_load_is_what_runs_and_what_waits(engine_of):
+async def test_the_load_counts_running_and_waiting_requests(engine_of):
     gate = Gate()
     runner = FakeRunner(gate)
     engine = engine_of(runner, max_running=2)
@@ -99,7 +99,7 @@ async def test_the_load_is_what_runs_and_what_waits(engine_of):
     with engine._changed:
         slots = [engine.submit(request(str(i), prompt=(5, 6, i), max_tokens=4)) for i in range(5)]
     await until(lambda: runner.steps)
-    # While a step is under way: nobody waits for its end.
+    # Read during a step, without waiting for its end.
     load = engine.load
     assert (load.running, load.waiting, load.batch) == (2, 3, 2)
     assert load.blocks_in_use > 0
@@ -113,7 +113,7 @@ async def test_the_load_is_what_runs_and_what_waits(engine_of):
     assert (rest.totals.tokens, rest.totals.prompt_tokens) == (20, 15)
 
 
-async def test_tokens_of_prompts_that_were_in_the_cache_are_told(engine_of):
+async def test_cached_prompt_tokens_are_counted(engine_of):
     engine = engine_of(FakeRunner())
     prompt = list(range(5, 23))
     for _ in range(2):
@@ -121,7 +121,7 @@ async def test_tokens_of_prompts_that_were_in_the_cache_are_told(engine_of):
     assert (engine.load.totals.prompt_tokens, engine.load.totals.cached_tokens) == (36, 16)
 
 
-async def test_tokens_that_nobody_wanted_any_more_are_told(engine_of):
+async def test_tokens_after_a_cancel_are_counted_as_wasted(engine_of):
     gate = Gate()
     runner = FakeRunner(gate)
     engine = engine_of(runner)

@@ -1,4 +1,4 @@
-"""Where memory is too small for a step the engine does less at once; a request fails only where that is all left."""
+"""If memory is too small for a step the engine computes less at once; a request fails only if nothing else helps."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.model.fakes import FakeRunner, expected, read_all, request
 
 
 class Scarce(FakeRunner):
-    """Memory for steps of so many tokens and for so many rows at once."""
+    """Has memory for steps of `tokens` tokens and `rows` rows at most."""
 
     def __init__(self, error, tokens=10_000, rows=10_000):
         super().__init__(blocks=200)
@@ -31,7 +31,7 @@ OUT_OF_MEMORY = [
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY)
-async def test_where_memory_is_short_steps_shrink_and_all_are_served(engine_of, error):
+async def test_if_memory_is_short_steps_shrink_and_all_requests_are_served(engine_of, error):
     runner = Scarce(error, tokens=20)
     engine = engine_of(runner, max_running=4, max_waiting=32, step_tokens=64)
     prompts = [[i] * 40 for i in range(3, 8)]
@@ -44,7 +44,7 @@ async def test_where_memory_is_short_steps_shrink_and_all_are_served(engine_of, 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY)
 @pytest.mark.parametrize("rows", [1, 2])
-async def test_where_memory_is_shorter_fewer_run_at_once_and_all_are_served(engine_of, error, rows):
+async def test_if_memory_is_shorter_fewer_requests_run_at_once_and_all_are_served(engine_of, error, rows):
     engine = engine_of(Scarce(error, rows=rows), max_running=4, max_waiting=32)
     await assert_crowd_is_unharmed(submit_crowd(engine))
     assert engine.statistics.failed == 0
@@ -53,20 +53,20 @@ async def test_where_memory_is_shorter_fewer_run_at_once_and_all_are_served(engi
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY)
-async def test_what_does_not_fit_memory_alone_fails_and_the_next_are_served(engine_of, error):
+async def test_a_request_that_does_not_fit_memory_alone_fails_and_the_next_are_served(engine_of, error):
     runner = Scarce(error, rows=0)
     engine = engine_of(runner, max_running=4, max_waiting=32, step_tokens=64)
     assert await outcome(engine.submit(request("too large", prompt=[3] * 40))) is RequestFailedError
     assert engine.load.blocks_in_use == 0
     runner.rows = 10_000
     await assert_crowd_is_unharmed(submit_crowd(engine))
-    # Steps are as large as before.
+    # Steps are as large again as before.
     await read_all(engine.submit(request("large", prompt=[3] * 60)))
     assert runner.calls["large"] == 60 + 11
     assert any(("large", 0, 60) in step for step in runner.steps)
 
 
-async def test_a_shortage_of_memory_while_a_failed_step_is_sorted_out_fails_nobody_else(engine_of):
+async def test_a_shortage_of_memory_while_a_failed_step_is_repeated_fails_no_other_request(engine_of):
     raised = []
 
     def before(row):

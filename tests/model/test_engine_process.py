@@ -1,4 +1,4 @@
-"""An engine in a process of its own is the same engine: tokens, refusals, cancels, times, load. Its end is noticed."""
+"""An engine in its own process has the same tokens, refusals, cancels, times and load. Its death is noticed."""
 
 import asyncio
 import os
@@ -73,7 +73,7 @@ def in_process(folder):
         {"output_ids": [9] * 12},
     ],
 )
-async def test_an_answer_is_the_one_of_an_engine_in_this_process(engine_of, in_process, fields):
+async def test_an_answer_equals_that_of_an_engine_in_this_process(engine_of, in_process, fields):
     async with engine_of() as engine:
         ids, chunks = await read_all(engine.submit(request(**fields)))
     expected_ids, expected = await read_all(in_process.submit(request(**fields)))
@@ -103,7 +103,7 @@ async def test_times_and_figures_are_the_engines_own(engine_of):
         assert engine.statistics.steps >= 12
 
 
-async def test_what_an_engine_refuses_is_the_slots_error_and_has_no_times(engine_of):
+async def test_a_refusal_of_the_engine_is_the_slots_error_without_times(engine_of):
     async with engine_of(max_running=1, max_waiting=0, kv_cache_memory="512KiB", max_context=256) as engine:
         slot = engine.submit(request(prompt=[5] * 200, max_tokens=10_000))
         with pytest.raises(InvalidRequestError, match="the cache holds"):
@@ -130,7 +130,7 @@ async def test_a_cancel_frees_the_blocks_and_a_deadline_ends_a_request(engine_of
 
 
 @pytest.mark.parametrize("started", [True, False])
-async def test_a_request_that_may_be_to_blame_for_the_death_is_told_from_one_that_waited(engine_of, started):
+async def test_a_death_blames_running_requests_and_not_waiting_ones(engine_of, started):
     async with engine_of(max_running=1) as engine:
         running = engine.submit(request(max_tokens=200))
         await running.read()
@@ -145,7 +145,7 @@ async def test_a_request_that_may_be_to_blame_for_the_death_is_told_from_one_tha
             engine.submit(request())
 
 
-async def test_a_process_that_stands_still_is_killed(engine_of, monkeypatch):
+async def test_a_process_without_progress_is_killed(engine_of, monkeypatch):
     monkeypatch.setattr(launch, "_SILENCE_S", 1.0)
     async with engine_of() as engine:
         os.kill(engine.pid, signal.SIGSTOP)
@@ -153,7 +153,7 @@ async def test_a_process_that_stands_still_is_killed(engine_of, monkeypatch):
             await asyncio.wait_for(engine.died(), 30)
 
 
-async def test_a_close_ends_the_process_and_what_is_in_flight(engine_of, engine_host):
+async def test_a_close_ends_the_process_and_the_requests_in_flight(engine_of, engine_host):
     async with engine_of() as engine:
         slot = engine.submit(request(max_tokens=200))
         await slot.read()
@@ -164,6 +164,6 @@ async def test_a_close_ends_the_process_and_what_is_in_flight(engine_of, engine_
             psutil.Process(engine.pid).wait(10)
 
 
-async def test_the_host_is_one_thread(engine_of, engine_host):
+async def test_the_host_uses_one_thread(engine_of, engine_host):
     async with engine_of():
         assert psutil.Process(engine_host.pid).num_threads() == 1

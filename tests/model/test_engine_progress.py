@@ -1,4 +1,4 @@
-"""A stream that steps pass by ends its engine, and one that only waits for older ones does not."""
+"""A stream that steps leave out ends its engine, and one that only waits for older ones does not."""
 
 import logging
 import time
@@ -10,7 +10,7 @@ from tests.model.crowd import dead, outcome
 from tests.model.fakes import FakeRunner, engines, request
 
 
-async def test_a_stream_without_progress_is_the_engines_end(caplog):
+async def test_a_stream_without_progress_ends_the_engine(caplog):
     with engines() as make, caplog.at_level(logging.CRITICAL):
         engine = make(FakeRunner(lambda _: time.sleep(0.001)), step_timeout_s=0.2)
         schedule = engine._scheduler.schedule
@@ -20,7 +20,7 @@ async def test_a_stream_without_progress_is_the_engines_end(caplog):
 
         engine._scheduler.schedule = passing_by
         slots = [engine.submit(request(name, max_tokens=900)) for name in ("stuck", "beside")]
-        # The one that took no part in any step is not what ended it.
+        # A request that took no part in any step is not to blame.
         assert [await outcome(slot) for slot in slots] == [NotReadyError, HopBrokenError]
         await dead(engine)
     assert "request stuck gets no token" in caplog.text

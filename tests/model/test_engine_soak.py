@@ -1,6 +1,6 @@
-"""Requests from 64 threads, with cancels, deadlines and slow readers: every one ends as it should.
+"""Requests from 64 threads, with cancels, deadlines and slow readers: every one has the right end.
 
-500 a round; 2,000 with FULL=1.
+500 requests a round; 2,000 with FULL=1.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ def _entry(ids):
 
 
 class CheapRunner(FakeRunner):
-    """The same for a fraction of the time, and without a memory of its steps."""
+    """A faster fake model that keeps no record of its steps."""
 
     def __init__(self, **given):
         super().__init__(**given)
@@ -51,7 +51,7 @@ def greedy(prompt, count):
 
 
 class Crowd:
-    """Sends requests from threads that each have an event loop, and keeps how they end."""
+    """Sends requests from threads that each have an event loop, and records how they end."""
 
     def __init__(self, engine, seed):
         self.engine = engine
@@ -91,7 +91,7 @@ class Crowd:
         max_tokens = rng.randrange(1, 16)
         kind = rng.choice(["finish"] * 6 + ["cancel", "cancel", "deadline", "slow"])
         deadline = time.monotonic() + rng.uniform(-0.03, 0.3) if kind == "deadline" else math.inf
-        asked = request(
+        message = request(
             name,
             prompt=prompt,
             deadline=deadline,
@@ -103,7 +103,7 @@ class Crowd:
         cancel_after = rng.randrange(3)
         while True:
             try:
-                slot = self.engine.submit(asked)
+                slot = self.engine.submit(message)
                 break
             except OverloadedError as error:
                 await asyncio.sleep(min(error.retry_after_ms / 1000, 0.02))
@@ -116,7 +116,7 @@ class Crowd:
             try:
                 chunk = await slot.read()
             except (DeadlineError, OverloadedError, RequestFailedError) as error:
-                # Who cannot be done by its deadline is told before it.
+                # A request that cannot meet its deadline is refused before it.
                 ended = "cancel" if isinstance(error, RequestFailedError) else "deadline"
                 right = kind == ended and ids == greedy(prompt, len(ids))
                 break
@@ -133,7 +133,7 @@ class Crowd:
                 self.wrong.append((name, kind, ended, ids))
 
 
-def test_every_request_of_a_rough_crowd_ends_and_all_blocks_come_back():
+def test_every_request_of_a_rough_crowd_ends_and_all_blocks_are_free_again():
     process = psutil.Process()
     threads_before = set(threading.enumerate())
     engine = make_engine(CheapRunner(blocks=BLOCKS), max_running=16, max_waiting=160, step_tokens=64)

@@ -1,4 +1,4 @@
-"""Hanging steps, close, cancels, deadlines and lost readers: everything ends, and nobody waits for ever."""
+"""Hanging steps, close, cancels, deadlines and lost readers: everything ends, and no reader waits for ever."""
 
 import asyncio
 import logging
@@ -30,8 +30,8 @@ def hanging():
     release.set()
 
 
-async def test_a_step_that_hangs_is_the_engines_end(engine_of, hanging, caplog, capfd):
-    # The fixture that closes the engine is torn down before the step is let go: close may not hang either.
+async def test_a_step_that_hangs_ends_the_engine(engine_of, hanging, caplog, capfd):
+    # The fixture that closes the engine is torn down before the step is released: close may not hang either.
     engine = engine_of(hanging, max_running=2, step_timeout_s=1)
     slots = [engine.submit(request(name)) for name in ("stuck", "beside", "waiting")]
     with caplog.at_level(logging.CRITICAL):
@@ -43,7 +43,7 @@ async def test_a_step_that_hangs_is_the_engines_end(engine_of, hanging, caplog, 
     assert "in before" in capfd.readouterr().err
 
 
-async def test_a_step_that_hangs_is_the_engines_end_even_without_standard_error(engine_of, hanging, monkeypatch):
+async def test_a_step_that_hangs_ends_the_engine_even_without_standard_error(engine_of, hanging, monkeypatch):
     def closed(**_):
         raise RuntimeError("lost sys.stderr")
 
@@ -53,14 +53,14 @@ async def test_a_step_that_hangs_is_the_engines_end_even_without_standard_error(
     await dead(engine)
 
 
-async def test_rows_that_are_run_again_each_have_a_steps_time(engine_of, monkeypatch):
+async def test_each_repeated_row_has_the_time_limit_of_a_step(engine_of, monkeypatch):
     now = [1000.0]
     clock = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
     monkeypatch.setattr("millrace.rpc.watchdog.time", clock)
 
     def before(row):
-        # By the watchdog's clock all nine take less than a step may, but not nine after four. The watchdog
-        # looks each 5 ms of real time.
+        # By the watchdog's clock nine rows take less than a step's limit, but four and then nine do not. The watchdog
+        # checks every 5 ms of real time.
         now[0] += 0.002
         time.sleep(0.01)
         if row.sequence.request.id == "3" and row.sequence.output_ids:
@@ -73,7 +73,7 @@ async def test_rows_that_are_run_again_each_have_a_steps_time(engine_of, monkeyp
     assert HopBrokenError not in outcomes
 
 
-async def test_close_ends_what_is_in_flight_even_in_a_step_that_hangs(engine_of, hanging, monkeypatch):
+async def test_close_ends_requests_in_flight_even_in_a_step_that_hangs(engine_of, hanging, monkeypatch):
     monkeypatch.setattr("services.predictor.engine.engine._STOP_TIMEOUT_S", 0.1)
     engine = engine_of(hanging, max_running=2)
     slots = [engine.submit(request(name)) for name in ("stuck", "beside", "waiting")]
@@ -96,7 +96,7 @@ async def test_close_ends_running_and_waiting_requests_and_both_threads(engine_o
     assert not engine._watchdog.thread.is_alive()
 
 
-async def test_whoever_submits_while_the_engine_closes_gets_an_end(engine_of):
+async def test_a_request_that_is_submitted_while_the_engine_closes_ends(engine_of):
     engine = engine_of(FakeRunner(), max_running=4, max_waiting=10_000)
     slots, refused = [], threading.Event()
 
@@ -125,7 +125,7 @@ async def test_cancel_frees_all_blocks_and_late_tokens_are_counted(engine_of):
     slot = engine.submit(request(max_tokens=1000))
     gate.open(3)
     await until(lambda: engine.statistics.tokens == 3)
-    # The fourth step waits at the gate: its token comes after the cancel.
+    # The fourth step waits at the gate: its token arrives after the cancel.
     await until(lambda: len(runner.steps) == 4)
     slot.cancel()
     gate.open(100)
@@ -163,7 +163,7 @@ async def test_a_deadline_in_the_middle_frees_all_blocks(engine_of):
     assert engine.load.blocks_in_use == 0
 
 
-async def test_a_full_queue_says_how_long_requests_take_to_end(engine_of, monkeypatch):
+async def test_a_full_queue_refuses_with_the_time_that_requests_take(engine_of, monkeypatch):
     """Requests that each take 50 ms by the engine's own clock, after an hour of nothing to do."""
     now = [1000.0]
     clock = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
@@ -181,7 +181,7 @@ async def test_a_full_queue_says_how_long_requests_take_to_end(engine_of, monkey
     engine = engine_of(runner, max_running=1, max_waiting=100)
     gate.open(1)
     await read_all(engine.submit(request("before", max_tokens=1)))
-    # Else the hour would be the step's, which ends a little after its reader is woken.
+    # Else the step, which ends a little after its reader wakes, would have taken that hour.
     await until(lambda: engine._step_under_way is None)
     now[0] += 3600
     timed = [engine.submit(request("timed", max_tokens=1)) for _ in range(40)]
@@ -199,13 +199,13 @@ async def test_a_full_queue_says_how_long_requests_take_to_end(engine_of, monkey
         await read_all(slot)
 
 
-async def test_a_reader_whose_loop_has_closed_harms_nobody(engine_of):
+async def test_a_reader_whose_loop_has_closed_does_not_affect_others(engine_of):
     gate = Gate()
     engine = engine_of(FakeRunner(gate))
     slot = engine.submit(request("gone"))
 
     def read_and_leave():
-        """Closes the loop without a word to the reader, as an exit in haste does."""
+        """Closes the loop without ending the reader, as a hasty exit does."""
         loop = asyncio.new_event_loop()
         reading = loop.create_task(slot.read())
         reading._log_destroy_pending = False
@@ -246,7 +246,7 @@ async def test_an_ended_slot_keeps_its_end(engine_of):
     assert ((await slot.read()).finish_reason, len(ids)) == ("length", 12)
 
 
-async def test_what_was_made_before_an_error_is_still_read(engine_of):
+async def test_tokens_before_an_error_are_still_read(engine_of):
     gate = Gate()
     engine = engine_of(FakeRunner(gate))
     slot = engine.submit(request(max_tokens=100))

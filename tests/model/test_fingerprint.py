@@ -1,4 +1,4 @@
-"""A fingerprint is equal where answers are, and another one where anything that makes them differs."""
+"""Fingerprints are equal if answers are, and differ if anything that affects answers differs."""
 
 import json
 import shutil
@@ -47,32 +47,32 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
-def test_a_change_of_what_makes_the_answers_changes_it(folder, change):
+def test_a_change_that_affects_answers_changes_the_fingerprint(folder, change):
     before = fingerprint_of(folder, "float32", True)
     change(folder)
     assert fingerprint_of(folder, "float32", True) != before
 
 
-def test_the_dtype_and_the_sampler_are_part_of_it(folder, monkeypatch):
+def test_the_dtype_and_the_sampler_are_part_of_the_fingerprint(folder, monkeypatch):
     before = fingerprint_of(folder, "float32", True)
     assert fingerprint_of(folder, "bfloat16", True) != before
     monkeypatch.setattr(fingerprint, "SAMPLER_VERSION", -1)
     assert fingerprint_of(folder, "float32", True) != before
 
 
-def test_random_weights_are_like_no_others(folder):
+def test_random_weights_have_unique_fingerprints(folder):
     made = [fingerprint_of(folder, "float32", True, random_weights=True) for _ in range(2)]
     assert made[0] != made[1]
 
 
-def test_a_commit_of_the_hub_stands_for_its_files(folder):
+def test_the_commit_of_a_hub_model_replaces_reading_its_files(folder):
     snapshot = folder.rename(folder.with_name("0123456789abcdef0123456789abcdef01234567"))
     before = fingerprint_of(snapshot, "float32", False)
     (snapshot / "model.safetensors").unlink()
     assert fingerprint_of(snapshot, "float32", False) == before
 
 
-def test_of_large_weights_little_is_read(folder, monkeypatch):
+def test_only_a_small_part_of_large_weights_is_read(folder, monkeypatch):
     seen = 0
     hashed = fingerprint.hashlib.sha256
 

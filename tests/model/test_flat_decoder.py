@@ -1,4 +1,4 @@
-"""The flat forward pass computes what transformers' own does, and takes the place of no other."""
+"""The flat forward pass equals that of transformers, and replaces no other."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def fused(architecture, dtype=torch.float32):
 
 
 def logits(model):
-    """Of a chunk of a prompt that does not end it, of the rest beside another's first token, and of two that decode."""
+    """Logits of a first chunk of a prompt, of its rest beside another's first token, and of two decoding sequences."""
     runner = PagedRunner(model, cache_shape(model), 8)
     one, other = (detached_sequence([(7 * i + k) % VOCABULARY for i in range(50)]) for k in (1, 2))
     one.blocks, other.blocks = [1, 2], [3, 4]
@@ -40,23 +40,23 @@ def logits(model):
 
 @pytest.mark.parametrize("architecture", FLAT)
 @pytest.mark.parametrize("dtype", PACKED_DTYPES)
-def test_it_computes_what_transformers_does_around_the_layers(architecture, dtype, monkeypatch):
+def test_it_equals_transformers_around_the_layers(architecture, dtype, monkeypatch):
     model = fused(architecture, dtype)
     assert FlatDecoder.takes(model)
     got = logits(model).float()
     monkeypatch.setattr(FlatDecoder, "takes", lambda model: False)
     expected = logits(model).float()
-    # Only the last norm rounds otherwise.
+    # Only the last norm rounds differently.
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
     assert (got - expected).abs().max() <= tolerance * expected.abs().max()
 
 
 @pytest.mark.parametrize("architecture", sorted(set(ARCHITECTURES) - set(FLAT)))
-def test_other_models_keep_their_own(architecture):
+def test_other_models_keep_their_own_forward_pass(architecture):
     assert not FlatDecoder.takes(fused(architecture))
 
 
-def test_a_subclass_and_a_model_with_other_layers_keep_their_own():
+def test_a_subclass_and_a_model_with_other_layers_keep_their_own_forward_pass():
     model = random_model("llama")
     assert not FlatDecoder.takes(model)
     model = fused("llama")

@@ -1,4 +1,4 @@
-"""Fused layers compute what transformers' layers compute, and take the place of no others."""
+"""Fused layers equal those of transformers, and replace no others."""
 
 import copy
 
@@ -22,7 +22,7 @@ def count_fused(model):
 
 
 def logits(model):
-    """Of a prompt in two chunks, the second beside another sequence's first token."""
+    """Logits of a prompt in two chunks, the second beside another sequence's first token."""
     runner = PagedRunner(model, cache_shape(model), 8)
     one, other = (detached_sequence([(7 * i + k) % VOCABULARY for i in range(50)]) for k in (1, 2))
     one.blocks, other.blocks = [1, 2], [3, 4]
@@ -34,7 +34,7 @@ def logits(model):
 
 @pytest.mark.parametrize("architecture", FUSED)
 @pytest.mark.parametrize("dtype", PACKED_DTYPES)
-def test_a_fused_model_computes_what_it_did(architecture, dtype):
+def test_a_fused_model_has_the_same_logits(architecture, dtype):
     model = random_model(architecture).to(dtype)
     fused = copy.deepcopy(model)
     fuse_layers(fused)
@@ -45,7 +45,7 @@ def test_a_fused_model_computes_what_it_did(architecture, dtype):
 
 
 @pytest.mark.parametrize("architecture", sorted(set(ARCHITECTURES) - set(FUSED)))
-def test_other_layers_stay_as_they_are(architecture):
+def test_other_layers_are_unchanged(architecture):
     model = random_model(architecture)
     fuse_layers(model)
     assert count_fused(model) == 0
@@ -65,7 +65,7 @@ def test_other_layers_stay_as_they_are(architecture):
     ],
     ids=["llama with gelu", "opt with later norms", "opt with gelu", "float64"],
 )
-def test_what_is_not_written_here_stays_as_it_is(model):
+def test_unsupported_models_are_unchanged(model):
     model = model()
     fuse_layers(model)
     assert count_fused(model) == 0

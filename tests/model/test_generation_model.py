@@ -1,4 +1,4 @@
-"""A generation's responses: whose weights answer, what was cached, and ends that were lost on the way."""
+"""A generation's responses: the fingerprint of its weights, its cached tokens, and ends that were lost on the way."""
 
 from contextlib import aclosing
 
@@ -75,41 +75,41 @@ async def test_the_first_response_names_the_weights(model_of):
 
 
 @pytest.mark.parametrize(
-    ("salt", "client", "is_told"),
+    ("salt", "client", "is_reported"),
     [(None, "", False), ("", "", False), ("mine", "", True), (None, "alice", True)],
     ids=["a stranger", "an empty salt", "the owner of a cache", "a client with a key"],
 )
-async def test_what_was_cached_is_nobodys_but_its_owners(model_of, salt, client, is_told):
+async def test_cached_tokens_are_reported_to_their_owner_only(model_of, salt, client, is_reported):
     gate = Gate()
     gate.open(1000)
     model = model_of(FakeRunner(gate))
 
-    def asked():
+    def prompt_request():
         request = message(**({} if salt is None else {"cache_salt": salt}))
         del request.inputs[:], request.raw_input_contents[:]
         add_input(request, Tensor("input_ids", "INT64", np.arange(40)))
         return request
 
     for is_repeat in (False, True):
-        whole = await model.infer(asked(), NO_DEADLINE, Caller(Client(client, Policy())))
-        assert bool(whole.parameters["cached_tokens"].int64_param) == (is_repeat and is_told)
+        whole = await model.infer(prompt_request(), NO_DEADLINE, Caller(Client(client, Policy())))
+        assert bool(whole.parameters["cached_tokens"].int64_param) == (is_repeat and is_reported)
 
 
 @pytest.mark.parametrize("output_ids", [[], [7]])
-def test_only_a_transformer_can_be_in_the_middle_of_an_answer(model_of, output_ids):
+def test_only_the_transformer_may_resume_an_answer(model_of, output_ids):
     loaded = model_of(FakeRunner()).loaded
     assert not read_request(loaded, message(output_ids), NO_DEADLINE).moved
     submission = Submission(prompt_ids=[5, 6], output_ids=output_ids)
     assert read_submission(loaded, submission, NO_DEADLINE).moved == bool(output_ids)
 
 
-def test_the_first_tokens_deadline_is_the_requests(model_of):
+def test_the_first_tokens_deadline_is_that_of_the_request(model_of):
     loaded = model_of(FakeRunner()).loaded
     assert read_request(loaded, message(), NO_DEADLINE, Caller(first_token_timeout_s=0.5)).first_token_timeout_s == 0.5
 
 
 class Ending(FakeRunner):
-    """Wants to end after two tokens."""
+    """Ends a sequence after two tokens."""
 
     def logits(self, ids):
         logits = super().logits(ids)
@@ -135,10 +135,10 @@ async def test_a_continuation_that_is_complete_gets_the_end_that_was_lost(model_
     model = model_of(runner)
     (response,) = await read(model, output_ids=tuple(output_ids), **parameters)
     assert ids_of(response) == []
-    told = response.parameters
-    assert told["finish_reason"].string_param == reason
-    assert told[FINAL].bool_param
-    usage = {name: told[name].int64_param for name in ("prompt_tokens", "cached_tokens", "completion_tokens")}
+    values = response.parameters
+    assert values["finish_reason"].string_param == reason
+    assert values[FINAL].bool_param
+    usage = {name: values[name].int64_param for name in ("prompt_tokens", "cached_tokens", "completion_tokens")}
     assert usage == {"prompt_tokens": 2, "cached_tokens": 0, "completion_tokens": len(output_ids)}
     assert runner.steps == []
 
@@ -147,17 +147,17 @@ async def test_a_continuation_that_is_complete_gets_the_end_that_was_lost(model_
     ("output_ids", "parameters"),
     [((10, END), {"ignore_eos": True}), ((10, END), {"min_tokens": 5}), ((10, 40), {"stop_token_ids": [41]})],
 )
-async def test_one_that_is_not_goes_on(model_of, output_ids, parameters):
+async def test_a_continuation_that_is_not_complete_goes_on(model_of, output_ids, parameters):
     responses = await read(model_of(FakeRunner()), output_ids=output_ids, **parameters)
     assert sum(len(ids_of(response)) for response in responses) == 10
 
 
-async def test_more_than_was_asked_for_is_refused(model_of):
+async def test_a_continuation_beyond_max_tokens_is_refused(model_of):
     with pytest.raises(InvalidRequestError, match="output_ids has 13 tokens, max_tokens is 12"):
         await read(model_of(FakeRunner()), output_ids=tuple(range(10, 23)))
 
 
-async def test_a_whole_answer_is_one_response_even_where_only_its_end_was_lost(model_of):
+async def test_a_whole_answer_is_one_response_even_if_only_its_end_was_lost(model_of):
     response = await model_of(FakeRunner()).infer(message(output_ids=tuple(range(10, 22))), NO_DEADLINE)
     assert ids_of(response) == []
     assert response.parameters["finish_reason"].string_param == "length"
@@ -166,7 +166,7 @@ async def test_a_whole_answer_is_one_response_even_where_only_its_end_was_lost(m
 
 
 class Scoring(FakeRunner):
-    """Scores prompts, by what a position's own id gives."""
+    """Scores prompts, each position by its own id."""
 
     scores_prompts = True
 
@@ -175,7 +175,7 @@ class Scoring(FakeRunner):
         return torch.cat([super().run(rows), *(logits[None] for logits in scored)])
 
 
-async def test_a_prompts_log_probabilities_come_with_the_first_tokens(model_of):
+async def test_a_prompts_log_probabilities_are_in_the_first_response(model_of):
     gate = Gate()
     model = model_of(Scoring(gate))
     first, *others = map(decode_outputs, await read(model, gate, prompt_logprobs=0))
@@ -193,7 +193,7 @@ async def test_a_prompts_log_probabilities_come_with_the_first_tokens(model_of):
 
 
 @pytest.mark.parametrize("count", [-1, 21, 1.5, True, "all"])
-async def test_how_many_of_the_likeliest_is_checked(model_of, count):
+async def test_the_number_of_top_log_probabilities_is_checked(model_of, count):
     with pytest.raises(InvalidRequestError, match="prompt_logprobs must be from 0 to 20"):
         await model_of(Scoring()).infer(message(prompt_logprobs=count), NO_DEADLINE)
 
@@ -205,7 +205,7 @@ async def test_outputs_of_a_prompt_need_the_parameter(model_of):
         await model_of(Scoring()).infer(request, NO_DEADLINE)
 
 
-async def test_a_model_that_scores_no_prompts_says_so(model_of):
+async def test_a_model_that_cannot_score_prompts_refuses_it(model_of):
     model = model_of(FakeRunner())
     assert len(model.description.outputs) == 4
     with pytest.raises(InvalidRequestError, match="has no log probabilities of prompts"):

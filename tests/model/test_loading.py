@@ -1,4 +1,4 @@
-"""A model that cannot be served is refused when it is loaded, in one line that says what to do."""
+"""A model that cannot be served is refused when it is loaded, in one line with advice."""
 
 import logging
 import shutil
@@ -26,7 +26,7 @@ async def load(source, settings, host):
 
 
 async def refusal(host, location, **settings):
-    """What is said of the model "x", from there and under these settings."""
+    """The error message for the model "x" from `location` with these settings."""
     settings = {"device": "cpu", **settings}
     with pytest.raises(StartupError) as refused:
         await load(ModelSource("x", str(location)), PredictorSettings(**settings), host)
@@ -43,7 +43,7 @@ async def refusal(host, location, **settings):
         ({"max_context": 5000}, "PREDICTOR_MAX_CONTEXT=5000, but its context is 1024"),
     ],
 )
-async def test_a_context_that_the_model_or_the_memory_has_not(settings, text, engine_host):
+async def test_a_context_beyond_the_model_or_the_memory_is_refused(settings, text, engine_host):
     assert text in await refusal(engine_host, STORYTELLER, **settings)
 
 
@@ -51,17 +51,17 @@ async def test_a_context_that_the_model_or_the_memory_has_not(settings, text, en
     ("name", "content"),
     [("model.safetensors", b"version https://git-lfs"), ("generation_config.json", b"{"), ("config.json", b"{}")],
 )
-async def test_damaged_files(tmp_path, name, content, engine_host):
+async def test_damaged_files_are_refused(tmp_path, name, content, engine_host):
     shutil.copytree(STORYTELLER, tmp_path, dirs_exist_ok=True)
     (tmp_path / name).write_bytes(content)
     assert "cannot be loaded: " in await refusal(engine_host, tmp_path)
 
 
-async def test_a_folder_that_is_no_model(tmp_path, engine_host):
+async def test_a_folder_without_a_model_is_refused(tmp_path, engine_host):
     assert "has no config.json" in await refusal(engine_host, tmp_path)
 
 
-async def test_a_model_py_that_cannot_be_imported(tmp_path, engine_host):
+async def test_a_model_py_that_cannot_be_imported_is_refused(tmp_path, engine_host):
     (tmp_path / "model.py").write_text("import numpy\nimport nothing_like_it\n")
     assert "model.py, line 2 cannot be imported: ModuleNotFoundError: No module named" in await refusal(
         engine_host, tmp_path
@@ -75,14 +75,14 @@ async def test_a_model_py_that_cannot_be_imported(tmp_path, engine_host):
         ("somebody/nothing", "somebody/nothing is neither a folder nor on the hub"),
     ],
 )
-async def test_what_the_hub_does_not_give(tmp_path, monkeypatch, location, text, engine_host):
+async def test_a_model_that_the_hub_does_not_give_is_refused(tmp_path, monkeypatch, location, text, engine_host):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with serve_hub({}) as address:
         monkeypatch.setattr(constants, "ENDPOINT", address)
         assert text in await refusal(engine_host, location)
 
 
-async def test_a_hub_that_cannot_be_reached(tmp_path, monkeypatch, engine_host):
+async def test_a_hub_that_cannot_be_reached_is_reported(tmp_path, monkeypatch, engine_host):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert "the hub cannot be reached; check the network" in await refusal(engine_host, "somebody/something")
@@ -98,6 +98,6 @@ def test_a_model_loads_without_a_warning_of_its_libraries(caplog, monkeypatch, m
     assert caplog.messages == []
 
 
-def test_a_device_that_is_not_there():
+def test_a_missing_device_is_refused():
     with pytest.raises(StartupError, match="DEVICE=cuda, but torch finds no CUDA device; install its CUDA build"):
         choose_device("cuda")

@@ -1,4 +1,4 @@
-"""The cache takes what there is, never what another needs, and says so where that is too little."""
+"""The cache takes free memory only, and the error message says if that is too little."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_a_containers_limit_counts_without_the_pages_of_files(tmp_path):
     assert container_memory_left(cgroup(tmp_path, 4 * GIB, 3 * GIB, GIB)) == 2 * GIB
 
 
-def test_no_container_or_no_limit_is_told_apart_from_none_left(tmp_path):
+def test_no_limit_differs_from_no_memory_left(tmp_path):
     assert container_memory_left(tmp_path / "absent") is None
     assert container_memory_left(cgroup(tmp_path, "max", 3 * GIB)) is None
 
@@ -35,14 +35,14 @@ def test_the_default_is_a_gibibyte_or_half_of_what_a_small_container_has_left(mo
     assert cache_memory("m", CPU, PredictorSettings()) == expected
 
 
-def test_more_than_the_container_has_left_is_refused(monkeypatch):
+def test_a_cache_beyond_the_containers_free_memory_is_refused(monkeypatch):
     monkeypatch.setattr(memory, "container_memory_left", lambda: GIB)
     with pytest.raises(StartupError, match=r"is 2\.1 GB, but only 1\.1 are left"):
         cache_memory("m", CPU, PredictorSettings(kv_cache_memory="2GiB"))
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
-def test_replicas_on_one_gpu_take_their_shares_whatever_the_order(monkeypatch, replicas):
+def test_replicas_on_one_gpu_take_their_shares_in_any_order(monkeypatch, replicas):
     total, taken = 80 * GIB, 0
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * GIB)
     settings = PredictorSettings(gpu_memory_share=0.85 / replicas)

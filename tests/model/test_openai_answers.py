@@ -1,4 +1,4 @@
-"""Answers in OpenAI's two shapes, and what single tokens stand for in them."""
+"""Answers in OpenAI's two shapes, and the texts and bytes of single tokens in them."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_the_bytes_of_tokens_add_up_to_the_text(tokenizer, text):
     assert b"".join(map(tokenizer.token_bytes.of, ids)) == text.encode()
 
 
-def test_special_tokens_are_their_names_and_unknown_ids_nothing(tokenizer):
+def test_special_tokens_have_their_names_and_unknown_ids_no_text(tokenizer):
     assert tokenizer.token_bytes.of(2) == b"</s>"
     assert tokenizer.token_bytes.of(10**6) == b""
 
@@ -70,7 +70,7 @@ def test_log_probabilities_of_a_completion(tokenizer):
     assert (logprobs["text_offset"][0], logprobs["text_offset"][1], logprobs["text_offset"][-1]) == (0, 1, 2)
 
 
-def test_offsets_go_on_from_chunk_to_chunk_of_each_choice(tokenizer):
+def test_offsets_continue_across_the_chunks_of_each_choice(tokenizer):
     once, upon = ids_of(tokenizer, "Once upon")
     written = CompletionFormat(tokens=tokenizer.token_bytes)
     first = written.chunk(0, TextChunk("Once", [once], [-1.0], []), True)
@@ -101,7 +101,7 @@ def test_log_probabilities_of_a_message(tokenizer):
     assert second["token"] == " upon"
 
 
-def test_without_log_probabilities_there_are_none(tokenizer):
+def test_log_probabilities_are_absent_unless_requested(tokenizer):
     made = TextChunk("Once", [5], [], [])
     assert CompletionFormat().whole(0, [made])["logprobs"] is None
     assert ChatFormat().chunk(0, made, True) == {

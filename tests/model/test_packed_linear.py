@@ -1,4 +1,4 @@
-"""Packed layers compute what theirs computed, and a row the same in whatever batch it stands."""
+"""Packed layers equal the original ones, and a row's result does not depend on its batch."""
 
 import copy
 
@@ -36,7 +36,7 @@ def test_a_row_gets_the_same_bits_in_every_batch(dtype, width):
 
 
 @pytest.mark.parametrize("dtype", PACKED_DTYPES)
-def test_what_follows_a_product_is_done_with_it(dtype):
+def test_a_product_is_fused_with_the_operation_after_it(dtype):
     generator = torch.Generator().manual_seed(1)
     first, second = nn.Linear(64, 96).to(dtype), nn.Linear(64, 32).to(dtype)
     packed, both = PackedLinear(first.weight, first.bias), PackedLinear.of(first, second)
@@ -52,7 +52,7 @@ def test_what_follows_a_product_is_done_with_it(dtype):
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5"])
 @pytest.mark.parametrize("dtype", PACKED_DTYPES)
-def test_a_packed_model_computes_what_it_did(architecture, dtype):
+def test_a_packed_model_has_the_same_logits(architecture, dtype):
     model = random_model(architecture).to(dtype)
     packed = copy.deepcopy(model)
     pack_linears(packed)
@@ -65,7 +65,7 @@ def test_a_packed_model_computes_what_it_did(architecture, dtype):
     assert (got - expected).abs().max() <= tolerance * expected.abs().max()
 
 
-def test_other_dtypes_stay_as_they_are():
+def test_other_dtypes_are_not_packed():
     model = random_model("llama").to(torch.float64)
     pack_linears(model)
     assert any(type(module) is nn.Linear for module in model.modules())

@@ -1,4 +1,4 @@
-"""What a predictor tells of its generations: events of the call's span, time in the queue, and figures by model."""
+"""A predictor's telemetry of generations: events of the call's span, time in the queue, and metrics by model."""
 
 import asyncio
 import time
@@ -36,7 +36,7 @@ def metrics():
 
 
 class Spans:
-    """A tracer, and the spans that it ended."""
+    """A tracer and its ended spans."""
 
     def __init__(self):
         self._exporter = InMemorySpanExporter()
@@ -44,13 +44,13 @@ class Spans:
         self.provider.add_span_processor(SimpleSpanProcessor(self._exporter))
 
     def call(self):
-        """A call's span around the block, the current one in it."""
+        """Makes the span of a call the current one within the block."""
         tracer = self.provider.get_tracer("test")
         return tracer.start_as_current_span("call", record_exception=False, set_status_on_exception=False)
 
     @property
     def events(self):
-        """Those of the one span."""
+        """The events of the only span."""
         (span,) = self._exporter.get_finished_spans()
         assert span.attributes["gen_ai.request.model"] == "fake"
         return span.events
@@ -103,7 +103,7 @@ async def test_the_events_of_a_generation_are_at_the_engines_own_times(model_of,
         await reader
     assert spans.names == ["queued", "prefill", "first_token", "generation_end"]
     queued, prefill, first_token, end = (event.timestamp for event in spans.events)
-    # Not all at once when the span was written.
+    # The events do not all have the time at which the span was written.
     assert begun - 1_000_000 <= queued <= prefill <= waited + 1_000_000
     assert waited - 1_000_000 <= first_token <= end <= time.time_ns()
     assert dict(spans.events[-1].attributes) == {"gen_ai.usage.output_tokens": 12}
@@ -116,7 +116,7 @@ async def test_one_answer_in_one_response_has_the_same_events(model_of, spans):
     assert spans.events[-1].attributes["gen_ai.usage.output_tokens"] == 5
 
 
-async def test_a_generation_that_is_cancelled_tells_what_it_came_to(model_of, spans):
+async def test_a_cancelled_generation_has_an_event_with_its_tokens(model_of, spans):
     gate = Gate()
     model = model_of(FakeRunner(gate))
     with spans.call():
@@ -128,7 +128,7 @@ async def test_a_generation_that_is_cancelled_tells_what_it_came_to(model_of, sp
     gate.open(100)
 
 
-async def test_a_cancel_in_the_queue_is_told_as_such(model_of, spans, metrics):
+async def test_a_cancel_in_the_queue_has_its_own_event(model_of, spans, metrics):
     gate = Gate()
     model = model_of(FakeRunner(gate), max_running=1)
     running = asyncio.create_task(read(model))
@@ -142,11 +142,11 @@ async def test_a_cancel_in_the_queue_is_told_as_such(model_of, spans, metrics):
     assert spans.events[-1].attributes["gen_ai.usage.output_tokens"] == 0
     gate.open(100)
     await running
-    # Who never began has no time until it did.
+    # A request that never began has no time in the queue.
     assert metrics.points_by(MODEL, "millrace.queue.duration")["fake"].count == 1
 
 
-async def test_a_deadline_at_work_is_told_with_what_it_came_to(model_of, spans):
+async def test_a_deadline_while_running_has_an_event_with_its_tokens(model_of, spans):
     gate = Gate()
     model = model_of(FakeRunner(gate))
     with spans.call():
@@ -180,7 +180,7 @@ async def test_each_preemption_is_an_event(model_of, spans):
     assert [event.timestamp for event in spans.events] == sorted(event.timestamp for event in spans.events)
 
 
-async def test_what_was_refused_at_once_has_no_events(model_of, spans):
+async def test_a_request_that_is_refused_at_once_has_no_events(model_of, spans):
     gate = Gate()
     model = model_of(FakeRunner(gate), max_running=1, max_waiting=0)
     running = asyncio.create_task(read(model))
@@ -192,14 +192,14 @@ async def test_what_was_refused_at_once_has_no_events(model_of, spans):
     await running
 
 
-async def test_nothing_is_told_of_a_call_that_is_not_traced(model_of, monkeypatch):
+async def test_an_untraced_call_has_no_events(model_of, monkeypatch):
     monkeypatch.setattr("services.predictor.telemetry.time", None)
     context = trace.SpanContext(trace_id=1, span_id=1, is_remote=True)
     with trace.use_span(trace.NonRecordingSpan(context)):
         assert await read(model_of(FakeRunner()))
 
 
-async def test_the_time_in_the_queue_is_known_with_the_first_token(model_of, metrics):
+async def test_the_time_in_the_queue_is_recorded_with_the_first_token(model_of, metrics):
     gate = Gate()
     model = model_of(FakeRunner(gate))
     reader = asyncio.create_task(read(model))
@@ -212,7 +212,7 @@ async def test_the_time_in_the_queue_is_known_with_the_first_token(model_of, met
     assert 0 <= point.sum < 5
 
 
-async def test_the_load_of_each_model_is_told_by_its_name(model_of, metrics):
+async def test_the_load_is_reported_by_model(model_of, metrics):
     served = ServedEngines()
     observe_engines(served, metrics.meter)
     gate = Gate()
@@ -245,13 +245,13 @@ async def test_the_hit_ratio_is_of_all_prompts_since_the_start(model_of, metrics
     assert metrics.values_by(MODEL, "millrace.prefix_cache.hit_ratio") == {"fake": 16 / 36}
 
 
-async def test_what_a_model_counted_outlives_it_and_goes_on_when_it_comes_back(model_of, metrics):
+async def test_a_models_counters_survive_its_unload_and_continue_after_a_reload(model_of, metrics):
     served = ServedEngines()
     observe_engines(served, metrics.meter)
     tokens = []
     for _ in range(2):
         model = model_of(FakeRunner())
-        # It proves that it works: that is left out.
+        # The self-test's own generation does not count.
         await model.warm_up()
         served.add(model)
         await read(model)
@@ -261,13 +261,13 @@ async def test_what_a_model_counted_outlives_it_and_goes_on_when_it_comes_back(m
         model.close()
         served.remove(model)
         tokens.append(metrics.values_by(MODEL, "millrace.tokens"))
-        # What is not there has no load.
+        # An unloaded model has no load.
         assert metrics.values_by(MODEL, "millrace.sequences.running") == {}
         assert metrics.values_by(MODEL, "millrace.prefix_cache.hit_ratio") == {}
     assert tokens == [{"fake": 12}, {"fake": 24}, {"fake": 36}, {"fake": 48}]
 
 
-async def test_a_model_that_another_has_replaced_is_removed_once(model_of, metrics):
+async def test_a_replaced_model_is_removed_once(model_of, metrics):
     served = ServedEngines()
     observe_engines(served, metrics.meter)
     old, new = model_of(FakeRunner()), model_of(FakeRunner())

@@ -1,4 +1,4 @@
-"""What was computed once is not computed again, for the same tenant alone, and outputs stay the same."""
+"""A computed prefix is reused by its own tenant only, and outputs stay the same."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def cached(chunks):
     return chunks[-1].usage.cached_tokens
 
 
-async def test_the_second_turn_of_a_chat_computes_only_what_is_new(engine_of):
+async def test_the_second_turn_of_a_chat_computes_only_its_new_tokens(engine_of):
     runner = FakeRunner()
     engine = engine_of(runner)
     answer, chunks = await read_all(engine.submit(request("first", prompt=PROMPT)))
@@ -21,7 +21,7 @@ async def test_the_second_turn_of_a_chat_computes_only_what_is_new(engine_of):
     turn = [*PROMPT, *answer, 40, 41, 42]
     ids, chunks = await read_all(engine.submit(request("second", prompt=turn)))
     assert ids == expected(turn)
-    # The last id of the answer was never computed: nothing came after it.
+    # The last id of the answer was never computed: no id came after it.
     held = (len(PROMPT) + len(answer) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     assert cached(chunks) == held == 40
     assert runner.calls["second"] == len(turn) - held + 11
@@ -30,7 +30,7 @@ async def test_the_second_turn_of_a_chat_computes_only_what_is_new(engine_of):
 
 @pytest.mark.parametrize("cut", [1, 6, 11])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_a_resumed_stream_computes_only_what_is_new(engine_of, cut, temperature):
+async def test_a_resumed_stream_computes_only_its_new_tokens(engine_of, cut, temperature):
     runner = FakeRunner()
     engine = engine_of(runner)
     whole, _ = await read_all(engine.submit(request("whole", prompt=PROMPT, temperature=temperature)))
@@ -55,7 +55,7 @@ async def test_the_last_id_of_a_known_prompt_is_computed_for_its_logits(engine_o
     assert runner.calls["again"] == BLOCK_TOKENS + 11
 
 
-async def test_tenants_do_not_learn_of_each_others_prompts(engine_of):
+async def test_tenants_do_not_share_prompts(engine_of):
     engine = engine_of(FakeRunner())
     for salt, held in [("", 0), ("one", 0), ("another", 0), ("one", 28), ("", 28)]:
         ids, chunks = await read_all(engine.submit(request(prompt=PROMPT, cache_salt=salt)))
@@ -63,7 +63,7 @@ async def test_tenants_do_not_learn_of_each_others_prompts(engine_of):
         assert cached(chunks) == held
 
 
-async def test_clients_do_not_learn_of_each_others_prompts_and_a_salt_divides_further(engine_of):
+async def test_clients_do_not_share_prompts_and_a_salt_divides_further(engine_of):
     engine = engine_of(FakeRunner())
     steps = [("a", "", 0), ("b", "", 0), ("a", "", 28), ("a", "s", 0), ("b", "s", 0), ("a", "s", 28), ("", "", 0)]
     for client, salt, held in steps:
@@ -92,7 +92,7 @@ async def test_models_whose_blocks_cannot_be_shared_compute_everything(engine_of
         assert runner.calls[name] == len(PROMPT) + 11
 
 
-async def test_of_two_equal_prompts_at_once_the_second_computes_only_the_last_part(engine_of):
+async def test_the_second_of_two_equal_prompts_at_once_computes_only_the_last_part(engine_of):
     gate = Gate()
     runner = FakeRunner(gate)
     engine = engine_of(runner, step_tokens=16)
@@ -103,7 +103,7 @@ async def test_of_two_equal_prompts_at_once_the_second_computes_only_the_last_pa
     assert ids == expected(PROMPT, seed=6)
     assert cached(chunks) == 28
     assert runner.calls["second"] == 2 + 11
-    # It waited until all was there, and then had its turn beside the first.
+    # It waited until the prefix was computed, and then ran beside the first.
     starts = [
         next(i for i, step in enumerate(runner.steps) if name in {row[0] for row in step})
         for name in ("first", "second")
@@ -111,7 +111,7 @@ async def test_of_two_equal_prompts_at_once_the_second_computes_only_the_last_pa
     assert starts[1] <= 2
 
 
-async def test_a_cancelled_owner_leaves_what_it_computed_and_holds_nobody_up(engine_of):
+async def test_a_cancelled_owner_leaves_its_computed_blocks_and_blocks_no_other_sequence(engine_of):
     gate = Gate()
     runner = FakeRunner(gate)
     engine = engine_of(runner, step_tokens=16)
@@ -128,7 +128,7 @@ async def test_a_cancelled_owner_leaves_what_it_computed_and_holds_nobody_up(eng
         await read_all(owner)
 
 
-async def test_an_owner_that_fails_leaves_nothing_and_holds_nobody_up(engine_of):
+async def test_a_failed_owner_leaves_no_blocks_and_blocks_no_other_sequence(engine_of):
     gate = Gate()
 
     def before(row):
@@ -161,7 +161,7 @@ async def test_the_least_recently_used_prompt_is_forgotten_first(engine_of):
 
     assert [await held(name) for name in "abc"] == [0, 0, 0]
     assert await held("a") == 16
-    # It takes the places of b, the least recently used one now.
+    # It takes the blocks of b, the least recently used one now.
     assert await held("d") == 0
     assert [await held(name) for name in "cad"] == [16, 16, 16]
     assert await held("b") < 16
@@ -178,7 +178,7 @@ async def test_reuse_survives_preemption(engine_of):
         assert cached(chunks) == (16 if i else 0)
     assert engine.statistics.preempted > 0
     assert engine.load.blocks_in_use == 0
-    # What is computed again after a preemption is less than all of it.
+    # After a preemption only a part is computed again.
     computed = sum(runner.calls.values())
     without_reuse = len(prompts) * (18 + 29)
     assert computed < without_reuse + engine.statistics.preempted * 18

@@ -1,4 +1,4 @@
-"""Log probabilities of a prompt's tokens: exact, in small portions, and no concern of anybody beside them."""
+"""Log probabilities of a prompt's tokens: exact, computed in small portions, without effect on other requests."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def scoring(name, prompt, top=3, length=1, output_ids=()):
 
 
 async def prompt_of(slot):
-    """What the first chunk says of the prompt; the others say nothing."""
+    """The first chunk's log probabilities of the prompt; the other chunks have none."""
     first = chunk = await slot.read()
     while chunk.finish_reason is None:
         chunk = await slot.read()
@@ -62,7 +62,7 @@ def check_exact(scored, prompt, logprobs, top):
 
 @pytest.fixture
 def most_scored(monkeypatch):
-    """The positions that each step has scored."""
+    """The number of positions that each step scores."""
     counts = []
     run = PagedRunner.run
 
@@ -83,16 +83,16 @@ async def test_the_storyteller_scores_as_transformers_does(engine_of, most_score
     for slot, prompt, logprobs in zip(slots, prompts, expected, strict=True):
         check_exact(await prompt_of(slot), prompt, logprobs, 3)
     assert max(most_scored) == MOST_A_STEP
-    # Each of them once, though all of the prompt is in the cache by now.
+    # Each position once, though all of the prompt is in the cache by now.
     assert sum(most_scored) == sum(len(prompt) - 1 for prompt in prompts)
     check_exact(await prompt_of(engine.submit(scoring("again", prompts[1], 0))), prompts[1], expected[1], 0)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "opt", "gpt2", "gemma3"])
-async def test_neighbours_get_what_they_would_get_alone(architecture, engine_of, most_scored):
+async def test_other_requests_get_the_same_answers_as_alone(architecture, engine_of, most_scored):
     model, expected = model_and_crowd(architecture)
     logprobs = transformers_logprobs(model, LONG)
-    # Chunks of all kinds, and so few blocks that sequences are computed again.
+    # Chunks of all kinds, and so few blocks that sequences are preempted.
     engine = engine_of(model, cache_tokens=320, step_tokens=24, max_running=14, max_context=200)
     slots = submit_crowd(engine)
     scored = [engine.submit(scoring(f"s{i}", LONG, top)) for i, top in enumerate((0, 5))]
@@ -105,7 +105,7 @@ async def test_neighbours_get_what_they_would_get_alone(architecture, engine_of,
     assert engine.load.blocks_in_use == 0
 
 
-async def test_what_a_scored_prompt_leaves_in_the_cache_serves_others(engine_of):
+async def test_the_cached_blocks_of_a_scored_prompt_serve_others(engine_of):
     model, expected = model_and_crowd("llama")
     engine = engine_of(model)
     check_exact(
@@ -119,11 +119,11 @@ async def test_what_a_scored_prompt_leaves_in_the_cache_serves_others(engine_of)
 
 
 @pytest.mark.parametrize("architecture", ["t5", "bart", "bloom", "mamba"])
-def test_other_runners_say_that_they_do_not(architecture, engine_of):
+def test_other_runners_refuse_to_score_prompts(architecture, engine_of):
     assert not engine_of(random_model(architecture)).limits.scores_prompts
 
 
-def test_what_would_be_too_large_is_refused():
+def test_too_many_scores_are_refused():
     check_size(MAX_NUMBERS // 2, 1)
     with pytest.raises(InvalidRequestError, match="with 1 likeliest, log probabilities are given for at most 32768"):
         check_size(MAX_NUMBERS // 2 + 1, 1)
@@ -131,17 +131,17 @@ def test_what_would_be_too_large_is_refused():
         check_size(513, 1, 64)
 
 
-async def test_who_dies_before_the_first_token_asks_anew_and_later_not():
+async def test_scores_are_requested_again_only_after_a_death_before_the_first_token():
     async with resuming(breaks(0), breaks(3)) as running:
         chunks = await running.generate(prompt=(5,), prompt_logprobs=2)
-        asked = [call.request.HasField("prompt_logprobs") for call in running.predictor.calls]
-    assert asked == [True, True, False]
+        requested = [call.request.HasField("prompt_logprobs") for call in running.predictor.calls]
+    assert requested == [True, True, False]
     assert [token_id for chunk in chunks for token_id in chunk.token_ids] == ANSWER[: SAMPLING.max_tokens]
     assert chunks[0].prompt.top.shape == (0, 2)
     assert all(chunk.prompt is None for chunk in chunks[1:])
 
 
-async def test_an_answer_without_the_prompt_s_tokens_breaks_the_protocol():
+async def test_an_answer_without_the_requested_scores_breaks_the_protocol():
     async with resuming() as running:
         with pytest.raises(BrokenAnswerError, match="prompt_logprobs are not those asked for"):
             await running.generate(prompt=(5, 6, 7), prompt_logprobs=2)

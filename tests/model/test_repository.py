@@ -1,4 +1,4 @@
-"""Models come and go by name while the others are served: drained, freed, replaced, and refused in clear words."""
+"""Models are loaded and unloaded by name while others are served: drained, freed, replaced, refused with a message."""
 
 import asyncio
 import concurrent.futures.thread
@@ -38,7 +38,7 @@ import numpy as np
 async def execute(request):
     return {"answer": np.array([ANSWER])}
 """
-# Goes on when the test says so.
+# Continues when the test lets it.
 WAITS = """
 import asyncio
 import numpy as np
@@ -76,7 +76,7 @@ class Models:
         self.host = host
         self.folder = tmp_path / "repository"
         self.folder.mkdir()
-        self.told = []
+        self.reported = []
 
     def write(self, name, code):
         (self.folder / name).mkdir(exist_ok=True)
@@ -85,15 +85,15 @@ class Models:
 
     @asynccontextmanager
     async def serve(self, *configured, drain_s=5.0, **settings):
-        async def tell(ready):
-            self.told.append(ready)
+        async def report(ready):
+            self.reported.append(ready)
 
         models = ",".join(f"{name}={self.folder / name}" for name in configured)
         repository = ModelRepository(
             PredictorSettings(
                 MODELS=models, model_repository=self.folder, device="cpu", threads=1, drain_s=drain_s, **settings
             ),
-            tell,
+            report,
             self.host,
         )
         try:
@@ -140,8 +140,8 @@ async def test_a_folder_of_the_repository_is_loaded_and_unloaded_by_its_name(mod
             repository.get("second")
         assert (await repository.index())[1] == ("second", State.UNAVAILABLE, "unloaded")
         assert await ask(repository, "first") == 1
-        # Neither was the server ever unready for it.
-        assert models.told == [True]
+        # The server was ready all the time.
+        assert models.reported == [True]
 
 
 async def test_a_configured_model_comes_back_after_it_was_unloaded(models):
@@ -154,7 +154,7 @@ async def test_a_configured_model_comes_back_after_it_was_unloaded(models):
         assert await ask(repository, "first") == 1
 
 
-async def test_a_load_of_what_is_loaded_takes_the_new_files_and_a_gap_is_never_seen(models):
+async def test_a_load_of_a_loaded_model_takes_the_new_files_without_a_gap(models):
     async with models.serve("first") as repository:
         await repository.load_all()
         for answer in range(2, 5):
@@ -164,10 +164,10 @@ async def test_a_load_of_what_is_loaded_takes_the_new_files_and_a_gap_is_never_s
                 assert await ask(repository, "first") in (answer - 1, answer)
             await loading
             assert await ask(repository, "first") == answer
-        assert models.told == [True]
+        assert models.reported == [True]
 
 
-async def test_where_the_new_files_are_wrong_the_old_model_serves_on(models):
+async def test_if_the_new_files_are_wrong_the_old_model_continues(models):
     async with models.serve("first") as repository:
         await repository.load_all()
         models.write("first", "1 / 0")
@@ -178,7 +178,7 @@ async def test_where_the_new_files_are_wrong_the_old_model_serves_on(models):
         assert repository.ready
 
 
-async def test_a_load_that_fails_says_why_and_the_rest_is_served(models):
+async def test_a_failed_load_gives_the_reason_and_other_models_are_served(models):
     models.write("broken", "1 / 0")
     (models.folder / "empty").mkdir()
     async with models.serve("first") as repository:
@@ -205,7 +205,7 @@ async def test_a_configured_model_that_cannot_be_loaded_ends_the_start(models):
             await repository.load_all()
 
 
-async def test_an_unload_lets_what_is_in_flight_end_and_refuses_what_is_new(models):
+async def test_an_unload_lets_requests_in_flight_end_and_refuses_new_ones(models):
     models.write("waits", WAITS)
     async with models.serve("first", "waits") as repository:
         await repository.load_all()
@@ -225,7 +225,7 @@ async def test_an_unload_lets_what_is_in_flight_end_and_refuses_what_is_new(mode
 
 
 @pytest.mark.parametrize("code", [WAITS, BLOCKS], ids=["code that waits", "code that blocks"])
-async def test_what_does_not_end_in_time_ends_as_unavailable(models, code):
+async def test_requests_that_outlast_the_drain_end_as_unavailable(models, code):
     models.write("endless", code)
     async with models.serve("first", "endless", drain_s=0) as repository:
         await repository.load_all()
@@ -247,7 +247,7 @@ async def _read_all(serving):
 async def test_an_unloaded_engine_leaves_neither_a_process_nor_memory(models, monkeypatch):
     run = concurrent.futures.thread._WorkItem.run
 
-    def run_and_linger(item):  # As a thread of the pool may on a busy machine, its work still in its hands.
+    def run_and_linger(item):  # As a thread of the pool may on a busy machine, with its work not yet finished.
         run(item)
         time.sleep(0.2)
 
@@ -257,9 +257,9 @@ async def test_an_unloaded_engine_leaves_neither_a_process_nor_memory(models, mo
         await repository.load_all()
         for _ in range(2):
             await repository.load("llama")
-            # Again, while it is loaded: not two of them at any time.
+            # A second load: there are never two of them at a time.
             await repository.load("llama")
-            assert models.told[-2:] == [False, True]
+            assert models.reported[-2:] == [False, True]
             engine = weakref.ref(repository.get("llama").model.engine)
             host = psutil.Process(models.host.pid)
             assert [process.pid for process in host.children()] == [engine().pid]
@@ -268,7 +268,7 @@ async def test_an_unloaded_engine_leaves_neither_a_process_nor_memory(models, mo
             await until(lambda host=host: not host.children())
 
 
-async def test_what_cannot_have_its_memory_is_refused_and_frees_what_it_took(models):
+async def test_a_model_without_enough_memory_is_refused_and_frees_what_it_took(models):
     save_random_model("llama", models.folder / "llama")
     async with models.serve("first", kv_cache_memory="1KiB") as repository:
         await repository.load_all()
@@ -277,7 +277,7 @@ async def test_what_cannot_have_its_memory_is_refused_and_frees_what_it_took(mod
         assert await ask(repository, "first") == 1
 
 
-async def test_an_engine_that_dies_is_replaced_and_its_requests_end_as_by_a_death(models):
+async def test_a_dead_engine_is_replaced_and_its_requests_end_with_its_error(models):
     save_random_model("llama", models.folder / "llama")
     async with models.serve("first", kv_cache_memory="1MiB") as repository:
         await repository.load_all()
@@ -299,12 +299,12 @@ async def test_an_engine_that_dies_is_replaced_and_its_requests_end_as_by_a_deat
         await until(lambda: repository.ready)
         assert await read_ids(repository.get("llama"), 20) == undisturbed
         assert repository.engines.restarts() == {"llama": 1}
-        assert models.told == [True, False, True]
+        assert models.reported == [True, False, True]
         assert not death.done()
         death.cancel()
 
 
-async def test_a_replacement_that_fails_is_tried_again_and_the_index_says_why(models, monkeypatch):
+async def test_a_failed_replacement_is_repeated_and_the_index_has_the_reason(models, monkeypatch):
     monkeypatch.setattr(backoff, "_FIRST_S", 0.05)
     save_random_model("llama", models.folder / "llama")
     config = models.folder / "llama" / "config.json"
@@ -345,7 +345,7 @@ async def test_the_death_of_the_host_replaces_it_and_every_engine(models):
         assert await read_ids(repository.get("llama"), 20)
 
 
-async def test_an_unload_is_no_death(models):
+async def test_an_unload_does_not_count_as_a_death(models):
     save_random_model("llama", models.folder / "llama")
     async with models.serve("first", kv_cache_memory="1MiB") as repository:
         await repository.load_all()
@@ -358,7 +358,7 @@ async def test_an_unload_is_no_death(models):
         death.cancel()
 
 
-async def test_loads_run_one_by_one_and_outlive_a_caller_that_leaves(models):
+async def test_loads_run_one_by_one_and_continue_if_their_caller_leaves(models):
     slow = models.write("slow", LOADS_SLOWLY)
     models.write("next", ANSWERS.replace("ANSWER]", "3]"))
     async with models.serve("first") as repository:
@@ -371,7 +371,7 @@ async def test_loads_run_one_by_one_and_outlive_a_caller_that_leaves(models):
         behind = asyncio.create_task(repository.load("next"))
         await until(lambda: repository._entries.get("next"))
         assert (await states(repository)) == {"first": "READY", "slow": "LOADING", "next": "LOADING"}
-        # The rest is served, and counts as what there should be.
+        # The other models are served, and the server counts as ready.
         assert repository.ready
         assert await ask(repository, "first") == 1
         (slow / "go").touch()
@@ -393,8 +393,8 @@ async def test_too_many_loads_at_once_are_refused(models, monkeypatch):
         await asyncio.gather(*loads)
 
 
-def tells_ready(repository, *names):
-    """What ServerReady, ModelReady and the health name `ready` go by: one answer, or the test fails."""
+def is_reported_ready(repository, *names):
+    """The readiness of ServerReady, ModelReady and the health name `ready`; the test fails unless they agree."""
     answers = {repository.ready, *(repository.is_ready(name) for name in names)}
     assert len(answers) == 1
     return answers.pop()
@@ -416,22 +416,22 @@ async def read_ids(serving, max_tokens):
 
 
 @pytest.mark.parametrize("drain", ["hand-back", "finish"])
-async def test_a_drain_refuses_what_is_new_and_lets_everybody_else_end_in_their_way(models, drain):
+async def test_a_drain_refuses_new_requests_and_lets_each_kind_end_in_its_own_way(models, drain):
     save_random_model("llama", models.folder / "llama")
     models.write("waits", WAITS)
     async with models.serve("first", "waits", drain=drain, kv_cache_memory="1MiB") as repository:
         await repository.load_all()
         await repository.load("llama")
         names = ("first", "waits", "llama")
-        assert tells_ready(repository, *names)
+        assert is_reported_ready(repository, *names)
         llama, own = repository.get("llama"), variables(repository, "waits")
         stays = asyncio.create_task(read_ids(llama, 100))
         waits = asyncio.create_task(_read_all(repository.get("waits")))
         await until(lambda: own["begun"] and llama.model.statistics.tokens > 4)
         draining = asyncio.create_task(repository.drain(60))
         await until(lambda: not repository.ready)
-        assert not tells_ready(repository, *names)
-        assert models.told[-1] is False
+        assert not is_reported_ready(repository, *names)
+        assert models.reported[-1] is False
         for name in names:
             with pytest.raises(DrainingError):
                 repository.get(name)
@@ -447,7 +447,7 @@ async def test_a_drain_refuses_what_is_new_and_lets_everybody_else_end_in_their_
         await draining
 
 
-async def test_an_unload_ends_what_does_not_end_in_time(models):
+async def test_an_unload_ends_requests_that_outlast_it(models):
     save_random_model("llama", models.folder / "llama")
     async with models.serve("llama", drain_s=0.01, kv_cache_memory="1MiB") as repository:
         await repository.load_all()
@@ -463,7 +463,7 @@ async def test_an_unload_ends_what_does_not_end_in_time(models):
 
 @contextmanager
 def held(serving):
-    """Holds a generating model still; gives its process's id."""
+    """Stops the process of a generating model; returns its id."""
     engine = serving.model.engine.pid
     os.kill(engine, signal.SIGSTOP)
     try:
@@ -477,17 +477,17 @@ async def test_after_the_death_of_a_model_in_this_process_nothing_is_ready(model
     models.write("other", ANSWERS)
     async with models.serve("first", "other") as repository:
         await repository.load_all()
-        assert tells_ready(repository, "first", "other")
+        assert is_reported_ready(repository, "first", "other")
         repository.get("other").model.thread._hangs.set()
-        await until(lambda: not tells_ready(repository, "first", "other"))
-        assert models.told == [True, False]
+        await until(lambda: not is_reported_ready(repository, "first", "other"))
+        assert models.reported == [True, False]
         with pytest.raises(NotReadyError):
             repository.get("first")
         with pytest.raises(EngineDeadError):
             await repository.engine_death()
 
 
-async def test_a_repository_that_stops_leaves_no_operation(models):
+async def test_a_stopped_repository_has_no_operation_left(models):
     slow = models.write("slow", LOADS_SLOWLY)
     async with models.serve("first") as repository:
         await repository.load_all()

@@ -1,4 +1,4 @@
-"""The sampler chooses what its parameters say, and the same whatever stands around it."""
+"""The sampler follows its parameters, and a row's result does not depend on the other rows."""
 
 import math
 
@@ -77,7 +77,7 @@ def any_row(draw, vocabulary):
     ("vocabulary", "dtype"),
     [(40, torch.float32), (5003, torch.float32), (5003, torch.float64), (1536, torch.bfloat16)],
 )
-@settings(max_examples=settings.default.max_examples // 4)  # Each samples a dozen times.
+@settings(max_examples=settings.default.max_examples // 4)  # Each example samples a dozen times.
 @given(st.data())
 def test_a_row_is_sampled_the_same_alone_and_in_a_crowd(vocabulary, dtype, data):
     size = data.draw(st.integers(2, 12))
@@ -109,7 +109,7 @@ def test_a_row_is_sampled_the_same_alone_and_in_a_crowd(vocabulary, dtype, data)
     ],
     ids=str,
 )
-def test_filters_keep_what_those_of_transformers_keep(vocabulary, spread, parameters):
+def test_filters_keep_the_same_tokens_as_those_of_transformers(vocabulary, spread, parameters):
     count = 60
     logits = torch.randn(count, vocabulary, generator=torch.Generator().manual_seed(1)) * spread
     rows = [row(output_ids=[0] * n, **parameters) for n in range(count)]
@@ -128,7 +128,7 @@ def test_filters_keep_what_those_of_transformers_keep(vocabulary, spread, parame
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_greedy_takes_the_lowest_of_equal_ids(dtype):
-    # So few values that most rows have several largest ones.
+    # There are so few values that most rows have several largest ones.
     logits = torch.randint(-3, 4, (50, 1000), generator=torch.Generator().manual_seed(0)).to(dtype)
     expected = [values.index(max(values)) for values in logits.tolist()]
     assert sample(logits, [row(temperature=0)] * 50).token_ids == expected
@@ -158,17 +158,17 @@ def test_a_temperature_too_small_to_divide_by_is_greedy():
     ],
     ids=str,
 )
-def test_logits_that_are_no_numbers_choose_no_token_and_leave_neighbours_alone(bad, parameters):
+def test_nan_logits_choose_no_token_and_do_not_affect_other_rows(bad, parameters):
     logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0))
     good = sample(logits, [row(**parameters)] * 3)
-    # Nothing but -inf is what leaves no token; of the others one is enough.
+    # Every -inf leaves no token; of the other values one is enough.
     logits[1, slice(None) if bad == -float("inf") else 4000] = bad
     sampled = sample(logits, [row(**parameters)] * 3)
     assert sampled.token_ids == [good.token_ids[0], NO_TOKEN, good.token_ids[2]]
     assert [sampled.logprobs[0], sampled.logprobs[2]] == [good.logprobs[0], good.logprobs[2]]
 
 
-def test_a_row_whose_every_token_would_end_it_too_early_gets_none():
+def test_a_row_whose_every_token_would_end_it_too_early_gets_no_token():
     logits = torch.randn(2, 3)
     early = row(temperature=0, min_tokens=1, stop_token_ids=[0, 1])
     assert sample(logits, [early, row(temperature=0)]).token_ids == [NO_TOKEN, logits[1].argmax().item()]
@@ -193,16 +193,16 @@ def test_neither_end_nor_stop_tokens_are_sampled_before_min_tokens():
     logits = torch.tensor([[0.0, 0.0, 50.0, 60.0]])
 
     def chosen(produced, **parameters):
-        asked = row(temperature=0, min_tokens=3, stop_token_ids=[3], output_ids=[0] * produced, **parameters)
-        return sample(logits, [asked]).token_ids[0]
+        parameters_row = row(temperature=0, min_tokens=3, stop_token_ids=[3], output_ids=[0] * produced, **parameters)
+        return sample(logits, [parameters_row]).token_ids[0]
 
     assert chosen(2) == 0
     assert chosen(3) == 3
-    # An end that ends nothing is a token like any other.
+    # An end token that is not used as one is a token like any other.
     assert chosen(2, ignore_eos=True) == 2
 
 
-def test_penalties_count_what_they_say():
+def test_penalties_count_their_tokens():
     logits = torch.tensor([[1.0, 1.2, 0.0]])
     assert sample(logits, [row(temperature=0, input_ids=[1])]).token_ids == [1]
     # Repetition looks at the prompt too; presence and frequency only at the output.
@@ -245,7 +245,7 @@ def test_top_logprobs_are_those_of_the_model(model):
         assert (sampled.token_ids[i], logprobs.chosen) == logprobs.top[0]
 
 
-def test_greedy_with_a_repetition_penalty_is_what_generate_makes(model):
+def test_greedy_with_a_repetition_penalty_equals_generate(model):
     prompt, count = [5, 6, 7, 8], 30
     with torch.inference_mode():
         whole = model.generate(
@@ -259,7 +259,7 @@ def test_greedy_with_a_repetition_penalty_is_what_generate_makes(model):
         ids: list[int] = []
         for _ in range(count):
             logits = model(torch.tensor([prompt + ids])).logits[:, -1]
-            asked = row(temperature=0, repetition_penalty=1.3, min_tokens=count, input_ids=prompt, output_ids=ids)
-            ids += sample(logits, [asked]).token_ids
+            penalized = row(temperature=0, repetition_penalty=1.3, min_tokens=count, input_ids=prompt, output_ids=ids)
+            ids += sample(logits, [penalized]).token_ids
     assert ids == whole[0, len(prompt) :].tolist()
     assert len(set(ids)) > count // 2

@@ -24,13 +24,13 @@ def table(plans, *sequences):
 def test_a_sequence_that_was_computed_again_is_found_in_its_new_blocks():
     plans, sequence = planner(), held(1, 2 * BLOCK_TOKENS + 1, [3, 4, 5])
     assert table(plans, sequence) == [[3, 4, 5]]
-    # Preempted, some blocks taken by others, and the rest its own again by chance.
+    # It was preempted, others took some of its blocks, and by chance it has the rest again.
     for blocks in ([6, 7, 5], [6, 4, 5], [6, 9, 5]):
         sequence.blocks = blocks
         assert table(plans, sequence) == [blocks]
 
 
-def test_sequences_that_come_grow_and_go_leave_nothing_in_the_table():
+def test_sequences_that_have_ended_leave_nothing_in_the_table():
     plans = planner()
     long, short = held(1, 3 * BLOCK_TOKENS, [1, 2, 3]), held(2, BLOCK_TOKENS, [4])
     assert table(plans, long, short) == [[1, 2, 3], [4, 0, 0]]

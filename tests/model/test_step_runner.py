@@ -1,4 +1,4 @@
-"""After a failed step a real forward pass must succeed before anybody learns of it, or the engine is dead."""
+"""After a failed step a real forward pass must succeed before readers get an error; otherwise the engine is dead."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.model.fakes import FakeRunner, expected, read_all, request
 
 
 class Failing(FakeRunner):
-    """Fails the requests named bad, in one way or another, and keeps when it was probed."""
+    """Fails the requests named bad, in one of several ways, and records when it was probed."""
 
     def __init__(self, how, probe_fails=False):
         super().__init__()
@@ -31,7 +31,7 @@ class Failing(FakeRunner):
         return logits
 
     def probe(self):
-        # What readers have been told by now.
+        # The outcomes that readers have by now.
         self.probed_with.append([slot._error for slot in self.slots])
         if self._probe_fails:
             raise RuntimeError("the model is broken")
@@ -41,7 +41,7 @@ HOW = pytest.mark.parametrize("how", ["raises", "memory", "numbers"])
 
 
 @HOW
-async def test_where_all_fail_the_model_is_tried_before_they_are_told(engine_of, how):
+async def test_if_all_requests_fail_the_model_is_probed_before_they_end(engine_of, how):
     runner = Failing(how)
     engine = engine_of(runner)
     runner.slots = [engine.submit(request("bad"))]
@@ -51,7 +51,7 @@ async def test_where_all_fail_the_model_is_tried_before_they_are_told(engine_of,
 
 
 @HOW
-async def test_where_that_fails_too_the_engine_is_dead_and_nobody_is_to_blame(engine_of, how):
+async def test_if_the_probe_fails_the_engine_is_dead_and_no_request_is_to_blame(engine_of, how):
     engine = engine_of(Failing(how, probe_fails=True), max_running=1)
     slots = [engine.submit(request(name)) for name in ("bad", "waiting")]
     assert [await outcome(slot) for slot in slots] == [HopBrokenError, NotReadyError]
@@ -59,10 +59,10 @@ async def test_where_that_fails_too_the_engine_is_dead_and_nobody_is_to_blame(en
 
 
 @pytest.mark.parametrize("how", ["raises", "numbers"])
-async def test_where_others_came_through_that_is_the_forward_pass(engine_of, how):
+async def test_if_other_requests_succeed_no_probe_is_needed(engine_of, how):
     runner = Failing(how)
     engine = engine_of(runner, max_running=16, max_waiting=32)
-    # They are there before the bad one is.
+    # The others are submitted before the bad one.
     with engine._changed:
         slots = submit_crowd(engine)
         bad = engine.submit(request("bad"))

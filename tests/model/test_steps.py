@@ -1,5 +1,5 @@
-"""One call carries the tokens of many sequences, a message a step: the same tokens, errors and ends as by calls of
-their own.
+"""One call carries the tokens of many sequences, one message per step: tokens, errors and ends equal those of single
+calls.
 """
 
 import asyncio
@@ -128,7 +128,7 @@ async def test_the_engine_s_time_is_divided_among_the_sequences(predictor, calle
     assert sum(seconds[-1] for seconds in caller.seconds.values()) < time.monotonic() - started
 
 
-async def test_the_tokens_are_those_of_a_call_of_their_own(predictor, caller):
+async def test_the_tokens_equal_those_of_a_single_call(predictor, caller):
     prompts = {number: [3 + number, 4, 5 + 2 * number] for number in range(1, 9)}
     for number, prompt in prompts.items():
         caller.submit(number, prompt)
@@ -141,7 +141,7 @@ async def test_the_tokens_are_those_of_a_call_of_their_own(predictor, caller):
         assert caller.begun[number].number == number
         assert caller.accepted[number].fingerprint == predictor.repository.get("llama").fingerprint
         assert not caller.accepted[number].span
-    # Steps are shared.
+    # The sequences share steps.
     assert len(caller.messages) < 8 * 12
 
 
@@ -173,7 +173,7 @@ async def test_log_probabilities_earlier_output_and_scores_of_the_prompt(predict
         ({"timeout_s": 0.0}, "DeadlineError", ""),
     ],
 )
-async def test_what_is_refused_ends_alone(predictor, caller, fields, error, text):
+async def test_a_refused_sequence_ends_alone(predictor, caller, fields, error, text):
     caller.submit(1, **fields)
     caller.submit(2)
     refused = await caller.error_of(1)
@@ -183,7 +183,7 @@ async def test_what_is_refused_ends_alone(predictor, caller, fields, error, text
     assert (await caller.end_of(2)).finish_reason == "length"
 
 
-async def test_a_full_queue_refuses_with_a_time_to_come_back(predictor_of):
+async def test_a_full_queue_refuses_with_a_retry_delay(predictor_of):
     async with (
         predictor_of(max_running=1, max_waiting=1) as predictor,
         grpc.aio.insecure_channel(predictor.target) as channel,
@@ -211,7 +211,7 @@ async def test_a_cancel_frees_the_blocks_and_its_neighbour_continues(predictor, 
 
 
 @pytest.mark.parametrize("how", ["leave", "half_close"])
-async def test_a_call_that_breaks_cancels_its_sequences_and_one_that_is_half_closed_ends_them(predictor, how):
+async def test_a_broken_call_cancels_its_sequences_and_a_half_closed_one_lets_them_end(predictor, how):
     async with grpc.aio.insecure_channel(predictor.target) as channel:
         caller = StepsCaller(channel).start()
         caller.submit(1, sampling={**SAMPLING, "max_tokens": 100})
@@ -245,7 +245,7 @@ async def test_the_death_of_an_engine_ends_its_sequences_and_the_call_continues(
         assert (await caller.end_of(3)).finish_reason == "length"
 
 
-async def test_loads_come_at_once_and_with_every_second_of_silence(predictor):
+async def test_loads_are_sent_at_once_and_after_every_second_of_silence(predictor):
     async with grpc.aio.insecure_channel(predictor.target) as channel:
         caller = StepsCaller(channel)
         first = await caller.read_one()
@@ -260,7 +260,7 @@ async def test_loads_come_at_once_and_with_every_second_of_silence(predictor):
         assert predictor.admission.idle == 0
 
 
-async def test_a_model_that_is_unloaded_ends_what_is_in_flight_and_leaves_the_loads(predictor_of):
+async def test_an_unloaded_model_ends_its_sequences_and_leaves_the_loads(predictor_of):
     async with predictor_of(drain_s=0.05) as predictor, grpc.aio.insecure_channel(predictor.target) as channel:
         caller = StepsCaller(channel).start()
         caller.submit(1, sampling={**SAMPLING, "max_tokens": 200})
@@ -294,7 +294,7 @@ async def test_a_drain_offers_then_hands_back_then_ends_the_call(predictor_of, d
         assert (code, details) == (grpc.StatusCode.UNAVAILABLE, "the predictor is stopping")
 
 
-async def test_a_process_that_passes_its_port_on_ends_the_call_after_its_last_sequence(predictor, caller):
+async def test_a_process_that_hands_over_its_port_ends_the_call_after_its_last_sequence(predictor, caller):
     caller.submit(1, sampling={**SAMPLING, "max_tokens": 100})
     await until(lambda: 1 in caller.begun)
     predictor.stopping.set()
@@ -312,7 +312,7 @@ async def test_steps_merge_while_the_caller_does_not_read(predictor):
         sampling = {**SAMPLING, "max_tokens": 240, "logprobs": True, "top_logprobs": 20}
         for number in range(1, 17):
             caller.submit(number, [3, 4 + number], sampling)
-        # The transport takes some; the rest waits for the reader.
+        # The transport buffers some messages; the rest waits for the reader.
         await until(lambda: predictor.engine.statistics.succeeded >= 16 and not predictor.engine.load.running)
         caller.start()
         for number in range(1, 17):
@@ -321,7 +321,7 @@ async def test_steps_merge_while_the_caller_does_not_read(predictor):
         assert max(len(message.numbers) for message in caller.messages) > 16
 
 
-async def test_the_first_token_tells_how_much_of_the_prompt_was_cached(caller):
+async def test_the_first_token_has_the_number_of_cached_prompt_tokens(caller):
     for number in (1, 2):
         caller.submit(number, range(3, 43))
         assert (await caller.end_of(number)).finish_reason == "length"
@@ -329,7 +329,7 @@ async def test_the_first_token_tells_how_much_of_the_prompt_was_cached(caller):
     assert caller.begun[2].cached_tokens == caller.ended[2].usage.cached_tokens > 0
 
 
-async def test_what_is_handed_back_keeps_its_tokens_and_a_call_of_its_own_continues(predictor_of):
+async def test_a_handed_back_sequence_keeps_its_tokens_and_a_single_call_continues_it(predictor_of):
     async with predictor_of(max_running=2) as predictor, grpc.aio.insecure_channel(predictor.target) as channel:
         caller = StepsCaller(channel).start()
         own = asyncio.create_task(by_inference(predictor, [5, 6, 7], max_tokens=240))
@@ -368,7 +368,7 @@ async def test_one_sequence_at_a_time_is_isolated(predictor, caller):
     assert (await caller.end_of(1)).finish_reason == "length"
 
 
-async def test_a_number_that_is_in_flight_ends_the_call(predictor, caller):
+async def test_a_repeated_number_of_a_sequence_in_flight_ends_the_call(predictor, caller):
     caller.submit(1, sampling={**SAMPLING, "max_tokens": 200})
     await until(lambda: 1 in caller.begun)
     caller.submit(1)
@@ -417,8 +417,8 @@ async def test_each_sequence_has_a_span_with_the_phases_of_its_engine(predictor,
     provider.shutdown()
 
 
-async def test_each_client_reuses_its_own_prompts_alone(predictor, caller):
-    prompt = list(range(3, 75))  # Two blocks and some.
+async def test_each_client_reuses_only_its_own_prompts(predictor, caller):
+    prompt = list(range(3, 75))  # A little more than two blocks.
 
     async def cached_tokens(number, **fields):
         caller.submit(number, prompt, **fields)
@@ -430,7 +430,7 @@ async def test_each_client_reuses_its_own_prompts_alone(predictor, caller):
     assert await cached_tokens(4) == 0
 
 
-async def test_a_predictor_that_is_called_directly_knows_the_client(predictor, caller):
+async def test_a_direct_call_of_a_predictor_has_the_clients_name(predictor, caller):
     prompt = list(range(3, 75))
     message = inference_pb2.ModelInferRequest(model_name="llama", id="r")
     add_input(message, Tensor("input_ids", "INT64", np.array(prompt)))

@@ -1,4 +1,4 @@
-"""T5 and its family, many sequences at once, give exactly what `generate` gives each prompt alone."""
+"""T5 and its family, many sequences at once, equal `generate` of each prompt alone."""
 
 import copy
 import random
@@ -22,7 +22,7 @@ from services.predictor.engine.state.slot import MergingSlot
 from tests import random_models
 from tests.random_models import VOCABULARY, greedy, random_model
 
-END_ID = 2  # `greedy` generates a given length, so never this.
+END_ID = 2  # `greedy` generates a fixed length, so never this id.
 FEW_BLOCKS = 14  # The longest request takes seven.
 SMALL = {"vocab_size": VOCABULARY, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
 SMALL |= {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": END_ID}
@@ -40,7 +40,7 @@ REQUESTS = make_requests(24, seed=3)
 
 @cache
 def generated(architecture):
-    """The architecture's model, not to be changed, and what `generate` gives for each of the requests."""
+    """The architecture's model, which tests must not change, and the ids that `generate` gives for each request."""
     model = random_model(architecture)
     return model, [greedy(model, *request) for request in REQUESTS]
 
@@ -106,7 +106,7 @@ class Loop:
 
 
 @pytest.mark.parametrize("architecture", ["t5", "flan"])
-def test_a_staggered_and_preempted_crowd_gets_what_generate_gives(attention, architecture):
+def test_a_staggered_and_preempted_crowd_gets_the_answers_of_generate(attention, architecture):
     model, expected = generated(architecture)
     # Else the comparison would hold for models that repeat one token, or that do not see their prompt.
     assert len({tuple(ids) for ids in expected if len(ids) > 4}) == sum(len(ids) > 4 for ids in expected)
@@ -124,7 +124,7 @@ def test_a_staggered_and_preempted_crowd_gets_what_generate_gives(attention, arc
 
 
 @pytest.mark.parametrize("family", ["MT5", "UMT5"])
-def test_its_relatives_get_what_generate_gives(monkeypatch, family):
+def test_related_models_get_the_answers_of_generate(monkeypatch, family):
     config, model_class = getattr(hf, f"{family}Config"), getattr(hf, f"{family}ForConditionalGeneration")
     monkeypatch.setitem(random_models.ARCHITECTURES, family, lambda: model_class(config(**SMALL)))
     model = random_model(family)
@@ -137,12 +137,12 @@ def test_its_relatives_get_what_generate_gives(monkeypatch, family):
 
 @cache
 def generated_far():
-    """A model, a prompt and what `generate` gives it: more than the 128 tokens that the model tells apart."""
+    """A model, and a prompt and its output of `generate`, longer than the model's 128 distinct distances."""
     model, prompt = random_model("flan"), [5, 7, 11]
     return model, prompt, greedy(model, prompt, 140)
 
 
-def test_distances_beyond_the_furthest_that_is_told_apart_are_exact(attention):
+def test_distances_beyond_the_largest_distinct_one_are_exact(attention):
     model, prompt, expected = generated_far()
     loop = Loop(model)
     sequence = loop.add(prompt, len(expected))
@@ -150,7 +150,7 @@ def test_distances_beyond_the_furthest_that_is_told_apart_are_exact(attention):
     assert sequence.output_ids == expected
 
 
-def test_rows_may_come_in_any_order_be_left_out_and_run_again(attention):
+def test_rows_can_be_in_any_order_left_out_or_repeated(attention):
     model, expected = generated("t5")
     loop = Loop(model)
     chosen = random.Random(2)
@@ -179,7 +179,7 @@ def test_a_row_that_raises_fails_alone(fault):
     assert [sequence.output_ids for sequence in sequences] == expected[:10]
 
 
-def test_steps_that_break_off_half_way_can_be_run_again():
+def test_interrupted_steps_can_be_repeated():
     model, expected = generated("t5")
     loop = Loop(model)
     passes = 0
@@ -210,7 +210,7 @@ def test_steps_that_break_off_half_way_can_be_run_again():
 def test_it_continues_from_output_of_any_length(attention, step_tokens):
     model, prompt, expected = generated_far()
     expected = expected[:24]
-    # With 4 tokens a step, what the request gives of its output is computed in chunks.
+    # With 4 tokens a step, the earlier output of the request is computed in chunks.
     loop = Loop(model, max_running=4, step_tokens=step_tokens)
     sequences = [loop.add(prompt, 24, expected[:given]) for given in range(24)]
     loop.run_all()
@@ -233,13 +233,13 @@ def test_the_next_token_depends_on_every_token_of_the_prompt(attention):
         assert (other - logits[0]).abs().max() > 0.1 * logits[0].abs().max()
 
 
-def test_what_is_not_a_number_stays_with_its_request(attention):
+def test_nan_affects_only_its_request(attention):
     model, expected = copy.deepcopy(generated("flan"))
     requests, expected = REQUESTS[:12], expected[:12]
     seen = {token for (prompt, _), output in zip(requests, expected, strict=True) for token in [*prompt, *output]}
     poison = next(token for token in range(3, VOCABULARY) if token not in seen)
     with torch.no_grad():
-        # Only of the prompts that have it, and not of every token's logits.
+        # NaN is only in these prompts' logits, not in every token's.
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
         model.shared.weight[poison] = torch.nan
     loop = Loop(model, blocks=FEW_BLOCKS)

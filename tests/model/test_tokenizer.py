@@ -1,4 +1,4 @@
-"""Tokenising never stops the event loop for long, and refuses unread what cannot fit."""
+"""Tokenising never blocks the event loop for long, and refuses too long prompts without reading them."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ def storyteller(pool):
 
 
 async def test_short_and_long_prompts_are_tokenised_alike(storyteller):
-    text = "Once upon a time there was a fox. " * 400  # 13 KiB: above what is tokenised at once.
+    text = "Once upon a time there was a fox. " * 400  # 13 KiB: longer than prompts that are tokenised in one piece.
     long = await storyteller.encode(text, 100_000)
     assert long == storyteller.backend.encode(text).ids
     assert (await storyteller.encode(text[:100], 100_000)) == long[: len(await storyteller.encode(text[:100], 100_000))]
@@ -82,7 +82,7 @@ def test_messages_that_the_template_refuses_are_refused(storyteller):
         storyteller.render_chat([("robot", "beep")], 1024)
 
 
-def test_a_model_without_a_chat_template_says_so(pool):
+def test_chat_needs_a_model_with_a_chat_template(pool):
     with pytest.raises(InvalidRequestError, match="no chat template; use completions"):
         TextTokenizer("normalizer", MODELS / "normalizer", pool).render_chat([("user", "hello")], 1024)
 
@@ -95,7 +95,7 @@ def test_a_folder_without_a_tokenizer_is_a_start_up_error(pool, tmp_path):
 
 @pytest.fixture(scope="module")
 def moody(pool, tmp_path_factory):
-    """The storyteller's tokenizer with a chat template that has variables of its own."""
+    """The storyteller's tokenizer with a chat template that has its own variables."""
     folder = tmp_path_factory.mktemp("moody")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(MODELS / "storyteller" / name, folder / name)
@@ -116,14 +116,14 @@ def test_a_chat_templates_variables_can_be_set(moody):
 
 
 @pytest.mark.parametrize("name", ["chat_template", "tokenize", "tools", "conversation", "self", "tokenizer_kwargs"])
-def test_what_is_no_variable_of_the_template_is_refused(moody, name):
+def test_unknown_variables_of_the_template_are_refused(moody, name):
     with pytest.raises(InvalidRequestError, match=f"'{name}' is not a variable of a chat template") as raised:
         moody.render_chat(HELLO, 1024, {name: "{{ 1 }}"})
     assert raised.value.param == "chat_template_kwargs"
 
 
 @pytest.mark.parametrize("options", [{"messages": []}, {"divisor": "x"}, {"divisor": [1]}, {"conversations": 1}])
-def test_variables_that_break_the_template_are_the_callers_mistake(moody, options):
+def test_variables_that_break_the_template_are_the_callers_error(moody, options):
     with pytest.raises(InvalidRequestError, match="refuses the messages"):
         moody.render_chat(HELLO, 1024, options)
 
@@ -133,7 +133,7 @@ def test_variables_too_large_for_the_context_are_refused_unread(moody):
         moody.render_chat(HELLO, 10, {"mood": "x" * 1_000_000})
 
 
-def test_an_embedding_models_tokenizer_is_where_the_model_is(pool, tmp_path):
+def test_an_embedding_models_tokenizer_is_in_its_folder(pool, tmp_path):
     save_random_encoder("bert", tmp_path)
     assert embedding_tokenizer("x", tmp_path, pool) is None
     save_pooling(tmp_path, {"pooling_mode_mean_tokens": True})
@@ -151,7 +151,7 @@ LOOP = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% e
 
 @pytest.fixture
 def looping(pool, tmp_path):
-    """A model whose chat template does not end where a message says so."""
+    """A model whose chat template does not end for certain messages."""
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(MODELS / "storyteller" / name, tmp_path / name)
     template = "{{ bos_token }}{{ mood }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -170,7 +170,7 @@ async def bodies():
     await made.close()
 
 
-async def test_a_large_conversation_is_rendered_as_a_small_one_beside_the_event_loop(looping, bodies):
+async def test_a_large_conversation_is_rendered_like_a_small_one_outside_the_event_loop(looping, bodies):
     small = [("user", "hello"), ("assistant", "hi 🦄")]
     large = small * 2000
     options = {"mood": "glad "}
@@ -186,13 +186,13 @@ def moody_like(tokenizer, template):
     return tokenizer
 
 
-async def test_a_chat_template_that_does_not_end_holds_the_event_loop_for_a_moment_at_most(looping, bodies):
+async def test_an_endless_chat_template_blocks_the_event_loop_for_a_moment_at_most(looping, bodies):
     async with loop_lag() as lag:
         for _ in range(3):
             with pytest.raises(DeadlineError):
                 await looping.render([("user", "loop")], 1024, None, bodies, Deadline.after(0.3))
     assert lag.longest_s < 1
-    # It is known now: the loop does not try again, and others are served once the process has been replaced.
+    # The template counts as slow now: the loop does not try it again. Others are served once the process is replaced.
     begun = time.process_time()
     assert await looping.render([("user", "hello")], 1024, None, bodies, Deadline.after(60)) == looping.render_chat(
         [("user", "hello")], 1024

@@ -1,4 +1,4 @@
-"""Searches by blocks find what a look at every token finds."""
+"""Searches by blocks equal searches over every token."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_argmax_is_the_first_of_the_largest(size, levels, seed):
 
 
 @given(SIZES, st.sampled_from([1, 3, 10**6]), st.integers(0, 1000), st.sampled_from([1, 20, 128, 1024]))
-def test_largest_are_those_that_a_sort_puts_first(size, levels, seed, count):
+def test_the_largest_are_the_first_of_a_sort(size, levels, seed, count):
     values, count = values_of(size, levels, seed), min(count, size)
     found, ids = largest(values, count)
     assert torch.equal(found, ordered(values)[:, :count])
@@ -33,7 +33,7 @@ def test_largest_are_those_that_a_sort_puts_first(size, levels, seed, count):
 
 @given(SIZES, st.integers(0, 1000), st.floats(0, 1, exclude_max=True), st.booleans())
 def test_invert_finds_where_the_sum_reaches_the_number(size, seed, number, sparse):
-    # Whole numbers, whose sums are exact whatever their order.
+    # Whole numbers, whose sums are exact in any order.
     weights = values_of(size, 2 if sparse else 1000, seed)
     weights[:, size // 2] += 1
     numbers = torch.full((3,), number, dtype=torch.float64)
@@ -43,14 +43,14 @@ def test_invert_finds_where_the_sum_reaches_the_number(size, seed, number, spars
 
 
 @pytest.mark.parametrize("size", [100, 128, 1000, 1024])
-def test_invert_never_chooses_what_has_no_weight(size):
+def test_invert_never_chooses_a_token_without_weight(size):
     weights = torch.zeros(2, size)
     weights[0, 3], weights[1, size - 2] = 0.1, 1e-30
     for number in (0.0, 0.5, 1 - 2**-53):
         assert invert(weights, torch.full((2,), number, dtype=torch.float64)).tolist() == [3, size - 2]
 
 
-def test_rows_that_are_no_numbers_give_some_id():
+def test_nan_rows_give_some_id():
     values = torch.full((2, 5003), float("nan"))
     assert all(0 <= token_id < 5003 for token_id in argmax(values).tolist())
     assert all(0 <= token_id < 5003 for token_id in invert(values, torch.zeros(2, dtype=torch.float64)).tolist())
