@@ -1,7 +1,7 @@
 """`python -m tests.chaos --seconds 180 --seeds 1,2,3`: the fault suite, behind `make chaos`.
 
-Each seed has a stack of its own; the same seed does the same faults and asks the same requests, at times that the
-machine decides. Writes what came of it as JSON, and exits with 1 where anything is not as it must be.
+Each seed has a stack of its own; the same seed injects the same faults and sends the same requests, at times that the
+machine decides. Writes the results as JSON, and exits with 1 if anything went wrong.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def main() -> int:
     outcomes = []
     for seed in map(int, arguments.seeds.split(",")):
         outcomes.append(_run(seed, arguments.seconds))
-        _tell(outcomes[-1])
+        _print(outcomes[-1])
     if arguments.out is not None:
-        told = {
+        report = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "seconds_each": arguments.seconds,
             "seeds": [outcome.figures() for outcome in outcomes],
         }
-        arguments.out.write_text(json.dumps(told, indent=2) + "\n")
+        arguments.out.write_text(json.dumps(report, indent=2) + "\n")
     failed = [str(outcome.seed) for outcome in outcomes if outcome.failures]
     if failed:
         print(f"FAILED; again: python -m tests.chaos --seconds {arguments.seconds:g} --seeds {','.join(failed)}")
@@ -52,7 +52,7 @@ def _run(seed: int, seconds: float) -> Outcome:
     return outcome
 
 
-def _tell(outcome: Outcome) -> None:
+def _print(outcome: Outcome) -> None:
     figures = outcome.figures()
     for name, value in figures.items():
         if name != "failures":

@@ -1,7 +1,7 @@
-"""What is done to whom: a sequence of faults made of a seed alone, and whoever does them to a stack.
+"""A sequence of faults, generated from a seed alone, and their injection into a stack.
 
-There are two lanes that go on side by side: one is done to predictors, the other to all else. A predictor is hit
-where it serves, and mostly where another one does too: else none would ever live long enough to serve.
+Two lanes run side by side: faults of predictors, and faults of everything else. A predictor gets its fault while it
+serves, and mostly while another one does too: else none would ever live long enough to serve.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.chaos.oracle import Span
 from tests.waiting import until
 
 PREDICTORS, OTHERS = "predictors", "others"
-# In each lane (kind, whom) → how often.
+# In each lane (kind, target) → its weight.
 _LANES = {
     PREDICTORS: {"kill": 4, "stop": 3, "terminate": 3, "step raises": 3},
     OTHERS: {
@@ -42,9 +42,9 @@ _LANES = {
     },
 }
 _QUIET_S = {PREDICTORS: (0.5, 6.0), OTHERS: (3.0, 12.0)}
-_LASTS_S = (0.5, 6.0)
-# Of the faults of predictors, which are done though no other one serves.
-_RECKLESS = 0.2
+_DURATION_S = (0.5, 6.0)
+# The share of predictors' faults that are injected even if no other predictor serves.
+_WITHOUT_OTHERS_SHARE = 0.2
 _SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM}
 _BACK_S = 60.0
 _BALLAST = "ballast"
@@ -52,16 +52,16 @@ _BALLAST = "ballast"
 
 @dataclass(frozen=True)
 class Fault:
-    """`seconds`: how long what ends by itself lasts; `quiet_s`: before the next of the lane."""
+    """`seconds`: the duration of a fault that ends by itself; `quiet_s`: the pause before the lane's next fault."""
 
     kind: str
-    whom: str
+    target: str
     seconds: float
     quiet_s: float
-    reckless: bool = False
+    without_others: bool = False
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.whom.partition('-')[0]}"
+        return f"{self.kind} {self.target.partition('-')[0]}"
 
 
 def faults(seed: int, lane: str, predictors: int) -> Iterator[Fault]:
@@ -70,13 +70,13 @@ def faults(seed: int, lane: str, predictors: int) -> Iterator[Fault]:
     for number in count():
         dice = Random(f"{seed}/{lane}/{number}")
         (chosen,) = dice.choices(list(kinds), list(kinds.values()))
-        kind, whom = chosen if lane == OTHERS else (chosen, f"predictor-{dice.randrange(predictors)}")
-        lasts, quiet = dice.uniform(*_LASTS_S), dice.uniform(*_QUIET_S[lane])
-        yield Fault(kind, whom, lasts, quiet, reckless=dice.random() < _RECKLESS)
+        kind, target = chosen if lane == OTHERS else (chosen, f"predictor-{dice.randrange(predictors)}")
+        duration, quiet = dice.uniform(*_DURATION_S), dice.uniform(*_QUIET_S[lane])
+        yield Fault(kind, target, duration, quiet, without_others=dice.random() < _WITHOUT_OTHERS_SHARE)
 
 
 @dataclass
-class Done:
+class InjectedFault:
     """A fault that was done; `until` is when its victim was back, infinite while it is not."""
 
     fault: Fault
@@ -88,7 +88,7 @@ class Done:
         return Span(self.since, self.until)
 
 
-class Tormentor:
+class FaultInjector:
     """Does the faults of one seed to a stack, as long as `run` is not cancelled.
 
     `folder` is the predictors' FAULTS, `disk` a small one under the spool where there is one; without it the faults
@@ -101,19 +101,23 @@ class Tormentor:
         self._folder = folder
         self._disk = disk
         self._predictors = [name for name in stack.names if name.startswith("predictor")]
-        self.done: list[Done] = []
+        self.injected: list[InjectedFault] = []
         self.begun = time.monotonic()
 
     def excuses(self) -> list[Span]:
         """When the gateway or the transformer was away, or may have been; of a reload nobody may notice anything."""
         return [
-            done.span
-            for done in self.done
-            if done.fault.whom in ("envoy", "transformer") and done.fault.kind != "reload"
+            injected.span
+            for injected in self.injected
+            if injected.fault.target in ("envoy", "transformer") and injected.fault.kind != "reload"
         ]
 
-    def of(self, kind: str, whom: str) -> list[Span]:
-        return [done.span for done in self.done if (done.fault.kind, done.fault.whom) == (kind, whom)]
+    def of(self, kind: str, target: str) -> list[Span]:
+        return [
+            injected.span
+            for injected in self.injected
+            if (injected.fault.kind, injected.fault.target) == (kind, target)
+        ]
 
     async def run(self) -> None:
         self.begun = time.monotonic()
@@ -123,44 +127,44 @@ class Tormentor:
 
     async def _lane(self, lane: str, tasks: asyncio.TaskGroup) -> None:
         for fault in faults(self._seed, lane, len(self._predictors)):
-            if fault.whom == "spool" and self._disk is None:
+            if fault.target == "spool" and self._disk is None:
                 continue
-            await self._until_it_can_be_hit(fault)
-            done = Done(fault, time.monotonic())
-            self.done.append(done)
-            print(f"  {done.since - self.begun:6.1f} s: {fault.kind} {fault.whom}, {fault.seconds:.1f} s")
-            await self._do(fault)
-            tasks.create_task(self._watch(done), name=f"watch {fault.whom}")
+            await self._until_it_can_be_injected(fault)
+            injected = InjectedFault(fault, time.monotonic())
+            self.injected.append(injected)
+            print(f"  {injected.since - self.begun:6.1f} s: {fault.kind} {fault.target}, {fault.seconds:.1f} s")
+            await self._inject(fault)
+            tasks.create_task(self._watch(injected), name=f"watch {fault.target}")
             await asyncio.sleep(fault.quiet_s)
 
-    async def _until_it_can_be_hit(self, fault: Fault) -> None:
-        if fault.whom not in self._predictors:
-            await until(lambda: self._runs(fault.whom), _BACK_S)
+    async def _until_it_can_be_injected(self, fault: Fault) -> None:
+        if fault.target not in self._predictors:
+            await until(lambda: self._runs(fault.target), _BACK_S)
             return
-        needed = [fault.whom] if fault.reckless else self._predictors
+        needed = [fault.target] if fault.without_others else self._predictors
 
         async def enough_serve() -> bool:
             return all([await serves(self._stack.addresses[name]) for name in needed])
 
         await until(enough_serve, 2 * _BACK_S)
 
-    async def _do(self, fault: Fault) -> None:
+    async def _inject(self, fault: Fault) -> None:
         if fault.kind == "step raises":
-            port = self._stack.addresses[fault.whom].rpartition(":")[2]
+            port = self._stack.addresses[fault.target].rpartition(":")[2]
             (self._folder / f"raise-{port}").touch()
         elif fault.kind == "fill the disk":
             await self._fill_the_disk(fault.seconds)
         elif fault.kind == "reload":
             await self._stack.reload()
         elif fault.kind == "stop":
-            await self._stop(fault)
+            await self._suspend(fault)
         else:
             with suppress(ProcessLookupError):  # It may have died of another fault.
-                await self._stack.kill(fault.whom, _SIGNALS[fault.kind])
+                await self._stack.kill(fault.target, _SIGNALS[fault.kind])
 
-    async def _stop(self, fault: Fault) -> None:
+    async def _suspend(self, fault: Fault) -> None:
         with suppress(ProcessLookupError):
-            process = self._stack.pid(fault.whom)
+            process = self._stack.pid(fault.target)
             os.kill(process, signal.SIGSTOP)
             try:
                 await asyncio.sleep(fault.seconds)
@@ -179,15 +183,15 @@ class Tormentor:
         finally:
             ballast.unlink(missing_ok=True)
 
-    async def _watch(self, done: Done) -> None:
+    async def _watch(self, injected: InjectedFault) -> None:
         """Notes when the victim is back, as those who call it see it."""
-        whom = done.fault.whom
-        if whom != "spool":
-            by_gateway = whom in ("envoy", "transformer")
-            address = self._stack.gateway if by_gateway else self._stack.addresses[whom]
+        target = injected.fault.target
+        if target != "spool":
+            by_gateway = target in ("envoy", "transformer")
+            address = self._stack.gateway if by_gateway else self._stack.addresses[target]
             await until(lambda: serves(address), 2 * _BACK_S)
-        done.until = time.monotonic()
-        print(f"  {done.until - self.begun:6.1f} s: {whom} is back")
+        injected.until = time.monotonic()
+        print(f"  {injected.until - self.begun:6.1f} s: {target} is back")
 
     def _runs(self, name: str) -> bool:
         if name == "spool":

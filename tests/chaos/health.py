@@ -1,4 +1,4 @@
-"""What a service, or the gateway for those behind it, says of its health."""
+"""The health of a service, or, at the gateway, of the services behind it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _TIMEOUT_S = 1.0
 
 
 async def serves(address: str, name: str = "") -> bool:
-    """Whether the service at `address` (host:port) is there and says SERVING."""
+    """Whether the service at `address` (host:port) answers SERVING."""
     async with channel(address) as open_channel:
         request = health_pb2.HealthCheckRequest(service=name)
         try:

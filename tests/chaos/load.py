@@ -1,6 +1,6 @@
-"""Makes requests of every kind at one gateway and tells what their callers were told.
+"""Sends requests of every kind to one gateway and records what their callers received.
 
-`Client.tell` never raises for what the stack does: whatever became of the request is in what it gives. Times are
+`Client.send` never raises for failures of the stack: they are in the `Call` that it returns. Times are
 those of time.monotonic().
 """
 
@@ -25,7 +25,7 @@ from millrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
 from millrace_protos import inference_pb2 as pb
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from tests.chaos.asks import DATE_MODEL, TENSOR_MODEL, TEXT_MODEL, VECTOR_MODEL, Ask, Story
+from tests.chaos.requests import DATE_MODEL, TENSOR_MODEL, TEXT_MODEL, VECTOR_MODEL, Request, Story
 
 OK, BROKEN, HUNG = "OK", "broken", "hung"  # Beside these a status is gRPC's name or HTTP's number.
 SLOW_S = 0.05
@@ -38,7 +38,7 @@ _OPTIONS = (
 
 
 class Piece(NamedTuple):
-    """What one message or event brought."""
+    """The contents of one message or event."""
 
     at: float
     text: str = ""
@@ -48,7 +48,7 @@ class Piece(NamedTuple):
 
 
 class NotAnsweredError(Exception):
-    """How a call ended that did not end well."""
+    """The end of a failed call."""
 
     def __init__(self, status: str, hop: str | None = None, message: str = "") -> None:
         super().__init__(status, hop, message)
@@ -56,10 +56,10 @@ class NotAnsweredError(Exception):
 
 
 @dataclass
-class Told:
-    """What became of a request; `left`: its caller had enough."""
+class Call:
+    """One request and its outcome; `left`: its caller cancelled it."""
 
-    ask: Ask
+    request: Request
     begun: float
     ended: float = 0.0
     pieces: list[Piece] = field(default_factory=list)
@@ -82,12 +82,12 @@ class Told:
 
     @property
     def longest_pause_s(self) -> float:
-        """Between two pieces of the answer."""
+        """The longest time between two pieces of the answer."""
         return max((after.at - before.at for before, after in pairwise(self.pieces)), default=0.0)
 
     @property
     def first_wait_s(self) -> float:
-        """Until the first piece."""
+        """The time until the first piece."""
         return self.pieces[0].at - self.begun if self.pieces else self.ended - self.begun
 
 
@@ -97,32 +97,32 @@ class Client:
     def __init__(self, gateway: str, connections: int = 4) -> None:
         self._channels = [grpc.aio.insecure_channel(gateway, options=_OPTIONS) for _ in range(connections)]
         self._next = cycle(self._channels)
-        # None of them is kept: one that the gateway has closed while it was idle would look like an answer that broke.
+        # No connection is reused: one that the gateway closed while it was idle would look like a broken answer.
         limits = httpx2.Limits(max_keepalive_connections=0)
         self._http = httpx2.AsyncClient(base_url=f"http://{gateway}", timeout=None, limits=limits)
 
-    async def tell(self, ask: Ask, told: Told | None = None) -> Told:
-        """Makes the request and reads its answer as its caller would; `told` is filled in as it goes on."""
-        told = told or Told(ask, time.monotonic())
+    async def send(self, request: Request, call: Call | None = None) -> Call:
+        """Makes the request and reads its answer as its caller would; `call` is filled in meanwhile."""
+        call = call or Call(request, time.monotonic())
         try:
-            async with asyncio.timeout(ask.timeout_s + _HUNG_S), aclosing(self._answer(ask)) as pieces:
+            async with asyncio.timeout(request.timeout_s + _HUNG_S), aclosing(self._answer(request)) as pieces:
                 async for piece in pieces:
-                    told.pieces.append(piece)
-                    if ask.manner == "leaves" and len(told.pieces) >= ask.pieces:
-                        told.left = True
+                    call.pieces.append(piece)
+                    if request.manner == "leaves" and len(call.pieces) >= request.pieces:
+                        call.left = True
                         break
-                    if ask.manner == "reads slowly":
+                    if request.manner == "reads slowly":
                         await asyncio.sleep(SLOW_S)
         except NotAnsweredError as error:
-            told.status, told.hop, told.message = error.status, error.hop, error.message
+            call.status, call.hop, call.message = error.status, error.hop, error.message
         except TimeoutError:
-            told.status = HUNG
-        told.ended = time.monotonic()
-        return told
+            call.status = HUNG
+        call.ended = time.monotonic()
+        return call
 
-    async def _answer(self, ask: Ask) -> AsyncGenerator[Piece, None]:
+    async def _answer(self, request: Request) -> AsyncGenerator[Piece, None]:
         try:
-            async with aclosing(_WAYS[ask.way](self, ask)) as pieces:
+            async with aclosing(_WAYS[request.way](self, request)) as pieces:
                 async for piece in pieces:
                     yield piece
         except grpc.aio.AioRpcError as error:
@@ -134,18 +134,18 @@ class Client:
     def channel(self) -> grpc.aio.Channel:
         return next(self._next)
 
-    async def post(self, ask: Ask, path: str, body: Any) -> AsyncGenerator[str, None]:
+    async def post(self, request: Request, path: str, body: Any) -> AsyncGenerator[str, None]:
         """Lines of the answer; NotAnsweredError unless the status is 200."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {
             "content-type": "application/json",
-            "x-request-id": ask.name,
-            "x-timeout-ms": str(int(ask.timeout_s * 1000)),
+            "x-message-id": request.name,
+            "x-timeout-ms": str(int(request.timeout_s * 1000)),
         }
         async with self._http.stream("POST", path, content=content, headers=headers) as response:
             if response.status_code != 200:
-                said = (await response.aread()).decode(errors="replace")
-                raise NotAnsweredError(str(response.status_code), response.headers.get("x-failed-hop"), said)
+                text = (await response.aread()).decode(errors="replace")
+                raise NotAnsweredError(str(response.status_code), response.headers.get("x-failed-hop"), text)
             async with aclosing(response.aiter_lines()) as lines:
                 async for line in lines:
                     if line:
@@ -163,34 +163,36 @@ class Client:
 
 
 def text_request(story: Story, name: str) -> millrace_pb2.GenerateRequest:
-    """The `Generate` that tells the story."""
-    said: dict[str, Any] = {"prompt": story.prompt}
+    """The `Generate` request for the story."""
+    prompt: dict[str, Any] = {"prompt": story.prompt}
     if story.is_chat:
-        said = {"messages": [millrace_pb2.ChatMessage(role="user", content=story.prompt)]}
-    return millrace_pb2.GenerateRequest(model=story.model, request_id=name, stop=story.stop, **story.parameters, **said)
+        prompt = {"messages": [millrace_pb2.ChatMessage(role="user", content=story.prompt)]}
+    return millrace_pb2.GenerateRequest(
+        model=story.model, request_id=name, stop=story.stop, **story.parameters, **prompt
+    )
 
 
-async def _generate(client: Client, ask: Ask) -> AsyncGenerator[Piece, None]:
+async def _generate(client: Client, request: Request) -> AsyncGenerator[Piece, None]:
     call = millrace_pb2_grpc.TextGenerationStub(client.channel()).Generate(
-        text_request(ask.told, ask.name), timeout=ask.timeout_s
+        text_request(request.required_story, request.name), timeout=request.timeout_s
     )
     async with aclosing(_responses(call)) as responses:
         async for response in responses:
             yield Piece(time.monotonic(), response.text, tuple(response.token_ids), response.finish_reason or None)
 
 
-async def _model_stream_infer(client: Client, ask: Ask) -> AsyncGenerator[Piece, None]:
-    story = ask.told
-    request = pb.ModelInferRequest(model_name=story.model, id=ask.name)
-    add_input(request, bytes_tensor("text_input", [story.prompt.encode()]))
-    set_parameters(request.parameters, story.parameters)
-    # The one request goes out with the half-close: a refusal keeps its status so (grpc/grpc#36066).
+async def _model_stream_infer(client: Client, request: Request) -> AsyncGenerator[Piece, None]:
+    story = request.required_story
+    message = pb.ModelInferRequest(model_name=story.model, id=request.name)
+    add_input(message, bytes_tensor("text_input", [story.prompt.encode()]))
+    set_parameters(message.parameters, story.parameters)
+    # The one request goes out with the half-close: this keeps the status of a refusal (grpc/grpc#36066).
     method = client.channel().unary_stream(
         "/inference.GRPCInferenceService/ModelStreamInfer",
         request_serializer=pb.ModelInferRequest.SerializeToString,
         response_deserializer=pb.ModelStreamInferResponse.FromString,
     )
-    call = method(request, timeout=ask.timeout_s, metadata=(("triton_grpc_error", "true"),))
+    call = method(message, timeout=request.timeout_s, metadata=(("triton_grpc_error", "true"),))
     async with aclosing(_responses(call)) as responses:
         async for response in responses:
             answer = response.infer_response
@@ -208,15 +210,17 @@ async def _responses(call: Any) -> AsyncGenerator[Any, None]:
         call.cancel()
 
 
-def _events(path: str, text_of: Callable[[Any], str | None]) -> Callable[[Client, Ask], AsyncGenerator[Piece, None]]:
-    async def way(client: Client, ask: Ask) -> AsyncGenerator[Piece, None]:
-        story = ask.told
-        said: Mapping[str, Any] = {"prompt": story.prompt}
+def _events(
+    path: str, text_of: Callable[[Any], str | None]
+) -> Callable[[Client, Request], AsyncGenerator[Piece, None]]:
+    async def way(client: Client, request: Request) -> AsyncGenerator[Piece, None]:
+        story = request.required_story
+        prompt: Mapping[str, Any] = {"prompt": story.prompt}
         if story.is_chat:
-            said = {"messages": [{"role": "user", "content": story.prompt}]}
-        body = {"model": story.model, "stream": True, "stop": list(story.stop), **said, **story.parameters}
+            prompt = {"messages": [{"role": "user", "content": story.prompt}]}
+        body = {"model": story.model, "stream": True, "stop": list(story.stop), **prompt, **story.parameters}
         ended = False
-        async with aclosing(client.post(ask, path, body)) as lines:
+        async with aclosing(client.post(request, path, body)) as lines:
             async for line in lines:
                 data = line.removeprefix("data: ")
                 if data == "[DONE]":
@@ -233,51 +237,51 @@ def _events(path: str, text_of: Callable[[Any], str | None]) -> Callable[[Client
     return way
 
 
-async def _model_infer(client: Client, ask: Ask) -> AsyncGenerator[Piece, None]:
-    request = pb.ModelInferRequest(model_name=TENSOR_MODEL, id=ask.name)
-    add_input(request, Tensor("x", "FP32", ask.numbers))
+async def _model_infer(client: Client, request: Request) -> AsyncGenerator[Piece, None]:
+    message = pb.ModelInferRequest(model_name=TENSOR_MODEL, id=request.name)
+    add_input(message, Tensor("x", "FP32", request.numbers))
     stub = GRPCInferenceServiceStub(client.channel())
-    answer = decode_outputs(await stub.ModelInfer(request, timeout=ask.timeout_s))["x"]
+    answer = decode_outputs(await stub.ModelInfer(message, timeout=request.timeout_s))["x"]
     yield Piece(time.monotonic(), finish_reason="final", vector=tuple(answer.array.tolist()))
 
 
-async def _embeddings(client: Client, ask: Ask) -> AsyncGenerator[Piece, None]:
-    body = {"model": VECTOR_MODEL, "input": ask.sentence}
-    async with aclosing(client.post(ask, "/v1/embeddings", body)) as lines:
+async def _embeddings(client: Client, request: Request) -> AsyncGenerator[Piece, None]:
+    body = {"model": VECTOR_MODEL, "input": request.sentence}
+    async with aclosing(client.post(request, "/v1/embeddings", body)) as lines:
         whole = json.loads("".join([line async for line in lines]))
     yield Piece(time.monotonic(), finish_reason="final", vector=tuple(whole["data"][0]["embedding"]))
 
 
-async def _refused(client: Client, ask: Ask) -> AsyncGenerator[Piece, None]:
-    """A request that is wrong; gives what came where it was answered all the same."""
-    async for _ in _WRONG[ask.variant](client, ask):
+async def _refused(client: Client, request: Request) -> AsyncGenerator[Piece, None]:
+    """A wrong request; gives a piece for each response if it was answered nevertheless."""
+    async for _ in _WRONG[request.variant](client, request):
         yield Piece(time.monotonic())
 
 
-def _wrong_generate(**fields: Any) -> Callable[[Client, Ask], AsyncIterator[Any]]:
-    def call(client: Client, ask: Ask) -> AsyncIterator[Any]:
-        request = millrace_pb2.GenerateRequest(
-            **{"model": TEXT_MODEL, "prompt": "Once", "request_id": ask.name, **fields}
+def _wrong_generate(**fields: Any) -> Callable[[Client, Request], AsyncIterator[Any]]:
+    def call(client: Client, request: Request) -> AsyncIterator[Any]:
+        message = millrace_pb2.GenerateRequest(
+            **{"model": TEXT_MODEL, "prompt": "Once", "request_id": request.name, **fields}
         )
         return _responses(
-            millrace_pb2_grpc.TextGenerationStub(client.channel()).Generate(request, timeout=ask.timeout_s)
+            millrace_pb2_grpc.TextGenerationStub(client.channel()).Generate(message, timeout=request.timeout_s)
         )
 
     return call
 
 
-def _wrong_post(path: str, body: Any) -> Callable[[Client, Ask], AsyncIterator[Any]]:
-    return lambda client, ask: client.post(ask, path, body)
+def _wrong_post(path: str, body: Any) -> Callable[[Client, Request], AsyncIterator[Any]]:
+    return lambda client, request: client.post(request, path, body)
 
 
-async def _wrong_tensor(client: Client, ask: Ask) -> AsyncIterator[Any]:
-    request = pb.ModelInferRequest(model_name=TEXT_MODEL, id=ask.name)
-    add_input(request, Tensor("text_input", "FP32", np.zeros(1, np.float32)))
-    yield await GRPCInferenceServiceStub(client.channel()).ModelInfer(request, timeout=ask.timeout_s)
+async def _wrong_tensor(client: Client, request: Request) -> AsyncIterator[Any]:
+    message = pb.ModelInferRequest(model_name=TEXT_MODEL, id=request.name)
+    add_input(message, Tensor("text_input", "FP32", np.zeros(1, np.float32)))
+    yield await GRPCInferenceServiceStub(client.channel()).ModelInfer(message, timeout=request.timeout_s)
 
 
 _QUESTION = [{"role": "user", "content": "date: 3 Mar 2021"}]
-_WRONG: Mapping[str, Callable[[Client, Ask], AsyncIterator[Any]]] = {
+_WRONG: Mapping[str, Callable[[Client, Request], AsyncIterator[Any]]] = {
     "temperature": _wrong_generate(temperature=-1.0),
     "unknown model": _wrong_generate(model="nobody"),
     "too long": _wrong_generate(prompt="once " * 1500),
@@ -285,7 +289,7 @@ _WRONG: Mapping[str, Callable[[Client, Ask], AsyncIterator[Any]]] = {
     "tensor": _wrong_tensor,
     "not JSON": _wrong_post("/v1/completions", b"{"),
 }
-_WAYS: Mapping[str, Callable[[Client, Ask], AsyncGenerator[Piece, None]]] = {
+_WAYS: Mapping[str, Callable[[Client, Request], AsyncGenerator[Piece, None]]] = {
     "Generate": _generate,
     "ModelStreamInfer": _model_stream_infer,
     "completions": _events("/v1/completions", lambda choice: choice["text"]),

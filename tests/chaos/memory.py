@@ -1,4 +1,4 @@
-"""How the memory of a stack's processes grows, of each of their lives for itself."""
+"""The growth of memory of a stack's processes, for each life of a process separately."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import psutil
 
 from runner.stack import Stack
 
-# Of a predictor, caches that are full once it is warm: keys and values, and those of oneDNN and torch for shapes that
-# they have compiled for. With their usual sizes they grow for thousands of streams.
+# Small caches of a predictor, full once it is warm: keys and values, and those of oneDNN and torch for compiled
+# shapes. With their usual sizes they grow for thousands of streams.
 SMALL_CACHES = {
     "PREDICTOR_KV_CACHE_MEMORY": "16MiB",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0",
     "LRU_CACHE_CAPACITY": "1",
 }
-# What a process may come to hold beside, in bytes: the logger's database fills its cache of pages.
+# Other allowed growth of a process, in bytes: the logger's database fills its cache of pages.
 CACHES = {"logger": 64 << 20}
 _EVERY_S = 1.0
-_WARM_UP = 30  # Samples at the beginning of a life, in which it loads, and allocators fill their pools.
-_LONG_LIFE = 60  # Samples after that; fewer say nothing of growth.
+_WARM_UP = 30  # Samples at the beginning of a life, while it loads and allocators fill their pools.
+_LONG_LIFE = 60  # Samples after that; fewer do not show growth.
 
 
 def resident_bytes(stack: Stack) -> dict[str, int]:
-    """Of each process that runs, what it and its children, such as engines, hold now."""
+    """The resident bytes of each running process and its children, such as engines."""
     found = {}
     for name in stack.names:
         with suppress(ProcessLookupError, psutil.NoSuchProcess):
@@ -39,7 +39,7 @@ def resident_bytes(stack: Stack) -> dict[str, int]:
 
 @asynccontextmanager
 async def peaks(stack: Stack, every_s: float = 0.2) -> AsyncIterator[dict[str, int]]:
-    """The most that each process has held, as of the end of the block."""
+    """The peak of each process; complete at the end of the block."""
     most = resident_bytes(stack)
 
     async def look() -> None:
@@ -57,7 +57,7 @@ async def peaks(stack: Stack, every_s: float = 0.2) -> AsyncIterator[dict[str, i
 
 
 class MemoryWatch:
-    """Looks once a second; an async context manager."""
+    """Samples memory once a second; an async context manager."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack

@@ -1,11 +1,11 @@
-"""The predictor with faults that are asked for through files in the folder `FAULTS`.
+"""The predictor with faults that files in the folder `FAULTS` request.
 
-It is the real service. Where `raise-PORT` is made, the next step of several rows raises, once; what fails with one row
-is that request's own doing. While `dead-PORT` is there, every step and every probe raises. A request with the seed
-FAILS fails in its fourth step. Whenever a request has ended, `blocks-PORT` says how many blocks of the KV cache are in
-use and how many sequences there are, in one line.
+It is the real service. After `raise-PORT` is created, the next step of several rows raises, once; a failure with one
+row would be that request's own. While `dead-PORT` exists, every step and every probe raises. A request with the seed
+FAILS fails in its fourth step. Whenever a request has ended, `blocks-PORT` has the number of blocks of the KV cache in
+use and the number of sequences, in one line.
 
-A step takes PACE_MS milliseconds longer where the environment says so, as if the model ran on a device of its own and
+With PACE_MS in the environment a step takes that many milliseconds longer, as if the model ran on its own device and
 left the processor to the others. A prompt with the token POISON_ID kills the engine process in its first step.
 """
 
@@ -24,11 +24,11 @@ _FAILS_AFTER = 3
 
 
 class InjectedError(Exception):
-    """A step that fails since it was told to."""
+    """A requested failure of a step."""
 
 
 def prepare() -> None:
-    """In each engine process."""
+    """Installs the faults in each engine process."""
     from services.predictor.engine import build
     from services.predictor.engine.runners.paged import PagedRunner
     from services.predictor.engine.scheduler import Scheduler
@@ -36,7 +36,7 @@ def prepare() -> None:
     folder, port = Path(os.environ["FAULTS"]), os.environ["PREDICTOR_PORT"]
     raising, dead, blocks = (folder / f"{name}-{port}" for name in ("raise", "dead", "blocks"))
     pace_s, poison = float(os.environ.get("PACE_MS", 0)) / 1000, int(os.environ.get("POISON_ID", -1))
-    # It was the last process's.
+    # The file is the previous process's.
     dead.unlink(missing_ok=True)
 
     class FaultyRunner(PagedRunner):

@@ -1,7 +1,7 @@
-"""One seed: a stack under mixed load and faults, and what came of it.
+"""One seed: a stack under mixed load and faults, and its outcome.
 
-Two predictors, one of everything else, as they run in production but for a silence limit that is shorter than the
-longest stop. Nothing is asserted here: `Outcome.failures` says what is not as it must be.
+Two predictors and one of each other service, configured as in production except for a silence limit shorter than the
+longest stop. Nothing is asserted here: `Outcome.failures` lists what went wrong.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 import psutil
 
 from runner.stack import Stack
-from tests.chaos.asks import DATE_MODEL, STORIES, TENSOR_MODEL, TEXT_MODEL, VECTOR_MODEL, WORDS, Ask, ask_of
-from tests.chaos.faults import Tormentor
+from tests.chaos.faults import FaultInjector
 from tests.chaos.health import serves
-from tests.chaos.load import Client, Told
+from tests.chaos.load import Call, Client
 from tests.chaos.memory import SMALL_CACHES, MemoryWatch
 from tests.chaos.oracle import EXCUSED, Oracle, Verdict
 from tests.chaos.records import Findings, compare, is_seen, stored
+from tests.chaos.requests import DATE_MODEL, STORIES, TENSOR_MODEL, TEXT_MODEL, VECTOR_MODEL, WORDS, Request, request_of
 from tests.random_encoders import save_random_encoder, save_words_tokenizer
 from tests.support.free_ports import start_stack
 from tests.waiting import until
@@ -36,9 +36,9 @@ from tests.waiting import until
 _PREDICTORS = 2
 _AT_ONCE = 12
 _SILENCE_LIMIT_S = 3
-_BACK_OFF_S = 0.25  # Between the questions of a caller to whom nobody answers.
-_BACK_S = 90.0
-_RECORDED_S = 60.0
+_BACK_OFF_S = 0.25  # The interval between a caller's checks of a gateway that is away.
+_RECOVERY_S = 90.0
+_RECORDING_S = 60.0
 _DISK_MB = 16
 _MAX_GROWTH_MB = 64
 _MOST_SHOWN = 20
@@ -46,7 +46,7 @@ _MOST_SHOWN = 20
 
 @dataclass
 class Outcome:
-    """The figures of one seed; `failures` is empty where all is as it must be."""
+    """The figures of one seed; `failures` is empty if nothing went wrong."""
 
     seed: int
     seconds: float
@@ -61,7 +61,7 @@ class Outcome:
     failures: list[str] = field(default_factory=list)
 
     def figures(self) -> dict[str, Any]:
-        """What is worth keeping, as JSON."""
+        """The results, as JSON."""
         records = self.records
         return {
             "seed": self.seed,
@@ -86,20 +86,20 @@ class Outcome:
 
 
 async def run_seed(seed: int, seconds: float, folder: Path) -> Outcome:
-    """Everything of one seed, in a folder of its own."""
+    """Runs one seed in its own folder."""
     outcome = Outcome(seed, seconds)
     before = set(psutil.Process().children(recursive=True))
     with small_disk(folder / "disk") as disk:
         async with chaotic_stack(folder, disk) as stack, Client(stack.gateway) as client:
             oracle = Oracle()
             for stories in STORIES.values():
-                await oracle.learn(client, stories)
-            await oracle.learn_vectors(client)
-            tormentor = Tormentor(stack, seed, folder / "faults", disk)
-            all_told = await _under_fire(stack, client, tormentor, outcome)
-            await _comes_back(stack, client, oracle, outcome)
-            _judge(all_told, oracle, tormentor, outcome)
-            await _check_records(stack, all_told, oracle, tormentor, outcome)
+                await oracle.record_answers(client, stories)
+            await oracle.record_vectors(client)
+            injector = FaultInjector(stack, seed, folder / "faults", disk)
+            calls = await _run_under_faults(stack, client, injector, outcome)
+            await _check_recovery(stack, client, oracle, outcome)
+            _judge(calls, oracle, injector, outcome)
+            await _check_records(stack, calls, oracle, injector, outcome)
     left = set(psutil.Process().children(recursive=True)) - before
     outcome.failures += [f"was left behind: {process}" for process in left]
     return outcome
@@ -130,7 +130,7 @@ async def chaotic_stack(folder: Path, disk: Path | None) -> AsyncIterator[Stack]
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[Path | None]:
-    """A disk of some megabytes, None where none may be mounted."""
+    """A disk of some megabytes; None if mounting is not allowed."""
     folder.mkdir()
     mount = ("mount", "-t", "tmpfs", "-o", f"size={_DISK_MB}m", "tmpfs", str(folder))
     if shutil.which("mount") is None or subprocess.run(mount, check=False, capture_output=True).returncode:
@@ -143,77 +143,79 @@ def small_disk(folder: Path) -> Iterator[Path | None]:
         subprocess.run(("umount", str(folder)), check=True)
 
 
-async def _under_fire(stack: Stack, client: Client, tormentor: Tormentor, outcome: Outcome) -> list[Told]:
-    """The load, for as long as it was asked for, while the tormentor is at work; what became of each request."""
-    numbers, all_told = count(), []
+async def _run_under_faults(stack: Stack, client: Client, injector: FaultInjector, outcome: Outcome) -> list[Call]:
+    """Runs the load for the given time while faults are injected; returns its calls."""
+    numbers, calls = count(), []
     end = time.monotonic() + outcome.seconds
 
     async def caller() -> None:
         while time.monotonic() < end:
-            told = await client.tell(ask_of(outcome.seed, next(numbers)))
-            all_told.append(told)
-            # Requests for a gateway that is away would show nothing.
-            while told.status in EXCUSED and not await serves(stack.gateway) and time.monotonic() < end:  # noqa: ASYNC110
+            call = await client.send(request_of(outcome.seed, next(numbers)))
+            calls.append(call)
+            # Requests to a gateway that is away would show nothing.
+            while call.status in EXCUSED and not await serves(stack.gateway) and time.monotonic() < end:  # noqa: ASYNC110
                 await asyncio.sleep(_BACK_OFF_S)
 
     async with MemoryWatch(stack) as memory:
-        torment = asyncio.create_task(tormentor.run(), name="tormentor")
+        injection = asyncio.create_task(injector.run(), name="fault injector")
         callers = asyncio.gather(*(caller() for _ in range(_AT_ONCE)))
-        # Nobody waits for callers any more where the tormentor has failed.
-        await asyncio.wait((torment, asyncio.ensure_future(callers)), return_when=asyncio.FIRST_COMPLETED)
-        if torment.done():
+        # If the fault injector fails, the callers are cancelled.
+        await asyncio.wait((injection, asyncio.ensure_future(callers)), return_when=asyncio.FIRST_COMPLETED)
+        if injection.done():
             callers.cancel()
-            torment.result()
+            injection.result()
         await callers
-        torment.cancel()
-        await asyncio.gather(torment, return_exceptions=True)
+        injection.cancel()
+        await asyncio.gather(injection, return_exceptions=True)
     outcome.growth_mb = memory.growth_mb()
     outcome.failures += [
         f"{name} grew by {growth} MB" for name, growth in outcome.growth_mb.items() if growth > _MAX_GROWTH_MB
     ]
-    return all_told
+    return calls
 
 
-async def _comes_back(stack: Stack, client: Client, oracle: Oracle, outcome: Outcome) -> None:
-    """Waits until the stack is ready again, and asks for one story of each way."""
-    await stack.wait_ready(_BACK_S)
+async def _check_recovery(stack: Stack, client: Client, oracle: Oracle, outcome: Outcome) -> None:
+    """Waits until the stack is ready again, and checks one story of each way."""
+    await stack.wait_ready(_RECOVERY_S)
     for way, stories in STORIES.items():
-        verdict = oracle.judge(await client.tell(Ask(f"afterwards {way}", way, stories[0])), ())
+        verdict = oracle.judge(await client.send(Request(f"afterwards {way}", way, stories[0])), ())
         if verdict.outcome != "right":
             outcome.failures.append(f"afterwards {way}: {verdict.reason}")
 
 
-def _judge(all_told: list[Told], oracle: Oracle, tormentor: Tormentor, outcome: Outcome) -> None:
-    excuses = tormentor.excuses()
-    for done in tormentor.done:
-        outcome.faults[str(done.fault)] += 1
-    for told in all_told:
-        verdict: Verdict = oracle.judge(told, excuses)
+def _judge(calls: list[Call], oracle: Oracle, injector: FaultInjector, outcome: Outcome) -> None:
+    excuses = injector.excuses()
+    for injected in injector.injected:
+        outcome.faults[str(injected.fault)] += 1
+    for call in calls:
+        verdict: Verdict = oracle.judge(call, excuses)
         outcome.requests[verdict.outcome] += 1
-        outcome.ways[told.ask.way] += 1
+        outcome.ways[call.request.way] += 1
         if verdict.outcome == "excused":
-            outcome.excused[told.status] += 1
+            outcome.excused[call.status] += 1
         if verdict.outcome == "wrong":
-            outcome.failures.append(f"{_when(told, tormentor)} {told.ask}: {verdict.reason}")
-        if told.ask.manner == "reads" and verdict.outcome == "right" and told.pieces:
-            outcome.longest_pause_s = max(outcome.longest_pause_s, round(told.longest_pause_s, 3))
-            outcome.longest_first_wait_s = max(outcome.longest_first_wait_s, round(told.first_wait_s, 3))
+            outcome.failures.append(f"{_when(call, injector)} {call.request}: {verdict.reason}")
+        if call.request.manner == "reads" and verdict.outcome == "right" and call.pieces:
+            outcome.longest_pause_s = max(outcome.longest_pause_s, round(call.longest_pause_s, 3))
+            outcome.longest_first_wait_s = max(outcome.longest_first_wait_s, round(call.first_wait_s, 3))
 
 
-def _when(told: Told, tormentor: Tormentor) -> str:
-    return f"{told.begun - tormentor.begun:.1f} to {told.ended - tormentor.begun:.1f} s"
+def _when(call: Call, injector: FaultInjector) -> str:
+    return f"{call.begun - injector.begun:.1f} to {call.ended - injector.begun:.1f} s"
 
 
 async def _check_records(
-    stack: Stack, all_told: list[Told], oracle: Oracle, tormentor: Tormentor, outcome: Outcome
+    stack: Stack, calls: list[Call], oracle: Oracle, injector: FaultInjector, outcome: Outcome
 ) -> None:
     database = stack.settings.run_folder / "payloads.sqlite3"
-    full_disk = tormentor.of("fill the disk", "spool")
-    expected = {told.ask.name for told in all_told if is_seen(told) and not any(span.meets(told) for span in full_disk)}
-    with suppress(AssertionError):  # What is missing is told one by one.
-        await until(lambda: expected <= stored(database).keys(), _RECORDED_S)
+    full_disk = injector.of("fill the disk", "spool")
+    expected = {
+        call.request.name for call in calls if is_seen(call) and not any(span.meets(call) for span in full_disk)
+    }
+    with suppress(AssertionError):  # `compare` lists the missing ones.
+        await until(lambda: expected <= stored(database).keys(), _RECORDING_S)
     outcome.records = compare(
-        all_told, stored(database), oracle, tormentor.excuses(), tormentor.of("kill", "transformer"), full_disk
+        calls, stored(database), oracle, injector.excuses(), injector.of("kill", "transformer"), full_disk
     )
     for name in ("lost", "doubled", "wrong"):
         outcome.failures += [f"record {name}: {text}" for text in getattr(outcome.records, name)]

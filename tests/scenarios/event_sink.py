@@ -1,6 +1,6 @@
-"""An HTTP server that takes events and writes down their types and ids: `event_sink.py PORT FILE`.
+"""An HTTP server that accepts events and logs their types and ids: `event_sink.py PORT FILE`.
 
-A line of the file for each: type, tab, id. It is there before the event is taken, whatever kills the server.
+The file has a line for each: type, tab, id, written before the event is acknowledged.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 def main(port: int, file: Path) -> None:
     with file.open("a", buffering=1) as lines:
 
-        class Taking(BaseHTTPRequestHandler):
+        class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def do_POST(self) -> None:
@@ -27,7 +27,7 @@ def main(port: int, file: Path) -> None:
                 pass
 
         ThreadingHTTPServer.daemon_threads = True
-        ThreadingHTTPServer(("127.0.0.1", port), Taking).serve_forever()
+        ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Every streaming way in at the gateway: one prompt to a text model, and the text of each piece as it comes.
 
-A piece is what one message or one event says; closing the generator ends the call.
+A piece is the text of one message or one event; closing the generator ends the call.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ async def model_stream_infer(gateway: str, request_id: str) -> Pieces:
 
 
 def by_lines(path: str, body: Mapping[str, Any], text_of: Callable[[Any], str]) -> StreamingWay:
-    """Lines of JSON or server-sent events; `text_of` takes the JSON of one."""
+    """Lines of JSON or server-sent events; `text_of` gets the JSON of one."""
 
     async def stream(gateway: str, request_id: str) -> Pieces:
         data = json.dumps({**_SAMPLING, **body}).encode()

@@ -1,8 +1,8 @@
-"""`bad_request`: one wrong call harms none beside it and none after it.
+"""`bad_request`: a wrong call affects no other call, neither beside it nor after it.
 
 While streams run on both text models, each wrong request is refused at once by its own status, and so is one whose
-model step fails; the streams get their answers to the last token, and the next right call works. An engine that is
-dead says so, its process is started again, and its streams go on.
+model step fails; the streams get their whole answers, and the next right call works. A dead engine is
+reported, its process is restarted, and its streams go on.
 """
 
 import asyncio
@@ -12,11 +12,11 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from tests.chaos.asks import Story, greedy
 from tests.chaos.health import serves
 from tests.chaos.load import Client
 from tests.chaos.oracle import Oracle
 from tests.chaos.predictor import FAILS
+from tests.chaos.requests import Story, greedy
 from tests.scenarios.crowd import Crowd, stories_of
 from tests.system.calls import generate, ids_request, infer, rest, text_of
 from tests.system.test_refusals import GENERATE, PREDICTOR, REST
@@ -31,7 +31,7 @@ CHAT = {"model": "normalizer", "messages": [{"role": "user", "content": "date: 3
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory):
-    """What tests.chaos.predictor looks for its faults in."""
+    """The FAULTS folder of tests.chaos.predictor."""
     return tmp_path_factory.mktemp("faults")
 
 
@@ -46,22 +46,24 @@ async def stack(stacks, faults):
 
 @pytest_asyncio.fixture(scope="module")
 async def oracle(stack):
-    """Knows every right answer."""
+    """The right answers of all stories."""
     oracle = Oracle()
     async with Client(stack.gateway) as client:
-        await oracle.learn(client, STORIES)
+        await oracle.record_answers(client, STORIES)
     return oracle
 
 
 @pytest_asyncio.fixture
 async def beside(stack, oracle):
-    """Streams that run beside the test, and have to be right in the end."""
+    """Streams that run beside the test, and must be right in the end."""
     async with Client(stack.gateway) as client:
         async with Crowd(client, STORIES, len(STORIES)) as crowd:
-            await until(lambda: sum(bool(told.pieces) for told in crowd.told) >= CALLERS)
+            await until(lambda: sum(bool(call.pieces) for call in crowd.calls) >= CALLERS)
             yield crowd
         crowd.all_right(oracle)
-        assert (await client.tell(crowd.told[0].ask)).text == oracle.answers[crowd.told[0].ask.told].text
+        assert (await client.send(crowd.calls[0].request)).text == oracle.answers[
+            crowd.calls[0].request.required_story
+        ].text
 
 
 async def refused_by_generate(gateway, change, status, text):
@@ -85,7 +87,7 @@ async def refused_by_rest(gateway, path, body, status, text):
     assert text in answer.json["error"]["message"]
 
 
-async def test_an_endpoint_that_the_model_has_not_is_refused_and_blocks_no_later_call(stack, beside):
+async def test_an_unsupported_endpoint_is_refused_and_blocks_no_later_call(stack, beside):
     for _ in range(10):
         answer = await rest(stack.gateway, "POST", "/openai/v1/chat/completions", CHAT)
         assert (answer.status, answer.headers["x-failed-hop"]) == (400, "transformer")
@@ -96,7 +98,7 @@ async def test_an_endpoint_that_the_model_has_not_is_refused_and_blocks_no_later
         assert (right.status, right.json["choices"][0]["text"]) == (200, "2021-03-03")
 
 
-async def test_every_wrong_request_is_refused_by_its_own_status_and_the_streams_beside_it_are_right(stack, beside):
+async def test_every_wrong_request_is_refused_with_its_own_status_and_the_streams_beside_it_are_right(stack, beside):
     await asyncio.gather(
         *(refused_by_generate(stack.gateway, *case) for case in GENERATE.values()),
         *(refused_by_predictor(stack.gateway, *case) for case in PREDICTOR.values()),
@@ -113,22 +115,22 @@ async def test_a_request_that_fails_in_the_model_fails_alone(stack, beside):
         assert "Injected" not in raised.value.details()
 
 
-async def test_a_step_that_fails_once_is_noticed_by_nobody(stack, faults, beside):
+async def test_a_step_that_fails_once_affects_no_stream(stack, faults, beside):
     raising = faults / f"raise-{stack.addresses['predictor-0'].rpartition(':')[2]}"
     for _ in range(3):
         raising.touch()
         await until(lambda: not raising.exists())
 
 
-async def test_a_dead_engine_says_so_and_is_replaced_and_its_streams_go_on(stack, faults, beside):
+async def test_a_dead_engine_is_reported_and_replaced_and_its_streams_go_on(stack, faults, beside):
     predictor, process = stack.addresses["predictor-0"], stack.pid("predictor-0")
     assert await serves(predictor, "ready")
     (faults / f"dead-{predictor.rpartition(':')[2]}").touch()
 
-    async def says_so():
+    async def is_reported():
         return not await serves(predictor, "ready")
 
-    await until(says_so)
+    await until(is_reported)
     await until(lambda: "another engine serves it" in stack.log("predictor-0"))
     await stack.wait_ready(60)
     assert stack.pid("predictor-0") == process

@@ -1,8 +1,8 @@
 """`big_tensors`: no 502 between transformer and predictor, however large the tensors and however many at once.
 
-64 callers, by gRPC and by V2 REST as JSON, for some seconds, with FULL=1 for 60: every answer is what was sent, and
+64 callers, by gRPC and by V2 REST as JSON, for some seconds, with FULL=1 for 60: every answer equals its request, and
 no process grows. One request a second with idle gaps is in test_idle_gaps.py. Requests that cannot be answered get
-the status that tells which hop was too slow, see also tests/system/test_error_table.py.
+the status that names the hop that was too slow, see also tests/system/test_error_table.py.
 """
 
 import asyncio
@@ -26,12 +26,12 @@ WARM_UP_S = max(3, SECONDS / 3)
 AT_ONCE = 64
 LEAST_TURNS = 2
 CONNECTIONS = 8
-# Token ids of 64 prompts of 2,048 tokens: 1 MiB as they are, some 400 kB of JSON for a quarter of them.
+# Token ids of 64 prompts of 2,048 tokens: 1 MiB in binary; a quarter of them is some 400 kB of JSON.
 IDS = np.arange(64 * 2048, dtype=np.int64).reshape(64, 2048) % 50_000
 NO_LIMIT = (("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1))
-# Twice what is in flight at once; hundreds of times that passes through.
+# Twice the size of all requests in flight; hundreds of times that passes through.
 MOST_GROWTH = 2 * AT_ONCE * IDS.nbytes
-# Answers what it is asked once nobody is left who waits: never.
+# Answers only after the caller has given up.
 STANDS_STILL = """
 import asyncio
 
@@ -56,7 +56,7 @@ def ids_request(model, ids=IDS):
 
 
 def turns(end):
-    """A caller's requests until `end`, and several even on a machine that is busy with other things."""
+    """A caller's requests until `end`, and several even on a busy machine."""
     turn = 0
     while turn < LEAST_TURNS or time.monotonic() < end:
         yield turn
@@ -64,7 +64,7 @@ def turns(end):
 
 
 async def by_grpc(stack, end):
-    """How many answers came until `end`."""
+    """The number of answers until `end`."""
     channels = [grpc.aio.insecure_channel(stack.gateway, options=NO_LIMIT) for _ in range(CONNECTIONS)]
     request, answers = ids_request("identity"), 0
 
@@ -85,7 +85,7 @@ async def by_grpc(stack, end):
 
 
 async def by_rest(stack, end):
-    """The same as JSON."""
+    """The same over REST with JSON."""
     ids = IDS[:16]
     tensor = {"name": "input_ids", "datatype": "INT64", "shape": ids.shape, "data": ids.ravel().tolist()}
     body, answers = orjson.dumps({"inputs": [tensor]}), 0
@@ -109,7 +109,7 @@ async def by_rest(stack, end):
 
 @pytest.mark.timeout(60 + 4 * SECONDS)
 @pytest.mark.parametrize("protocol", [by_grpc, by_rest])
-async def test_every_big_tensor_of_64_callers_is_answered_and_memory_stays(stack, protocol):
+async def test_every_big_tensor_of_64_callers_is_answered_without_growth_of_memory(stack, protocol):
     processes = {name: stack.pid(name) for name in stack.names}
     async with peaks(stack) as before:
         await protocol(stack, time.monotonic() + WARM_UP_S)

@@ -1,6 +1,6 @@
-"""`concurrent_streams`: hundreds of streams whose callers leave, run out of time or read slowly harm nobody.
+"""`concurrent_streams`: hundreds of streams whose callers leave, time out or read slowly affect no other stream.
 
-200 at a time: no crash, no error for the others, every block of the KV cache back. 200 of them; with FULL=1 10,000,
+200 at a time: no crash, no error for the others, all blocks of the KV cache free again. 200 streams; 10,000 with FULL=1,
 after which no process is larger than before. The seed is printed; SEED chooses it.
 """
 
@@ -12,10 +12,10 @@ from collections import Counter
 
 import pytest
 
-from tests.chaos.asks import Ask
 from tests.chaos.load import Client
 from tests.chaos.memory import CACHES, SMALL_CACHES, resident_bytes
 from tests.chaos.oracle import Oracle
+from tests.chaos.requests import Request
 from tests.scenarios.crowd import stories_of
 from tests.waiting import until
 
@@ -29,17 +29,17 @@ SEED = os.environ.get("SEED") or str(random.randrange(1 << 32))
 MOST_GROWTH = 1.05
 
 
-def ask_of(number, stories):
+def request_of(number, stories):
     dice = random.Random(f"{SEED}/{number}")
     (manner,) = dice.choices(list(MANNERS), list(MANNERS.values()))
-    # Some that nobody can meet: one that is merely near is refused early instead, where the load is known.
+    # Some limits are impossible: with merely short ones requests would be refused early, once the load is known.
     limit = dice.uniform(0.01, dice.choice((0.1, 2))) if manner == "has a deadline" else 100
     way = dice.choice(("Generate", "ModelStreamInfer"))
-    return Ask(f"stream-{number}", way, dice.choice(stories), manner, pieces=dice.randrange(1, 12), timeout_s=limit)
+    return Request(f"stream-{number}", way, dice.choice(stories), manner, pieces=dice.randrange(1, 12), timeout_s=limit)
 
 
 @pytest.mark.timeout(900 if FULL else 120)
-async def test_thousands_of_streams_that_end_in_every_way_leave_nothing_behind(new_stack, tmp_path):
+async def test_streams_that_end_in_every_way_leave_no_resources_behind(new_stack, tmp_path):
     print(f"SEED={SEED}")
     stack = await new_stack(
         models="storyteller=models/storyteller",
@@ -51,23 +51,23 @@ async def test_thousands_of_streams_that_end_in_every_way_leave_nothing_behind(n
     stories = [story for tokens in TOKENS for story in stories_of(tokens)]
     oracle, outcomes, wrong = Oracle(), Counter(), []
 
-    def all_blocks_are_back():
+    def all_blocks_are_free():
         return (tmp_path / f"blocks-{port}").read_text().split() == ["0", "0"]
 
     async with Client(stack.gateway, connections=16) as client:
-        await oracle.learn(client, stories)
+        await oracle.record_answers(client, stories)
 
         async def send(numbers):
             async def caller():
                 for number in numbers:
-                    told = await client.tell(ask_of(number, stories))
-                    verdict = oracle.judge(told, ())
+                    call = await client.send(request_of(number, stories))
+                    verdict = oracle.judge(call, ())
                     outcomes[verdict.outcome] += 1
                     if verdict.outcome == "wrong":
-                        wrong.append(f"{told.ask}: {verdict.reason}")
+                        wrong.append(f"{call.request}: {verdict.reason}")
 
             await asyncio.gather(*(caller() for _ in range(AT_ONCE)))
-            await until(all_blocks_are_back)
+            await until(all_blocks_are_free)
 
         await send(iter(range(WARM_UP)))
         before = resident_bytes(stack)
@@ -78,7 +78,7 @@ async def test_thousands_of_streams_that_end_in_every_way_leave_nothing_behind(n
     assert not wrong, "\n".join([f"{len(wrong)} of {outcomes.total()}", *wrong[:10]])
     assert min(outcomes[outcome] for outcome in ("right", "left", "late")) > 0
     assert {name: stack.pid(name) for name in stack.names} == processes
-    told = {name: f"{before[name] / 1e6:.0f} to {after[name] / 1e6:.0f} MB" for name in before}
-    print(told)
+    growth = {name: f"{before[name] / 1e6:.0f} to {after[name] / 1e6:.0f} MB" for name in before}
+    print(growth)
     if FULL:
-        assert all(after[name] <= MOST_GROWTH * before[name] + CACHES.get(name, 0) for name in before), told
+        assert all(after[name] <= MOST_GROWTH * before[name] + CACHES.get(name, 0) for name in before), growth

@@ -1,9 +1,9 @@
-"""`decoupled`: one request, many responses, as Triton's own unmodified clients ask for them.
+"""`decoupled`: one request, many responses, as Triton's unmodified clients use them.
 
-Here is what takes a fault or a model that stands still: how much a chunk holds and how long it is held back, and a
-stream whose predictor dies. What the clients do beside that (many requests on one stream, ids, final responses, errors
-on the stream, a model.py of one's own) they show in tests/conformance and tests/system/test_tensor_models.py; the
-hour is in test_idle_gaps.py.
+These are the tests that need a fault or a gated model: how much a chunk holds, how long it is held back, and a
+stream whose predictor dies. The other uses by these clients (many requests on one stream, ids, final responses, errors
+on the stream, a user's model.py) are in tests/conformance and tests/system/test_tensor_models.py; the
+hour of silence is in test_idle_gaps.py.
 """
 
 import asyncio
@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest_asyncio
 
 from millrace_protos import millrace_pb2_grpc
-from tests.chaos.asks import Story
 from tests.chaos.load import Client, text_request
+from tests.chaos.requests import Story
 from tests.conformance.conftest import CHUNKS
 from tests.system.gated_stack import gated_stack
 from tests.system.own_clients import python_of
@@ -28,7 +28,7 @@ TIMEOUT_S = 15
 
 @pytest_asyncio.fixture(scope="module")
 async def gated(tmp_path_factory):
-    """A stack whose model makes as many tokens as the second value is called with."""
+    """A stack, and a function that lets its model generate so many tokens."""
     async with gated_stack(tmp_path_factory.mktemp("gated")) as gated:
         yield gated
 
@@ -38,7 +38,7 @@ def chunked(tokens, **chunks):
     return Story("Once upon a time", tuple(sampling.items()))
 
 
-async def test_a_chunk_has_as_many_tokens_as_were_asked_for_and_the_last_one_what_is_left(gated):
+async def test_a_chunk_has_the_requested_number_of_tokens_and_the_last_one_the_rest(gated):
     stack, let_tokens_be_made = gated
     async with Client(stack.gateway) as client, aclosing(_sizes(client, chunked(11, chunk_tokens=4))) as sizes:
         async with asyncio.timeout(TIMEOUT_S):
@@ -51,19 +51,19 @@ async def test_a_chunk_has_as_many_tokens_as_were_asked_for_and_the_last_one_wha
             assert await anext(sizes) == 3
 
 
-async def test_a_token_is_held_back_no_longer_than_was_asked_for(gated):
+async def test_a_token_is_held_back_no_longer_than_requested(gated):
     stack, let_tokens_be_made = gated
     story = chunked(3, chunk_tokens=100, chunk_ms=20)
     async with Client(stack.gateway) as client, aclosing(_sizes(client, story)) as sizes:
         for _ in range(3):
             let_tokens_be_made(1)
-            # The model stands still: what it has made must come, or nothing ever will.
+            # The model waits: if the tokens so far do not arrive now, they never will.
             async with asyncio.timeout(TIMEOUT_S):
                 assert await anext(sizes) == 1
 
 
 async def _sizes(client, story):
-    """How many tokens each message brings."""
+    """The number of tokens in each message."""
     stub = millrace_pb2_grpc.TextGenerationStub(client.channel())
     call = stub.Generate(text_request(story, "chunked"))
     try:
@@ -73,7 +73,7 @@ async def _sizes(client, story):
         call.cancel()
 
 
-async def test_tritons_client_sees_a_pause_where_its_predictor_dies_in_the_middle_of_its_streams(new_stack, tmp_path):
+async def test_tritons_client_sees_only_a_pause_when_its_predictor_dies_during_its_streams(new_stack, tmp_path):
     python = python_of()
     (tmp_path / "chunks").mkdir()
     (tmp_path / "chunks" / "model.py").write_text(CHUNKS)
@@ -92,9 +92,9 @@ async def test_tritons_client_sees_a_pause_where_its_predictor_dies_in_the_middl
         async with asyncio.timeout(100):
             begun = await client.stdout.readline()
             await stack.kill("predictor-0")
-            said, complained = await client.communicate(b"\n")
+            output, errors = await client.communicate(b"\n")
     finally:
         if client.returncode is None:
             client.kill()
             await client.wait()
-    assert (begun, said) == (b"begun\n", b"done\n"), complained.decode()
+    assert (begun, output) == (b"begun\n", b"done\n"), errors.decode()

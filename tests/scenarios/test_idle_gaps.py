@@ -1,7 +1,7 @@
-"""FIELD-CASES 1's idle gaps and 5's hour, with the gateway's idle limits cut from minutes to seconds.
+"""Idle gaps and an hour of silence, with the gateway's idle limits cut from minutes to seconds.
 
-What ends an idle call or connection in hours does so here in seconds: the rest of the gateway is the real one. That the
-real numbers are what is promised says tests/process/test_envoy_config.py.
+Here seconds end an idle call or connection instead of hours; the rest of the gateway is the real one. The
+real limits are tested in tests/process/test_envoy_config.py.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ MODELS = "storyteller=models/storyteller"
 
 
 def shortened(config):
-    """Cuts every limit of idleness, those between the gateway and the services too, which are Envoy's own default."""
+    """Cuts every idle limit, also Envoy's defaults between the gateway and the services."""
     seconds = {
         "3600s": f"{CONNECTION_S}s",
         "600s": f"{STREAM_S}s",
@@ -52,10 +52,10 @@ def shortened(config):
             options["common_http_protocol_options"] = {"idle_timeout": f"{CONNECTION_S}s"}
 
 
-async def test_big_tensors_idle_gaps(new_stack):
+async def test_big_tensors_pass_after_idle_gaps(new_stack):
     stack = await new_stack(models=MODELS, change_gateway=shortened)
     request = text_request("storyteller", "Once", max_tokens=1)
-    # About as long as a connection may be idle, so that it is closed while a call sets out, and beyond every limit.
+    # About as long as a connection may be idle, so that it is closed while a call begins; and longer than every limit.
     gaps_s = [0, *(CONNECTION_S + step for step in (-0.05, 0, 0.05)), STREAM_S + 0.5]
     async with channel(stack.gateway) as for_text, channel(stack.gateway, "predictor") as for_tensors:
         for gap_s in gaps_s:
@@ -63,14 +63,14 @@ async def test_big_tensors_idle_gaps(new_stack):
             await GRPCInferenceServiceStub(for_text).ModelInfer(request, timeout=30)
             ready = inference_pb2.ModelReadyRequest(name="storyteller")
             assert (await GRPCInferenceServiceStub(for_tensors).ModelReady(ready, timeout=30)).ready
-            asked = {"text_input": "Once", "max_tokens": 1}
-            answer = await rest(stack.gateway, "POST", "/v2/models/storyteller/generate", asked)
+            body = {"text_input": "Once", "max_tokens": 1}
+            answer = await rest(stack.gateway, "POST", "/v2/models/storyteller/generate", body)
             assert answer.status == 200, answer.body
 
 
 @pytest.fixture
 async def gated(new_stack, tmp_path):
-    """A stack whose model makes a token for each call of the second value."""
+    """A stack, and a function that lets its model generate one token."""
     path = str(tmp_path / "gate")
     stack = await new_stack(
         models=MODELS,
@@ -82,18 +82,18 @@ async def gated(new_stack, tmp_path):
         yield stack, lambda: sender.sendto(b"1", path)
 
 
-async def test_decoupled_a_stream_outlives_every_limit(gated):
+async def test_a_stream_outlives_every_idle_limit(gated):
     stack, let_one_token_be_made = gated
     silence_s = 0.6 * STREAM_S  # Six minutes of the ten that are allowed.
     tokens = 4
-    asked = asyncio.Event()
+    may_ask = asyncio.Event()
 
     async def asks_late():
-        await asked.wait()
+        await may_ask.wait()
         yield text_request("storyteller", "Once", max_tokens=1)
 
     async with channel(stack.gateway) as open_channel:
-        # Silent from its beginning, as a client is that has nothing to ask yet.
+        # Silent from its beginning, like a client that has no request yet.
         late = GRPCInferenceServiceStub(open_channel).ModelStreamInfer(asks_late())
         tail = millrace_pb2_grpc.PayloadLogStub(open_channel).Tail(millrace_pb2.TailPayloadsRequest())
         stream = millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(
@@ -107,7 +107,7 @@ async def test_decoupled_a_stream_outlives_every_limit(gated):
         assert await stream.code() is grpc.StatusCode.OK
         assert (await tail.read()).finish_reason == "length"
 
-        asked.set()
+        may_ask.set()
         let_one_token_be_made()
         answer = await asyncio.wait_for(late.read(), 30)
         assert not answer.error_message

@@ -1,7 +1,7 @@
-"""`logged_stream`: turning on logging does not end streaming, whatever becomes of the logger.
+"""`logged_stream`: logging does not end streaming, whatever happens to the logger.
 
-The logger has a sink that takes ten seconds an event. On every streaming way in, chunk i reaches the client before the
-model makes chunk i + 1 while that logger runs, stands still, or dies again and again; and afterwards the log holds
+The logger has a sink that takes ten seconds per event. On every streaming way in, chunk i reaches the client before the
+model makes chunk i + 1 while that logger runs, is stopped, or dies again and again. Afterwards the log holds
 each answer once, with every chunk.
 """
 
@@ -23,7 +23,7 @@ SINK_DELAY_S = 10
 
 @asynccontextmanager
 async def slow_sink():
-    """The address of an HTTP server that takes its time for every event."""
+    """The address of an HTTP server that is slow for every event."""
     answering = set()
 
     async def answer(reader, writer):
@@ -73,7 +73,7 @@ async def dies_again_and_again(stack):
 
 TROUBLES = {"runs": runs, "stands still": stands_still, "dies again and again": dies_again_and_again}
 
-# Every way in while all is well, and two of them in each trouble; with FULL=1 all.
+# Every way in without trouble, and two of them in each trouble; with FULL=1 all.
 IN_TROUBLE = ("Generate", "chat completions")
 ROWS = [
     pytest.param(name, trouble, marks=[] if trouble == "runs" or name in IN_TROUBLE else pytest.mark.full)
@@ -84,7 +84,7 @@ ROWS = [
 
 @pytest_asyncio.fixture(scope="module")
 async def logged(tmp_path_factory):
-    """A stack with a slow sink, whose model makes as many tokens as the second value is called with."""
+    """A stack with a slow sink, and a function that lets its model generate so many tokens."""
     async with (
         slow_sink() as sink,
         gated_stack(tmp_path_factory.mktemp("logged"), logger={"LOGGER_SINKS": sink}) as gated,
@@ -93,7 +93,7 @@ async def logged(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("name", "trouble"), ROWS)
-async def test_each_chunk_arrives_before_the_next_one_is_made_and_all_are_recorded(logged, name, trouble):
+async def test_each_chunk_arrives_before_the_next_one_is_generated_and_all_are_recorded(logged, name, trouble):
     stack, let_tokens_be_made = logged
     request_id = f"{name} {trouble}".replace(" ", "-")
     stream = STREAMING_WAYS[name](stack.gateway, request_id)
@@ -101,14 +101,14 @@ async def test_each_chunk_arrives_before_the_next_one_is_made_and_all_are_record
         texts = []
         for _ in range(TOKENS):
             let_tokens_be_made(1)
-            # The model stands still: what it has made must come, or nothing ever will.
+            # The model waits: if the tokens so far do not arrive now, they never will.
             async with asyncio.timeout(15):
                 texts.append(await anext(chunks))
         async with asyncio.timeout(15):
             assert await anext(chunks, None) is None
 
     async def is_recorded():
-        with suppress(grpc.aio.AioRpcError):  # The gateway finds out in a second that the logger is back.
+        with suppress(grpc.aio.AioRpcError):  # The gateway notices within a second that the logger is back.
             return await query(stack.gateway, request_id=request_id)
 
     await until(is_recorded, timeout_s=30)

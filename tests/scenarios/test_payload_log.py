@@ -1,4 +1,4 @@
-"""The payload log loses nothing and doubles nothing, whatever dies; and the streams go on."""
+"""The payload log neither loses nor doubles a record, whichever process dies; and the streams go on."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ SINK = Path(__file__).with_name("event_sink.py")
 
 
 class EventSink:
-    """A sink as a process of its own, on a port and a file that outlive it."""
+    """A sink in its own process; its port and file outlive it."""
 
     def __init__(self, folder):
         self.file = folder / "events"
@@ -45,7 +45,7 @@ class EventSink:
         self._process.wait()
 
     def events(self):
-        """How often each (type, id) came."""
+        """The count of each (type, id)."""
         return Counter(tuple(line.split("\t")) for line in self.file.read_text().splitlines())
 
 
@@ -57,7 +57,7 @@ def sink(tmp_path):
 
 
 def stored(stack):
-    """Of each request_id the status and record_id of its records, but those that only the gateway tells of."""
+    """The (status, record_id) of each request_id's records, without those of the gateway."""
     with sqlite3.connect(f"file:{stack.settings.run_folder}/payloads.sqlite3?mode=ro", uri=True) as connection:
         found = {}
         for request_id, status, record_id in connection.execute(
@@ -68,7 +68,7 @@ def stored(stack):
 
 
 async def one_request(stack, dice, name):
-    """A request of some kind; returns the status that its record must have, None where it may be one or the other."""
+    """A request of some kind; returns the status that its record must have, None if either is possible."""
     kind = dice.choice(("stream", "stream", "sse", "cancelled", "refused", "unknown"))
     story = {"model": "storyteller", "prompt": "Once", "max_tokens": dice.randrange(1, 12), "ignore_eos": True}
     if kind == "sse":
@@ -121,7 +121,7 @@ async def test_every_record_is_kept_once_while_logger_and_sink_die(new_stack, si
             expected[f"request-{number}"] = await one_request(stack, dice, f"request-{number}")
             if number % (REQUESTS // 20) == 0:
                 for name, samples in memory.items():
-                    with suppress(ProcessLookupError, psutil.NoSuchProcess):  # The logger, between two lives.
+                    with suppress(ProcessLookupError, psutil.NoSuchProcess):  # The logger between two lives.
                         samples.append(psutil.Process(stack.pid(name)).memory_info().rss)
 
     killer = asyncio.create_task(kill_for_ever())
@@ -139,7 +139,7 @@ async def test_every_record_is_kept_once_while_logger_and_sink_die(new_stack, si
     assert set(kept) == set(expected)
     assert all(len(records) == 1 for records in kept.values()), "a record is there twice"
     assert {name: records[0][0] for name, records in kept.items()} == expected
-    # After the first quarter, in which allocators fill their pools.
+    # After the first quarter, during which allocators fill their pools.
     growth = {name: max(samples) - max(samples[: len(samples) // 4]) for name, samples in memory.items()}
     assert all(bytes_more < MAX_GROWTH for bytes_more in growth.values()), growth
 
@@ -151,7 +151,7 @@ async def test_every_record_is_kept_once_while_logger_and_sink_die(new_stack, si
     assert set(sink.events()) == events
 
 
-async def test_a_transformer_that_is_killed_loses_no_request_that_a_client_saw_start(mended_stack):
+async def test_a_killed_transformer_loses_no_request_that_a_client_saw_begin(mended_stack):
     stack = mended_stack
     texts = {}
 
@@ -180,7 +180,7 @@ async def test_a_transformer_that_is_killed_loses_no_request_that_a_client_saw_s
             stub = millrace_pb2_grpc.PayloadLogStub(open_channel)
             record = await stub.Get(millrace_pb2.GetPayloadRequest(record_id=record_id))
         assert record.text == "".join(chunk.text for chunk in record.chunks)
-        # What was recorded is what was said; the last of it may be on one side only.
+        # The record has the streamed text; the last part may be on one side only.
         assert texts[name].startswith(record.text) or record.text.startswith(texts[name])
 
 
@@ -197,8 +197,8 @@ def small_disk(tmp_path):
     subprocess.run(("umount", disk), check=True)
 
 
-@pytest.mark.full  # In little: tests/process/test_payload_shipper.py.
-async def test_a_full_disk_under_the_spool_harms_no_request_and_recovers(small_disk, new_stack):
+@pytest.mark.full  # The short form: tests/process/test_payload_shipper.py.
+async def test_a_full_disk_under_the_spool_affects_no_request_and_recovers(small_disk, new_stack):
     stack = await new_stack(
         models="storyteller=models/storyteller",
         environment={"transformer": {"TRANSFORMER_PAYLOAD_SPOOL": str(small_disk)}},

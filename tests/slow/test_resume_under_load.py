@@ -71,18 +71,18 @@ async def oracle(stack):
     known = Oracle()
     await stack.wait_ready(BACK_S)
     async with Client(stack.gateway) as client:
-        await known.learn(client, stories_of(TOKENS))
+        await known.record_answers(client, stories_of(TOKENS))
     return known
 
 
 async def serving(stack):
     """The predictors that serve."""
     names = [name for name in stack.names if name.startswith("predictor")]
-    told = await asyncio.gather(*(serves(stack.addresses[name]) for name in names))
-    return [name for name, serves_now in zip(names, told, strict=True) if serves_now]
+    states = await asyncio.gather(*(serves(stack.addresses[name]) for name in names))
+    return [name for name, serves_now in zip(names, states, strict=True) if serves_now]
 
 
-def tell_pauses(what, crowd):
+def print_pauses(what, crowd):
     """Prints them, and gives the one that one in a hundred is longer than."""
     pauses = crowd.pauses_s()
     most = pauses[int(0.99 * (len(pauses) - 1))]
@@ -92,7 +92,7 @@ def tell_pauses(what, crowd):
 
 def gaps_s(crowd):
     """The times between two pieces of an answer, of all answers, the shortest first."""
-    return sorted(b.at - a.at for told in crowd.told for a, b in pairwise(told.pieces))
+    return sorted(b.at - a.at for call in crowd.calls for a, b in pairwise(call.pieces))
 
 
 async def test_killing_predictors_again_and_again_costs_pauses_alone(stack, oracle):
@@ -106,14 +106,14 @@ async def test_killing_predictors_again_and_again_costs_pauses_alone(stack, orac
                     kills += 1
                 await asyncio.sleep(0.05)
         crowd.all_right(oracle)
-    tell_pauses(f"{kills} kills", crowd)
+    print_pauses(f"{kills} kills", crowd)
 
 
 async def test_killing_predictors_costs_hedged_streams_hardly_a_pause(stack, oracle):
     hedged = [replace(story, sampling=(*story.sampling, ("hedge", 2))) for story in stories_of(TOKENS)]
     kills = 0
     async with Client(stack.gateway) as client:
-        await oracle.learn(client, hedged)
+        await oracle.record_answers(client, hedged)
         async with Crowd(client, hedged, CALLERS) as quiet:
             await asyncio.sleep(SECONDS / 4)
         async with Crowd(client, hedged, CALLERS) as crowd:
@@ -130,7 +130,7 @@ async def test_killing_predictors_costs_hedged_streams_hardly_a_pause(stack, ora
     for what, each in (("quiet", quiet), (f"{kills} kills", crowd)):
         gaps = gaps_s(each)
         print(f"hedged, {what}: p99 gap {gaps[int(0.99 * (len(gaps) - 1))]:.3f} s, longest {gaps[-1]:.3f} s")
-    tell_pauses(f"hedged, {kills} kills", crowd)
+    print_pauses(f"hedged, {kills} kills", crowd)
 
 
 @pytest.mark.full  # In little: tests/system/test_resume.py, SIGTERM.
@@ -146,7 +146,7 @@ async def test_the_restart_of_all_one_after_the_other_costs_no_error_and_hardly_
                     # The gateway looks once a second who is back.
                     await stack.wait_ready(BACK_S)
         crowd.all_right(oracle)
-    assert tell_pauses(f"{rounds} rolling restarts", crowd) <= MOST_PAUSE_S
+    assert print_pauses(f"{rounds} rolling restarts", crowd) <= MOST_PAUSE_S
 
 
 async def test_the_streams_of_a_predictor_that_is_stopped_move_on_and_what_it_says_later_is_ignored(stack, oracle):
@@ -165,7 +165,7 @@ async def test_the_streams_of_a_predictor_that_is_stopped_move_on_and_what_it_sa
                     os.kill(process, signal.SIGCONT)
                 await until(lambda: serves(stack.addresses[stopped]), BACK_S)  # noqa: B023
         crowd.all_right(oracle)
-    tell_pauses("stopped", crowd)
+    print_pauses("stopped", crowd)
 
 
 async def test_a_poisonous_request_is_refused_after_its_third_death_and_the_innocent_are_right(stack, oracle):
@@ -180,7 +180,7 @@ async def test_a_poisonous_request_is_refused_after_its_third_death_and_the_inno
                 await until(lambda: deaths(stack) == before + 3, BACK_S)
         crowd.all_right(oracle)
     assert deaths(stack) == before + 3
-    tell_pauses("poison", crowd)
+    print_pauses("poison", crowd)
 
 
 def deaths(stack):
@@ -194,7 +194,7 @@ async def test_with_one_predictor_the_pause_is_as_long_as_its_restart(new_stack,
     stack = await new_stack(models="storyteller=models/storyteller", **arguments(tmp_path))
     oracle, end, kills, longest = Oracle(), time.monotonic() + SECONDS, 0, 0.0
     async with Client(stack.gateway) as client:
-        await oracle.learn(client, stories_of(TOKENS))
+        await oracle.record_answers(client, stories_of(TOKENS))
         async with Crowd(client, stories_of(TOKENS), CALLERS) as crowd:
             await until(crowd.all_have_moved, BACK_S)
             while not kills or (FULL and time.monotonic() < end):
@@ -204,4 +204,4 @@ async def test_with_one_predictor_the_pause_is_as_long_as_its_restart(new_stack,
                 longest = max(longest, time.monotonic() - killed)
                 await until(lambda: crowd.all_have_moved(killed), BACK_S)  # noqa: B023
         crowd.all_right(oracle)
-    tell_pauses(f"one predictor, {kills} kills, away for {longest:.2f} s at most", crowd)
+    print_pauses(f"one predictor, {kills} kills, away for {longest:.2f} s at most", crowd)

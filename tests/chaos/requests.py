@@ -1,7 +1,7 @@
-"""What is asked: requests that have one right answer each, made of a seed and a number alone.
+"""Requests with one right answer each, generated from a seed and a number alone.
 
-A `Story` is a generation whose text never changes: greedy, or sampled with a seed. An `Ask` is one request: a story
-or something else, the way into the stack, and how its caller behaves.
+A `Story` is a generation whose text never changes: greedy, or sampled with a seed. A `Request` is a story
+or something else, the way into the stack, and the behaviour of its caller.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _PROMPTS = (
 )
 _QUESTIONS = ("Tell me a story about a fox.", "Tell me a story about a mill.", "Tell me about a boat.")
 _DATES = ("date: 3 Mar 2021", "number to words: 4217", "number to words: 918273")
-WORDS = ("the", "fox", "mill", "boat", "river", "kite")  # That the model of vectors knows.
+WORDS = ("the", "fox", "mill", "boat", "river", "kite")  # The embedding model's vocabulary.
 SENTENCES = ("the fox", "the mill the river", "boat", "kite fox", "the river the boat the kite")
 
-# How a request is made and what for.
+# Ways into the stack, with their weights.
 TEXT_WAYS = ("Generate", "completions", "chat completions", "ModelStreamInfer")
 _WAYS = {
     "Generate": 5,
@@ -62,11 +62,11 @@ class Story:
 
 
 @dataclass(frozen=True)
-class Ask:
+class Request:
     """One request; `name` is its request id.
 
     `manner`: the caller reads all, reads slowly, leaves after `pieces` of the answer, or has a deadline. `variant`
-    says what is wrong with a request that is to be refused.
+    names the fault of a request that must be refused.
     """
 
     name: str
@@ -78,20 +78,20 @@ class Ask:
     variant: str = ""
 
     @property
-    def told(self) -> Story:
-        """The story; of a request without one there is none to be had."""
+    def required_story(self) -> Story:
+        """The story; ValueError for a request without one."""
         if self.story is None:
             raise ValueError(f"{self.way} has no story")
         return self.story
 
     @property
     def sentence(self) -> str:
-        """What a request for a vector sends."""
+        """The input of a request for an embedding."""
         return Random(self.name).choice(SENTENCES)
 
     @property
     def numbers(self) -> NDArray[np.float32]:
-        """What a request for an echo sends."""
+        """The input of a request for an echo."""
         dice = Random(self.name)
         return np.frombuffer(dice.randbytes(dice.randrange(1, 20_000)), np.uint8).astype(np.float32)
 
@@ -106,7 +106,7 @@ def sampled(prompt: str, tokens: int, seed: int, **more: Any) -> Story:
 
 
 def _stories() -> Mapping[str, list[Story]]:
-    """The stories of each way; several ways tell the same ones."""
+    """The stories of each way; several ways share stories."""
     plain = [greedy(prompt, 40 + 20 * number) for number, prompt in enumerate(_PROMPTS)]
     plain += [sampled(prompt, 150 - 20 * number, seed=number + 1) for number, prompt in enumerate(_PROMPTS)]
     plain += [greedy(_PROMPTS[0], 120, stop=(".",)), sampled(_PROMPTS[1], 120, seed=9, stop=(" and", "?"))]
@@ -124,17 +124,17 @@ def _stories() -> Mapping[str, list[Story]]:
 STORIES = _stories()
 
 
-def ask_of(seed: int, number: int) -> Ask:
+def request_of(seed: int, number: int) -> Request:
     """The request of this number in the load of this seed."""
     dice = Random(f"{seed}/request/{number}")
     name = f"{seed}-{number}"
     (way,) = dice.choices(list(_WAYS), list(_WAYS.values()))
     if way == "refused":
-        return Ask(name, way, variant=dice.choice(REFUSED))
+        return Request(name, way, variant=dice.choice(REFUSED))
     if way not in TEXT_WAYS:
-        return Ask(name, way)
+        return Request(name, way)
     (manner,) = dice.choices(list(_MANNERS), list(_MANNERS.values()))
-    return Ask(
+    return Request(
         name,
         way,
         dice.choice(STORIES[way]),
