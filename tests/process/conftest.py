@@ -1,4 +1,4 @@
-"""What several of these tests need of the payload log."""
+"""Fixtures of the payload log."""
 
 from tests.support.payload_fixtures import ingest, payload_log, store, taps
 

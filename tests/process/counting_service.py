@@ -1,6 +1,6 @@
-"""A service as the others are made: `/test/count` sends a number every 50 ms, as many as it is asked for.
+"""A service built like the others: `/test/count` sends a number every 50 ms, as many as the request says.
 
-What it does besides, it says in a file, for its standard error has the log.
+It logs its other actions to a file, since its standard error has the log.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from millrace.settings import ServiceSettings
 
 class Settings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="TEST_", frozen=True, env_ignore_empty=True)
-    said: Path
+    events_file: Path
     fail: str = ""
     drains: bool = False
 
@@ -28,9 +28,9 @@ class Service(grpc.GenericRpcHandler):
     def __init__(self, settings):
         self._settings = settings
 
-    def say(self, *words):
-        with self._settings.said.open("a") as said:
-            print(*words, file=said)
+    def record_event(self, *words):
+        with self._settings.events_file.open("a") as events_file:
+            print(*words, file=events_file)
 
     def service(self, details):
         return {
@@ -39,7 +39,7 @@ class Service(grpc.GenericRpcHandler):
         }.get(details.method)
 
     async def block(self, request, context):
-        self.say("blocks")
+        self.record_event("blocks")
         time.sleep(600)  # noqa: ASYNC251
 
     async def count(self, request, context):
@@ -51,18 +51,18 @@ class Service(grpc.GenericRpcHandler):
         try:
             await asyncio.Event().wait()
         finally:
-            self.say("task ended")
+            self.record_event("task ended")
 
     async def fail(self):
         if self._settings.fail == "cancelled":
-            raise asyncio.CancelledError  # As a call whose channel is closed.
+            raise asyncio.CancelledError  # Like a call whose channel is closed.
         raise RuntimeError("the engine is dead")
 
     async def close(self, name):
-        self.say(name, "closed")
+        self.record_event(name, "closed")
 
     async def drain(self, seconds):
-        self.say("drains for", seconds)
+        self.record_event("drains for", seconds)
         raise RuntimeError("no water")
 
 

@@ -1,4 +1,4 @@
-"""A processor around `echo` that doubles what comes back."""
+"""A processor around `echo` that doubles its outputs."""
 
 from millrace.processor import Processor
 

@@ -1,4 +1,4 @@
-"""`python -m runner up` with fakes for services: `python -m tests.process.fake_runner up SETTINGS`.
+"""`python -m runner up` with fake services: `python -m tests.process.fake_runner up SETTINGS`.
 
 The name and the first argument make it look like a runner to `down`. It starts its services as a runner does, so these
 are its children and end with it.
@@ -39,7 +39,7 @@ class Runner:
         self.output: list[str] = []
 
     def wait_ready(self) -> list[psutil.Process]:
-        """Its services, once it says that they are ready."""
+        """Its services, once it reports that they are ready."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.output.append(line)
@@ -51,7 +51,7 @@ class Runner:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def environment(self) -> dict[str, str]:
-        """What `python -m runner` needs to find its stack."""
+        """The environment in which `python -m runner` finds its stack."""
         ports = {name: str(numbers[0]) for name, numbers in self.settings.ports().items()}
         return os.environ | ports | {"RUN_FOLDER": str(self.settings.run_folder)}
 
@@ -70,7 +70,7 @@ def running(run_folder: Path) -> Iterator[Runner]:
 
 
 def command(runner: Runner, action: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    """`python -m runner ACTION`, without a process of its own."""
+    """`python -m runner ACTION`, run in this process."""
     arguments = ["runner", action]
     code, stdout, stderr = 0, io.StringIO(), io.StringIO()
     with (

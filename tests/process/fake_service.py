@@ -1,4 +1,4 @@
-"""A service that speaks gRPC health alone: `python -m tests.process.fake_service KIND`.
+"""A service that implements only gRPC health: `python -m tests.process.fake_service KIND`.
 
 It listens at `KIND_PORT`, refuses the log level LOUD, and hands its port over as the services do.
 """

@@ -1,7 +1,7 @@
-"""A server of the protocol's V2 REST, and nothing else: HTTP/1.1 by hand, so that it can also break it.
+"""A server of only the protocol's V2 REST: HTTP/1.1 by hand, so that it can also break the protocol.
 
-Models: `echo`, which gives its tensors back in the form that is asked for, and `ids`, which takes and gives token ids.
-`script` holds what the next calls of infer do instead: return (status, headers, body), or raise `Broken`, which closes
+Models: `echo`, which returns its tensors in the requested form, and `ids`, which takes and returns token ids.
+`script` holds the actions of the next calls of infer: return (status, headers, body), or raise `Broken`, which closes
 the connection; an action gets the `Call`.
 """
 
@@ -38,7 +38,7 @@ class Call:
 
 
 class Broken(Exception):  # noqa: N818
-    """The connection breaks; what the answer had until then is sent."""
+    """The connection breaks; the answer so far is sent."""
 
     def __init__(self, sent=b""):
         self.sent = sent
@@ -100,7 +100,7 @@ class ForeignRestServer:
 
 
 def echo(call):
-    """The inputs as outputs, binary where they are asked for so."""
+    """The inputs as outputs, binary if requested."""
     document = call.document
     binary = document.get("parameters", {}).get("binary_data_output", False)
     length = call.headers.get(LENGTH)
@@ -112,7 +112,7 @@ def echo(call):
 
 
 def says(status, body=b"", **headers):
-    """One answer, whatever the call."""
+    """The same answer to any call."""
 
     async def action(call):
         return status, {name.replace("_", "-"): value for name, value in headers.items()}, body
@@ -140,7 +140,7 @@ async def foreign_rest_server(server, port=0):
 
     async def serve(reader, writer):
         tasks.add(asyncio.current_task())
-        with suppress(asyncio.CancelledError):  # Else the streams of asyncio log it.
+        with suppress(asyncio.CancelledError):  # Otherwise asyncio's streams log it.
             await server.serve(reader, writer)
 
     listener = await asyncio.start_server(serve, "127.0.0.1", port, limit=2**17)

@@ -1,7 +1,7 @@
-"""A server of the Open Inference Protocol that knows nothing of ours: no health service, no ModelConfig, no index.
+"""A server of the Open Inference Protocol without Millrace's additions: no health service, no ModelConfig, no index.
 
-Models: `echo`, which gives its tensors back, and `ids`, which takes input_ids INT64 [1, N] and streams
-the same ids as output_ids, one an answer, without a word about the end.
+Models: `echo`, which returns its tensors, and `ids`, which takes input_ids INT64 [1, N] and streams
+the same ids as output_ids, one per answer, without a mark of the end.
 """
 
 from __future__ import annotations

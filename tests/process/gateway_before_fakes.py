@@ -1,4 +1,4 @@
-"""The real Envoy with the derived configuration, in front of fakes that answer as the services do."""
+"""The real Envoy with the derived configuration, in front of fake services."""
 
 from __future__ import annotations
 
@@ -37,39 +37,39 @@ Context = grpc.aio.ServicerContext[Any, Any]
 JSON = "application/json"
 OPENAI, V2 = "/v1/completions", "/v2/health/ready"
 ORIGIN = "https://page.example"
-HOST = "models.example"  # By which the gateway may be called.
+HOST = "models.example"  # An allowed host name of the gateway.
 METADATA = "/inference.GRPCInferenceService/ServerMetadata"
 
 
 class FakeOpenAI(rest_pb2_grpc.OpenAIServicer):
-    """Answers as the request's JSON body says; `written` are bytes of pieces, `running` the calls that write some."""
+    """Follows the request's JSON body; `written` counts bytes of pieces, `running` calls that are writing them."""
 
     def __init__(self) -> None:
         self.first_chunk_was_read = asyncio.Event()
         self.written = self.running = 0
 
     async def Completions(self, request: HttpBody, context: Context) -> AsyncIterator[HttpBody]:  # noqa: N802
-        asked = json.loads(request.data or b"{}")
-        metadata = tuple((key, str(value)) for key, value in asked.get("metadata", {}).items())
-        if "abort" in asked:
-            await context.abort(grpc.StatusCode[asked["abort"]], asked["message"], metadata)
+        fields = json.loads(request.data or b"{}")
+        metadata = tuple((key, str(value)) for key, value in fields.get("metadata", {}).items())
+        if "abort" in fields:
+            await context.abort(grpc.StatusCode[fields["abort"]], fields["message"], metadata)
         if metadata:
             await context.send_initial_metadata(metadata)
-        if "pieces" in asked:
+        if "pieces" in fields:
             self.running += 1
             try:
-                for _ in range(asked["pieces"]):
-                    yield HttpBody(content_type="text/event-stream", data=b"x" * asked["size"])
-                    self.written += asked["size"]
+                for _ in range(fields["pieces"]):
+                    yield HttpBody(content_type="text/event-stream", data=b"x" * fields["size"])
+                    self.written += fields["size"]
             finally:
                 self.running -= 1
             return
-        if asked.get("stream"):
+        if fields.get("stream"):
             yield HttpBody(content_type="text/event-stream", data=b"data: 1\n\n")
             await self.first_chunk_was_read.wait()
             yield HttpBody(data=b"data: [DONE]\n\n")
             return
-        answer = asked.get("answer") or {
+        answer = fields.get("answer") or {
             "time_remaining": context.time_remaining(),
             "metadata": dict(context.invocation_metadata() or ()),
         }
@@ -77,7 +77,7 @@ class FakeOpenAI(rest_pb2_grpc.OpenAIServicer):
 
 
 class FakeTextGeneration(millrace_pb2_grpc.TextGenerationServicer):
-    """Streams as the fake above does."""
+    """Streams like the fake above."""
 
     def __init__(self, openai: FakeOpenAI) -> None:
         self._openai = openai
@@ -105,8 +105,8 @@ class FakeInference(inference_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelStreamInfer(  # noqa: N802
         self, request_iterator: AsyncIterator[inference_pb2.ModelInferRequest], context: Context
     ) -> AsyncIterator[inference_pb2.ModelStreamInferResponse]:
-        """Answers each request, but the first call of these: "drains" is refused as one that drains does it, "dies" as
-        one whose engine died, "stops" as gRPC does for a server that stops."""
+        """Answers each request except the first call of some ids: "drains" is refused as by a draining service, "dies"
+        as after the death of an engine, "stops" as by gRPC while a server stops."""
         async for request in request_iterator:
             self._streams[request.id] += 1
             if request.id in ("drains", "dies", "stops") and self._streams[request.id] == 1:
@@ -144,7 +144,7 @@ class Answer:
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps the spans that come: service, name, trace id, span id and the request's id."""
+    """Keeps the spans that it receives: service, name, trace id, span id and the request's id."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[str, str, str, str, str]] = []
@@ -153,8 +153,8 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         for resource in request.resource_spans:
             (service,) = [one.value.string_value for one in resource.resource.attributes if one.key == "service.name"]
             for span in (span for scope in resource.scope_spans for span in scope.spans):
-                told = {one.key: one.value.string_value for one in span.attributes}
-                ids = (span.trace_id.hex(), span.span_id.hex(), told.get(REQUEST_ID, ""))
+                attributes = {each.key: each.value.string_value for each in span.attributes}
+                ids = (span.trace_id.hex(), span.span_id.hex(), attributes.get(REQUEST_ID, ""))
                 self.spans.append((service, span.name, *ids))
         return trace_service_pb2.ExportTraceServiceResponse()
 
@@ -174,8 +174,8 @@ class Gateway:
     async def request(self, method: str, path: str, body: bytes = b"", **headers: str) -> Answer:
         return await asyncio.to_thread(self._request, method, path, body, headers)
 
-    async def post(self, **asked: Any) -> Answer:
-        return await self.request("POST", OPENAI, json.dumps(asked).encode())
+    async def post(self, **fields: Any) -> Answer:
+        return await self.request("POST", OPENAI, json.dumps(fields).encode())
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(self.address, timeout=30)
@@ -196,7 +196,7 @@ class Gateway:
 
 
 class FakeHealth(health.aio.HealthServicer):
-    """Answers while `answers` is set; a service whose loop is busy answers once that is over."""
+    """Answers while `answers` is set; a service with a busy loop answers afterwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ async def running_gateway(
     environment: Mapping[str, str] | None = None,
     **settings_of_test: Any,
 ) -> AsyncIterator[Gateway]:
-    """Envoy with a fake behind each of its clusters; `environment` is added to its own, the rest are settings."""
+    """Envoy with a fake behind each cluster; `environment` is added to its own, the rest are settings."""
     collector, otlp = Collector(), grpc.aio.server()
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, otlp)
     endpoint = f"http://127.0.0.1:{otlp.add_insecure_port('127.0.0.1:0')}"

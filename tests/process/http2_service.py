@@ -34,11 +34,11 @@ class Service:
         yield HttpBody(content_type="application/octet-stream", data=request)
 
     async def count(self, request: bytes, context: Any) -> AsyncIterator[HttpBody]:
-        """So many pieces of so many bytes."""
-        asked = json.loads(request)
-        for _ in range(asked["pieces"]):
-            yield HttpBody(content_type=EVENTS, data=b"x" * asked["size"])
-            self.written += asked["size"]
+        """As many pieces of as many bytes as the request says."""
+        message = json.loads(request)
+        for _ in range(message["pieces"]):
+            yield HttpBody(content_type=EVENTS, data=b"x" * message["size"])
+            self.written += message["size"]
 
     async def fail(self, request: bytes, context: Any) -> AsyncIterator[HttpBody]:
         if request:
@@ -78,7 +78,7 @@ class Served:
 
 
 class Uncounted(Admission):
-    """Knows no client's limits, like fakes of other services."""
+    """Has no limits of clients."""
 
     def call(self, method: str, request_streaming: bool, metadata: Metadata = ()) -> Call:
         return super().call(method, request_streaming)

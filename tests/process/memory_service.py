@@ -1,7 +1,7 @@
-"""A server of the protocol in a process of its own, whose memory is looked at from outside.
+"""A server of the protocol in its own process, whose memory is measured from outside.
 
-`python -m tests.process.memory_service BUDGET` prints its port. ModelInfer answers with its request's id as soon as it
-is let go: by SIGUSR1.
+`python -m tests.process.memory_service BUDGET` prints its port. ModelInfer answers with its request's id once it
+is released, by SIGUSR1.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""An HTTP server that takes CloudEvents, or does not, as the test says."""
+"""An HTTP server that accepts or refuses CloudEvents, as the test wants."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 from cloudevents.core.base import BaseCloudEvent
 from cloudevents.core.bindings.http import HTTPMessage, from_http_event
 
-# What the sink answers to an event: a status, and headers.
+# The sink's answer to an event: a status and headers.
 Answer = tuple[int, dict[str, str]]
 ACCEPTED: Answer = (202, {})
 
 
 class SinkServer:
-    """Listens on a port that outlives restarts; `taken` are the events that it answered with a 2xx, in order."""
+    """Listens on a port that outlives restarts; `taken` are the events that it answered with 2xx, in order."""
 
     def __init__(self) -> None:
         self.taken: list[BaseCloudEvent] = []
         self.tries = 0
-        self.at_once = 0  # The most events that were with it at a time.
+        self.at_once = 0  # The largest number of events in flight.
         self.answer: Callable[[BaseCloudEvent], Awaitable[Answer]] = self._accept
-        self.body = b""  # Of each answer.
+        self.body = b""  # The body of each answer.
         self._port = 0
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.StreamWriter] = set()
@@ -35,7 +35,7 @@ class SinkServer:
 
     @property
     def keys(self) -> list[tuple[str, str]]:
-        """(source, id) of what it took."""
+        """(source, id) of the events that it accepted."""
         return [(event.get_source(), event.get_id()) for event in self.taken]
 
     async def start(self) -> None:
@@ -43,7 +43,7 @@ class SinkServer:
         self._port = self._server.sockets[0].getsockname()[1]
 
     async def kill(self) -> None:
-        """Breaks every connection and listens no more."""
+        """Breaks every connection and stops listening."""
         assert self._server is not None
         self._server.close()
         for writer in self._connections:
@@ -77,7 +77,7 @@ class SinkServer:
         headers = dict(line.split(": ", 1) for line in head[1:] if line)
         headers = {name.lower(): value for name, value in headers.items()}
         body = await reader.readexactly(int(headers["content-length"]))
-        # The SDK parses what came, and refuses what is no CloudEvent.
+        # The SDK parses the event, and refuses a malformed one.
         event = from_http_event(HTTPMessage(headers, body))
         self.tries += 1
         self._open += 1
@@ -88,7 +88,7 @@ class SinkServer:
             self._open -= 1
         if 200 <= status < 300:
             self.taken.append(event)
-        lines = [f"HTTP/1.1 {status} As Told", f"content-length: {len(self.body)}"]
+        lines = [f"HTTP/1.1 {status} Scripted", f"content-length: {len(self.body)}"]
         lines += [f"{name}: {value}" for name, value in extra.items()]
         writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + self.body)
         await writer.drain()

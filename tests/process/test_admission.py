@@ -1,4 +1,4 @@
-"""A service takes so many calls at once; one more is refused at once, unread, and told when to come again."""
+"""A service accepts a limited number of calls; one more is refused at once, unread, with a retry delay."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ MAX_CALLS = 2
 
 
 class Held(grpc.GenericRpcHandler):
-    """`/test/held`, whose calls end when they are released; it counts the messages that it was given."""
+    """`/test/held`, whose calls end when they are released; it counts the messages that it receives."""
 
     def __init__(self):
         self.release = asyncio.Event()
@@ -58,22 +58,22 @@ async def test_one_call_too_many_is_refused_at_once_and_unread(served):
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await anext(aiter(call(channel)))
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    told = dict(refused.value.trailing_metadata())
+    metadata = dict(refused.value.trailing_metadata())
     expected = {"x-http-status": "429", "x-failed-hop": "test", "retry-after-ms": str(RETRY_AFTER_MS)}
-    assert expected.items() <= told.items()
+    assert expected.items() <= metadata.items()
     assert handler.messages == MAX_CALLS
     handler.release.set()
     assert await asyncio.gather(*calls) == [b"done"] * MAX_CALLS
 
 
-async def test_a_call_that_ends_makes_room_however_it_ends(served):
+async def test_a_call_makes_room_whatever_its_end(served):
     channel, handler = served
     for task in await fill(channel, handler):
         task.cancel()
         await asyncio.wait({task})
     handler.release.set()
     async with asyncio.timeout(30):
-        while True:  # The server learns of a cancelled call a moment later.
+        while True:  # The server notices a cancelled call a moment later.
             try:
                 assert await anext(aiter(call(channel))) == b"done"
                 return
@@ -81,11 +81,11 @@ async def test_a_call_that_ends_makes_room_however_it_ends(served):
                 await asyncio.sleep(0.005)
 
 
-async def test_a_full_service_says_that_it_is_healthy(served):
+async def test_a_full_service_is_healthy(served):
     channel, handler = served
     calls = await fill(channel, handler)
     health = health_pb2_grpc.HealthStub(channel)
-    told = await health.Check(health_pb2.HealthCheckRequest(service=""), timeout=30)
-    assert told.status == health_pb2.HealthCheckResponse.SERVING
+    answer = await health.Check(health_pb2.HealthCheckRequest(service=""), timeout=30)
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
     handler.release.set()
     await asyncio.gather(*calls)

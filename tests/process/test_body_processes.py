@@ -1,4 +1,4 @@
-"""Large bodies are read in other processes: so many bytes at a time, within the deadline, each failure its own."""
+"""Large bodies are read in other processes: bounded in bytes, within the deadline, each failing alone."""
 
 import asyncio
 import os
@@ -84,14 +84,14 @@ def children():
 
 
 def command_of(process):
-    """Nothing for one that has ended and was not waited for yet."""
+    """The command line; empty for a process that has ended and was not waited for yet."""
     try:
         return process.cmdline()
     except psutil.ZombieProcess:
         return []
 
 
-async def test_work_is_done_elsewhere_and_its_bytes_come_back_as_they_are(processes):
+async def test_work_runs_in_another_process_and_returns_its_bytes_unchanged(processes):
     body = os.urandom(3_000_000)
     first, back = await processes.run(process_id, (), body)
     assert (first != os.getpid(), back == body) == (True, True)
@@ -100,7 +100,7 @@ async def test_work_is_done_elsewhere_and_its_bytes_come_back_as_they_are(proces
     assert (again == first, other != first) == (True, True)
 
 
-async def test_the_processes_stay_behind_and_give_memory_back(processes, monkeypatch):
+async def test_the_processes_are_reused_and_give_memory_back(processes, monkeypatch):
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1073741824")
     await processes.run(process_id, (), b"x")
     await processes.run(process_id, (), bytes(LARGE_BYTES + 1))
@@ -117,7 +117,7 @@ async def test_the_processes_stay_behind_and_give_memory_back(processes, monkeyp
         ("unforeseen", RequestFailedError, "internal error"),
     ],
 )
-async def test_what_the_work_raises_comes_back(processes, kind, error, text):
+async def test_an_error_of_the_work_is_raised_in_the_caller(processes, kind, error, text):
     with pytest.raises(error, match=text) as raised:
         await processes.run(refuse, (kind,), b"")
     assert type(raised.value) is error
@@ -129,7 +129,7 @@ async def test_what_the_work_raises_comes_back(processes, kind, error, text):
     ("number", "error"),
     [(signal.SIGKILL, RequestFailedError), (signal.SIGSEGV, TooLargeError), (signal.SIGTERM, RequestFailedError)],
 )
-async def test_a_process_that_ends_fails_the_call_it_has_and_no_other(processes, number, error):
+async def test_the_end_of_a_process_fails_only_its_own_call(processes, number, error):
     first, waiting = await asyncio.gather(
         processes.run(end, (number,), b""), processes.run(process_id, (), b"next"), return_exceptions=True
     )
@@ -137,7 +137,7 @@ async def test_a_process_that_ends_fails_the_call_it_has_and_no_other(processes,
     assert waiting[1] == b"next"
 
 
-async def test_one_that_ends_while_it_has_nothing_to_do_harms_nobody(processes):
+async def test_the_end_of_an_idle_process_fails_no_call(processes):
     before, _ = await processes.run(process_id, (), b"")
     os.kill(before, signal.SIGKILL)
     await until(lambda: psutil.Process(before).status() == psutil.STATUS_ZOMBIE)
@@ -164,7 +164,7 @@ async def test_bytes_beyond_the_bound_are_refused_until_there_is_room(processes,
         with pytest.raises(OverloadedError) as caught:
             await processes.run(wait, (str(gate),), body)
         assert caught.value.retry_after_ms
-        # Who leaves the queue makes room.
+        # A cancelled call makes room in the queue.
         waiting[-1].cancel()
         await asyncio.gather(waiting[-1], return_exceptions=True)
         waiting[-1] = asyncio.create_task(processes.run(wait, (str(gate),), body))
@@ -175,7 +175,7 @@ async def test_bytes_beyond_the_bound_are_refused_until_there_is_room(processes,
     assert [data for _, data in await asyncio.gather(*waiting)] == [body] * 3
 
 
-async def test_what_cannot_be_passed_on_is_refused_and_takes_no_place(processes):
+async def test_a_body_that_cannot_be_passed_on_is_refused_and_takes_no_place(processes):
     nested = []
     for _ in range(900):
         nested = [nested]
@@ -188,7 +188,7 @@ async def test_what_cannot_be_passed_on_is_refused_and_takes_no_place(processes)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux's limits")
-async def test_each_process_has_limits_of_its_own_and_ends_before_the_one_it_works_for(processes):
+async def test_each_process_has_its_own_limits_and_ends_before_its_parent(processes):
     (small, first), _ = await processes.run(limits, (), b"")
     (large, _), _ = await processes.run(limits, (), bytes(LARGE_BYTES + 1))
     (templates, _), _ = await processes.run(limits, (), b"", lane=TEMPLATES)
@@ -213,7 +213,7 @@ async def test_a_long_prompt_does_not_wait_for_a_large_tensor(processes, tmp_pat
     await large
 
 
-async def test_the_processes_end_with_what_they_work_for(tmp_path):
+async def test_the_processes_end_with_their_parent(tmp_path):
     processes = BodyProcesses()
     await processes.run(process_id, (), b"")
     busy = asyncio.create_task(processes.run(wait, (str(tmp_path / "never"),), bytes(LARGE_BYTES + 1)))
@@ -224,7 +224,7 @@ async def test_the_processes_end_with_what_they_work_for(tmp_path):
     await until(lambda: not children())
 
 
-def test_what_reads_bodies_imports_no_tokenizer():
+def test_the_processes_import_no_tokenizer():
     modules = ("generation_requests", "text_requests")
     script = "; ".join(f"import services.transformer.frontends.openai.{name}" for name in modules)
     script += "; import sys; sys.exit('transformers' in sys.modules or 'tokenizers' in sys.modules)"

@@ -1,4 +1,4 @@
-"""Programs that call a gateway send the environment's key with every kind of call, and nothing without it."""
+"""Programs that call a gateway send the environment's key, if there is one, with every kind of call."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 
 class Echo(grpc.GenericRpcHandler):
-    """Answers every call with the `authorization` that came with it."""
+    """Answers every call with its `authorization` metadata."""
 
     def service(self, details):
         kind = details.method.removeprefix("/echo/")

@@ -1,4 +1,4 @@
-"""The real Envoy with the derived configuration, in front of fakes that answer as the services do."""
+"""The real Envoy with the derived configuration, in front of fake services."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
-    """Envoy with a fake behind each of its clusters."""
+    """Envoy with a fake behind each cluster."""
     async with running_gateway(tmp_path_factory.mktemp("envoy")) as running:
         yield running
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def lonely_gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
-    """Envoy with nobody behind it."""
+    """Envoy without any service behind it."""
     folder = tmp_path_factory.mktemp("lonely")
     settings = free_settings(folder)
     process = start_envoy(settings, folder)
@@ -79,7 +79,7 @@ async def test_an_unknown_path_or_method_is_404_in_its_api_s_shape(
         assert answer.json == {"error": message}
 
 
-@pytest.mark.parametrize("method", ["/nobody.Knows/This", "/millrace.v1.PayloadIngest/Append"])
+@pytest.mark.parametrize("method", ["/unknown.Service/Method", "/millrace.v1.PayloadIngest/Append"])
 async def test_an_unknown_grpc_method_is_unimplemented(gateway: Gateway, method: str) -> None:
     async with gateway.channel() as channel:
         with pytest.raises(grpc.aio.AioRpcError) as failed:
@@ -95,7 +95,7 @@ async def test_a_body_over_60_mib_is_413(gateway: Gateway) -> None:
     assert answer.json["error"]["message"] == "the body is larger than 60 MiB"
 
 
-async def test_a_chunk_arrives_before_the_next_is_made(gateway: Gateway) -> None:
+async def test_a_chunk_arrives_before_the_next_is_generated(gateway: Gateway) -> None:
     connection = gateway.connect()
 
     def first_chunk() -> tuple[http.client.HTTPResponse, bytes]:
@@ -143,7 +143,7 @@ async def test_an_abort_of_v2_has_its_shape(gateway: Gateway) -> None:
     assert answer.json == {"error": 'model "a" is loading'}
 
 
-async def test_a_body_that_the_service_wrote_is_kept(gateway: Gateway) -> None:
+async def test_an_error_body_of_the_service_is_kept(gateway: Gateway) -> None:
     error = {"error": {"message": "full", "type": "rate_limit_error", "code": "busy", "param": None}}
     metadata = {"x-http-status": 429, "x-failed-hop": "predictor", "retry-after-ms": 1500}
     answer = await gateway.post(metadata=metadata, answer=error)
@@ -153,7 +153,7 @@ async def test_a_body_that_the_service_wrote_is_kept(gateway: Gateway) -> None:
     assert answer.headers["x-failed-hop"] == "predictor"
 
 
-async def test_rest_clients_see_nothing_of_grpc(gateway: Gateway) -> None:
+async def test_rest_clients_see_no_headers_of_grpc(gateway: Gateway) -> None:
     signed = {"x-http-status": 502, "x-failed-hop": "predictor"}
     for answer in (await gateway.post(), await gateway.post(abort="UNAVAILABLE", message="gone", metadata=signed)):
         assert not [name for name in answer.headers if name.startswith(("grpc-", "x-http-status", "x-envoy-"))]
@@ -190,7 +190,7 @@ async def test_the_first_token_s_deadline_is_passed_on_and_is_no_deadline_of_the
     assert answer.json["time_remaining"] is None
 
 
-async def test_a_request_id_is_made_or_kept_passed_on_and_returned(gateway: Gateway) -> None:
+async def test_a_request_id_is_generated_or_kept_passed_on_and_returned(gateway: Gateway) -> None:
     kept = await gateway.request("POST", OPENAI, b"{}", x_request_id="mine")
     assert kept.headers["x-request-id"] == kept.json["metadata"]["x-request-id"] == "mine"
     made = await gateway.post()
@@ -208,7 +208,7 @@ async def test_answers_of_the_gateway_itself_carry_the_request_id(gateway: Gatew
     assert (refused.status, refused.headers["x-request-id"]) == (400, "mine")
 
 
-async def test_the_trace_s_id_is_told(gateway: Gateway) -> None:
+async def test_the_trace_s_id_is_returned(gateway: Gateway) -> None:
     answer = await gateway.post()
     assert answer.headers["x-trace-id"] == answer.json["metadata"]["traceparent"].split("-")[1]
 
@@ -234,7 +234,7 @@ async def test_every_answer_names_the_gateway_s_span_in_the_request_s_trace(gate
         await until(lambda trace=trace, span=span: {(trace, span)} & {one[2:4] for one in gateway.collector.spans})
 
 
-async def test_a_grpc_client_is_told_the_trace_too(gateway: Gateway) -> None:
+async def test_a_grpc_client_gets_the_trace_s_id_too(gateway: Gateway) -> None:
     async with gateway.channel() as channel:
         stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
         sampled = (("traceparent", f"00-{TRACE}-{CALLER}-01"),)
@@ -243,8 +243,12 @@ async def test_a_grpc_client_is_told_the_trace_too(gateway: Gateway) -> None:
         failed = stub.ModelReady(inference_pb2.ModelReadyRequest(), metadata=sampled, timeout=10)
         with pytest.raises(grpc.aio.AioRpcError):
             await failed
-        told = (*await answered.initial_metadata(), *await failed.initial_metadata(), *await failed.trailing_metadata())
-    found = [value for key, value in told if key == "traceparent"]
+        metadata = (
+            *await answered.initial_metadata(),
+            *await failed.initial_metadata(),
+            *await failed.trailing_metadata(),
+        )
+    found = [value for key, value in metadata if key == "traceparent"]
     assert [trace_and_span(value)[0] for value in found] == [TRACE, TRACE]
 
 
@@ -278,7 +282,7 @@ async def test_every_span_of_the_gateway_carries_the_request_s_id(gateway: Gatew
 
 
 async def test_the_inner_listener_passes_the_request_s_id_on_and_traces_by_the_flag_alone(gateway: Gateway) -> None:
-    # The second has at its 15th place what the gateway's own id has of a call that is not sampled.
+    # The second has the 15th digit of a gateway's own id for a call that is not sampled.
     ids = {"1" * 32: "mine", "2" * 32: "6b3d2d5a-0c1e-4b7a-9d57-3a1f7e0c9b11"}
     async with grpc.aio.insecure_channel(gateway.inner) as channel:
         for flag, traces in (("00", ["3" * 32]), ("01", [*ids])):
@@ -299,7 +303,7 @@ def spans_of(gateway: Gateway, trace: str) -> set[tuple[str, str, str]]:
     return {(service, name, tag) for service, name, of, _, tag in gateway.collector.spans if of == trace}
 
 
-async def test_the_inner_listener_shows_what_dashboards_are_made_of(gateway: Gateway) -> None:
+async def test_the_inner_listener_has_the_metrics_of_the_dashboards(gateway: Gateway) -> None:
     await gateway.post()
     async with grpc.aio.insecure_channel(gateway.inner) as channel:
         await channel.unary_unary(METADATA)(b"", timeout=10)
@@ -330,7 +334,7 @@ async def test_a_client_cannot_change_retries_or_timeouts(gateway: Gateway) -> N
     assert "x-envoy-force-trace" not in answer.json["metadata"]
 
 
-async def test_a_client_cannot_say_what_only_the_transformer_may(gateway: Gateway) -> None:
+async def test_a_client_cannot_send_the_transformers_metadata(gateway: Gateway) -> None:
     inner = {"x-millrace-recorded": "true", LINK: "00", "x-millrace-joins-answers": "true"}
     answer = await gateway.request("POST", OPENAI, b"{}", **inner)
     assert answer.status == 200
@@ -339,9 +343,9 @@ async def test_a_client_cannot_say_what_only_the_transformer_may(gateway: Gatewa
         async with gateway.channel(authority) as channel:
             stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
             metadata = (*inner.items(), ("x-other", "true"))
-            told = await stub.ServerMetadata(inference_pb2.ServerMetadataRequest(), metadata=metadata, timeout=10)
-        assert "x-other" in told.extensions
-        assert not inner.keys() & set(told.extensions)
+            server = await stub.ServerMetadata(inference_pb2.ServerMetadataRequest(), metadata=metadata, timeout=10)
+        assert "x-other" in server.extensions
+        assert not inner.keys() & set(server.extensions)
 
 
 @pytest.mark.parametrize(
@@ -355,7 +359,7 @@ async def test_the_authority_chooses_the_predictor(gateway: Gateway, authority: 
     assert answer.name == expected
 
 
-async def test_a_stream_that_nobody_has_begun_is_sent_again(gateway: Gateway) -> None:
+async def test_a_stream_that_no_service_has_begun_is_retried(gateway: Gateway) -> None:
     for refused in ("drains", "stops"):
         assert await stream_one(gateway, refused) == [refused]
     with pytest.raises(grpc.aio.AioRpcError) as failed:
@@ -384,7 +388,7 @@ async def test_a_hop_that_is_away_is_named_to_grpc_clients(
             await stub.ServerMetadata(inference_pb2.ServerMetadataRequest(), timeout=10)
     error = from_rpc_error(failed.value, "gateway")
     assert error.hop == hop
-    # Before a health check has failed and after: in neither case a call reaches anybody.
+    # Before and after a failed health check a call reaches no service.
     assert isinstance(error, NotReadyError)
     assert error.message == f"no {hop} is ready"
 
@@ -400,7 +404,7 @@ async def test_a_hop_that_is_away_is_named_to_rest_clients(lonely_gateway: Gatew
     assert isinstance(v2.json["error"], str)
 
 
-async def test_gzip_is_read_and_what_nobody_reads_is_refused(gateway: Gateway) -> None:
+async def test_gzip_is_accepted_and_other_codings_are_refused(gateway: Gateway) -> None:
     body = json.dumps({"answer": {"read": True}}).encode()
     assert (await gateway.request("POST", OPENAI, gzip.compress(body), content_encoding="gzip")).json == {"read": True}
     refused = await gateway.request("POST", OPENAI, zlib.compress(body), content_encoding="deflate")
@@ -410,8 +414,8 @@ async def test_gzip_is_read_and_what_nobody_reads_is_refused(gateway: Gateway) -
 
 async def test_a_page_of_an_allowed_origin_may_call(gateway: Gateway) -> None:
     for path in (OPENAI, V2, "/millrace/v1/generate", "/inference.GRPCInferenceService/ModelInfer"):
-        asked = {"origin": ORIGIN, "access_control_request_method": "POST", "access_control_request_headers": "x-a"}
-        preflight = await gateway.request("OPTIONS", path, **asked)
+        headers = {"origin": ORIGIN, "access_control_request_method": "POST", "access_control_request_headers": "x-a"}
+        preflight = await gateway.request("OPTIONS", path, **headers)
         assert preflight.status == 200
         assert preflight.headers["access-control-allow-origin"] == ORIGIN
         assert preflight.headers["access-control-allow-headers"].startswith("*")
@@ -426,9 +430,9 @@ async def test_a_page_of_an_allowed_origin_may_call(gateway: Gateway) -> None:
 
 
 async def test_a_page_of_another_origin_may_not(gateway: Gateway, lonely_gateway: Gateway) -> None:
-    for asked, origin in ((gateway, "https://other.example"), (lonely_gateway, ORIGIN)):
-        preflight = await asked.request("OPTIONS", OPENAI, origin=origin, access_control_request_method="POST")
-        answers = (preflight, await asked.request("POST", OPENAI, b"{}", origin=origin))
+    for called, origin in ((gateway, "https://other.example"), (lonely_gateway, ORIGIN)):
+        preflight = await called.request("OPTIONS", OPENAI, origin=origin, access_control_request_method="POST")
+        answers = (preflight, await called.request("POST", OPENAI, b"{}", origin=origin))
         assert [(answer.status, answer.headers["x-failed-hop"]) for answer in answers] == [(403, "gateway")] * 2
         assert not [name for answer in answers for name in answer.headers if name.startswith("access-control-")]
 
@@ -436,7 +440,7 @@ async def test_a_page_of_another_origin_may_not(gateway: Gateway, lonely_gateway
 @pytest.mark.parametrize(
     ("name", "kind"), [("", "html"), ("playground/main.js", "javascript"), ("playground/style.css", "css")]
 )
-async def test_the_page_is_served_and_may_run_nothing_but_its_own(gateway: Gateway, name: str, kind: str) -> None:
+async def test_the_page_is_served_and_may_run_only_its_own_scripts(gateway: Gateway, name: str, kind: str) -> None:
     answer = await gateway.request("GET", f"/{name}")
     assert answer.status == 200
     assert answer.headers["content-type"] == f"text/{kind}; charset=utf-8"
@@ -450,14 +454,16 @@ async def test_the_page_is_served_and_may_run_nothing_but_its_own(gateway: Gatew
 
 @pytest.mark.parametrize("path", ["/millrace/v1/development/kill", "/millrace.v1.Development/KillPredictor"])
 async def test_no_page_of_another_origin_may_kill(gateway: Gateway, path: str) -> None:
-    asked = {"origin": ORIGIN, "access_control_request_method": "POST"}
-    preflight = await gateway.request("OPTIONS", path, **asked, access_control_request_headers="x-millrace-development")
+    headers = {"origin": ORIGIN, "access_control_request_method": "POST"}
+    preflight = await gateway.request(
+        "OPTIONS", path, **headers, access_control_request_headers="x-millrace-development"
+    )
     assert preflight.status == 404
     assert "access-control-allow-origin" not in preflight.headers
 
 
 @pytest.mark.parametrize("method", ["/millrace.v1.PredictorDevelopment/Kill", "/millrace.v1.Development/KillPredictor"])
-async def test_a_predictor_is_not_asked_to_die_from_outside(gateway: Gateway, method: str) -> None:
+async def test_a_predictor_cannot_be_killed_from_outside(gateway: Gateway, method: str) -> None:
     async with gateway.channel("predictor") as channel:
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await channel.unary_unary(method)(b"", timeout=10)
@@ -473,21 +479,21 @@ async def test_grpc_web_passes_and_fails_as_grpc(gateway: Gateway) -> None:
         return answer, answer.headers | dict(line.split(":", 1) for line in trailers.split("\r\n") if line)
 
     service = "/inference.GRPCInferenceService"
-    answer, told = await call(f"{service}/ServerMetadata", b"")
-    assert told["grpc-status"] == "0"
+    answer, metadata = await call(f"{service}/ServerMetadata", b"")
+    assert metadata["grpc-status"] == "0"
     assert b"transformer" in answer.body
-    _, told = await call(f"{service}/ModelReady", b"")
-    assert (told["grpc-status"], told["x-failed-hop"], told["retry-after-ms"]) == ("8", "predictor", "1500")
-    _, told = await call("/nobody.Knows/This", b"")
-    assert (told["grpc-status"], told["x-failed-hop"]) == ("12", "gateway")
+    _, metadata = await call(f"{service}/ModelReady", b"")
+    assert (metadata["grpc-status"], metadata["x-failed-hop"], metadata["retry-after-ms"]) == ("8", "predictor", "1500")
+    _, metadata = await call("/unknown.Service/Method", b"")
+    assert (metadata["grpc-status"], metadata["x-failed-hop"]) == ("12", "gateway")
 
 
-async def test_a_busy_service_is_not_taken_for_a_dead_one_and_one_that_drains_gets_nothing(tmp_path: Path) -> None:
-    async with running_gateway(tmp_path, with_a_tenth_of_the_patience) as gateway:
+async def test_a_busy_service_does_not_count_as_dead_and_a_draining_one_gets_no_calls(tmp_path: Path) -> None:
+    async with running_gateway(tmp_path, with_a_tenth_of_the_limits) as gateway:
         gateway.health.answers.clear()
         checks = gateway.health.checks
         await until(lambda: gateway.health.checks > checks)
-        busy_until = asyncio.get_running_loop().time() + 1  # That is ten seconds.
+        busy_until = asyncio.get_running_loop().time() + 1  # With the shortened limits this is ten seconds.
         while asyncio.get_running_loop().time() < busy_until:
             assert (await gateway.post()).status == 200
         gateway.health.answers.set()
@@ -499,7 +505,7 @@ async def test_a_busy_service_is_not_taken_for_a_dead_one_and_one_that_drains_ge
         await until(drained)
 
 
-def with_a_tenth_of_the_patience(config: envoy_config.Config) -> None:
+def with_a_tenth_of_the_limits(config: envoy_config.Config) -> None:
     for cluster in config["static_resources"]["clusters"]:
         for check in cluster.get("health_checks", ()):
             check["timeout"] = f"{float(check['timeout'].removesuffix('s')) / 10}s"

@@ -1,4 +1,4 @@
-"""`envoy/envoy.yaml` is what a real Envoy accepts, and keeps the limits that faults were once traced to."""
+"""A real Envoy accepts `envoy/envoy.yaml`, and the file keeps the limits that prevent known faults."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_derived_addresses_follow_the_settings_and_nothing_else_changes(tmp_path
 
 
 def rewritten(route: Config, path: str) -> str:
-    """What the route makes of a path; "" where it changes none."""
+    """The path after the route's rewrite; "" for a route without one."""
     rewrite = route.get("route", {}).get("regex_rewrite")
     return re.sub(rewrite["pattern"]["regex"], rewrite["substitution"], path) if rewrite else ""
 
@@ -191,7 +191,7 @@ def test_no_time_limit_ends_a_stream(config: Config) -> None:
     for path, route in streams:
         assert route["timeout"] == "0s", path
         idle_s = seconds(route["idle_timeout"])
-        # Of an idle call the service says what ended it; the gateway's limit is for what the service does not see.
+        # The service ends an idle call with its own error; the gateway's limit is for calls without a service.
         assert idle_s > TransformerSettings().idle_timeout if path in SILENT_BY_NATURE else idle_s == 600, path
         assert "reset," not in route.get("retry_policy", {}).get("retry_on", "") + ",", path
     for listener in ("ingress", "inner"):
@@ -199,7 +199,7 @@ def test_no_time_limit_ends_a_stream(config: Config) -> None:
         assert connection_manager(config, listener)["stream_idle_timeout"] == "600s"
 
 
-def test_what_grpc_refuses_while_its_server_stops_is_sent_again_on_every_route_to_a_model(config: Config) -> None:
+def test_calls_that_a_stopping_grpc_server_refuses_are_retried_on_every_route_to_a_model(config: Config) -> None:
     policies = [route["route"].get("retry_policy") for _, route in every_route(config) if "route" in route]
     retries = [policy["retry_on"].split(",") for policy in policies if policy is not None]
     assert len(retries) > len(STREAMS)
@@ -210,7 +210,7 @@ def test_a_stream_of_an_hour_meets_no_limit(config: Config) -> None:
     for listener in ("ingress", "inner"):
         connection = connection_manager(config, listener)["common_http_protocol_options"]
         assert seconds(connection["idle_timeout"]) >= HOUR_S
-    # Neither a route, a connection nor a cluster counts how long a stream has lasted.
+    # Neither a route, a connection nor a cluster limits the duration of a stream.
     lasting = {
         "max_stream_duration",
         "max_connection_duration",
@@ -218,12 +218,12 @@ def test_a_stream_of_an_hour_meets_no_limit(config: Config) -> None:
         "max_requests_per_connection",
     }
     assert not lasting & set(keys(config))
-    # A reload of the gateway leaves it alone as well.
+    # A reload of the gateway does not end it either.
     assert PREDECESSOR_LIFE_S >= HOUR_S
 
 
 def test_silence_that_can_occur_ends_no_call(config: Config) -> None:
-    """Outside while a predictor hangs and another is waited for; inside for as long as a service lets a call idle."""
+    """Outside, silence lasts while a stream is resumed; inside, as long as a service lets a call be idle."""
     transformer, predictor = TransformerSettings(), PredictorSettings()
     silence_s = transformer.silence_limit + transformer.predictor_wait + predictor.step_timeout
     idle_s = [
@@ -248,7 +248,7 @@ def keys(part: Any) -> Iterator[str]:
         yield from part
 
 
-def test_what_only_the_transformer_may_say_is_taken_from_strangers(config: Config) -> None:
+def test_metadata_of_the_transformer_is_removed_from_outside_calls(config: Config) -> None:
     removed = connection_manager(config, "ingress")["route_config"]["request_headers_to_remove"]
     of_the_stack = {name for name in removed if name.startswith("x-millrace-")}
     assert of_the_stack == {RECORDED[0], LINK, JOINS_ANSWERS[0]}
@@ -265,7 +265,7 @@ def test_the_container_allows_the_origins_that_the_local_runner_allows(tmp_path:
 
 
 @pytest.mark.parametrize("origins", ["a.example", "https://a.example, https://b.example", 'https://a"', "*,https://a"])
-def test_what_is_no_origin_is_refused_alike(tmp_path: Path, origins: str) -> None:
+def test_malformed_origins_are_refused_by_both(tmp_path: Path, origins: str) -> None:
     started = start(tmp_path, GATEWAY_ALLOWED_ORIGINS=origins)
     assert started.returncode != 0
     assert "must be * or a comma list of origins" in started.stderr
@@ -274,13 +274,13 @@ def test_what_is_no_origin_is_refused_alike(tmp_path: Path, origins: str) -> Non
 
 
 @pytest.mark.parametrize("hosts", ["a.example,b", "*"])
-def test_hosts_are_accepted_alike(tmp_path: Path, hosts: str) -> None:
+def test_hosts_are_accepted_by_both(tmp_path: Path, hosts: str) -> None:
     assert start(tmp_path, GATEWAY_HOSTS=hosts).returncode == 0
     assert StackSettings(run_folder=tmp_path, gateway_hosts=hosts).gateway_hosts == hosts
 
 
 @pytest.mark.parametrize("hosts", ["a.example, b.example", "https://a.example", "*,a", "a:8080"])
-def test_what_is_no_host_is_refused_alike(tmp_path: Path, hosts: str) -> None:
+def test_malformed_hosts_are_refused_by_both(tmp_path: Path, hosts: str) -> None:
     started = start(tmp_path, GATEWAY_HOSTS=hosts)
     assert started.returncode == 78
     assert "must be * or a comma list of host names" in started.stderr
@@ -288,7 +288,7 @@ def test_what_is_no_host_is_refused_alike(tmp_path: Path, hosts: str) -> None:
         StackSettings(run_folder=tmp_path, gateway_hosts=hosts)
 
 
-def test_an_address_beyond_loopback_is_refused_alike_unless_that_is_meant(tmp_path: Path) -> None:
+def test_an_address_beyond_loopback_needs_consent_in_both(tmp_path: Path) -> None:
     refused = start(tmp_path, GATEWAY_BIND="0.0.0.0")
     assert refused.returncode == 78
     assert refused.stderr.startswith("GATEWAY_BIND=0.0.0.0: everyone ")
@@ -300,7 +300,7 @@ def test_an_address_beyond_loopback_is_refused_alike_unless_that_is_meant(tmp_pa
 
 
 @pytest.mark.parametrize(("bind", "is_open"), [("127.0.0.1", True), ("127.1.2.3", True), ("0.0.0.0", False)])
-def test_management_is_closed_alike_beyond_loopback(tmp_path: Path, bind: str, is_open: bool) -> None:
+def test_both_close_management_beyond_loopback(tmp_path: Path, bind: str, is_open: bool) -> None:
     (tmp_path / "envoy").write_text("#!/bin/sh\necho management: $PUBLIC_MANAGEMENT\n")
     (tmp_path / "envoy").chmod(0o755)
     started = start(tmp_path, GATEWAY_BIND=bind, GATEWAY_INSECURE="true")
@@ -310,8 +310,8 @@ def test_management_is_closed_alike_beyond_loopback(tmp_path: Path, bind: str, i
 
 
 def start(folder: Path, **settings: str) -> subprocess.CompletedProcess[str]:
-    """Runs what the container runs, with `true` as its Envoy unless there is one in the folder, where the configuration
-    is left."""
+    """Runs the container's entry point, with `true` as its Envoy unless there is one in the folder, which gets the
+    configuration."""
     if not (folder / "envoy").exists():
         (folder / "envoy").symlink_to("/bin/true")
     variables = {"PATH": f"{folder}:{os.environ['PATH']}", "TMPDIR": str(folder), "DRAIN_S": "1"}
@@ -345,7 +345,7 @@ def test_the_inner_service_of_the_logger_has_no_route(config: Config) -> None:
         assert answer in (404, "NOT_FOUND")
 
 
-def test_the_playground_is_one_file_each_and_fits_the_limit(config: Config) -> None:
+def test_each_file_of_the_playground_fits_the_limit(config: Config) -> None:
     limit = connection_manager(config, "ingress")["route_config"]["max_direct_response_body_size_bytes"]
     files = {file.name for file in (envoy_config.ENVOY_FOLDER / "playground").iterdir()}
     (public,) = [
@@ -357,7 +357,7 @@ def test_the_playground_is_one_file_each_and_fits_the_limit(config: Config) -> N
         assert (envoy_config.ENVOY_FOLDER / "playground" / name).stat().st_size < limit
 
 
-def test_the_admin_page_is_shown_by_its_metrics_alone(config: Config) -> None:
+def test_only_the_metrics_of_the_admin_page_are_public(config: Config) -> None:
     assert config["admin"]["address"]["socket_address"]["address"] == "127.0.0.1"
     shown = [route["match"] for _, route in every_route(config) if route.get("route", {}).get("cluster") == "admin"]
     assert shown == [{"path": "/stats/prometheus"}]
@@ -376,7 +376,7 @@ def test_only_broken_connections_eject_a_host(config: Config, name: str) -> None
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_retries_after_a_crash_are_not_rationed(config: Config, name: str) -> None:
+def test_retries_after_a_crash_have_no_budget(config: Config, name: str) -> None:
     (thresholds,) = clusters(config)[name]["circuit_breakers"]["thresholds"]
     assert thresholds["retry_budget"] == {"budget_percent": {"value": 100}, "min_retry_concurrency": 100}
 
@@ -389,7 +389,7 @@ def test_stalled_readers_cannot_use_up_a_connection(config: Config) -> None:
     for http2 in options:
         needed = http2["max_concurrent_streams"] * http2["initial_stream_window_size"]
         assert http2["initial_connection_window_size"] >= needed
-        assert http2["initial_connection_window_size"] < 2**31  # HTTP/2 knows no larger one.
+        assert http2["initial_connection_window_size"] < 2**31  # The largest window of HTTP/2.
         assert seconds(http2["connection_keepalive"]["interval"]) >= 10  # What the services' servers allow.
 
 

@@ -1,4 +1,4 @@
-"""What the gateway's container runs: at SIGHUP a new Envoy takes over without a refused call, or nothing changes."""
+"""The entry point of the gateway's container: at SIGHUP a new Envoy takes over without refusing a call."""
 
 import os
 import random
@@ -42,7 +42,7 @@ static_resources:
 
 
 class Gateway:
-    """`start.sh` beside a configuration of one answer."""
+    """`start.sh` with a configuration of one fixed answer."""
 
     def __init__(self, folder):
         self._folder = folder
@@ -120,7 +120,7 @@ async def test_a_new_envoy_takes_over_and_a_refused_configuration_changes_nothin
         gateway.configure("{no: text}")
 
         async def is_refused():
-            # Until what Envoy counts of the one before is up to date, it takes no third one.
+            # Envoy accepts no third generation before its count of the previous ones is up to date.
             reloads = gateway.log().count("reloaded: ")
             gateway.process.send_signal(signal.SIGHUP)
             await until(lambda: gateway.log().count("reloaded: ") > reloads, timeout_s=60)

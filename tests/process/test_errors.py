@@ -1,4 +1,4 @@
-"""Errors keep their class, text and origin over any number of hops, and say nothing of the inside."""
+"""Errors keep their class, text and origin over any number of hops, and reveal no internals."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -29,7 +29,7 @@ KINDS = ("unary", "stream", "bidi")
 
 
 class Echo(grpc.GenericRpcHandler):
-    """`/test/unary`, `/test/stream` and `/test/bidi`: one answer, then what `then` does."""
+    """`/test/unary`, `/test/stream` and `/test/bidi`: one answer, then `then` runs."""
 
     def __init__(self, then):
         self._then = then
@@ -92,7 +92,7 @@ async def nothing(context):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_call_that_goes_well_is_left_alone(kind):
+async def test_a_successful_call_is_unchanged(kind):
     async with serving("predictor", nothing) as channel:
         assert await call(channel, kind) == [b"x"]
 
@@ -108,7 +108,7 @@ async def test_every_class_comes_back_as_itself(cls, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_call_that_was_handed_back_says_so_over_two_hops(kind):
+async def test_a_handed_back_call_keeps_its_mark_over_two_hops(kind):
     async with serving("predictor", raising(DrainingError("stopping"))) as inner:
 
         async def relay(context):
@@ -120,7 +120,7 @@ async def test_a_call_that_was_handed_back_says_so_over_two_hops(kind):
     assert caught.value.hop == "predictor"
 
 
-async def test_what_came_before_the_error_is_delivered():
+async def test_answers_before_the_error_are_delivered():
     async with serving("predictor", raising(RequestFailedError("late"))) as channel:
         responses = aiter(channel.unary_stream("/test/stream")(b"x"))
         assert await anext(responses) == b"x"
@@ -129,7 +129,7 @@ async def test_what_came_before_the_error_is_delivered():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_origin_and_retry_time_are_kept_over_two_hops(kind):
+async def test_origin_and_retry_delay_are_kept_over_two_hops(kind):
     error = OverloadedError("queue full", retry_after_ms=1500)
     async with serving("predictor", raising(error)) as inner:
 
@@ -143,7 +143,7 @@ async def test_origin_and_retry_time_are_kept_over_two_hops(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_the_wire_carries_status_hop_http_status_and_retry_time(kind):
+async def test_the_trailing_metadata_has_hop_http_status_and_retry_delay(kind):
     async def then(context):
         context.set_trailing_metadata((("x-request-id", "r1"),))
         raise OverloadedError("queue full", retry_after_ms=20)
@@ -166,7 +166,7 @@ async def test_the_wire_carries_status_hop_http_status_and_retry_time(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_an_unexpected_exception_tells_nothing_of_the_inside(kind, caplog):
+async def test_an_unexpected_exception_reveals_no_internals(kind, caplog):
     async with serving("predictor", raising(ZeroDivisionError("secret/path.py"))) as channel:
         with pytest.raises(RequestFailedError) as caught:
             await call(channel, kind)
@@ -195,8 +195,8 @@ async def test_a_deadline_that_passes_is_a_deadline_error(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_where_nobody_listens_nobody_is_ready(kind):
-    # And no hop has broken: the call, which may be what breaks hops, reached none.
+async def test_a_service_that_does_not_listen_is_not_ready(kind):
+    # No hop counts as broken: the call reached none, so it cannot have broken one.
     async with open_channel("127.0.0.1:1", "predictor") as channel:
         with pytest.raises(NotReadyError, match="no predictor is ready") as caught:
             await call(channel, kind)
@@ -272,5 +272,5 @@ def rpc_error(code, details, **metadata):
         (rpc_error(StatusCode.UNAVAILABLE, "broke", x_failed_hop="a", x_http_status="502"), HopBrokenError),
     ],
 )  # fmt: skip
-def test_a_status_without_its_class_is_read_by_what_it_most_often_means(error, cls):
+def test_a_status_without_a_class_gets_the_most_likely_class(error, cls):
     assert type(from_rpc_error(error, "predictor")) is cls

@@ -1,4 +1,4 @@
-"""The gateway holds calls of gRPC until their first message comes: for how long, how many, and what becomes of them."""
+"""The gateway holds gRPC calls until their first message arrives: how long, how many, and how they end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gat
 
 
 def ends_soon(config: dict[str, Any]) -> None:
-    """Calls may be silent for a second alone."""
+    """Cuts the limit of silent calls to a second."""
     for listener in config["static_resources"]["listeners"]:
         manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
         manager["stream_idle_timeout"] = f"{SILENT_S}s"
@@ -56,7 +56,7 @@ def of_services(gateway: Gateway) -> int:
 
 
 class Caller:
-    """Connections of one address with calls of which the headers alone are sent."""
+    """Connections of one address, with calls of which only the headers are sent."""
 
     def __init__(self, gateway: Gateway, address: str) -> None:
         self._gateway = gateway
@@ -64,7 +64,7 @@ class Caller:
         self._writers: list[asyncio.StreamWriter] = []
 
     async def call(self, count: int, path: str = STREAM) -> None:
-        """Makes so many calls on a connection of its own."""
+        """Begins `count` calls on a new connection."""
         host, _, port = self._gateway.address.rpartition(":")
         _, writer = await asyncio.open_connection(host, int(port), local_addr=(self._address, 0))
         self._writers.append(writer)
@@ -103,7 +103,7 @@ async def callers(gateway: Gateway) -> AsyncIterator[tuple[Caller, Caller]]:
 
 
 async def held(gateway: Gateway, count: int) -> None:
-    """Returns when the gateway has so many calls more than the services."""
+    """Waits until the gateway holds so many calls more than the services."""
     await until(lambda: of_clients(gateway) - of_services(gateway) == count)
 
 
@@ -115,7 +115,7 @@ async def test_a_call_reaches_a_service_with_its_first_byte(gateway: Gateway, pa
         await held(gateway, 3)
         assert of_services(gateway) == before
         await caller.begin(stream=1)
-        # A service of the fakes that has no such method ends the call.
+        # The fake service has no such method and ends the call.
         await until(lambda: of_clients(gateway) - of_services(gateway) == 2)
 
 
@@ -149,12 +149,12 @@ async def test_the_gateway_answers_a_stream_without_messages(
 async def test_a_unary_call_without_a_message_reaches_its_service(gateway: Gateway) -> None:
     before = of_services(gateway)
     async with gateway.channel() as channel:
-        call = channel.stream_unary(METADATA)(iter(()), timeout=30)  # Those of the fakes do not answer it.
+        call = channel.stream_unary(METADATA)(iter(()), timeout=30)  # The fakes do not answer such a call.
         await until(lambda: of_services(gateway) == before + 1)
         call.cancel()
 
 
-async def test_what_is_beyond_the_limits_is_a_service_s_to_bound(gateway: Gateway) -> None:
+async def test_calls_beyond_the_limits_reach_the_services(gateway: Gateway) -> None:
     async with callers(gateway) as (greedy, other):
         for _ in range(4):
             await greedy.call(EACH)
@@ -163,7 +163,7 @@ async def test_what_is_beyond_the_limits_is_a_service_s_to_bound(gateway: Gatewa
         await held(gateway, MAX_OF_CALLER + EACH)
         await other.call(EACH)
         await held(gateway, MAX)
-        # What has gone on counts no more, nor does what was reset: no code of the gateway's runs then.
+        # Forwarded calls count no more, nor do reset ones, for which no code of the gateway runs.
         await greedy.reset(EACH)
         await until(lambda: of_clients(gateway) == 5 * EACH)
         await greedy.close()

@@ -1,5 +1,5 @@
-"""TLS, tokens and the rate limit service are configured alike by the container's entry point and by the local runner,
-and refused alike."""
+"""TLS, tokens and the rate limit service are configured, or refused, in the same way by the container's entry
+point and by the local runner."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LIMITS = "envoy.filters.http.ratelimit"
 
 @pytest.fixture
 def access(tmp_path: Path) -> dict[str, str]:
-    """Settings with all of it; names with letters that mean something to bash or YAML."""
+    """Settings with all of these; names contain letters with a meaning in bash or YAML."""
     folder = tmp_path / "a & b: {c} $d #e"
     certificates.make(folder, ("models.example",), ask_clients=True)
     publish(folder / "jwks.json", SigningKey("one"))
@@ -49,7 +49,7 @@ def listeners(config: Config) -> dict[str, Config]:
 
 
 def parts(config: Config) -> list[Any]:
-    """What the settings add, with the paths of the container."""
+    """The configuration that the settings add, with the paths of the container."""
     filters = [one for one in connection_manager(config, "ingress")["http_filters"] if one["name"] in (JWT, LIMITS)]
     clusters = [one for one in config["static_resources"]["clusters"] if one["name"] in ("jwks", "rate_limits")]
     own = [listeners(config).get(name, {}) for name in ("tls", "jwks")]
@@ -61,7 +61,7 @@ def parts(config: Config) -> list[Any]:
 @pytest.mark.parametrize(
     "switched_on", [("GATEWAY_TLS",), ("GATEWAY_JWKS", "GATEWAY_JWT"), ("GATEWAY_RATE",), ("GATEWAY_",)]
 )
-def test_the_container_has_what_the_local_runner_has(
+def test_container_and_local_runner_have_the_same_configuration(
     tmp_path: Path, access: dict[str, str], switched_on: tuple[str, ...]
 ) -> None:
     access = {name: value for name, value in access.items() if name.startswith(switched_on)}
@@ -83,13 +83,13 @@ def test_the_container_has_what_the_local_runner_has(
     assert "work-in-progress" not in checked.stderr
 
 
-def test_without_the_settings_there_is_nothing_of_it(tmp_path: Path) -> None:
+def test_without_the_settings_no_configuration_is_added(tmp_path: Path) -> None:
     assert start(tmp_path).returncode == 0
     for text in ((tmp_path / "envoy.yaml").read_text(), yaml.safe_dump(envoy_config.derive(StackSettings()))):
         assert parts(yaml.safe_load(text)) == [None, [], [], [], None]
 
 
-def test_the_port_with_tls_serves_what_the_others_serve(tmp_path: Path, access: dict[str, str]) -> None:
+def test_the_port_with_tls_has_the_same_routes(tmp_path: Path, access: dict[str, str]) -> None:
     assert start(tmp_path, **access).returncode == 0
     managers = [
         connection_manager(yaml.safe_load((tmp_path / "envoy.yaml").read_text()), name)
@@ -100,17 +100,17 @@ def test_the_port_with_tls_serves_what_the_others_serve(tmp_path: Path, access: 
     assert filters.index(JWT) + 1 == filters.index("envoy.filters.http.lua")
 
 
-def test_clients_are_asked_for_a_certificate_if_there_is_an_authority(tmp_path: Path, access: dict[str, str]) -> None:
-    asked = []
+def test_clients_need_a_certificate_if_there_is_an_authority(tmp_path: Path, access: dict[str, str]) -> None:
+    required = []
     for _ in range(2):
         assert start(tmp_path, **access).returncode == 0
         config = yaml.safe_load((tmp_path / "envoy.yaml").read_text())
         socket = listeners(config)["tls"]["filter_chains"][0]["transport_socket"]["typed_config"]
-        asked.append(socket.get("require_client_certificate", False))
-        assert ("validation_context_sds_secret_config" in socket["common_tls_context"]) == asked[-1]
+        required.append(socket.get("require_client_certificate", False))
+        assert ("validation_context_sds_secret_config" in socket["common_tls_context"]) == required[-1]
         assert parts(envoy_config.derive(settings_of(tmp_path, access))) == parts(config)
         (Path(access["GATEWAY_TLS"]) / "ca.crt").unlink(missing_ok=True)
-    assert asked == [True, False]
+    assert required == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_the_port_without_tls_stays_on_loopback(
         ({"GATEWAY_JWT_AUDIENCE": ""}, "GATEWAY_JWT_AUDIENCE=: GATEWAY_JWKS needs it"),
     ],
 )
-def test_what_cannot_be_used_is_refused_alike_in_one_line(
+def test_both_refuse_unusable_settings_in_one_line(
     tmp_path: Path, access: dict[str, str], change: dict[str, str], message: str
 ) -> None:
     refused = start(tmp_path, **access | change)
@@ -158,7 +158,7 @@ def test_what_cannot_be_used_is_refused_alike_in_one_line(
 
 
 @pytest.mark.parametrize("name", ["GATEWAY_TLS", "GATEWAY_JWKS", "GATEWAY_JWT_ISSUER", "GATEWAY_JWT_AUDIENCE"])
-def test_letters_that_would_leave_their_place_are_refused_alike(
+def test_both_refuse_letters_that_would_break_the_configuration(
     tmp_path: Path, access: dict[str, str], name: str
 ) -> None:
     for value in ('a"b', "a\\b", "a\nb"):
@@ -175,7 +175,7 @@ def test_letters_that_would_leave_their_place_are_refused_alike(
         ("GATEWAY_RATE_LIMIT_REQUIRED", ("perhaps",)),
     ],
 )
-def test_settings_of_the_rate_limit_service_are_refused_alike(
+def test_both_refuse_wrong_settings_of_the_rate_limit_service(
     tmp_path: Path, access: dict[str, str], name: str, values: tuple[str, ...]
 ) -> None:
     for value in values:
@@ -189,11 +189,11 @@ def test_settings_of_the_rate_limit_service_are_refused_alike(
 @pytest.mark.parametrize(
     ("name", "content"), [("tls.crt", "broken"), ("tls.key", "broken"), ("ca.crt", "broken"), ("tls.key", None)]
 )
-def test_the_runner_tries_the_certificates_before_it_starts(
+def test_the_runner_checks_the_certificates_before_it_starts(
     tmp_path: Path, access: dict[str, str], name: str, content: str | None
 ) -> None:
     folder = Path(access["GATEWAY_TLS"])
-    if content is None:  # A good key, but of another certificate.
+    if content is None:  # A valid key, but of another certificate.
         certificates.make(tmp_path / "other", ())
         content = (tmp_path / "other" / name).read_text()
     (folder / name).write_text(content)

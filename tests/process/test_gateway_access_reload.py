@@ -41,7 +41,7 @@ def channel(stack, folder):
 
 
 async def is_known(opened):
-    """Whether a call with the token gets through: to a service that does not have it, and says so."""
+    """Whether a call with the token reaches a service, which answers that it does not have the method."""
     own = (("authorization", f"Bearer {KEY.token()}"),)
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await GRPCInferenceServiceStub(opened).ServerMetadata(
@@ -76,7 +76,7 @@ async def test_a_reload_costs_no_call_over_tls_and_no_token(stack, tmp_path):
         assert set(known) == {True}
         assert not watch.done()
         watch.cancel()
-        # The new generation follows the files too.
+        # The new generation of Envoy follows the files too.
         old = await asyncio.to_thread(certificate, stack.settings.gateway_with_tls)
         certificates.make(folder, ())
         await until(lambda: certificate(stack.settings.gateway_with_tls) != old, timeout_s=2)

@@ -1,7 +1,7 @@
-"""Which web pages may call: those of the gateway and of the allowed origins, by a host name that no stranger owns.
+"""Which web pages may call: those of the gateway and of the allowed origins, under a host name that is not foreign.
 
-A page of another origin can send a form or `text/plain` without asking the gateway first. A page whose host name was
-made to lead to this machine (DNS rebinding) has the gateway's own origin; only the host name distinguishes it.
+A page of another origin can send a form or `text/plain` without a preflight request. A page whose host name was
+pointed at this machine (DNS rebinding) has the gateway's own origin; only the host name distinguishes it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ async def test_a_page_of_another_origin_is_refused(gateway: Gateway, path: str, 
     ]
     for origin in others:
         assert await call(gateway, path, content_type, gateway.address, origin) == refused(content_type), origin
-    # Of two, the first is allowed.
+    # The first of two is allowed.
     assert await call(gateway, path, content_type, gateway.address, ORIGIN, others[0]) == refused(content_type)
 
 
@@ -93,7 +93,7 @@ async def test_the_gateway_s_own_page_and_allowed_ones_are_served(
 
 
 @pytest.mark.parametrize(("path", "content_type"), REQUESTS)
-async def test_a_name_that_a_stranger_may_own_is_refused_and_others_are_served(
+async def test_a_host_name_that_may_be_foreign_is_refused_and_others_are_served(
     gateway: Gateway, path: str, content_type: str
 ) -> None:
     for host in (
@@ -104,7 +104,7 @@ async def test_a_name_that_a_stranger_may_own_is_refused_and_others_are_served(
         f"{HOST}.evil",
         "1.2.3.4.5",
     ):
-        # Its page has the origin of its name.
+        # The page's origin is that of its name.
         for origins in ((), (f"http://{host}",)):
             assert await call(gateway, path, content_type, host, *origins) == refused(content_type), host
     for host in (
@@ -122,7 +122,7 @@ async def test_a_name_that_a_stranger_may_own_is_refused_and_others_are_served(
         assert await call(gateway, path, content_type, host) == served(content_type), host
 
 
-async def test_what_only_reads_is_refused_too_and_says_what_to_do(gateway: Gateway) -> None:
+async def test_reading_calls_are_refused_too_with_advice(gateway: Gateway) -> None:
     for path in ("/", V2, "/millrace/v1/payloads", "/nothing"):
         answer = await gateway.request("GET", path, host="evil.example")
         assert (answer.status, answer.headers["x-failed-hop"]) == (403, "gateway"), path

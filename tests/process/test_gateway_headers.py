@@ -1,5 +1,5 @@
-"""Headers are the gateway's business: what gRPC and the services parse out of them is checked at the door, of every
-protocol alike, and no call's headers are anything to another call."""
+"""The gateway checks the headers that gRPC and the services parse, of every protocol alike; and the headers of one
+call do not affect another call."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gat
 
 @dataclass(frozen=True)
 class Refusal:
-    """What an answer says of a failure: gRPC's status, or "" where it has none, its message, and its headers."""
+    """A failure: gRPC's status, or "" if the answer has none, its message, and its headers."""
 
     grpc_status: str
     message: str
@@ -49,7 +49,7 @@ class Refusal:
 async def call(
     address: str, content_type: str, *headers: tuple[str, bytes], host: str = "gateway", path: str = METADATA
 ) -> Refusal:
-    """A call with headers as raw as no gRPC client sends them; gRPC passes the gateway by HTTP/1.1 too."""
+    """A call with raw headers that no gRPC client sends; the gateway accepts gRPC over HTTP/1.1 too."""
 
     def send() -> Refusal:
         connection = http.client.HTTPConnection(address, timeout=30)
@@ -72,7 +72,7 @@ async def call(
     return await asyncio.to_thread(send)
 
 
-async def test_a_malformed_deadline_is_refused_at_the_door(gateway: Gateway) -> None:
+async def test_a_malformed_deadline_is_refused_by_the_gateway(gateway: Gateway) -> None:
     for value in NO_TIMEOUTS:
         for content_type in (GRPC, GRPC_WEB):
             for host in ("gateway", "predictor"):
@@ -98,7 +98,7 @@ async def test_a_malformed_timeout_is_refused_of_grpc_as_of_rest(gateway: Gatewa
     assert (await call(gateway.address, GRPC, (name, b"5000"))).grpc_status in ("", "0")
 
 
-async def test_binary_metadata_must_be_what_grpc_can_decode(gateway: Gateway) -> None:
+async def test_binary_metadata_must_be_base64(gateway: Gateway) -> None:
     for value in NO_BASE64:
         refused = await call(gateway.address, GRPC, ("x-some-bin", value))
         assert (refused.grpc_status, refused.headers["x-failed-hop"]) == ("3", "gateway"), value
@@ -106,7 +106,7 @@ async def test_binary_metadata_must_be_what_grpc_can_decode(gateway: Gateway) ->
         assert (answer.status, answer.headers["x-failed-hop"]) == (400, "gateway"), value
         assert answer.json["error"]["message"] == "x-some-bin is not base64"
     for value in BASE64:
-        # A fake that got no message it can read answers well all the same.
+        # A fake that received an unreadable message answers nevertheless.
         assert (await call(gateway.address, GRPC, ("x-some-bin", value))).grpc_status in ("", "0"), value
 
 
@@ -114,15 +114,17 @@ async def test_binary_metadata_must_be_what_grpc_can_decode(gateway: Gateway) ->
     ("name", "value", "status"),
     [("grpc-encoding", b"brotli", "12"), ("grpc-previous-rpc-attempts", b"many", "3")],
 )
-async def test_what_grpc_would_fail_to_parse_is_refused(gateway: Gateway, name: str, value: bytes, status: str) -> None:
+async def test_headers_that_grpc_could_not_parse_are_refused(
+    gateway: Gateway, name: str, value: bytes, status: str
+) -> None:
     refused = await call(gateway.address, GRPC, (name, value))
     assert (refused.grpc_status, refused.headers["x-failed-hop"]) == (status, "gateway")
-    # A REST client's are nothing to the gRPC call that its request becomes.
+    # Such headers of a REST client do not reach the gRPC call that its request becomes.
     assert (await gateway.request("POST", OPENAI, b"{}", **{name: value.decode()})).status == 200
 
 
 @pytest.mark.parametrize("name", ["te", "grpc-status", "grpc-message", "grpc-retry-pushback-ms", "lb-cost-bin"])
-async def test_what_no_caller_has_to_say_reaches_nobody(gateway: Gateway, name: str) -> None:
+async def test_internal_headers_of_a_caller_reach_no_service(gateway: Gateway, name: str) -> None:
     assert (await call(gateway.address, GRPC, (name, b"AAAA"))).grpc_status in ("", "0")
     assert (await gateway.request("POST", OPENAI, b"{}", **{name: "AAAA"})).status == 200
 
@@ -141,19 +143,19 @@ async def test_too_many_headers_are_431_and_are_not_tried_again(gateway: Gateway
 
 
 @pytest.mark.parametrize("name", ["x-a", "x-request-id", "user-agent", "tracestate"])
-async def test_headers_that_the_gateway_lets_pass_no_service_refuses(gateway: Gateway, name: str) -> None:
-    for _ in range(20):  # Between a soft and a hard limit gRPC refuses by chance.
+async def test_no_service_refuses_headers_that_the_gateway_accepts(gateway: Gateway, name: str) -> None:
+    for _ in range(20):  # Between a soft and a hard limit gRPC refuses at random.
         answer = await gateway.request("POST", OPENAI, b"{}", **{name: "a" * 15_000})
         assert answer.status == 200, answer.body
 
 
-async def test_no_caller_chooses_the_address_by_which_services_tell_callers_apart(gateway: Gateway) -> None:
+async def test_a_caller_cannot_choose_the_address_by_which_services_identify_it(gateway: Gateway) -> None:
     forged = {"x-forwarded-for": "198.51.100.7", "x-envoy-external-address": "198.51.100.7"}
     callers = set()
     for headers in ({}, forged, {"x-forwarded-for": "198.51.100.7, "}, {"x-millrace-client": "198.51.100.7"}):
         answer = await gateway.request("POST", OPENAI, b"{}", **headers)
         callers.add(caller_of(answer.json["metadata"].items()))
-    [caller] = callers  # Envoy has the machine's own address for one that comes by loopback.
+    [caller] = callers  # Envoy has the machine's own address for a caller on loopback.
     assert ip_address(caller) != ip_address("198.51.100.7")
 
 
@@ -177,7 +179,7 @@ UNTRACED = "00-00000000000000000000000000000001-0000000000000001-00"
         [("x-caller-traceparent", UNTRACED), ("x-caller-traceparent", UNTRACED)],
     ],
 )
-async def test_the_trace_that_the_services_keep_to_themselves_is_nobody_else_s(
+async def test_the_services_internal_trace_header_cannot_be_set_from_outside(
     gateway: Gateway, headers: list[tuple[str, str]]
 ) -> None:
     def send() -> dict[str, str]:
@@ -198,9 +200,9 @@ async def test_the_trace_that_the_services_keep_to_themselves_is_nobody_else_s(
     assert not is_tracing_suppressed(context)
 
 
-async def test_what_grpc_cannot_parse_of_one_call_harms_no_later_one(tmp_path: Path) -> None:
-    """As if the door had overlooked it, or a request's trailers had brought it, which no filter reads."""
-    async with running_gateway(tmp_path, without_the_door) as gateway, gateway.channel() as channel:
+async def test_an_unparsable_header_of_one_call_affects_no_later_one(tmp_path: Path) -> None:
+    """The gateway's check is off, as for a request's trailers, which no filter reads."""
+    async with running_gateway(tmp_path, without_the_check) as gateway, gateway.channel() as channel:
         stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
         for name, bad, good in (("grpc-timeout", b"abc", None), ("x-some-bin", b"!!", b"good")):
             assert (await call(gateway.address, GRPC, (name, bad))).grpc_status == "13"
@@ -209,12 +211,12 @@ async def test_what_grpc_cannot_parse_of_one_call_harms_no_later_one(tmp_path: P
                 await stub.ServerMetadata(inference_pb2.ServerMetadataRequest(), metadata=metadata, timeout=10)
 
 
-def without_the_door(config: envoy_config.Config) -> None:
+def without_the_check(config: envoy_config.Config) -> None:
     for listener in config["static_resources"]["listeners"]:
         manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
         manager["http_filters"] = [one for one in manager["http_filters"] if one["name"] != "envoy.filters.http.lua"]
 
 
-async def test_metadata_of_bytes_that_are_no_text_passes(gateway: Gateway) -> None:
+async def test_metadata_that_is_not_text_passes(gateway: Gateway) -> None:
     for name in ("x-a", "x-request-id", "user-agent", "tracestate", "traceparent"):
         assert (await call(gateway.address, GRPC, (name, b"\xff\x80"))).grpc_status in ("", "0")

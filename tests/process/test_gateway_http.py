@@ -1,4 +1,4 @@
-"""OpenAI's API through the real Envoy by HTTP/2: streams, readers that are slow or leave, and what they cost others."""
+"""OpenAI's API through the real Envoy by HTTP/2: streams, slow and leaving readers, and their effect on others."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gat
         yield running
 
 
-def begin(gateway: Gateway, **asked: int | bool) -> socket.socket:
+def begin(gateway: Gateway, **fields: int | bool) -> socket.socket:
     """A request whose answer is not read yet, by a client with small buffers."""
     host, _, port = gateway.address.rpartition(":")
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)
     client.settimeout(30)
     client.connect((host, int(port)))
-    body = json.dumps(asked).encode()
+    body = json.dumps(fields).encode()
     head = f"POST {OPENAI} HTTP/1.1\r\nhost: {gateway.address}\r\ncontent-length: {len(body)}\r\n\r\n"
     client.sendall(head.encode() + body)
     return client
 
 
-async def test_a_reader_that_is_slow_stops_its_own_stream_and_one_that_leaves_ends_it(gateway: Gateway) -> None:
+async def test_a_slow_reader_stops_only_its_own_stream_and_one_that_leaves_ends_it(gateway: Gateway) -> None:
     openai = gateway.openai
     before = openai.written
     client = await asyncio.to_thread(begin, gateway, pieces=1_000_000, size=1000)
@@ -96,18 +96,18 @@ async def test_another_method_is_an_unknown_path(gateway: Gateway, method: str) 
     assert answer.headers["x-failed-hop"] == "gateway"
 
 
-async def test_the_inner_path_of_a_method_is_nobody_s(gateway: Gateway) -> None:
+async def test_the_inner_path_of_a_method_is_an_unknown_path(gateway: Gateway) -> None:
     answer = await gateway.request("POST", "/millrace.rest.v1.OpenAI/Completions", b"{}")
     assert (answer.status, answer.headers["x-failed-hop"]) == (404, "gateway")
 
 
-async def test_a_body_that_comes_slowly_reaches_the_service_when_it_is_complete(gateway: Gateway) -> None:
+async def test_a_slow_body_reaches_the_service_when_it_is_complete(gateway: Gateway) -> None:
     host, _, port = gateway.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     body = json.dumps({"pieces": 1, "size": 3, "padding": "x" * 100_000}).encode()
     writer.write(f"POST {OPENAI} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body[:-1])
     await writer.drain()
-    assert (await gateway.post(pieces=1, size=1)).body == b"x"  # The first has come by now, but for its end.
+    assert (await gateway.post(pieces=1, size=1)).body == b"x"  # The first body has arrived by now, except its end.
     assert gateway.openai.running == 0
     written = gateway.openai.written
     writer.write(body[-1:])
@@ -117,9 +117,9 @@ async def test_a_body_that_comes_slowly_reaches_the_service_when_it_is_complete(
 
 
 async def test_a_body_beyond_60_mib_is_refused_by_the_gateway_and_one_of_60_is_not(gateway: Gateway) -> None:
-    asked = json.dumps({"pieces": 1, "size": 1}).encode()
-    answer = await gateway.request("POST", OPENAI, asked.ljust(60 * MIB))
+    body = json.dumps({"pieces": 1, "size": 1}).encode()
+    answer = await gateway.request("POST", OPENAI, body.ljust(60 * MIB))
     assert (answer.status, answer.body) == (200, b"x")
-    answer = await gateway.request("POST", OPENAI, asked.ljust(60 * MIB + 1))
+    answer = await gateway.request("POST", OPENAI, body.ljust(60 * MIB + 1))
     assert (answer.status, answer.headers["x-failed-hop"]) == (413, "gateway")
     assert answer.json["error"]["message"] == "the body is larger than 60 MiB"

@@ -1,4 +1,4 @@
-"""Tokens of GATEWAY_JWKS: who gets through, as whom; the key set changes without interrupting a call."""
+"""Tokens of GATEWAY_JWKS: valid ones name the caller; the key set changes without interrupting a call."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from tests.support.tokens import AUDIENCE, ISSUER, SigningKey, publish, publish_
 from tests.waiting import until
 
 TAKES_EFFECT_S = 2.0
-LISTENERS = 2  # Each fetches for itself.
+LISTENERS = 2  # Each fetches the key set itself.
 FIRST, SECOND = SigningKey("first"), SigningKey("second")
 REFUSED = {
     "expired": FIRST.token(exp=int(time.time()) - 3600),
     "does not expire": FIRST.token(exp=None),
     "not yet": FIRST.token(nbf=int(time.time()) + 3600),
     "of another audience": FIRST.token(aud="another"),
-    "for nobody": FIRST.token(aud=None),
+    "without audience": FIRST.token(aud=None),
     "of another issuer": FIRST.token(iss="https://another.example"),
-    "of nobody": FIRST.token(iss=None),
+    "without issuer": FIRST.token(iss=None),
     "signed by another key of that name": SigningKey("first").token(),
     "signed by an unknown key": SECOND.token(),
     "unsigned": unsigned_token(),
@@ -52,20 +52,20 @@ def key_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def gateway(tmp_path_factory: pytest.TempPathFactory, key_set: Path) -> AsyncIterator[Gateway]:
     settings = {"gateway_jwks": str(key_set), "gateway_jwt_issuer": ISSUER, "gateway_jwt_audience": AUDIENCE}
     async with running_gateway(tmp_path_factory.mktemp("jwt"), **settings) as running:
-        assert await is_known(running, FIRST)  # At once: a call that finds no keys yet fetches them itself.
+        assert await is_known(running, FIRST)  # No wait is needed: a call that finds no keys yet fetches them itself.
         await until(lambda: has_fetched(running))
         yield running
 
 
 def has_fetched(gateway: Gateway) -> bool:
-    """Whether the key set has been fetched apart from calls, which is what is kept."""
+    """Whether the key set has been fetched independently of calls; only then it is kept."""
     name = "http.ingress.jwt_authn.jwks_fetch_success"
     with urllib.request.urlopen(f"http://{gateway.admin}/stats?filter=^{name}$", timeout=10) as stats:
         return int(stats.read().decode().rpartition(":")[2]) > LISTENERS
 
 
 async def caller(gateway: Gateway, **headers: str) -> str | None:
-    """As whom a service sees a call; None if the gateway refuses it as nobody's."""
+    """The caller's name that a service sees; None if the gateway refuses the call as unauthenticated."""
     answer = await gateway.request("POST", OPENAI, b"{}", **headers)
     if answer.status == 401:
         assert answer.json["error"]["type"] == "authentication_error"
@@ -78,7 +78,7 @@ async def is_known(gateway: Gateway, key: SigningKey) -> bool:
     return await caller(gateway, authorization=f"Bearer {key.token()}") == "alice"
 
 
-async def test_a_token_names_the_caller_and_goes_no_further(gateway: Gateway) -> None:
+async def test_a_token_names_the_caller_and_is_not_passed_on(gateway: Gateway) -> None:
     token = FIRST.token(aud=["others", AUDIENCE], millrace_role="admin")
     for headers in ({"authorization": f"Bearer {token}"}, {"x_api_key": token}):
         answer = await gateway.request("POST", OPENAI, b"{}", **headers)
@@ -98,18 +98,20 @@ async def test_a_token_names_the_caller_and_goes_no_further(gateway: Gateway) ->
                 inference_pb2.ServerMetadataRequest(), metadata=(("authorization", f"Bearer {REFUSED['expired']}"),)
             )
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    # Another key beside it is not in its way.
+    # Another key beside it does not matter.
     assert await caller(gateway, authorization="Bearer sk-1", x_api_key=token) == "alice"
     assert await caller(gateway) is None
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-async def test_what_is_no_valid_token_names_nobody(gateway: Gateway, kind: str) -> None:
+async def test_an_invalid_token_is_refused(gateway: Gateway, kind: str) -> None:
     assert await caller(gateway, authorization=f"Bearer {REFUSED[kind]}") is None
     assert await caller(gateway, x_api_key=REFUSED[kind]) is None
 
 
-async def test_a_new_key_set_counts_within_two_seconds_and_costs_no_stream(gateway: Gateway, key_set: Path) -> None:
+async def test_a_new_key_set_takes_effect_within_two_seconds_and_ends_no_stream(
+    gateway: Gateway, key_set: Path
+) -> None:
     gateway.openai.first_chunk_was_read.clear()
     async with gateway.channel() as channel:
         stub = millrace_pb2_grpc.TextGenerationStub(channel)
@@ -144,7 +146,7 @@ async def test_a_key_set_without_keys_makes_every_token_invalid(gateway: Gateway
     await until(lambda: is_known(gateway, FIRST), timeout_s=TAKES_EFFECT_S)
 
 
-def test_the_key_of_a_set_without_keys_is_nobody_s() -> None:
+def test_the_placeholder_key_of_an_empty_set_has_no_private_key() -> None:
     """Its x is a hash, so that its private key cannot be known."""
     script = (envoy_config.ENVOY_FOLDER / "key_set.lua").read_text()
     x, y = (
@@ -157,7 +159,7 @@ def test_the_key_of_a_set_without_keys_is_nobody_s() -> None:
 @pytest.mark.parametrize(
     "text", ["{broken", *(pytest.param(text, marks=pytest.mark.full) for text in ('{"keys": {}}', ""))]
 )
-async def test_what_is_no_key_set_leaves_the_last_good_one_and_is_logged(
+async def test_a_malformed_key_set_leaves_the_last_valid_one_and_is_logged(
     gateway: Gateway, key_set: Path, text: str
 ) -> None:
     complaints = gateway.process.log.read_text().count("Jwks async fetching")
@@ -170,7 +172,7 @@ async def test_what_is_no_key_set_leaves_the_last_good_one_and_is_logged(
     await until(lambda: is_known(gateway, FIRST))
 
 
-def test_nobody_else_reads_the_key_set(gateway: Gateway) -> None:
-    """It may be of shared secrets."""
+def test_the_key_set_is_readable_only_by_its_owner(gateway: Gateway) -> None:
+    """It may contain shared secrets."""
     (socket,) = gateway.process.log.parent.glob("jwks.sock")
     assert socket.stat().st_mode & 0o777 == 0o600

@@ -1,4 +1,4 @@
-"""Keys at the gateway: who gets through, as whom, and what is closed to a user; before fakes of the services."""
+"""Keys at the gateway: valid ones name the client, and some methods are closed to users; before fake services."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.waiting import until
 
 GRPC = "application/grpc"
 ADMIN, USER, STRANGER, BRIEF = ("mr-" + secrets.token_urlsafe(32) for _ in range(4))
-LONGEST = "k" * 512  # Of several blocks of SHA-256.
+LONGEST = "k" * 512  # Longer than one block of SHA-256.
 OPEN_PATHS = ["/", "/playground/main.js", "/v2/health/ready", "/v2/health/live", "/health"]
 OPEN_METHODS = ["/grpc.health.v1.Health/Check", "/inference.GRPCInferenceService/ServerReady"]
 SETTINGS = [
@@ -51,7 +51,7 @@ async def keyed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple
         {"name": "long", "key": LONGEST},
         {"name": "brief", "key": BRIEF, "requests_per_second": 3},
     )
-    # Beyond loopback or not, a key decides.
+    # A key decides, beyond loopback or not.
     environment = {"KEY_DIGESTS": str(file), "PUBLIC_MANAGEMENT": "false"}
     async with running_gateway(folder, environment=environment) as running:
         yield running, file
@@ -73,7 +73,7 @@ async def call(
 
 
 async def metadata_of(gateway: Gateway, headers: Mapping[str, str]) -> dict[str, str]:
-    """The metadata with which a service sees a call."""
+    """The metadata of a call as a service sees it."""
     status, _, body = await call(gateway.address, "POST", OPENAI, {"content-type": "application/json"} | dict(headers))
     assert status == 200, body
     return dict(json.loads(body)["metadata"])
@@ -93,7 +93,7 @@ async def grpc_status(address: str, method: str, headers: Mapping[str, str]) -> 
         {"authorization": "Basic YTpi", "x-api-key": USER},
     ],
 )
-async def test_a_key_becomes_the_clients_name_and_policy_and_goes_no_further(
+async def test_a_key_becomes_the_clients_name_and_policy_and_is_not_passed_on(
     keyed: tuple[Gateway, Path], headers: dict[str, str]
 ) -> None:
     forged = {"x-millrace-client": "root", "x-millrace-policy": '{"role":"admin"}'}
@@ -104,11 +104,11 @@ async def test_a_key_becomes_the_clients_name_and_policy_and_goes_no_further(
     assert USER not in str(metadata)
 
 
-async def test_a_flood_of_a_limited_client_is_refused_here(keyed: tuple[Gateway, Path]) -> None:
+async def test_a_flood_of_a_limited_client_is_refused_by_the_gateway(keyed: tuple[Gateway, Path]) -> None:
     address = keyed[0].address
 
     async def is_refused() -> bool:
-        """By gRPC and by REST; on a busy machine the calls may be too slow for a flood."""
+        """Over gRPC and REST; on a busy machine the calls may be too slow for a flood."""
         statuses = await asyncio.gather(*(grpc_status(address, METADATA, bearer(BRIEF)) for _ in range(16)))
         headers = {"content-type": "application/json"} | bearer(BRIEF)
         status, answer, body = await call(address, "POST", OPENAI, headers)
@@ -119,12 +119,12 @@ async def test_a_flood_of_a_limited_client_is_refused_here(keyed: tuple[Gateway,
         return True
 
     await until(is_refused)
-    # What others call, and what needs no key, is not counted.
+    # Calls of others, and calls that need no key, are not counted.
     assert {await grpc_status(address, METADATA, bearer(USER)) for _ in range(16)} == {"0"}
     assert {await grpc_status(address, OPEN_METHODS[0], bearer(BRIEF)) for _ in range(16)} == {"0"}
 
 
-async def test_keys_of_every_length_are_known(keyed: tuple[Gateway, Path]) -> None:
+async def test_keys_of_every_length_are_accepted(keyed: tuple[Gateway, Path]) -> None:
     keys = [("k" * 15 + str(n % 10) * (n - 15), f"n{n}") for n in (*range(16, 140), 512)]
     keys = [(key, name) for key, name in keys if key != LONGEST]
     gateway, file = keyed
@@ -184,7 +184,7 @@ async def test_probes_and_the_playground_need_no_key(keyed: tuple[Gateway, Path]
 
 
 @pytest.mark.parametrize("authority", ["", "predictor"])
-async def test_settings_are_an_admins_at_both_listeners(keyed: tuple[Gateway, Path], authority: str) -> None:
+async def test_only_an_admin_may_change_settings_at_both_listeners(keyed: tuple[Gateway, Path], authority: str) -> None:
     gateway, _ = keyed
     host = {"host": authority} if authority else {}
     for address in (gateway.address, gateway.management):
@@ -199,7 +199,7 @@ async def test_settings_are_an_admins_at_both_listeners(keyed: tuple[Gateway, Pa
             assert payloads[0] not in (401, 403)
 
 
-async def test_a_changed_file_counts_within_two_seconds_and_a_missing_one_lets_no_one_in(
+async def test_a_changed_file_takes_effect_within_two_seconds_and_a_missing_one_refuses_all(
     keyed: tuple[Gateway, Path],
 ) -> None:
     gateway, file = keyed

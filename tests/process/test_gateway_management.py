@@ -1,5 +1,5 @@
-"""Who may load, unload, read the payload log and change settings: with a public listener on loopback everyone on the
-machine, beyond it those at the management listener alone, however the method is named.
+"""Loading, unloading, reading the payload log and changing settings: with a public listener on loopback open to all of
+the machine, beyond loopback only at the management listener, by whichever name of the method.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PATHS = [
 
 @pytest_asyncio.fixture(scope="module")
 async def beyond_loopback(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
-    """What a gateway beyond loopback does, on loopback."""
+    """A gateway configured as beyond loopback, but on loopback."""
     folder = tmp_path_factory.mktemp("gateway")
     async with running_gateway(folder, environment={"PUBLIC_MANAGEMENT": "false"}) as running:
         yield running
@@ -90,14 +90,14 @@ async def test_paths_are_refused_beyond_loopback_and_nowhere_else(
     beyond_loopback: Gateway, on_loopback: Gateway, method: str, path: str
 ) -> None:
     refused = await status(beyond_loopback.address, method, path, "application/json")
-    assert refused in (("403", "gateway"), ("404", "gateway"))  # 404: it is no name of that path.
+    assert refused in (("403", "gateway"), ("404", "gateway"))  # 404: the path has no such name.
     for address in (beyond_loopback.management, on_loopback.address, on_loopback.management):
         served = await status(address, method, path, "application/json")
         assert served[0] != "403", address
         assert (refused[0] == "404") == (served == ("404", "gateway")), address
 
 
-async def test_the_refusal_says_where_to_go(beyond_loopback: Gateway) -> None:
+async def test_the_refusal_names_the_management_listener(beyond_loopback: Gateway) -> None:
     answer = await beyond_loopback.request("GET", "/millrace/v1/payloads")
     assert "MANAGEMENT_PORT" in answer.json["error"]
     assert answer.headers["x-failed-hop"] == "gateway"

@@ -1,4 +1,4 @@
-"""A rate limit service counts the requests of limited clients for several gateways; what holds without it."""
+"""A rate limit service counts the requests of limited clients for several gateways; and what happens without it."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Shar
 
 
 def counted(gateway: Gateway, outcome: str) -> int:
-    """Calls with an outcome of the filter, as the metrics' page shows them."""
+    """The number of calls with an outcome of the filter, from the page of metrics."""
     with urllib.request.urlopen(f"http://{gateway.inner}/stats/prometheus", timeout=10) as page:
         lines = page.read().decode().splitlines()
     return sum(int(line.split()[-1]) for line in lines if line.startswith(f"envoy_cluster_ratelimit_{outcome}{{"))
 
 
-async def test_what_remains_is_in_openais_headers_and_the_next_one_is_refused(shared: Shared) -> None:
+async def test_the_remaining_limit_is_in_openais_headers_and_the_next_request_is_refused(shared: Shared) -> None:
     client = shared.next_client()
     for remaining in reversed(range(LIMIT)):
         answer = await shared.ask(client)
@@ -118,7 +118,7 @@ async def test_two_gateways_count_together(shared: Shared) -> None:
     assert statuses == [200] * LIMIT + [429] * LIMIT
 
 
-async def test_what_the_service_counts_replaces_what_a_process_counts(shared: Shared) -> None:
+async def test_the_services_count_replaces_that_of_a_process(shared: Shared) -> None:
     client = shared.next_client()
     own = b'{"metadata": {"x-ratelimit-limit-requests": 77}}'
     answer = await shared.ask(client, body=own)
@@ -128,7 +128,7 @@ async def test_what_the_service_counts_replaces_what_a_process_counts(shared: Sh
     assert "x-ratelimit-remaining" not in metadata
 
 
-async def test_the_service_is_asked_about_no_others(shared: Shared) -> None:
+async def test_the_service_gets_no_requests_of_other_clients(shared: Shared) -> None:
     client, before = shared.next_client(), len(shared.service.requests)
     for other in ("root", "free"):
         answer = await shared.ask(other)
@@ -139,7 +139,7 @@ async def test_the_service_is_asked_about_no_others(shared: Shared) -> None:
     assert len(shared.service.requests) == before
 
 
-async def test_a_service_that_is_slow_is_not_waited_for(shared: Shared) -> None:
+async def test_a_slow_service_delays_no_call(shared: Shared) -> None:
     client = shared.next_client()
     shared.service.answers.clear()
     try:
@@ -151,7 +151,7 @@ async def test_a_service_that_is_slow_is_not_waited_for(shared: Shared) -> None:
         shared.service.answers.set()
 
 
-async def test_without_the_service_calls_pass_or_none_does(shared: Shared) -> None:
+async def test_without_the_service_calls_pass_or_are_refused_as_configured(shared: Shared) -> None:
     client = shared.next_client()
     await shared.service.stop()
     try:
@@ -170,7 +170,7 @@ async def test_without_the_service_calls_pass_or_none_does(shared: Shared) -> No
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
         assert await asyncio.to_thread(counted, shared.gateways[0], "failure_mode_allowed") >= 2 * LIMIT
         assert await asyncio.to_thread(counted, shared.gateways[1], "error") >= 2
-        # Others do not need it.
+        # Clients without limits do not need the service.
         assert (await shared.ask("free", gateway=1)).status == 200
     finally:
         await shared.service.start(shared.port)

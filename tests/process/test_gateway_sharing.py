@@ -1,4 +1,4 @@
-"""A connection is shared by strangers: nothing that one call does ends others on the same connection, to the gateway or
+"""Independent callers share connections: no call ends others on the same connection, to the gateway or
 behind it."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gat
 
 
 class HonestStream:
-    """A stream that asks and is answered, again and again, until it is ended."""
+    """A stream that sends requests and reads answers, again and again, until `end`."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.answers = 0
@@ -49,7 +49,7 @@ class HonestStream:
         await until(lambda: self.answers > before or self._task.done())
 
     async def end(self) -> None:
-        """Raises what ended the stream, if that was not this."""
+        """Ends the stream; raises its error if it ended before."""
         self._end.set()
         await self._task
 
@@ -73,7 +73,7 @@ async def test_thousands_of_cancels_and_short_deadlines_end_no_other_call(gatewa
             async with turns:
                 await leave(shared, number, ends)
 
-        # Those on the other connection share those from the gateway to the service.
+        # Calls on the other connection share the connections from the gateway to the service.
         streams = [HonestStream(channel) for channel in (shared, shared, shared, other, other)]
         await asyncio.gather(*(one(number) for number in range(SHORT)))
         for stream in streams:
@@ -82,7 +82,7 @@ async def test_thousands_of_cancels_and_short_deadlines_end_no_other_call(gatewa
     assert set(ends) == {grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED}
 
 
-async def test_headers_that_are_too_large_for_the_codec_end_their_own_call_alone(gateway: Gateway) -> None:
+async def test_headers_too_large_for_the_codec_end_only_their_own_call(gateway: Gateway) -> None:
     async with gateway.channel() as shared:
         stream = HonestStream(shared)
         for count, size in ((1, 20_000), (1, 62_000), (10, 10_000), (300, 1)):
@@ -95,11 +95,11 @@ async def test_headers_that_are_too_large_for_the_codec_end_their_own_call_alone
         await stream.end()
 
 
-LARGE = 60 << 20  # The largest body of a REST request, and six of them are what a worker of Envoy holds.
+LARGE = 60 << 20  # The largest body of a REST request; a worker of Envoy holds six of them.
 
 
 class Upload:
-    """A REST request whose last byte never comes."""
+    """A REST request whose last byte is never sent."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -129,7 +129,7 @@ class Upload:
 
 
 @pytest.mark.parametrize("headers", [(f"content-length: {LARGE}",), ("transfer-encoding: chunked",)])
-async def test_bodies_that_never_end_take_a_bounded_memory_and_none_of_the_small_ones(
+async def test_bodies_that_never_end_take_bounded_memory_and_block_no_small_body(
     gateway: Gateway, headers: tuple[str, ...]
 ) -> None:
     uploads = [await Upload.begin(gateway, *headers) for _ in range(6)]
@@ -139,16 +139,16 @@ async def test_bodies_that_never_end_take_a_bounded_memory_and_none_of_the_small
     assert b"x-failed-hop: gateway" in head
     assert b"retry-after: 1" in head
     assert json.loads(body)["error"]["type"] == "rate_limit_error"
-    # No small one is refused for them, nor one that fits in what is left, and each gives back what it took.
+    # No small body is refused for them, nor one that fits in the rest, and each gives back its memory.
     for _ in range(30):
         for size in (0, 40 << 10, 1 << 20):
             assert (await gateway.request("POST", OPENAI, b"{}" + b" " * size)).status == 200
-    # Those that leave give back theirs.
+    # Uploads that leave give back theirs.
     for upload in (*uploads, refused):
         await upload.leave()
 
     async def fits() -> bool:
-        with suppress(OSError):  # A refusal that comes while the body is sent.
+        with suppress(OSError):  # A refusal that arrives while the body is sent.
             return (await gateway.request("POST", OPENAI, b"{}" + b" " * (30 << 20))).status == 200
         return False
 

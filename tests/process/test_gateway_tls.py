@@ -87,7 +87,7 @@ async def test_every_protocol_is_served(gateway: Gateway, folder: Path) -> None:
     assert (status, json.loads(body)) == (503, {"error": 'model "a" is loading'})
 
 
-async def test_events_come_one_by_one(gateway: Gateway, folder: Path) -> None:
+async def test_events_arrive_one_by_one(gateway: Gateway, folder: Path) -> None:
     gateway.openai.first_chunk_was_read.clear()
 
     def first_event() -> bytes:
@@ -106,7 +106,7 @@ async def test_events_come_one_by_one(gateway: Gateway, folder: Path) -> None:
     gateway.openai.first_chunk_was_read.set()
 
 
-async def test_a_new_certificate_counts_for_new_connections_and_costs_no_stream(gateway: Gateway, folder: Path) -> None:
+async def test_new_connections_use_a_new_certificate_and_no_stream_ends(gateway: Gateway, folder: Path) -> None:
     gateway.openai.first_chunk_was_read.clear()
     channels = [channel(gateway, folder) for _ in range(8)]
     streams = [
@@ -130,7 +130,7 @@ async def test_a_new_certificate_counts_for_new_connections_and_costs_no_stream(
 
 
 @pytest.mark.parametrize("name", ["tls.crt", "tls.key"])
-async def test_what_cannot_be_read_leaves_the_last_good_certificate(gateway: Gateway, folder: Path, name: str) -> None:
+async def test_unreadable_files_leave_the_last_valid_certificate(gateway: Gateway, folder: Path, name: str) -> None:
     good, kept = await asyncio.to_thread(certificate, gateway.tls), (folder / name).read_bytes()
     complaints = gateway.process.log.read_text().count("Failed to reload certificates")
     (folder / "new").write_text("-----BEGIN CERTIFICATE-----\nbroken")
@@ -143,7 +143,7 @@ async def test_what_cannot_be_read_leaves_the_last_good_certificate(gateway: Gat
 
 
 async def test_a_volume_of_kubernetes_is_followed(tmp_path: Path) -> None:
-    """Its files are links into a folder behind a link, and that link is replaced."""
+    """Its files are links into a folder behind another link, which is replaced."""
     volume, made = tmp_path / "volume", tmp_path / "made"
     volume.mkdir()
 
@@ -169,9 +169,9 @@ async def test_with_an_authority_only_its_clients_are_served_and_it_may_change(t
     certificates.make(folder, (), ask_clients=True)
     async with running_gateway(tmp_path, gateway_tls=str(folder)) as gateway:
 
-        async def answers(made: ssl.SSLContext) -> bool:
+        async def answers(tls: ssl.SSLContext) -> bool:
             try:
-                return (await asyncio.to_thread(request, gateway.tls, made, "GET", "/"))[0] == 200
+                return (await asyncio.to_thread(request, gateway.tls, tls, "GET", "/"))[0] == 200
             except OSError:
                 return False
 
@@ -186,10 +186,10 @@ async def test_with_an_authority_only_its_clients_are_served_and_it_may_change(t
         known = context(folder, with_certificate=True)
         assert await answers(known)
         assert not await answers(context(folder))
-        # The port without TLS is for this machine alone, and asks for nothing.
+        # The port without TLS is for this machine alone, and needs no certificate.
         assert (await gateway.request("GET", "/")).status == 200
 
-        # Another authority: its clients are served, those of the one before are not.
+        # After a change of the authority its clients are served, and those of the previous one are not.
         before = tmp_path / "before"
         shutil.copytree(folder, before)
         certificates.make(folder, (), ask_clients=True)

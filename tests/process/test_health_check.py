@@ -1,4 +1,4 @@
-"""What a container's HEALTHCHECK runs says the truth, quickly."""
+"""The command of a container's HEALTHCHECK is correct and quick."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ def exit_code(*arguments: str) -> int:
     return subprocess.run(command, cwd=ROOT, capture_output=True, timeout=20).returncode
 
 
-def test_it_asks_for_the_name_that_it_is_given(server):
+def test_the_given_health_name_is_checked(server):
     servicer, port = server
     assert exit_code(port) == 0
     assert exit_code(port, "ready") == 1
@@ -39,5 +39,5 @@ def test_it_asks_for_the_name_that_it_is_given(server):
     assert exit_code(port) == 1
 
 
-def test_nobody_there_is_unhealthy():
+def test_a_missing_server_is_unhealthy():
     assert exit_code("9") == 1

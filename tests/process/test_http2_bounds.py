@@ -1,4 +1,4 @@
-"""A peer of the HTTP/2 server that misbehaves harms only itself, and everything that it can make is bounded."""
+"""A misbehaving peer of the HTTP/2 server affects only itself, and its use of resources is bounded."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ async def served() -> AsyncIterator[Served]:
 # ------------------------------------------------------------------ bounds
 
 
-async def test_a_slow_reader_stops_its_own_call_alone(served: Served) -> None:
+async def test_a_slow_reader_stops_only_its_own_call(served: Served) -> None:
     window = 32 * KIB
-    asked = json.dumps({"pieces": 2000, "size": 500}).encode()
+    body = json.dumps({"pieces": 2000, "size": 500}).encode()
     async with connected(served.port, window, reads=False) as client:
-        slow = await client.request(COUNT, asked)
+        slow = await client.request(COUNT, body)
         await until(lambda: len(slow.data) == window)
         assert served.service.written <= window, "nothing is made for a reader that does not read"
         assert (await (await client.request(ECHO, b"others go on")).wait()).data == b"others go on"
@@ -46,7 +46,7 @@ async def test_a_slow_reader_stops_its_own_call_alone(served: Served) -> None:
     assert len(slow.data) == 1_000_000
 
 
-async def test_a_body_that_is_too_large_is_refused_as_soon_as_it_is(
+async def test_a_too_large_body_is_refused_as_soon_as_it_exceeds_the_limit(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http2_request, "MAX_MESSAGE_BYTES", 64 * KIB)
@@ -60,7 +60,7 @@ async def test_a_body_that_is_too_large_is_refused_as_soon_as_it_is(
         assert (await (await client.request(ECHO, b"others go on")).wait()).data == b"others go on"
 
 
-async def test_admission_refuses_what_it_refuses_of_grpc() -> None:
+async def test_admission_applies_as_for_grpc() -> None:
     served = await Served(Admission(max_calls=2, budget=ByteBudget(400 * KIB))).start()
     async with connected(served.port) as client:
         large = await (await client.request(ECHO, b"x" * 16_000)).wait()
@@ -76,8 +76,8 @@ async def test_admission_refuses_what_it_refuses_of_grpc() -> None:
     await served.server.stop(0)
 
 
-async def test_before_a_call_reads_no_more_comes_than_a_window(served: Served) -> None:
-    """A call that waits in a handler that takes no body yet, here one by GET."""
+async def test_an_unread_body_sends_no_more_than_a_window(served: Served) -> None:
+    """The handler of a call by GET waits, and reads no body yet."""
     async with connected(served.port) as client:
         stream = await client.request(f"{NAME}/x", verb="GET", end=False)
         await stream.wait()
@@ -85,7 +85,7 @@ async def test_before_a_call_reads_no_more_comes_than_a_window(served: Served) -
         assert client.http2.local_flow_control_window(stream.number) <= STREAM_WINDOW_BYTES
 
 
-async def test_bodies_that_never_end_take_no_more_memory_than_they_may() -> None:
+async def test_bodies_that_never_end_take_bounded_memory() -> None:
     most = 32 * KIB * KIB
     served = await Served(Admission(max_unfinished=most)).start()
     async with AsyncExitStack() as opened:
@@ -105,9 +105,9 @@ async def test_bodies_that_never_end_take_no_more_memory_than_they_may() -> None
 
 
 @pytest.mark.parametrize("kind", ["pings", pytest.param("settings", marks=pytest.mark.full)])
-async def test_a_flood_of_frames_that_want_an_answer_waits_in_no_queue(served: Served, kind: str) -> None:
+async def test_a_flood_of_frames_that_need_an_answer_fills_no_queue(served: Served, kind: str) -> None:
     frame = {"pings": b"\0\0\x08\6\0\0\0\0\0" + b"x" * 8, "settings": b"\0\0\0\4\0\0\0\0\0"}[kind]
-    reader, writer = await asyncio.open_connection(HOST, served.port, limit=KIB)  # Which is not read.
+    reader, writer = await asyncio.open_connection(HOST, served.port, limit=KIB)  # The answers are not read.
     writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
     sent = 0
     with suppress(TimeoutError):
@@ -123,7 +123,7 @@ async def test_a_flood_of_frames_that_want_an_answer_waits_in_no_queue(served: S
     del reader
 
 
-async def test_a_silent_peer_is_taken_for_dead_and_one_that_answers_is_not(
+async def test_a_silent_peer_counts_as_dead_and_one_that_answers_does_not(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http2_connection, "_SILENT_S", 0.1)
@@ -134,12 +134,12 @@ async def test_a_silent_peer_is_taken_for_dead_and_one_that_answers_is_not(
         writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
         async with asyncio.timeout(10):
             with suppress(ConnectionError):
-                await reader.read()  # Until it is closed.
+                await reader.read()  # Until the server closes it.
         writer.close()
         assert (service.hanging, service.ended, alive.is_closed) == (1, 0, False)
 
 
-# ------------------------------------------------------------------ what is no HTTP/2
+# ------------------------------------------------------------------ malformed HTTP/2
 
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 _MALFORMED = {
@@ -167,7 +167,7 @@ async def _send_until_closed(port: int, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("kind", _MALFORMED)
-async def test_what_breaks_the_protocol_ends_its_connection_alone(served: Served, kind: str) -> None:
+async def test_a_protocol_error_ends_only_its_connection(served: Served, kind: str) -> None:
     async with connected(served.port) as other:
         hanging = await other.request(HANG, b"begun")
         await _send_until_closed(served.port, _MALFORMED[kind])
@@ -175,7 +175,7 @@ async def test_what_breaks_the_protocol_ends_its_connection_alone(served: Served
         assert not hanging.is_ended
 
 
-async def test_noise_harms_nobody(served: Served) -> None:
+async def test_random_bytes_affect_no_other_connection(served: Served) -> None:
     noise = random.Random(7)
     async with connected(served.port) as other:
         for _ in range(200):

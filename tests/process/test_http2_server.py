@@ -1,4 +1,4 @@
-"""The HTTP/2 server: calls as gRPC has them, start and stop."""
+"""The HTTP/2 server: calls with gRPC's semantics, start and stop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def served() -> AsyncIterator[Served]:
 # ------------------------------------------------------------------ calls
 
 
-async def test_a_body_comes_back_with_the_head_of_its_answer(served: Served) -> None:
+async def test_a_body_is_returned_with_the_head_of_its_answer(served: Served) -> None:
     body = random.randbytes(300 * KIB)
     async with connected(served.port) as client:
         stream = await client.request(ECHO, end=False)
@@ -43,7 +43,7 @@ async def test_a_body_comes_back_with_the_head_of_its_answer(served: Served) -> 
 @pytest.mark.parametrize(
     ("path", "named"), [("/a%20b%2Fc", "a b/c"), ("?model=d+e&x=1", "d e"), ("/one?model=two", "one"), ("", "")]
 )
-async def test_a_method_without_a_body_gets_what_its_path_or_its_query_names(
+async def test_a_method_without_a_body_gets_the_argument_of_its_path_or_query(
     served: Served, path: str, named: str
 ) -> None:
     async with connected(served.port) as client:
@@ -59,7 +59,7 @@ async def test_another_path_or_method_is_not_found(served: Served, verb: str, pa
     assert json.loads(stream.data)["error"]["message"] == "unknown path or method"
 
 
-async def test_an_error_before_the_first_byte_is_the_answer_and_one_after_it_in_the_trailers(served: Served) -> None:
+async def test_an_error_before_the_first_byte_is_the_answer_and_a_later_one_is_in_the_trailers(served: Served) -> None:
     async with connected(served.port) as client:
         first = await (await client.request(FAIL)).wait()
         later = await (await client.request(FAIL, b"begun")).wait()
@@ -118,10 +118,10 @@ async def test_a_body_without_an_end_is_cancelled_with_its_stream(served: Served
 # ------------------------------------------------------------------ start and stop
 
 
-async def test_a_stop_lets_calls_end_and_takes_no_new_connection(served: Served) -> None:
-    asked = json.dumps({"pieces": 100, "size": KIB}).encode()
+async def test_a_stop_lets_calls_end_and_accepts_no_new_connection(served: Served) -> None:
+    body = json.dumps({"pieces": 100, "size": KIB}).encode()
     async with connected(served.port, window=10 * KIB, reads=False) as client:
-        running = await client.request(COUNT, asked)
+        running = await client.request(COUNT, body)
         await until(lambda: len(running.data) == 10 * KIB)
         stopping = asyncio.create_task(served.server.stop(30))
         await until(lambda: len(client.gone_away) == 2)
@@ -140,7 +140,7 @@ async def test_a_stop_lets_calls_end_and_takes_no_new_connection(served: Served)
         await asyncio.wait_for(stopping, 10)
 
 
-async def test_a_call_that_outlasts_the_grace_says_that_the_service_stops(served: Served) -> None:
+async def test_a_call_that_outlasts_the_grace_period_ends_with_the_error_that_the_service_stops(served: Served) -> None:
     async with connected(served.port) as client:
         silent, begun = await client.request(HANG), await client.request(HANG, b"begun")
         await until(lambda: served.service.hanging == 2)
@@ -160,7 +160,7 @@ async def test_a_second_stop_shortens_the_first(served: Served) -> None:
         await asyncio.wait_for(patient, 10)
 
 
-async def test_two_servers_share_a_port_and_a_third_that_does_not_has_none() -> None:
+async def test_two_servers_share_a_port_and_one_that_does_not_share_is_refused() -> None:
     with reserved(HOST, 0) as port:
         servers = [await Served(shares_port=True).start(port) for _ in range(2)]
         served = set()

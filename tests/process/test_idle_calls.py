@@ -1,4 +1,4 @@
-"""A call that asks nothing takes nothing from those that ask; it ends after long, and where there are too many."""
+"""Idle calls take no place of active ones; they end after a long time, or if there are too many."""
 
 import asyncio
 
@@ -20,7 +20,7 @@ MAX_CALLS, MAX_IDLE = 2, 8
 
 
 class Inference(GRPCInferenceServiceServicer):
-    """Answers each request when it is let go."""
+    """Answers each request when it is released."""
 
     def __init__(self):
         self.go = asyncio.Event()
@@ -51,7 +51,7 @@ class Served:
                 await asyncio.sleep(0.005)
 
     def open(self, metadata=()):
-        """A stream that asks nothing, as most begin."""
+        """An idle stream, as most begin."""
         call = self.stub.ModelStreamInfer(metadata=metadata)
         return call, asyncio.ensure_future(call.read())
 
@@ -85,7 +85,7 @@ async def serve():
         await server.grpc.stop(None)
 
 
-async def test_streams_that_ask_nothing_leave_room_for_those_that_ask(serve):
+async def test_idle_streams_leave_room_for_active_ones(serve):
     served = await serve()
     await served.opened(MAX_IDLE)
     served.servicer.go.set()
@@ -104,7 +104,7 @@ async def test_a_stream_counts_while_a_request_of_it_is_in_flight(serve):
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await served.stub.ModelInfer(ModelInferRequest(), timeout=30)
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    # One on a stream is refused alone, by its id: the stream stays.
+    # A refused request on a stream is refused alone, by its id: the stream stays open.
     call, read = calls[MAX_CALLS]
     await call.write(ModelInferRequest(id="too many"))
     answer = await asyncio.wait_for(read, 30)
@@ -115,11 +115,11 @@ async def test_a_stream_counts_while_a_request_of_it_is_in_flight(serve):
     assert (await asyncio.wait_for(call.read(), 30)).infer_response.id == "later"
 
 
-async def test_beyond_the_bound_the_stream_ends_that_was_idle_for_longest(serve):
+async def test_beyond_the_bound_the_longest_idle_stream_ends(serve):
     served = await serve()
     calls = await served.opened(MAX_IDLE)
     oldest, _ = calls[0]
-    await oldest.write(ModelInferRequest(id="asks"))  # It is idle for the shortest time after that.
+    await oldest.write(ModelInferRequest(id="asks"))  # Afterwards it is idle for the shortest time.
     await served.until(idle=MAX_IDLE - 1, in_flight=1)
     served.servicer.go.set()
     await served.until(idle=MAX_IDLE)
@@ -128,15 +128,15 @@ async def test_beyond_the_bound_the_stream_ends_that_was_idle_for_longest(serve)
     with pytest.raises(grpc.aio.AioRpcError) as ended:
         await asyncio.wait_for(read, 30)
     assert ended.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    told = dict(ended.value.trailing_metadata())
-    assert told["x-failed-hop"] == "test"
-    assert "retry-after-ms" in told
+    metadata = dict(ended.value.trailing_metadata())
+    assert metadata["x-failed-hop"] == "test"
+    assert "retry-after-ms" in metadata
     assert await second.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     for call, _ in (calls[0], *calls[2:]):
         assert not call.done()
 
 
-async def test_calls_that_never_send_their_message_and_watches_are_idle(serve):
+async def test_calls_without_a_message_and_watches_are_idle(serve):
     served = await serve()
     unsent = served.channel.stream_unary("/inference.GRPCInferenceService/ModelInfer")
     unary = [unsent() for _ in range(2 * MAX_CALLS)]
@@ -159,7 +159,7 @@ async def test_calls_that_never_send_their_message_and_watches_are_idle(serve):
     assert served.admission.idle == 2 * MAX_IDLE
 
 
-async def test_a_stream_that_asks_nothing_for_too_long_ends_and_one_that_waits_for_an_answer_does_not(serve):
+async def test_a_stream_that_is_idle_for_too_long_ends_and_one_that_waits_for_an_answer_does_not(serve):
     served = await serve(idle_timeout_s=0.2)
     call, _ = served.open()
     await call.write(ModelInferRequest(id="slow"))
@@ -170,7 +170,7 @@ async def test_a_stream_that_asks_nothing_for_too_long_ends_and_one_that_waits_f
     assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert served.admission.in_flight == 1
     served.servicer.go.set()
-    assert await asyncio.wait_for(call.code(), 30) is grpc.StatusCode.DEADLINE_EXCEEDED  # Idle from its answer on.
+    assert await asyncio.wait_for(call.code(), 30) is grpc.StatusCode.DEADLINE_EXCEEDED  # Idle since its answer.
 
 
 @pytest.mark.parametrize("key", ["x-millrace-client", "x-forwarded-for"])

@@ -1,4 +1,4 @@
-"""An installed package has what a stack needs beside its code, and keeps its state in the user's folder."""
+"""An installed package has the data files of a stack, and keeps its state in the user's folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with the package, and the packages of this one."""
+    """An environment with the package and the packages of this environment."""
     folder = tmp_path_factory.mktemp("installed")
     source = folder / "source"
     for name in run("git", "ls-files", "-co", "--exclude-standard", cwd=ROOT).splitlines():
@@ -50,7 +50,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return environment
 
 
-def test_it_finds_its_configuration_and_keeps_state_where_it_runs(installed: Path, tmp_path: Path) -> None:
+def test_it_finds_its_configuration_and_keeps_state_in_the_current_folder(installed: Path, tmp_path: Path) -> None:
     (tmp_path / ".env").write_text("PREDICTORS=3\n")
     root, run_folder, predictors, sections = json.loads(
         run(installed / "bin" / "python", "-P", "-c", SHOWN, cwd=tmp_path)

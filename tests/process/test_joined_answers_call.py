@@ -1,4 +1,4 @@
-"""The transformer asks a predictor for joined answers, and gives each of them on by itself."""
+"""The transformer requests joined answers of a predictor, and passes each on by itself."""
 
 from millrace.deadline import NO_DEADLINE
 from millrace.oip.joined_answers import JOINS_ANSWERS, joined
@@ -19,7 +19,7 @@ class Joining(ForeignServer):
             yield answered(2)
 
 
-async def test_the_transformer_asks_for_them_and_gets_each():
+async def test_the_transformer_requests_joined_answers_and_separates_them():
     server = Joining()
     async with foreign_server(server) as address:
         client = PredictorClient(address)

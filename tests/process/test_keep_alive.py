@@ -1,4 +1,4 @@
-"""A stream of events that is silent for long gets comments, and is otherwise what it would have been."""
+"""A stream of events that is silent for long gets comments, and is otherwise unchanged."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -19,7 +19,7 @@ COMMENT = b": keep-alive\n\n"
 
 
 class Events(rest_pb2_grpc.OpenInferenceServicer):
-    """Writes an event for each number that a test puts in, and ends with None or an error."""
+    """Writes an event for each number in its queue, and ends with None or an error."""
 
     def __init__(self, after_s):
         self.events = asyncio.Queue()
@@ -53,11 +53,11 @@ async def call(after_s=AFTER_S):
         await server.stop(0)
 
 
-async def next_body(made):
-    return (await anext(aiter(made))).data
+async def next_body(call):
+    return (await anext(aiter(call))).data
 
 
-async def test_silence_is_filled_before_between_and_not_beside_events():
+async def test_comments_fill_only_silence_before_and_between_events():
     async with call() as (servicer, made):
         assert (await anext(aiter(made))).content_type == EVENTS, "it is the answer's from now on"
         assert [await next_body(made) for _ in range(3)] == [COMMENT] * 3
@@ -71,7 +71,7 @@ async def test_silence_is_filled_before_between_and_not_beside_events():
         assert await made.code() is grpc.StatusCode.OK
 
 
-async def test_events_that_come_in_time_are_all_there_is():
+async def test_events_in_time_get_no_comments():
     async with call(after_s=5) as (servicer, made):
         for number in range(200):
             servicer.events.put_nowait(number)
@@ -79,7 +79,7 @@ async def test_events_that_come_in_time_are_all_there_is():
         assert [body.data async for body in made] == [event(number) for number in range(200)]
 
 
-async def test_nothing_is_lost_or_moved_where_comments_and_events_meet():
+async def test_no_event_is_lost_or_moved_among_comments():
     async with call(after_s=0.001) as (servicer, made):
 
         async def write():
@@ -92,11 +92,11 @@ async def test_nothing_is_lost_or_moved_where_comments_and_events_meet():
         assert [body for body in bodies if body != COMMENT] == [event(number) for number in range(300)]
 
 
-async def collected(made):
-    return [body.data async for body in made]
+async def collected(call):
+    return [body.data async for body in call]
 
 
-async def test_no_comment_is_written_where_none_is_wanted():
+async def test_no_comment_is_written_if_the_setting_is_off():
     async with call(after_s=0) as (servicer, made):
         reading = asyncio.create_task(collected(made))
         await asyncio.sleep(0.2)
@@ -105,7 +105,7 @@ async def test_no_comment_is_written_where_none_is_wanted():
         assert await reading == [event(1)]
 
 
-async def test_an_error_after_a_comment_is_an_event_and_before_one_a_status():
+async def test_an_error_is_an_event_after_a_comment_and_a_status_before_one():
     full = OverloadedError("the queue is full", retry_after_ms=20)
     async with call() as (servicer, made):
         assert await next_body(made) == COMMENT
@@ -120,7 +120,7 @@ async def test_an_error_after_a_comment_is_an_event_and_before_one_a_status():
         assert dict(await made.initial_metadata())[FAILED_HOP] == "transformer"
 
 
-async def test_a_caller_who_leaves_in_silence_ends_the_stream():
+async def test_a_caller_that_leaves_during_silence_ends_the_stream():
     async with call() as (servicer, made):
         assert await next_body(made) == COMMENT
         made.cancel()

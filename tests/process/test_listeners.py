@@ -1,4 +1,4 @@
-"""Several servers share a service's port, so that a busy event loop accepts calls as fast as they come."""
+"""Several servers share a service's port, so that a busy event loop accepts calls quickly."""
 
 import asyncio
 import time
@@ -29,8 +29,8 @@ class Counted(grpc.GenericRpcHandler):
         return grpc.unary_unary_rpc_method_handler(counted)
 
 
-async def turns_to_accept(count):
-    """Turns of a busy event loop until all calls of many connections have begun."""
+async def iterations_to_accept(count):
+    """The number of iterations of a busy event loop until all calls of many connections have begun."""
     handler, listeners = Counted(), Listeners(count, (), ())
     listeners.add_generic_rpc_handlers((handler,))
     target = f"127.0.0.1:{listeners.add_insecure_port('127.0.0.1:0')}"
@@ -56,13 +56,13 @@ async def turns_to_accept(count):
         await listeners.stop(None)
 
 
-async def test_several_accept_in_a_fraction_of_the_turns():
-    alone, together = await turns_to_accept(1), await turns_to_accept(8)
+async def test_several_listeners_accept_in_a_fraction_of_the_iterations():
+    alone, together = await iterations_to_accept(1), await iterations_to_accept(8)
     print(alone, together)
     assert together < alone / 2
 
 
-async def test_nobody_else_can_have_the_port():
+async def test_no_other_server_can_use_the_port():
     first, second = Listeners(2, (), ()), Listeners(2, (), ())
     port = first.add_insecure_port("127.0.0.1:0")
     try:

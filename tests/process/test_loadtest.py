@@ -26,7 +26,7 @@ TOKENS, PAUSE_S, TENSOR = 5, 0.02, 6
 
 
 class Gateway(millrace_pb2_grpc.TextGenerationServicer):
-    """Streams `TOKENS` tokens with a pause before each, or refuses; checks what the tensors are."""
+    """Streams `TOKENS` tokens with a pause before each, or refuses; checks the tensors."""
 
     def __init__(self):
         self.refuse = False
@@ -52,7 +52,7 @@ class Gateway(millrace_pb2_grpc.TextGenerationServicer):
         return metadata
 
     def ModelInfer(self, request, context):  # noqa: N802
-        # The authority has no public door in grpcio's servers.
+        # grpcio's servers have no public API for the authority.
         self.authorities.add(context._rpc_event.call_details.host)
         response = inference_pb2.ModelInferResponse(model_name=request.model_name)
         if self.refuse:
@@ -123,7 +123,7 @@ async def run_locust_for(seconds, host, folder, options):
 
 
 def figures_of(report):
-    """What the section of Locust's HTML report draws."""
+    """The figures in the section of Locust's HTML report."""
     (text,) = re.findall(r"window\.streamsFigures = (.*?);</script>", report.read_text(encoding="utf-8"))
     return json.loads(text)
 
@@ -173,5 +173,5 @@ async def test_open_load_goes_on_while_answers_are_late_and_the_check_fails(gate
     options = ("--arrivals", "8", "--check", "--objective", "TTFT <= 1 ms", "StreamUser")
     status, rows, failures = await run_locust(gateway.host, tmp_path, {"Generate"}, *options)
     assert (status, failures) == (1, set()), "no request failed, and none was in time"
-    # Closed, four users would have had an answer a second each.
+    # With closed load, four users would get an answer a second each.
     assert int(rows["Generate TTFT"]["Request Count"]) > 25

@@ -1,4 +1,4 @@
-"""The load test reads the predictors' state from the gateway alone, and goes on while that does not answer."""
+"""The load test reads the predictors' state from the gateway only, and continues while that does not answer."""
 
 import json
 from collections import deque
@@ -16,7 +16,7 @@ PREDICTORS = {"predictors": [{"name": "predictor-0", "ready": True, "leaving": F
 
 @pytest.fixture
 def server():
-    """Gives each answer of `answers` once, (status, body), and keeps the requests' paths and keys."""
+    """Sends each (status, body) of `answers` once, and records the requests' paths and keys."""
     requests, answers = [], deque()
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""The logger as a process: an acknowledged record is committed, survives kill -9, and is there once."""
+"""The logger as a process: an acknowledged record is committed, survives kill -9, and is stored once."""
 
 import asyncio
 import signal
@@ -28,7 +28,7 @@ def append_request(sequence, source=SOURCE):
 
 
 def committed(database):
-    """The (source, sequence) pairs of the records that another process sees."""
+    """The (source, sequence) pairs of the committed records, as another process sees them."""
     with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
         rows = connection.execute("SELECT request_id FROM records").fetchall()
     connection.close()
@@ -58,7 +58,7 @@ async def test_an_acknowledged_record_is_committed(logger, channel):
     assert await call.read() is grpc.aio.EOF
 
 
-async def test_what_arrives_together_is_acknowledged_together(channel):
+async def test_requests_that_arrive_together_are_acknowledged_together(channel):
     call = millrace_pb2_grpc.PayloadIngestStub(channel).Append(append_request(n) for n in range(1, 2001))
     acknowledged = [response.sequence async for response in call]
     assert acknowledged[-1] == 2000
@@ -66,7 +66,7 @@ async def test_what_arrives_together_is_acknowledged_together(channel):
     assert len(acknowledged) < 1000
 
 
-async def test_what_comes_in_one_message_is_committed_and_acknowledged_together(logger, channel):
+async def test_the_requests_of_one_message_are_committed_and_acknowledged_together(logger, channel):
     message = append_request(1)
     message.more.extend(append_request(number) for number in range(2, 101))
     call = millrace_pb2_grpc.PayloadIngestStub(channel).Append(iter([message, append_request(101)]))
@@ -110,7 +110,7 @@ async def test_kill_9_loses_nothing_acknowledged_and_a_resend_doubles_nothing(lo
     assert sorted(committed(logger.database)) == [(SOURCE, n) for n in range(1, last + 1)]
 
 
-async def test_sigterm_commits_what_was_received_ends_the_open_call_and_exits_0(logger, channel):
+async def test_sigterm_commits_received_requests_ends_the_open_call_and_exits_0(logger, channel):
     call = millrace_pb2_grpc.PayloadIngestStub(channel).Append()
     for sequence in range(1, 101):
         await call.write(append_request(sequence))
@@ -144,7 +144,7 @@ async def test_a_request_without_a_key_is_refused_after_those_before_it(logger, 
     assert committed(logger.database) == [(SOURCE, 1)]
 
 
-async def test_a_process_that_cannot_use_its_file_says_so_in_one_line(tmp_path):
+async def test_an_unusable_file_is_reported_in_one_line(tmp_path):
     (tmp_path / "payloads.sqlite3").mkdir()
     process = await asyncio.create_subprocess_exec(
         *LoggerProcess.COMMAND,
@@ -166,12 +166,12 @@ async def test_reflection_lists_the_payload_log_and_not_its_ingest(channel):
 
 
 @pytest.mark.parametrize("name", ["", "millrace.v1.PayloadLog"])
-async def test_health_says_serving_when_the_store_answers(channel, name):
+async def test_health_is_serving_when_the_store_answers(channel, name):
     answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name))
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_what_was_appended_is_queried_over_the_wire(channel):
+async def test_appended_records_can_be_queried_over_grpc(channel):
     stub = millrace_pb2_grpc.PayloadIngestStub(channel)
     async for _ in stub.Append(append_request(n) for n in range(1, 301)):
         pass

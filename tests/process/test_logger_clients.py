@@ -1,4 +1,4 @@
-"""A client reads, follows and deletes its own records alone; an admin, and everyone without keys, has all of them."""
+"""A client reads, follows and deletes only its own records; admins, and all callers without keys, have all of them."""
 
 import asyncio
 import base64
@@ -30,7 +30,7 @@ NONE = ()
 
 @pytest.fixture
 async def served(store):
-    """The service, and the tails that it shows to: odd records are ann's, even ones bob's."""
+    """The service and its tails: odd records are ann's, even ones bob's."""
     tails = Tails()
     server = grpc.aio.server(interceptors=(CallInterceptor("logger"),))
     PayloadLogServicer(store, tails).add_to(server)
@@ -63,7 +63,7 @@ async def found(stub, metadata, **filters):
         (NONE, {"client": "bob"}, [6, 4, 2]),
     ],
 )
-async def test_a_query_finds_what_its_caller_may_have(served, metadata, filters, expected):
+async def test_a_query_finds_only_records_that_its_caller_may_read(served, metadata, filters, expected):
     assert await found(served[0], metadata, **filters) == expected
 
 
@@ -81,7 +81,7 @@ async def test_another_client_s_name_is_refused_whether_it_exists_or_not(served,
         await stub.Delete(DeletePayloadsRequest(client=client or "-"), metadata=ANN)
 
 
-async def test_another_client_s_record_is_as_if_there_were_none(served):
+async def test_another_client_s_record_is_not_found(served):
     stub, _ = served
     missing = GetPayloadRequest(record_id=record_id(99))
     for metadata, number in ((ANN, 2), (ANN, 99), (ADMIN, 99)):
@@ -95,19 +95,19 @@ async def test_another_client_s_record_is_as_if_there_were_none(served):
     assert (await stub.Get(GetPayloadRequest(record_id=record_id(3)), metadata=ANN)).client == "ann"
 
 
-async def test_page_tokens_lead_on_and_have_nothing_of_others(store, served):
+async def test_page_tokens_continue_and_contain_no_data_of_other_clients(store, served):
     stub, _ = served
     pages, token = [], None
     while page := [r async for r in stub.Query(QueryPayloadsRequest(page_size=1, page_token=token), metadata=ANN)]:
         token = page[0].page_token
         packed = base64.urlsafe_b64decode(token + "==")
-        # A version, the record's own time and its own id.
+        # A version, the record's time and its id.
         assert packed[1:] == page[0].time.ToMicroseconds().to_bytes(8, "big") + uuid.UUID(page[0].record_id).bytes
         pages.append(uuid.UUID(page[0].record_id).int)
     assert pages == [5, 3, 1]
 
 
-async def test_a_page_goes_on_after_a_record_that_was_deleted_meanwhile(store, served):
+async def test_a_page_continues_after_a_record_that_was_deleted_meanwhile(store, served):
     stub, _ = served
     (first,) = [r async for r in stub.Query(QueryPayloadsRequest(page_size=1), metadata=ANN)]
     await store.delete(record_id=first.record_id)
@@ -163,6 +163,6 @@ async def test_many_deletions_of_one_client_displace_none_of_another(store, monk
     assert await numbers(store) == [101]
 
 
-async def test_a_policy_that_cannot_be_read_lets_nobody_in(served):
+async def test_a_malformed_policy_refuses_the_call(served):
     with pytest.raises(UnauthenticatedError):
         await found(served[0], (("x-millrace-client", "ann"), ("x-millrace-policy", "{")))

@@ -1,4 +1,4 @@
-"""The export: whole, typed, oldest first, beside a running logger, and never half a file under its name."""
+"""The export: complete, typed, oldest first, beside a running logger, and never a partial file under its name."""
 
 import argparse
 import asyncio
@@ -104,7 +104,7 @@ async def test_a_line_of_json_holds_every_field_of_the_record(store, run, tmp_pa
     assert exported["inputs"][1]["data"] is None
     assert exported["metadata"] == {"x-team": "a", "x-app": "b"}
     assert exported["gateway"]["request_bytes"] == 2**63
-    # Nothing that a record can hold is left out, but what concerns pages and REST alone.
+    # All fields of a record are exported, except those for pages and REST.
     fields = {field.name for field in PayloadRecord.DESCRIPTOR.fields} - {"usage", "page_token", "error"}
     assert exported.keys() == fields | {"prompt_tokens", "cached_tokens", "completion_tokens"}
 
@@ -167,20 +167,20 @@ async def test_an_empty_log_is_a_file_with_columns(store, run, tmp_path):
     assert (tmp_path / "out.jsonl").read_bytes() == b""
 
 
-async def test_what_is_exported_can_be_chosen(store, run, tmp_path):
+async def test_filters_choose_the_exported_records(store, run, tmp_path):
     await store.append([append_request(number, model="ab"[number % 2]) for number in (3, 1, 4, 2, 5)])
     choice = ("--since", "2026-01-31T12:02", "--until", "2026-01-31T13:05+01:00", "--model", "a")
     assert run("--format", "jsonl", "--output", str(tmp_path / "out"), *choice) == 0
     assert [line["time"] for line in lines(tmp_path / "out")] == ["2026-01-31T12:02:00Z", "2026-01-31T12:04:00Z"]
 
 
-async def test_every_record_comes_once_and_oldest_first_however_many_pages_there_are(store, run, tmp_path, monkeypatch):
+async def test_every_record_is_exported_once_oldest_first_over_any_number_of_pages(store, run, tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot, "_ROWS", 7)
     monkeypatch.setattr(snapshot, "_BYTES", 2000)
     monkeypatch.setattr(export, "_BATCH_ROWS", 10)
     requests = [append_request(number, prompt="p" * (number % 5 * 400)) for number in range(1, 200)]
     for request in requests:
-        # Many of the same time: what comes first is what was committed first.
+        # Many have the same time: the order is that of their commits.
         request.record.time.FromDatetime(BEGIN - timedelta(minutes=request.sequence // 50))
     await store.append(requests)
     assert run("--format", "jsonl", "--output", str(tmp_path / "out")) == 0
@@ -199,7 +199,7 @@ async def test_several_row_groups_are_one_file(store, run, tmp_path, monkeypatch
     assert (file.metadata.num_rows, file.metadata.num_row_groups) == (100, 10)
 
 
-async def test_what_is_committed_during_the_export_is_left_to_the_next(store, run, tmp_path, monkeypatch):
+async def test_records_that_are_committed_during_the_export_are_left_to_the_next(store, run, tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot, "_ROWS", 1)
     await store.append([append_request(number) for number in range(1, 4)])
     with snapshot.Snapshot(tmp_path / "payloads.sqlite3", export._filters(export._parse(("--output", "-")))) as taken:
@@ -212,7 +212,7 @@ async def test_what_is_committed_during_the_export_is_left_to_the_next(store, ru
     assert not (tmp_path / "payloads.sqlite3-wal").stat().st_size
 
 
-async def test_the_file_is_its_owners_alone_and_appears_when_it_is_whole(store, run, tmp_path, monkeypatch):
+async def test_the_file_is_private_and_appears_when_it_is_complete(store, run, tmp_path, monkeypatch):
     await store.append([append_request(1)])
     out = tmp_path / "folder" / "out.jsonl"
     out.parent.mkdir()
@@ -233,7 +233,7 @@ async def test_the_file_is_its_owners_alone_and_appears_when_it_is_whole(store, 
     assert [path.name for path in out.parent.iterdir()] == ["out.jsonl"]
 
 
-def test_what_cannot_be_done_is_said_in_one_line(run, tmp_path, capsys):
+def test_impossible_exports_are_refused_in_one_line(run, tmp_path, capsys):
     database = tmp_path / "payloads.sqlite3"
     for prepare, message in (
         (lambda: None, "no such database"),
@@ -247,13 +247,13 @@ def test_what_cannot_be_done_is_said_in_one_line(run, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-async def test_a_folder_that_is_not_there_is_said_in_one_line(store, run, tmp_path, capsys):
+async def test_a_missing_folder_is_refused_in_one_line(store, run, tmp_path, capsys):
     assert run("--output", str(tmp_path / "nowhere" / "out")) == 1
     assert capsys.readouterr().err.endswith("/nowhere/out: No such file or directory\n")
 
 
 def fill(tmp_path, requests):
-    """Writes a database, by a logger's store that is no longer there."""
+    """Writes a database with a logger's store, which is closed again."""
 
     async def append():
         store = SqliteStore(tmp_path / "payloads.sqlite3")
@@ -277,7 +277,7 @@ def test_the_command_writes_to_a_pipe_and_finds_the_database_by_the_loggers_sett
     assert pyarrow.parquet.read_table(pyarrow.BufferReader(done.stdout)).num_rows == 3
 
 
-def test_a_reader_that_has_enough_and_an_interrupt_end_it_quietly(tmp_path):
+def test_a_closed_pipe_and_an_interrupt_end_it_without_a_traceback(tmp_path):
     fill(tmp_path, [append_request(number, prompt="p" * 1000) for number in range(1, 1001)])
     with subprocess.Popen(
         **command(tmp_path, "--format", "jsonl", "--output", "-"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -290,17 +290,17 @@ def test_a_reader_that_has_enough_and_an_interrupt_end_it_quietly(tmp_path):
         **command(tmp_path, "--format", "jsonl", "--output", "-"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        # A shell's background job ignores the interrupt, and what it starts inherits that.
+        # A shell's background job ignores the interrupt, and its children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     ) as process:
         process.stdout.read(1)
         process.send_signal(signal.SIGINT)
-        process.stdout.read()  # It may have been about to write, and a full pipe would hold it.
+        process.stdout.read()  # It may still have to write, and a full pipe would block it.
         assert process.wait(60) == 130
         assert process.stderr.read() == b"export: interrupted\n"
 
 
-def test_a_terminal_sees_how_far_it_is(tmp_path):
+def test_a_terminal_shows_the_progress(tmp_path):
     fill(tmp_path, [append_request(number) for number in range(1, 4)])
     terminal, its_other_end = os.openpty()
     termios.tcsetwinsize(its_other_end, (24, 100))
@@ -312,7 +312,7 @@ def test_a_terminal_sees_how_far_it_is(tmp_path):
     assert "records" in shown
 
 
-def test_a_wrong_argument_is_told_with_the_usage(run, capsys):
+def test_a_wrong_argument_is_refused_with_the_usage(run, capsys):
     for arguments, status in ((("--since", "soon", "--output", "-"), 2), (("--help",), 0)):
         with pytest.raises(SystemExit) as ended:
             run(*arguments)
@@ -341,6 +341,6 @@ def test_a_time_is_a_date_a_time_or_an_age(text, time):
 
 
 @pytest.mark.parametrize("text", ["", "24", "h", "-1h", "9999999999w", "2026-13-01", "yesterday"])
-def test_what_is_no_time_is_refused(text):
+def test_malformed_times_are_refused(text):
     with pytest.raises(argparse.ArgumentTypeError):
         instant(text, BEGIN)

@@ -1,4 +1,4 @@
-"""What the gateway says of a call is joined to the service's record, or is a record of its own; never both."""
+"""The gateway's line of a call is joined to the service's record, or is a record of its own; never both."""
 
 import asyncio
 import sqlite3
@@ -21,7 +21,7 @@ from tests.process.test_logger_store import append_request, record_id, stored
 STARTED_NS = 1_700_000_000_123_456_789
 GENERATE = "/millrace.v1.TextGeneration/Generate"
 VALUES = gateway_calls._VALUES
-# A gRPC call that went well, as Envoy tells of it; "-" is its word for none.
+# A successful gRPC call as Envoy logs it; "-" means no value.
 FINE = {
     "request_id": "mine",
     "client": "-",
@@ -62,7 +62,7 @@ def export_request(*calls):
 
 @pytest.fixture
 async def logger(store):
-    """The service over the wire, the tails that it shows to, and its channel."""
+    """A stub of the service, its tails, and its channel."""
     tails = Tails()
     server = grpc.aio.server(interceptors=(CallInterceptor("logger"),))
     GatewayCalls(store, tails, hold_s=0).add_to(server)
@@ -103,7 +103,7 @@ async def test_a_call_that_no_service_recorded_is_a_record_of_its_own(store, log
 
 
 @pytest.mark.parametrize("order", ["call first", "record first", "record of two requests"])
-async def test_a_call_and_its_record_are_one_whichever_comes_first(store, logger, order):
+async def test_a_call_and_its_record_are_joined_whichever_arrives_first(store, logger, order):
     stub, _, _ = logger
     requests = [service_record(n, "c", prompt="p") for n in ((1, 2) if order == "record of two requests" else (1,))]
     if order == "call first":
@@ -123,9 +123,7 @@ async def test_a_call_and_its_record_are_one_whichever_comes_first(store, logger
         assert (await anext(store.get(record.record_id))).record.gateway == record.gateway
 
 
-async def test_a_call_that_a_service_may_record_is_shown_without_its_record_only_once_that_is_late(
-    store, logger, monkeypatch
-):
+async def test_a_call_that_a_service_may_record_is_shown_alone_only_once_the_record_is_late(store, logger, monkeypatch):
     monkeypatch.setattr(reading, "RECORD_LATE_S", 60)
     stub, _, _ = logger
     await stub.Export(export_request({"call_id": "c"}, {"call_id": "refused", **NO_UPSTREAM}))
@@ -138,7 +136,7 @@ async def test_a_call_that_a_service_may_record_is_shown_without_its_record_only
     assert len(await everything(store)) == 3
 
 
-async def test_the_readers_of_all_records_get_the_services_alone_as_they_came(store, logger):
+async def test_readers_of_all_records_get_only_those_of_services_unchanged(store, logger):
     stub, _, _ = logger
     await stub.Export(export_request({"call_id": "alone"}, {"call_id": "c"}))
     request = service_record(1, "c")
@@ -146,7 +144,7 @@ async def test_the_readers_of_all_records_get_the_services_alone_as_they_came(st
     assert [one.record for one in await store.after(0, 10)] == [request.record]
 
 
-async def test_a_line_is_held_until_its_record_can_have_come(store, logger):
+async def test_a_line_is_held_until_its_record_can_have_arrived(store, logger):
     _, tails, _ = logger
     held = GatewayCalls(store, tails, hold_s=0.05)
     request = gateway_calls._ExportRequest.FromString(export_request({"call_id": "c"}).SerializeToString())
@@ -173,7 +171,7 @@ async def test_calls_that_never_got_an_id_are_records_of_their_own(store, logger
     assert found[0].gateway.path == GENERATE
 
 
-async def test_what_the_gateway_says_goes_with_the_record_and_does_not_come_back(store, logger):
+async def test_a_call_is_deleted_with_its_record_and_does_not_return(store, logger):
     stub, _, _ = logger
     await store.append([service_record(n, "shared") for n in (1, 2)])
     await store.append([service_record(3, "late")])
@@ -220,13 +218,13 @@ async def test_what_the_gateway_says_goes_with_the_record_and_does_not_come_back
     ],
     ids=str,
 )
-async def test_status_and_hop_are_those_the_caller_was_told(store, logger, call, status, hop):
+async def test_status_and_hop_are_those_that_the_caller_got(store, logger, call, status, hop):
     stub, _, _ = logger
     await stub.Export(export_request(call))
     (record,) = await everything(store)
     assert (record.status, record.failed_hop) == (status, hop)
-    said = FINE | call
-    assert record.message == ("" if status == "OK" else f"{said['details']} ({said['flags']})")
+    line = FINE | call
+    assert record.message == ("" if status == "OK" else f"{line['details']} ({line['flags']})")
 
 
 @pytest.mark.parametrize(
@@ -239,14 +237,14 @@ async def test_status_and_hop_are_those_the_caller_was_told(store, logger, call,
     ],
     ids=["grpc", "rest", "unknown", "long"],
 )
-async def test_the_protocol_is_the_method_where_there_is_one_and_no_query_is_kept(store, logger, call, protocol, path):
+async def test_the_protocol_is_the_method_if_there_is_one_and_no_query_is_kept(store, logger, call, protocol, path):
     stub, _, _ = logger
     await stub.Export(export_request(call))
     (record,) = await everything(store)
     assert (record.protocol, record.gateway.path) == (protocol, path)
 
 
-async def test_tail_shows_the_calls_of_which_no_service_can_have_a_record(store, logger):
+async def test_tail_shows_calls_that_no_service_can_record(store, logger):
     stub, tails, _ = logger
     unrecorded = [
         NO_UPSTREAM,
@@ -261,7 +259,7 @@ async def test_tail_shows_the_calls_of_which_no_service_can_have_a_record(store,
     assert shown == [f"r{n}" for n in range(len(unrecorded))]
 
 
-async def test_what_callers_send_need_not_be_utf8(store, logger):
+async def test_values_of_callers_need_not_be_utf8(store, logger):
     _, _, channel = logger
     raw = export_request({"request_id": "PLACE"}).SerializeToString().replace(b"PLACE", b"a\xff\xfeb!")
     export = channel.unary_unary("/opentelemetry.proto.collector.logs.v1.LogsService/Export")
@@ -270,7 +268,7 @@ async def test_what_callers_send_need_not_be_utf8(store, logger):
     assert record.request_id == "a��b!"
 
 
-async def test_records_of_calls_expire_with_what_was_said_of_them(store, logger, tmp_path):
+async def test_records_of_calls_expire_with_their_lines(store, logger, tmp_path):
     stub, _, _ = logger
     await stub.Export(export_request({}, {}))
     await store.append([service_record(1, "c")])
@@ -287,8 +285,8 @@ GARBAGE = ["9" * 5000, "-1", "1e400", "nan", "\u0663", "x" * 60_000, "\x00", "\u
 
 
 @pytest.mark.parametrize("field", sorted(FINE))
-async def test_a_line_with_any_garbage_in_a_field_is_kept_and_takes_no_other_with_it(store, logger, field):
-    left = {"flags": "DC"} if field == "grpc_timeout" else {}  # Of who left it is asked whether it was late.
+async def test_a_line_with_garbage_in_a_field_is_kept_and_affects_no_other(store, logger, field):
+    left = {"flags": "DC"} if field == "grpc_timeout" else {}  # A cancelled call's deadline decides its status.
     request = export_request(*({"request_id": f"r{n}"} | left for n in range(len(GARBAGE) + 1)))
     logs = request.resource_logs[0].scope_logs[0].log_records
     for log, garbage in zip(logs, GARBAGE, strict=False):
@@ -296,7 +294,7 @@ async def test_a_line_with_any_garbage_in_a_field_is_kept_and_takes_no_other_wit
         values[VALUES.index(field)] = garbage.encode(errors="surrogateescape")
         log.body.bytes_value = b"\n".join(values)
     raw = request.SerializeToString()
-    # As Envoy sends it, a string whatever its bytes: field 1 of AnyValue instead of 7.
+    # Envoy sends any bytes as a string: field 1 of AnyValue instead of 7.
     parsed = gateway_calls._ExportRequest.FromString(raw)
     for log in parsed.resource_logs[0].scope_logs[0].log_records:
         if log.body.WhichOneof("value") == "bytes_value":
@@ -310,7 +308,7 @@ async def test_a_line_with_any_garbage_in_a_field_is_kept_and_takes_no_other_wit
 
 
 @pytest.mark.parametrize("trace_id", [(1).to_bytes(16), bytes(16), b"", bytes(range(40))], ids=repr)
-async def test_whatever_a_trace_s_id_is_the_call_is_on_record(store, logger, trace_id):
+async def test_a_call_with_any_trace_id_is_recorded(store, logger, trace_id):
     stub, tails, _ = logger
     request = export_request(NO_UPSTREAM)
     request.resource_logs[0].scope_logs[0].log_records[0].trace_id = trace_id
@@ -322,7 +320,7 @@ async def test_whatever_a_trace_s_id_is_the_call_is_on_record(store, logger, tra
 
 
 @pytest.mark.parametrize("body", ["", "bad", "\n" * len(VALUES)])
-async def test_a_line_that_cannot_be_read_at_all_takes_no_other_with_it(store, logger, caplog, body):
+async def test_an_unreadable_line_affects_no_other(store, logger, caplog, body):
     stub, _, _ = logger
     request = export_request({"request_id": "good"}, {"request_id": "bad"}, {"request_id": "well"})
     request.resource_logs[0].scope_logs[0].log_records[1].body.string_value = body

@@ -1,4 +1,4 @@
-"""Callers that do not read what they asked for cost the logger little, and keep nobody else from reading."""
+"""Callers that do not read their answers cost the logger little memory, and block no other reader."""
 
 import asyncio
 import uuid
@@ -20,7 +20,7 @@ from tests.waiting import until
 MIB = 1 << 20
 LARGE = 4 * MIB
 UNREAD = (("grpc.max_receive_message_length", -1),)
-# The window stays at 64 KiB: its connection takes nothing that the caller does not read, however fast the machine is.
+# The window stays at 64 KiB: on any machine the connection buffers nothing beyond it that the caller does not read.
 SMALL_WINDOW = (*UNREAD, ("grpc.http2.bdp_probe", 0))
 
 
@@ -29,7 +29,7 @@ def of(client):
 
 
 class Served:
-    """A logger in this process, and clients of it that read a message only when they are asked to."""
+    """A logger in this process, and clients of it that read a message only on `read`."""
 
     def __init__(self, store, readers, target):
         self.store = store
@@ -66,18 +66,18 @@ async def served(store):
     await server.stop(None)
 
 
-async def test_large_records_that_nobody_reads_are_in_memory_within_the_budget_alone(served):
+async def test_unread_large_records_take_no_more_memory_than_the_budget(served):
     await served.store.append([append_request(n, model="large", prompt="x" * LARGE) for n in range(1, 9)])
     await served.store.append([append_request(n, model="small") for n in range(9, 20)])
     for _ in range(10):
         served.query("idle", served.unread, model="large")
     await until(lambda: served.readers.lent_bytes >= LARGE)
-    # Some other's is read as ever, from the same store, large or small.
+    # Other clients' records, large or small, are read as usual from the same store.
     assert await served.read(served.query("other", model="large")) == list(range(8, 0, -1))
-    # What the other has just read may not have been given back yet.
+    # The memory of the other client's answer may not have been given back yet.
     assert LARGE <= served.readers._lent["idle"] <= 8 * MIB + 1000, "of one caller half"
     assert await served.read(served.query("idle", model="small")) == list(range(19, 8, -1))
-    # One that waits is told, and those that go give back what they had.
+    # A waiting call is refused, and ended calls give back their memory.
     with pytest.raises(grpc.RpcError) as caught:
         await served.read(served.query("idle", model="large"))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -96,7 +96,7 @@ async def test_a_record_larger_than_the_budget_can_be_read(served):
     await until(lambda: served.readers.lent_bytes == 0)
 
 
-async def test_get_s_that_are_not_read_are_within_the_budget_too(served):
+async def test_unread_answers_of_get_are_within_the_budget_too(served):
     await served.store.append([append_request(1, request_id="r", prompt="x" * LARGE)])
     for key in ({"record_id": record_id(1)}, {"request_id": "r"}):
         record = await asyncio.to_thread(served.stub.Get, GetPayloadRequest(**key))
@@ -104,7 +104,7 @@ async def test_get_s_that_are_not_read_are_within_the_budget_too(served):
     assert served.readers.lent_bytes == 0
 
 
-async def test_one_caller_s_many_calls_keep_no_other_from_reading(served):
+async def test_one_caller_s_many_calls_block_no_other_reader(served):
     await served.store.append([append_request(n, prompt="x" * FREE_BYTES) for n in range(1, 50)])
     idle = [served.query("idle", served.unread) for _ in range(20)]
     await until(lambda: len(served.readers._readers) == 1 and served.readers._readers["idle"] == 20)
@@ -125,7 +125,7 @@ async def test_a_search_for_text_goes_through_large_records_in_order(served):
     assert await served.read(served.query(text_contains="needle", page_size=2)) == [15, 12]
 
 
-async def test_pages_go_on_where_they_left_off_among_large_and_small_records(store):
+async def test_pages_continue_among_large_and_small_records(store):
     await store.append([append_request(n, prompt="x" * (n % 4) * 50_000) for n in range(1, 60)])
     found, token = [], None
     while True:
@@ -137,7 +137,7 @@ async def test_pages_go_on_where_they_left_off_among_large_and_small_records(sto
     assert found == list(range(59, 0, -1))
 
 
-async def test_a_loan_is_given_to_who_waits_for_it_and_never_kept_by_who_left():
+async def test_a_loan_goes_to_a_waiting_task_and_never_to_a_cancelled_one():
     readers = Readers(max_bytes=4 * MIB)
     async with readers.lend("a", 2 * MIB), readers.lend("b", 2 * MIB):
         leaving = asyncio.ensure_future(readers._borrow("c", MIB))
@@ -150,7 +150,7 @@ async def test_a_loan_is_given_to_who_waits_for_it_and_never_kept_by_who_left():
     assert readers.lent_bytes == MIB
 
 
-async def test_of_one_caller_no_more_is_lent_than_half():
+async def test_one_caller_gets_no_more_than_half_of_the_budget():
     readers = Readers(max_bytes=4 * MIB, wait_s=0.01)
     async with readers.lend("a", 2 * MIB):
         with pytest.raises(OverloadedError):
@@ -160,7 +160,7 @@ async def test_of_one_caller_no_more_is_lent_than_half():
     assert readers.lent_bytes == 0
 
 
-async def test_a_loan_that_nobody_waits_for_any_more_harms_no_other():
+async def test_a_loan_to_a_cancelled_task_is_given_back():
     readers = Readers(max_bytes=2 * LARGE)
 
     async def borrow():
@@ -170,6 +170,6 @@ async def test_a_loan_that_nobody_waits_for_any_more_harms_no_other():
     async with readers.lend("a", LARGE):
         waiting = asyncio.create_task(borrow())
         await asyncio.sleep(0)
-        waiting.cancel()  # The loan is given back before the task has run again.
+        waiting.cancel()  # The loan is given back before the task runs again.
     await asyncio.gather(waiting, return_exceptions=True)
     assert readers.lent_bytes == 0

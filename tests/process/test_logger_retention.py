@@ -1,4 +1,4 @@
-"""What leaves the log, leaves it for good: by age, by size, by request; and the file gives back its space."""
+"""Records are deleted for good: by age, by size, by request; and the file gives back its space."""
 
 import logging
 import sqlite3
@@ -74,13 +74,13 @@ async def test_above_the_size_the_oldest_are_deleted_and_the_file_shrinks(store,
     assert await Retention(store, 7, limit, now_us=at_now).apply() == 0
 
 
-async def test_one_that_is_large_takes_no_others_with_it(store):
+async def test_a_large_record_displaces_only_as_many_as_needed(store):
     await store.append([aged(1, days=3, prompt="x" * (4 << 20)), aged(2, days=2), aged(3, days=1)])
     assert await Retention(store, 7, 2 << 20, now_us=at_now).apply() == 1
     assert await numbers(store) == [3, 2]
 
 
-async def test_what_is_refused_displaces_nothing_that_was_answered(store):
+async def test_refused_requests_displace_no_answered_ones(store):
     limit = 8 << 20
     answered = [aged(n, days=6, status="OK", prompt="x" * 4000, text="y") for n in range(1, 501)]
     await store.append(answered)
@@ -97,7 +97,7 @@ async def test_what_is_refused_displaces_nothing_that_was_answered(store):
     assert not set(range(1000, 1000 + deleted)) & set(left)
 
 
-async def test_who_has_most_on_record_loses_the_oldest_of_it(store):
+async def test_the_client_with_the_most_bytes_loses_its_oldest_records(store):
     limit = 4 << 20
     await store.append([aged(n, days=6, status="OK", client="quiet", prompt="x" * 4000) for n in range(1, 101)])
     await store.append([aged(n, days=1 - n / 1e6, client="loud", prompt="x" * 4000) for n in range(1000, 2500)])
@@ -106,7 +106,7 @@ async def test_who_has_most_on_record_loses_the_oldest_of_it(store):
     assert left == [*range(2499, 999 + deleted, -1), *range(100, 0, -1)]
 
 
-async def test_what_was_answered_in_part_is_not_counted_as_refused(store, path):
+async def test_a_partly_answered_request_does_not_count_as_refused(store, path):
     await store.append(
         [
             aged(1, days=1, status="CANCELLED", client="c", text="half"),
@@ -129,8 +129,8 @@ async def test_what_was_answered_in_part_is_not_counted_as_refused(store, path):
     connection.close()
 
 
-async def test_others_write_between_two_steps(store):
-    """A step is bounded, so that no append waits for all of it."""
+async def test_appends_run_between_two_steps_of_a_deletion(store):
+    """A step is bounded, so that no append waits for the whole deletion."""
     await store.append([aged(n, days=8) for n in range(1, 1001)])
     steps = []
     while positions := await store.expire(NOW_US, None):
@@ -139,7 +139,7 @@ async def test_others_write_between_two_steps(store):
     assert max(steps) <= 200
 
 
-async def test_what_was_deleted_does_not_come_back_by_a_repeat(store):
+async def test_a_repeat_does_not_restore_a_deleted_record(store):
     old = [aged(n, days=8) for n in range(1, 4)]
     await store.append(old)
     await Retention(store, 7, UNBOUNDED, now_us=at_now).apply()
@@ -147,7 +147,7 @@ async def test_what_was_deleted_does_not_come_back_by_a_repeat(store):
     assert await numbers(store) == [4]
 
 
-async def test_the_log_says_how_many_a_sink_had_not_had(store, caplog):
+async def test_deleted_records_that_a_sink_had_not_received_are_logged(store, caplog):
     await store.append([aged(n, days=8) for n in range(1, 11)])
     await store.move_cursor("slow", 4)
     await store.move_cursor("quick", 9)
@@ -158,7 +158,7 @@ async def test_the_log_says_how_many_a_sink_had_not_had(store, caplog):
     assert "6 deleted records were not confirmed by every sink" in caplog.text
 
 
-async def test_what_was_sent_is_forgotten_long_after_it_can_be_sent_again(store, path):
+async def test_received_sequences_are_forgotten_long_after_they_can_be_repeated(store, path):
     def remembered():
         connection = sqlite3.connect(path)
         (count,) = connection.execute(
@@ -169,7 +169,7 @@ async def test_what_was_sent_is_forgotten_long_after_it_can_be_sent_again(store,
 
     await store.append([append_request(n) for n in range(1, 11)])
     assert remembered() == 11
-    # The clock of the store is the real one, which retention's is set after by so many days.
+    # The store has the real clock; retention's is set forward by so many days.
     connection = sqlite3.connect(path)
     (arrived_us,) = connection.execute("SELECT max(time_us) FROM appended").fetchone()
     connection.close()
@@ -195,7 +195,7 @@ async def test_delete_takes_every_record_of_the_key_and_no_other(store):
 
 
 @pytest.mark.parametrize("key", ["record_id", "request_id", "client"])
-async def test_what_is_deleted_before_it_comes_is_dropped_when_it_comes(path, key):
+async def test_a_record_that_is_deleted_before_it_arrives_is_dropped_on_arrival(path, key):
     def late(number, **fields):
         return aged(number, days=1, **{"request_id": f"r{number}", "client": f"c{number}"} | fields)
 
@@ -204,24 +204,24 @@ async def test_what_is_deleted_before_it_comes_is_dropped_when_it_comes(path, ke
     assert await store.delete(**{key: value}) == 0
     await store.close()
     store = SqliteStore(path)
-    told = []
-    store.on_append(lambda: told.append(True))
+    appends = []
+    store.on_append(lambda: appends.append(True))
     assert await store.append([late(1, call_id="a")]) == []
     assert await store.append([late(1, call_id="a"), late(2)]) != []
     assert await numbers(store) == [2]
-    assert len(told) == 1
-    # What comes of a later request of the same key is another's, but for a record's own id.
+    assert len(appends) == 1
+    # Records of later requests with the same key are not dropped, except one with the same record id.
     after = append_request(3, time_ns=2**62, request_id="r1", client="c1")
     await store.append([after])
     assert await numbers(store) == [3, 2]
-    # The gateway's word on the call comes to nothing, as that on any deleted record's.
+    # The gateway's line of the call is dropped, as for any deleted record.
     call = PayloadRecord(record_id=record_id(9), call_id="a")
     call.gateway.path = "/p"
     assert await store.add_calls([call]) == []
     await store.close()
 
 
-async def test_a_deletion_takes_little_however_long_its_key_is(store, path):
+async def test_a_deletion_takes_little_space_for_any_length_of_its_key(store, path):
     await store.delete(client="c" * 1_000_000)
     with sqlite3.connect(path) as database:
         assert database.execute("SELECT max(length(value)) FROM deletions").fetchone()[0] <= 64
@@ -229,20 +229,20 @@ async def test_a_deletion_takes_little_however_long_its_key_is(store, path):
     assert await numbers(store) == [2]
 
 
-async def test_deletions_are_forgotten_when_nothing_can_come_any_more(store, path):
+async def test_deletions_are_forgotten_when_no_late_record_can_arrive(store, path):
     await store.delete(client="c")
     await store.forget(2**62)
     await store.append([aged(1, days=1, client="c")])
     assert await numbers(store) == [1]
 
 
-async def test_delete_takes_more_than_one_step_holds(store):
+async def test_a_deletion_takes_as_many_steps_as_needed(store):
     await store.append([append_request(n, client="c") for n in range(1, 1002)])
     assert await store.delete(client="c") == 1001
     assert await numbers(store) == []
 
 
-async def test_what_was_deleted_is_in_no_file_any_more(store, path):
+async def test_deleted_records_are_in_no_file(store, path):
     for n in range(1, 4):
         await store.append([append_request(n, request_id=f"r{n}", prompt=NEEDLE * n * 300)])
     assert any(NEEDLE.encode() in file.read_bytes() for file in path.parent.iterdir())
@@ -251,7 +251,7 @@ async def test_what_was_deleted_is_in_no_file_any_more(store, path):
     assert not any(NEEDLE.encode() in file.read_bytes() for file in path.parent.iterdir())
 
 
-async def test_what_a_reader_keeps_in_the_log_is_gone_at_the_next_round(store, path):
+async def test_deleted_records_that_a_reader_keeps_in_the_log_are_gone_after_the_next_round(store, path):
     await store.append([append_request(1, prompt=NEEDLE)])
     reader = sqlite3.connect(path, isolation_level=None)
     reader.execute("BEGIN")
@@ -279,15 +279,15 @@ async def test_a_cursor_survives_a_restart_and_positions_are_never_given_twice(p
     await store.close()
 
 
-async def test_readers_are_told_of_new_records_alone(store):
-    told = []
-    store.on_append(lambda: told.append(True))
+async def test_readers_are_notified_only_of_new_records(store):
+    appends = []
+    store.on_append(lambda: appends.append(True))
     await store.append([append_request(1)])
     await store.append([append_request(1)])
-    assert len(told) == 1
+    assert len(appends) == 1
 
 
-async def test_delete_answers_how_many_there_were(store, payload_log):
+async def test_delete_returns_the_number_of_records(store, payload_log):
     await store.append([append_request(n, request_id="r", client="c") for n in range(1, 4)])
     assert (await payload_log.Delete(DeletePayloadsRequest(record_id=record_id(1)))).deleted == 1
     assert (await payload_log.Delete(DeletePayloadsRequest(request_id="r"))).deleted == 2

@@ -1,4 +1,4 @@
-"""The logger as a process with a sink: killed in the middle it sends on, and a wrong sink is told at the start."""
+"""The logger as a process with a sink: after a kill it continues sending, and a wrong sink is refused at the start."""
 
 import uuid
 
@@ -44,7 +44,7 @@ async def test_a_logger_that_is_killed_sends_every_event(server, tmp_path):
         await until(lambda: len(server.taken) >= 30)
         await process.kill()
         await process.start()
-        # Now it is the sink that is away, when records come and when the logger is killed.
+        # Now the sink is away while records arrive and when the logger is killed.
         await server.kill()
         await append(process.target, range(101, COUNT + 1))
         await process.kill()

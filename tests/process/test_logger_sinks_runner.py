@@ -1,4 +1,4 @@
-"""A sink gets every record's events at least once and in order, whatever becomes of it, and delays only itself."""
+"""A sink gets every record's events at least once and in order, through all its failures, and delays only itself."""
 
 import asyncio
 import logging
@@ -78,7 +78,7 @@ async def cursor_is(store, url, position):
     return (await store.cursors()).get(url) == position
 
 
-async def test_events_come_in_the_order_of_commit(store, server):
+async def test_events_are_sent_in_the_order_of_commits(store, server):
     await append(store, [3, 1, 2])
     async with running(store, cloud_events(server.url), concurrency=1) as runner:
         await append(store, range(4, 200))
@@ -88,7 +88,7 @@ async def test_events_come_in_the_order_of_commit(store, server):
     assert runner.counts == {"delivered": 398}
 
 
-async def test_several_records_are_on_their_way_at_a_time_each_requests_event_before_the_answers(store, server):
+async def test_several_records_are_in_flight_each_with_the_requests_event_before_the_answers(store, server):
     everyone_is_here = asyncio.Event()
 
     async def answer(event):
@@ -110,7 +110,7 @@ async def test_several_records_are_on_their_way_at_a_time_each_requests_event_be
     )
 
 
-async def test_a_sink_that_dies_and_comes_back_gets_every_event(store, server, caplog):
+async def test_a_sink_that_dies_and_returns_gets_every_event(store, server, caplog):
     caplog.set_level(logging.INFO)
     async with running(store, cloud_events(server.url)) as runner:
         await append(store, range(1, 51))
@@ -120,15 +120,15 @@ async def test_a_sink_that_dies_and_comes_back_gets_every_event(store, server, c
         await until(lambda: runner.counts["retried"] >= 8)
         await server.start()
         await until(lambda: cursor_is(store, server.url, 100))
-    # An event whose answer was cut off comes twice, under the same key.
+    # An event whose answer was cut off arrives twice, under the same key.
     assert set(server.keys) == set(pairs(range(1, 101)))
-    said = [entry.getMessage() for entry in caplog.records if entry.name == runner_module.__name__]
-    assert sum("accepts no events" in message for message in said) == 1
-    assert sum("accepts events again" in message for message in said) == 1
+    messages = [entry.getMessage() for entry in caplog.records if entry.name == runner_module.__name__]
+    assert sum("accepts no events" in message for message in messages) == 1
+    assert sum("accepts events again" in message for message in messages) == 1
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504, 301])
-async def test_an_event_that_is_not_taken_now_comes_again_as_the_same(store, server, status):
+async def test_an_event_that_is_not_accepted_now_is_repeated_unchanged(store, server, status):
     tries = Counter()
 
     async def answer(event):
@@ -145,7 +145,7 @@ async def test_an_event_that_is_not_taken_now_comes_again_as_the_same(store, ser
 
 
 @pytest.mark.parametrize("status", [400, 403, 404, 413, 422])
-async def test_an_event_that_is_refused_is_logged_once_and_passed_over(store, server, status, caplog):
+async def test_a_refused_event_is_logged_once_and_skipped(store, server, status, caplog):
     async def answer(event):
         refused = event.get_id() == record_id(2) and event.get_source() == "/millrace/request"
         return (status, {}) if refused else ACCEPTED
@@ -160,7 +160,7 @@ async def test_an_event_that_is_refused_is_logged_once_and_passed_over(store, se
     assert entry.getMessage().endswith(f"it answered {status}")
 
 
-async def test_a_sink_that_does_not_answer_in_time_is_asked_again(store, server):
+async def test_an_event_without_an_answer_in_time_is_repeated(store, server):
     async def answer(event):
         if server.tries == 1:
             await asyncio.Event().wait()
@@ -174,7 +174,7 @@ async def test_a_sink_that_does_not_answer_in_time_is_asked_again(store, server)
     assert runner.counts["retried"] >= 1
 
 
-async def test_a_connection_that_never_answered_leaves_room_for_the_next(store, server):
+async def test_a_connection_without_an_answer_leaves_room_for_the_next(store, server):
     hanging = 20
 
     async def answer(event):
@@ -189,7 +189,7 @@ async def test_a_connection_that_never_answered_leaves_room_for_the_next(store, 
     assert set(server.keys) == set(pairs(range(1, 5)))
 
 
-async def test_an_answer_without_end_is_not_read_to_its_end(store, server):
+async def test_an_endless_answer_is_not_read_to_its_end(store, server):
     server.body = b"x" * 10_000_000
     await append(store, [1, 2])
     async with running(store, cloud_events(server.url)):
@@ -198,7 +198,7 @@ async def test_an_answer_without_end_is_not_read_to_its_end(store, server):
 
 
 class WatchedStore:
-    """A store of which it is known what was read."""
+    """A store that records its reads."""
 
     def __init__(self, store):
         self._store = store
@@ -223,14 +223,14 @@ async def test_a_hanging_sink_delays_neither_the_log_nor_another_sink_and_reads_
         await until(lambda: cursor_is(store, server.url, 500))
         await until(lambda: hanging.at_once == 4)
         assert stuck.counts == {}
-        # What it has not sent lies in the store, not in memory: one page was read.
+        # Unsent records are in the store, not in memory: only one page was read.
         assert set(watched.read_after) == {0}
     assert sorted(server.keys) == sorted(pairs(range(1, 501)))
     assert await cursor_is(store, hanging.url, 0)
     await hanging.kill()
 
 
-async def test_a_restart_goes_on_where_it_was_and_repeats_at_most_what_was_on_its_way(tmp_path, server):
+async def test_a_restart_continues_and_repeats_at_most_the_events_in_flight(tmp_path, server):
     async def answer(event):
         if event.get_id() == record_id(60):
             await asyncio.Event().wait()
@@ -241,7 +241,7 @@ async def test_a_restart_goes_on_where_it_was_and_repeats_at_most_what_was_on_it
     store = SqliteStore(path)
     await append(store, range(1, 101))
     async with running(store, cloud_events(server.url)):
-        # All but the one that hangs, which the cursor stops at.
+        # All but the hanging event, at which the cursor stops.
         await until(lambda: len(server.taken) == 198)
         await until(lambda: cursor_is(store, server.url, 59))
     await store.close()
@@ -265,7 +265,7 @@ async def test_a_stop_remembers_the_last_event(store, server, monkeypatch):
     assert await cursor_is(store, server.url, 3)
 
 
-async def test_a_sink_that_is_new_begins_now_or_at_the_beginning(store, server):
+async def test_a_new_sink_begins_now_or_at_the_beginning(store, server):
     await append(store, [1, 2])
     other = SinkServer()
     await other.start()
@@ -281,7 +281,7 @@ async def test_a_sink_that_is_new_begins_now_or_at_the_beginning(store, server):
     await other.kill()
 
 
-async def test_a_sink_that_was_there_before_the_first_record_misses_none(store, server):
+async def test_a_sink_that_is_configured_before_the_first_record_misses_none(store, server):
     await server.kill()
     async with running(store, cloud_events(server.url), from_beginning=False) as runner:
         await append(store, [1])
@@ -293,19 +293,19 @@ async def test_a_sink_that_was_there_before_the_first_record_misses_none(store, 
     assert sorted(server.keys) == sorted(pairs([1, 2]))
 
 
-async def test_a_store_that_does_not_answer_is_asked_again(store, server):
+async def test_failed_reads_of_the_store_are_repeated(store, server):
     read, move = store.after, store.move_cursor
-    asked = Counter()
+    calls = Counter()
 
     async def after(*arguments):
-        asked["after"] += 1
-        if asked["after"] % 2:
+        calls["after"] += 1
+        if calls["after"] % 2:
             raise NotReadyError("the payload store does not answer")
         return await read(*arguments)
 
     async def move_cursor(*arguments):
-        asked["move"] += 1
-        if asked["move"] % 2:
+        calls["move"] += 1
+        if calls["move"] % 2:
             raise NotReadyError("the payload store does not answer")
         await move(*arguments)
 
@@ -317,7 +317,7 @@ async def test_a_store_that_does_not_answer_is_asked_again(store, server):
 
 
 class StubbornSink:
-    """Takes nothing until it is told to, and knows how much is with it."""
+    """Accepts events only when the test opens it, and counts the bytes in flight."""
 
     name = "stubborn"
 
@@ -339,7 +339,7 @@ class StubbornSink:
         pass
 
 
-async def test_big_records_are_on_their_way_a_few_at_a_time(store, monkeypatch):
+async def test_few_large_records_are_in_flight_at_a_time(store, monkeypatch):
     monkeypatch.setattr(runner_module, "_MAX_BYTES", 250_000)
     await store.append([append_request(number, prompt="p" * 100_000) for number in range(1, 9)])
     await store.append([append_request(9, prompt="p" * 1_000_000)])
@@ -365,7 +365,7 @@ async def test_big_records_are_on_their_way_a_few_at_a_time(store, monkeypatch):
         ("Fri, 31 Dec 9999 23:59:59 GMT", 3600),
     ],
 )
-async def test_a_sink_says_how_long_it_wants_to_be_left_alone(server, value, seconds):
+async def test_the_retry_after_header_of_a_sink_is_read(server, value, seconds):
     async def answer(event):
         return 429, {"retry-after": value} if value.isascii() else {}
 
@@ -378,7 +378,7 @@ async def test_a_sink_says_how_long_it_wants_to_be_left_alone(server, value, sec
     await sink.close()
 
 
-async def test_a_sink_is_left_alone_as_long_as_it_wants(store, monkeypatch):
+async def test_the_retry_delay_of_a_sink_is_kept(store, monkeypatch):
     class Busy(StubbornSink):
         async def send(self, event):
             raise TryAgainError("busy", 3600)
@@ -396,7 +396,7 @@ async def test_a_sink_is_left_alone_as_long_as_it_wants(store, monkeypatch):
     assert 3600 in slept
 
 
-async def test_a_refusal_is_told_from_a_failure(server):
+async def test_a_refusal_differs_from_a_failure(server):
     sink = cloud_events(server.url)
     server.answer = lambda event: asyncio.sleep(0, (410, {}))
     with pytest.raises(RefusedError):
@@ -404,7 +404,7 @@ async def test_a_refusal_is_told_from_a_failure(server):
     await sink.close()
 
 
-async def test_big_records_are_read_a_few_at_a_time(store, monkeypatch):
+async def test_few_large_records_are_read_at_a_time(store, monkeypatch):
     monkeypatch.setattr(reading, "_BYTES_PER_READ", 250_000)
     await store.append([append_request(number, prompt="p" * 100_000) for number in range(1, 9)])
     assert [stored.position for stored in await store.after(0, 64)] == [1, 2, 3]
@@ -412,7 +412,7 @@ async def test_big_records_are_read_a_few_at_a_time(store, monkeypatch):
 
 
 class FailingSink(StubbornSink):
-    """Raises what no sink should, where a record's model says so."""
+    """Raises unexpected errors for records of certain models."""
 
     name = "failing"
 
@@ -431,7 +431,7 @@ class FailingSink(StubbornSink):
         self.sent.append(event.id)
 
 
-async def test_a_sink_that_raises_what_it_should_not_goes_on_with_the_next_record(store, caplog):
+async def test_a_sink_with_an_unexpected_error_continues_with_the_next_record(store, caplog):
     models = ["a", "no events", "b", "no sending", "c"]
     await store.append([append_request(number, model=model) for number, model in enumerate(models, 1)])
     async with running(store, sink := FailingSink()) as runner:
@@ -444,7 +444,7 @@ async def test_a_sink_that_raises_what_it_should_not_goes_on_with_the_next_recor
     assert sum("which is skipped" in message for message in caplog.messages) == 1
 
 
-async def test_a_sink_goes_on_after_its_reader_has_failed(store, server, monkeypatch, caplog):
+async def test_a_sink_continues_after_its_reader_has_failed(store, server, monkeypatch, caplog):
     after, failures = store.after, [ValueError("of no kind that is known")]
 
     async def failing_after(position, limit):

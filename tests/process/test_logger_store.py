@@ -1,4 +1,4 @@
-"""The payload store: idempotent, private, filtered and paged newest first, never in the event loop's way."""
+"""The payload store: idempotent, private, filtered and paged newest first, never blocking the event loop."""
 
 import asyncio
 import shutil
@@ -37,7 +37,7 @@ def timestamp(time_ns):
 
 
 async def stored(store, number):
-    """The record, None where there is none."""
+    """The record; None if there is none."""
     found = await anext(store.get(record_id(number)), None)
     return found and found.record
 
@@ -47,7 +47,7 @@ async def numbers(store, limit=1000, **filters):
     return [uuid.UUID(record.record_id).int for record in found]
 
 
-async def test_a_record_comes_back_as_it_went_in(store):
+async def test_a_stored_record_is_returned_unchanged(store):
     request = append_request(7, time_ns=1_700_000_000_123_456_000, model="m", prompt="où?", text="là", ttft_ms=0.0)
     request.record.chunks.add(offset_ms=1.5, text="là", token_ids=[1, 2])
     await store.append([request])
@@ -70,9 +70,9 @@ async def test_the_same_sequence_of_another_source_is_another_record(store):
     assert await numbers(store) == [50, 1]
 
 
-async def test_what_is_brought_during_a_commit_is_committed_together_and_each_is_told_of_its_own(store):
-    first, told = store.append([append_request(1)]), []
-    store.on_append(lambda: told.append(True))
+async def test_requests_during_a_commit_are_committed_together_and_each_gets_its_own_result(store):
+    first, notifications = store.append([append_request(1)]), []
+    store.on_append(lambda: notifications.append(True))
     others = [store.append([append_request(n, source=str(n)), append_request(n + 100)]) for n in range(2, 52)]
     repeats = [store.append([append_request(n + 100)]) for n in range(2, 52)]
     results = await asyncio.gather(first, *others, *repeats)
@@ -81,10 +81,10 @@ async def test_what_is_brought_during_a_commit_is_committed_together_and_each_is
         *([n, n + 100] for n in range(2, 52)),
         *([] for _ in repeats),
     ]
-    assert len(told) <= 2
+    assert len(notifications) <= 2
 
 
-async def test_a_caller_that_leaves_takes_no_other_s_records_along(store):
+async def test_a_cancelled_caller_affects_no_other_s_records(store):
     leaving, staying = (asyncio.ensure_future(store.append([append_request(n)])) for n in (1, 2))
     await asyncio.sleep(0)
     leaving.cancel()
@@ -141,13 +141,13 @@ async def test_every_filter_narrows_and_all_are_combined(store, filters, expecte
     assert await numbers(store, **filters) == expected
 
 
-async def test_text_is_found_however_far_back_it_lies(store):
+async def test_text_is_found_in_records_of_any_age(store):
     await store.append([append_request(n, prompt="needle" if n in (3, 500) else "hay") for n in range(1, 1001)])
     assert await numbers(store, text_contains="needle") == [500, 3]
     assert await numbers(store, limit=1, text_contains="needle") == [500]
 
 
-async def test_pages_joined_are_the_whole_although_records_arrive_meanwhile(store, payload_log):
+async def test_the_pages_are_complete_although_records_arrive_meanwhile(store, payload_log):
     await store.append([append_request(n) for n in range(1, 251)])
     found, token = [], None
     while page := [r async for r in payload_log.Query(QueryPayloadsRequest(page_size=40, page_token=token))]:
@@ -158,14 +158,14 @@ async def test_pages_joined_are_the_whole_although_records_arrive_meanwhile(stor
     assert found == list(range(250, 0, -1))
 
 
-async def test_every_record_carries_a_token_that_continues_after_it(store, payload_log):
+async def test_every_record_has_a_token_that_continues_after_it(store, payload_log):
     await store.append([append_request(n) for n in range(1, 4)])
     first = await anext(aiter(payload_log.Query(QueryPayloadsRequest())))
     rest = [r.record_id async for r in payload_log.Query(QueryPayloadsRequest(page_token=first.page_token))]
     assert rest == [record_id(2), record_id(1)]
 
 
-async def test_page_size_is_100_unless_told_and_1000_at_most(store, payload_log):
+async def test_page_size_is_100_by_default_and_1000_at_most(store, payload_log):
     await store.append([append_request(n) for n in range(1, 1002)])
     assert len([r async for r in payload_log.Query(QueryPayloadsRequest())]) == 100
     assert len([r async for r in payload_log.Query(QueryPayloadsRequest(page_size=0))]) == 100
@@ -208,7 +208,7 @@ async def test_a_file_that_others_could_read_is_made_private(tmp_path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-async def test_records_outlive_the_store(tmp_path):
+async def test_records_survive_a_restart_of_the_store(tmp_path):
     path = tmp_path / "payloads.sqlite3"
     for n in (1, 2):
         store = SqliteStore(path)
@@ -231,7 +231,7 @@ def test_a_newer_schema_is_refused_in_one_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_no_database_is_refused_in_one_line(tmp_path):
+def test_a_file_that_is_no_database_is_refused_in_one_line(tmp_path):
     text = tmp_path / "text"
     text.write_text("not a database, but long enough to have a header" * 10)
     with pytest.raises(StartupError, match=r"text: file is not a database"):
@@ -242,7 +242,7 @@ def test_what_is_no_database_is_refused_in_one_line(tmp_path):
         SqliteStore(text / "payloads.sqlite3")
 
 
-async def test_writing_waits_off_the_event_loop_and_reading_does_not_wait(store, tmp_path):
+async def test_writing_waits_outside_the_event_loop_and_reading_does_not_wait(store, tmp_path):
     await store.append([append_request(1)])
     other = sqlite3.connect(tmp_path / "payloads.sqlite3", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
@@ -255,13 +255,13 @@ async def test_writing_waits_off_the_event_loop_and_reading_does_not_wait(store,
     assert await numbers(store) == [2, 1]
 
 
-async def test_a_query_that_is_not_read_on_holds_no_transaction(store, tmp_path):
+async def test_an_unread_query_holds_no_transaction(store, tmp_path):
     await store.append([append_request(n) for n in range(1, 301)])
     query = store.query(Filters(QueryPayloadsRequest()), None, 300)
     await anext(query)
     await store.append([append_request(301)])
     with sqlite3.connect(tmp_path / "payloads.sqlite3") as connection:
-        # A checkpoint that empties the log succeeds only where no reader is in a transaction.
+        # A checkpoint that empties the log succeeds only if no reader is in a transaction.
         busy, _, _ = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
     connection.close()
     assert busy == 0
@@ -287,7 +287,7 @@ async def test_readers_see_every_committed_record_while_others_are_written(store
     await asyncio.gather(write(), *(read(1000) for _ in range(6)))
 
 
-async def test_a_database_that_fails_is_reported_as_not_ready(store, tmp_path):
+async def test_a_failing_database_is_reported_as_not_ready(store, tmp_path):
     with sqlite3.connect(tmp_path / "payloads.sqlite3") as connection:
         connection.execute("ALTER TABLE records RENAME TO gone")
     connection.close()
@@ -296,7 +296,7 @@ async def test_a_database_that_fails_is_reported_as_not_ready(store, tmp_path):
             await work
 
 
-async def test_a_search_for_text_that_takes_too_long_says_where_to_go_on(tmp_path):
+async def test_a_text_search_that_takes_too_long_returns_a_token_to_continue(tmp_path):
     store = SqliteStore(tmp_path / "payloads.sqlite3", search_s=0.0)
     await store.append([append_request(n, prompt="needle" if n in (5, 250, 300) else "hay") for n in range(1, 401)])
     filters, found, token = Filters(QueryPayloadsRequest(text_contains="needle")), [], None
@@ -322,9 +322,7 @@ async def test_a_token_of_another_version_is_refused(store):
 
 
 @pytest.mark.parametrize("removed", ["", "-wal"])
-async def test_a_database_that_is_removed_is_begun_anew_and_nothing_in_it_is_acknowledged(
-    store, tmp_path, removed, caplog
-):
+async def test_a_removed_database_is_created_again_and_nothing_in_it_is_acknowledged(store, tmp_path, removed, caplog):
     path = tmp_path / "payloads.sqlite3"
     await store.append([append_request(n) for n in range(1, 4)])
     (tmp_path / f"payloads.sqlite3{removed}").unlink()
@@ -341,7 +339,7 @@ async def test_a_database_that_is_removed_is_begun_anew_and_nothing_in_it_is_ack
     await again.close()
 
 
-async def test_a_database_that_cannot_be_begun_anew_at_once_is_begun_as_soon_as_it_can(store, tmp_path, monkeypatch):
+async def test_a_removed_database_is_created_again_as_soon_as_that_is_possible(store, tmp_path, monkeypatch):
     await store.append([append_request(n) for n in range(1, 4)])
 
     def full(path):
@@ -360,7 +358,7 @@ async def test_a_database_that_cannot_be_begun_anew_at_once_is_begun_as_soon_as_
     assert await numbers(store) == [4]
 
 
-async def test_a_new_database_in_which_positions_cannot_be_continued_takes_no_record(store, tmp_path, monkeypatch):
+async def test_a_new_database_that_cannot_continue_the_positions_accepts_no_record(store, tmp_path, monkeypatch):
     await store.append([append_request(n) for n in range(1, 4)])
 
     def fails(connection, position):
@@ -379,7 +377,7 @@ async def test_a_new_database_in_which_positions_cannot_be_continued_takes_no_re
     assert await numbers(store) == [4]
 
 
-async def test_a_folder_that_is_removed_with_its_database_is_found_before_anything_is_written(tmp_path):
+async def test_a_removed_folder_is_noticed_before_anything_is_written(tmp_path):
     store = SqliteStore(tmp_path / "run" / "payloads.sqlite3")
     await store.append([append_request(1)])
     shutil.rmtree(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Tail shows each committed record once, holds up nobody, and ends with a reason."""
+"""Tail sends each committed record once, blocks no other call, and ends with a reason."""
 
 import asyncio
 import tracemalloc
@@ -25,7 +25,7 @@ REST = (("x-envoy-original-path", "/millrace/v1/payloads:tail"),)
 
 
 def of(client):
-    """What the gateway says of a call by that client."""
+    """The metadata that the gateway sets for a client's call."""
     return (("x-millrace-client", client), ("x-millrace-policy", '{"role": "admin"}'))
 
 
@@ -65,7 +65,7 @@ async def begun(tails, count=1):
     await until(lambda: len(tails) >= count)
 
 
-async def test_records_come_as_they_are_committed_and_once(served):
+async def test_records_are_sent_once_as_they_are_committed(served):
     store, tails, channel = served
     _, responses = await open_tail(channel)
     first = asyncio.ensure_future(anext(responses))
@@ -94,7 +94,7 @@ async def test_records_come_as_they_are_committed_and_once(served):
     ],
     ids=str,
 )
-async def test_a_filter_of_tail_passes_what_the_same_filter_of_query_finds(served, filters):
+async def test_a_filter_of_tail_equals_the_same_filter_of_query(served, filters):
     store, tails, _ = served
     requests = [append_request(n, time_ns=n * 1_000_000, **fields) for n, fields in RECORDS.items()]
     with tails.open(Filters(TailPayloadsRequest(**filters))) as tail:
@@ -105,7 +105,7 @@ async def test_a_filter_of_tail_passes_what_the_same_filter_of_query_finds(serve
     assert [one.record_id for one in shown] == [one.record_id for one in reversed(found)]
 
 
-async def test_a_reader_that_is_too_slow_is_cut_off_and_nobody_else(served):
+async def test_only_a_reader_that_is_too_slow_is_cut_off(served):
     _, tails, _ = served
     with tails.open(NOTHING) as slow, tails.open(NOTHING) as quick:
         for n in range(MAX_KEPT + 1):
@@ -117,7 +117,7 @@ async def test_a_reader_that_is_too_slow_is_cut_off_and_nobody_else(served):
         assert (await quick.next()).record.record_id == record_id(5000)
 
 
-async def test_what_is_kept_for_all_tails_is_bounded_in_bytes_too(served):
+async def test_the_records_kept_for_all_tails_are_bounded_in_bytes_too(served):
     _, tails, _ = served
     with ExitStack() as stack:
         slow = [stack.enter_context(tails.open(NOTHING, f"c{n}")) for n in range(MAX_TAILS)]
@@ -134,14 +134,14 @@ async def test_what_is_kept_for_all_tails_is_bounded_in_bytes_too(served):
         assert (await tail.next()).record.record_id == record_id(1)
 
 
-async def test_a_commit_of_more_than_is_kept_is_shown_whole(served):
+async def test_a_commit_larger_than_the_buffer_is_sent_whole(served):
     _, tails, _ = served
     with tails.open(NOTHING) as tail:
         tails.show([record(n) for n in range(3 * MAX_KEPT)])
         assert [(await tail.next()).record.record_id for _ in range(3 * MAX_KEPT)][-1] == record_id(3 * MAX_KEPT - 1)
 
 
-async def test_many_records_that_a_filter_does_not_pass_hold_up_nobody(served):
+async def test_many_filtered_records_delay_no_other_call(served):
     _, tails, _ = served
     with tails.open(Filters(TailPayloadsRequest(model="other"))) as tail:
         reading = asyncio.ensure_future(tail.next())
@@ -155,7 +155,7 @@ async def test_many_records_that_a_filter_does_not_pass_hold_up_nobody(served):
         reading.cancel()
 
 
-async def test_a_tail_more_than_there_may_be_takes_the_place_of_an_idle_one_of_who_has_most(served):
+async def test_a_tail_beyond_the_limit_displaces_an_idle_one_of_the_client_with_the_most(served):
     _, tails, channel = served
     opened = [await open_tail(channel, metadata=of("loud")) for _ in range(MAX_TAILS_OF_ONE)]
     loud = [asyncio.ensure_future(anext(responses)) for _, responses in opened]
@@ -179,7 +179,7 @@ async def test_a_tail_more_than_there_may_be_takes_the_place_of_an_idle_one_of_w
         assert (await one).record_id == record_id(7)
 
 
-async def test_who_has_more_tails_than_there_may_be_of_one_displaces_its_own(served):
+async def test_a_client_beyond_its_own_limit_of_tails_displaces_its_own(served):
     _, tails, _ = served
     other, own = tails.open(NOTHING, "other"), [tails.open(NOTHING, "greedy") for _ in range(MAX_TAILS_OF_ONE)]
     with ExitStack() as stack:
@@ -195,7 +195,7 @@ async def test_who_has_more_tails_than_there_may_be_of_one_displaces_its_own(ser
             one.cancel()
 
 
-async def test_tails_whose_readers_do_not_read_keep_their_places_and_others_are_refused():
+async def test_tails_with_stalled_readers_keep_their_places_and_others_are_refused():
     tails = Tails(max_tails=2, max_of_one=2)
     with tails.open(NOTHING, "a"), tails.open(NOTHING, "b"):
         with pytest.raises(OverloadedError, match="0 of them of this caller"), tails.open(NOTHING, "c"):
@@ -215,7 +215,7 @@ async def test_every_tail_ends_when_the_logger_stops(served):
         pass
 
 
-async def test_a_rest_reader_is_told_in_the_stream_why_it_ended(served):
+async def test_a_rest_stream_ends_with_its_reason(served):
     _, tails, channel = served
     _, responses = await open_tail(channel, metadata=REST)
     reading = asyncio.ensure_future(anext(responses))
@@ -226,7 +226,7 @@ async def test_a_rest_reader_is_told_in_the_stream_why_it_ended(served):
         await anext(responses)
 
 
-async def test_append_gives_back_the_new_records_alone(served):
+async def test_append_returns_only_the_new_records(served):
     store, _, _ = served
     source = str(uuid.uuid4())
     first, second = append_request(1, source=source), append_request(2, source=source)

@@ -1,4 +1,4 @@
-"""The logger tells of each commit, of the requests in it, and of how late its sinks are."""
+"""The logger's telemetry: a span for each commit, counts of its records, and the lag of its sinks."""
 
 import asyncio
 import logging
@@ -32,15 +32,15 @@ SOURCE = str(uuid.uuid4())
 
 
 def request_of(number, **fields):
-    """One whose record names a span of its own, unless the fields say otherwise."""
+    """A request whose record names its own span, unless the fields change that."""
     record_id = str(uuid.UUID(int=number))
     ids = {"trace_id": f"{number:032x}", "span_id": f"{number:016x}"}
     record = PayloadRecord(**{"record_id": record_id, "status": "OK", "prompt": "p", "text": "t"} | ids | fields)
     return AppendRequest(source=SOURCE, sequence=number, record=record)
 
 
-class Told(Measured):
-    """What the logger has told of itself."""
+class LoggerTelemetry(Measured):
+    """The spans and metrics of a logger."""
 
     def __init__(self, sampler=None):
         super().__init__()
@@ -64,13 +64,13 @@ class Told(Measured):
 
 
 @pytest.fixture
-def told():
-    return Told()
+def exported():
+    return LoggerTelemetry()
 
 
 @pytest.fixture
-async def store(tmp_path, told):
-    store = SqliteStore(tmp_path / "payloads.sqlite3", commits=told.commits)
+async def store(tmp_path, exported):
+    store = SqliteStore(tmp_path / "payloads.sqlite3", commits=exported.commits)
     yield store
     await store.close()
 
@@ -79,21 +79,21 @@ def links_of(span):
     return [(link.context.trace_id, link.context.span_id) for link in span.links]
 
 
-async def test_a_commit_is_a_span_linked_to_the_spans_of_its_requests(store, told):
+async def test_a_commit_is_a_span_linked_to_the_spans_of_its_requests(store, exported):
     before_ns = time.time_ns()
-    with told.tracer.start_as_current_span("some other call") as other:
+    with exported.tracer.start_as_current_span("some other call") as other:
         await store.append([request_of(1), request_of(2)])
-    [span] = [span for span in told.spans if span.name == "payload commit"]
+    [span] = [span for span in exported.spans if span.name == "payload commit"]
     assert (span.kind, span.parent, dict(span.attributes)) == (SpanKind.CONSUMER, None, {RECORDS: 2})
     assert span.context.trace_id != other.get_span_context().trace_id
     assert links_of(span) == [(1, 1), (2, 2)]
     assert all(link.context.is_remote for link in span.links)
     assert before_ns <= span.start_time < span.end_time <= time.time_ns()
     assert span.status.status_code is StatusCode.UNSET
-    assert told.committed == 2
+    assert exported.committed == 2
 
 
-async def test_the_span_lasts_as_long_as_the_commit_on_its_thread(store, told, monkeypatch):
+async def test_the_span_lasts_as_long_as_the_commit_on_its_thread(store, exported, monkeypatch):
     commit, threads = writing.append, []
 
     def slow(*arguments):
@@ -103,7 +103,7 @@ async def test_the_span_lasts_as_long_as_the_commit_on_its_thread(store, told, m
 
     monkeypatch.setattr(writing, "append", slow)
     await store.append([request_of(1)])
-    [span] = told.spans
+    [span] = exported.spans
     assert span.end_time - span.start_time >= 50_000_000
     assert threads[0].startswith("store-writer")
 
@@ -121,36 +121,36 @@ async def test_the_span_lasts_as_long_as_the_commit_on_its_thread(store, told, m
         {"trace_id": "é" * 32, "span_id": "1" * 16},
     ],
 )
-async def test_a_record_that_names_no_span_is_counted_and_not_linked(store, told, ids):
+async def test_a_record_that_names_no_span_is_counted_and_not_linked(store, exported, ids):
     await store.append([request_of(1, **ids), request_of(2)])
-    [span] = told.spans
+    [span] = exported.spans
     assert links_of(span) == [(2, 2)]
     assert span.attributes[RECORDS] == 2
-    assert told.committed == 2
+    assert exported.committed == 2
 
 
-async def test_more_records_than_a_span_can_link_to_are_several_spans_of_one_trace(store, told):
+async def test_more_records_than_a_span_can_link_to_are_several_spans_of_one_trace(store, exported):
     count = 2 * MAX_LINKS + 5
     await store.append([request_of(number) for number in range(1, count + 1)])
-    first, *others = told.spans
-    assert [span.attributes[RECORDS] for span in told.spans] == [MAX_LINKS, MAX_LINKS, 5]
-    assert [link for span in told.spans for link in links_of(span)] == [(n, n) for n in range(1, count + 1)]
-    assert all(span.dropped_links == 0 for span in told.spans)
+    first, *others = exported.spans
+    assert [span.attributes[RECORDS] for span in exported.spans] == [MAX_LINKS, MAX_LINKS, 5]
+    assert [link for span in exported.spans for link in links_of(span)] == [(n, n) for n in range(1, count + 1)]
+    assert all(span.dropped_links == 0 for span in exported.spans)
     assert first.parent is None
     assert {span.parent.span_id for span in others} == {first.context.span_id}
-    assert len({(span.context.trace_id, span.start_time, span.end_time) for span in told.spans}) == 1
-    assert told.committed == count
+    assert len({(span.context.trace_id, span.start_time, span.end_time) for span in exported.spans}) == 1
+    assert exported.committed == count
 
 
-async def test_what_has_come_before_is_told_of_once(store, told):
+async def test_a_repeated_record_is_counted_once(store, exported):
     await store.append([request_of(1)])
     await store.append([request_of(1)])
     await store.append([request_of(1), request_of(2)])
-    assert [links_of(span) for span in told.spans] == [[(1, 1)], [(2, 2)]]
-    assert told.committed == 2
+    assert [links_of(span) for span in exported.spans] == [[(1, 1)], [(2, 2)]]
+    assert exported.committed == 2
 
 
-async def test_a_commit_that_failed_is_a_span_in_error_without_what_was_to_be_committed(store, told, monkeypatch):
+async def test_a_failed_commit_is_a_span_in_error_without_counted_records(store, exported, monkeypatch):
     def fail(*arguments):
         raise OperationalError("INSERT", ("a secret",), Exception("a secret on a full disk"))
 
@@ -158,32 +158,32 @@ async def test_a_commit_that_failed_is_a_span_in_error_without_what_was_to_be_co
         failing.setattr(writing, "append", fail)
         with pytest.raises(NotReadyError):
             await store.append([request_of(1)])
-    [span] = told.spans
+    [span] = exported.spans
     assert (span.status.status_code, span.status.description) == (StatusCode.ERROR, None)
     assert dict(span.attributes) == {RECORDS: 1, "error.type": "OperationalError"}
     assert links_of(span) == [(1, 1)]
     assert "secret" not in span.to_json()
-    assert told.committed == 0
+    assert exported.committed == 0
     await store.append([request_of(1)])
-    assert told.committed == 1
+    assert exported.committed == 1
 
 
-async def test_where_nobody_traces_commits_are_counted_and_nothing_else(tmp_path, monkeypatch):
+async def test_without_tracing_commits_are_only_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(trace, "get_tracer", lambda name: pytest.fail("no collector is named"))
-    told = Told()
-    store = SqliteStore(tmp_path / "payloads.sqlite3", commits=Commits(meter=told.meter))
+    exported = LoggerTelemetry()
+    store = SqliteStore(tmp_path / "payloads.sqlite3", commits=Commits(meter=exported.meter))
     await store.append([request_of(1)])
     await store.close()
-    assert told.committed == 1
+    assert exported.committed == 1
 
 
 async def test_a_span_that_is_not_sampled_costs_no_links(monkeypatch):
-    told = Told(ALWAYS_OFF)
+    exported = LoggerTelemetry(ALWAYS_OFF)
     monkeypatch.setattr("services.logger.telemetry._answering", lambda record: pytest.fail("built in vain"))
     requests = [request_of(1)]
-    assert told.commits.observe(requests, lambda: requests) == requests
-    assert not told.spans
-    assert told.committed == 1
+    assert exported.commits.observe(requests, lambda: requests) == requests
+    assert not exported.spans
+    assert exported.committed == 1
 
 
 def sink_at(server):
@@ -201,15 +201,15 @@ async def servers():
 
 
 @pytest.fixture
-async def late(store, told):
-    """Tells of the lags of runners to servers, by name, and then lets them run."""
+async def late(store, exported):
+    """Starts runners to servers, by name, with their lags observed."""
     running = []
 
     async def run(**servers):
         runners = {name: SinkRunner(sink_at(server), store, concurrency=2, from_beginning=True)
                    for name, server in servers.items()}  # fmt: skip
-        observe_sinks(runners, told.meter)
-        assert {told.lag(name) for name in runners} == {0}
+        observe_sinks(runners, exported.meter)
+        assert {exported.lag(name) for name in runners} == {0}
         for runner in runners.values():
             await runner.start()
             running.append((runner, asyncio.create_task(runner.run())))
@@ -222,33 +222,35 @@ async def late(store, told):
         await runner.close()
 
 
-async def test_a_sink_is_late_from_when_it_is_down_until_it_has_all(servers, late, store, told, monkeypatch):
+async def test_the_lag_of_a_sink_lasts_from_its_failure_until_it_has_all_records(
+    servers, late, store, exported, monkeypatch
+):
     monkeypatch.setattr(runner_module, "_MIN_DELAY_S", 0.005)
     monkeypatch.setattr(runner_module, "_MAX_DELAY_S", 0.02)
     server, other = servers
     a, _ = await late(a=server, b=other)
     await store.append([ended_ago(1, 60)])
     await until(lambda: len(server.taken) == len(other.taken) == 2)
-    await until(lambda: told.lag("a") == told.lag("b") == 0)
+    await until(lambda: exported.lag("a") == exported.lag("b") == 0)
 
     await server.kill()
-    # The first is the oldest, and stays it however many come; of a record that took long its end counts.
+    # The lag is that of the oldest waiting record, counted from its end, however many arrive later.
     await store.append([ended_ago(2, 100, duration_ms=500_000)])
-    await until(lambda: 100 <= told.lag("a") < 200)
+    await until(lambda: 100 <= exported.lag("a") < 200)
     await store.append([ended_ago(number, 10) for number in range(3, 500)])
     await until(lambda: len(other.taken) == 2 * 499)
-    await until(lambda: told.lag("b") == 0)
-    assert 100 <= told.lag("a") < 200
+    await until(lambda: exported.lag("b") == 0)
+    assert 100 <= exported.lag("a") < 200
     assert len(a._ends) < 400, "what it has yet to read is in the store"
 
     await server.start()
-    await until(lambda: told.lag("a") < 100)
-    await until(lambda: told.lag("a") == 0)
+    await until(lambda: exported.lag("a") < 100)
+    await until(lambda: exported.lag("a") == 0)
     assert len(server.taken) >= 2 * 499
 
 
-async def test_between_two_pages_a_sink_is_late_by_the_newest_record_of_the_first(
-    servers, late, store, told, monkeypatch
+async def test_between_two_pages_the_lag_is_that_of_the_newest_record_of_the_first(
+    servers, late, store, exported, monkeypatch
 ):
     server, _ = servers
     held, read_on = asyncio.Event(), asyncio.Event()
@@ -266,18 +268,20 @@ async def test_between_two_pages_a_sink_is_late_by_the_newest_record_of_the_firs
     [runner] = await late(a=server)
     await held.wait()
     await until(lambda: not runner._ends)
-    assert 200 <= told.lag("a") < 300
+    assert 200 <= exported.lag("a") < 300
     read_on.set()
-    await until(lambda: told.lag("a") == 0)
+    await until(lambda: exported.lag("a") == 0)
     assert len(server.taken) == 2 * 3
 
 
-async def test_a_sink_that_is_down_when_the_logger_starts_is_late_by_what_waits_for_it(servers, late, store, told):
+async def test_the_lag_of_a_sink_that_is_down_at_the_start_is_that_of_its_waiting_records(
+    servers, late, store, exported
+):
     server, _ = servers
     await server.kill()
     await store.append([ended_ago(1, 100), ended_ago(2, 5)])
     await late(a=server)
-    await until(lambda: 100 <= told.lag("a") < 200)
+    await until(lambda: 100 <= exported.lag("a") < 200)
 
 
 def ended_ago(number, seconds, duration_ms=0.0):
@@ -286,10 +290,10 @@ def ended_ago(number, seconds, duration_ms=0.0):
     return request
 
 
-async def test_a_clock_that_is_ahead_makes_no_sink_early(store, told, caplog):
+async def test_a_clock_that_is_ahead_gives_no_negative_lag(store, exported, caplog):
     runner = SinkRunner(sink_at(SinkServer()), store, concurrency=1, from_beginning=True)
     runner._ends.append(time.time() + 3600)
-    observe_sinks({"a": runner}, told.meter)
-    assert told.lag("a") == 0
+    observe_sinks({"a": runner}, exported.meter)
+    assert exported.lag("a") == 0
     await runner.close()
     assert not [entry for entry in caplog.records if entry.levelno >= logging.ERROR]

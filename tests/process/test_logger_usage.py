@@ -1,4 +1,4 @@
-"""Usage counts each request that a service recorded once: by client, model and time, whatever becomes of the record."""
+"""Usage counts each recorded request once, by client, model and time, even after the record is deleted."""
 
 import math
 import sqlite3
@@ -27,9 +27,9 @@ def taken(number, at_ns=START_NS, tokens=(10, 4, 3), **fields):
     return append_request(number, time_ns=at_ns, **own)
 
 
-async def groups(store, **asked):
-    """The groups as plain values, without those of the key that are not set."""
-    response = await store.usage(UsageQuery.of(UsageRequest(**asked)))
+async def groups(store, **fields):
+    """The groups as plain values, without unset fields of the key."""
+    response = await store.usage(UsageQuery.of(UsageRequest(**fields)))
     return [{field.name: value for field, value in group.ListFields()} for group in response.groups]
 
 
@@ -45,7 +45,7 @@ def sums(requests=0, failed=0, prompt=0, cached=0, completion=0, seconds=0.0, du
     }
 
 
-async def test_sums_are_of_each_client_and_model(store):
+async def test_sums_are_per_client_and_model(store):
     await store.append(
         [
             taken(1),
@@ -69,7 +69,7 @@ async def test_sums_are_of_each_client_and_model(store):
     assert await groups(store, client="nobody") == []
 
 
-async def test_the_engine_s_time_counts_where_it_is_known_and_else_the_whole_duration(store):
+async def test_the_engine_s_time_counts_if_it_is_known_and_otherwise_the_whole_duration(store):
     await store.append([taken(1, engine_ms=250.0), taken(2, engine_ms=0.0), taken(3), taken(4, engine_ms=math.nan)])
     assert await groups(store, group="") == [sums(4, 0, 40, 16, 12, 1.75, duration=6.0)]
 
@@ -78,8 +78,8 @@ async def test_periods_are_whole_hours_and_days_those_of_utc(store):
     times = {1: 0, 2: HOUR_NS - 1000, 3: HOUR_NS, 4: DAY_NS - 1000, 5: DAY_NS}
     await store.append([taken(n, START_NS + offset_ns) for n, offset_ns in times.items()])
 
-    async def count(**asked):
-        (group,) = await groups(store, group="", **asked)
+    async def count(**fields):
+        (group,) = await groups(store, group="", **fields)
         return group["requests"]
 
     assert await count(since=timestamp(START_NS + 1000)) == 5
@@ -102,7 +102,7 @@ async def test_periods_are_whole_hours_and_days_those_of_utc(store):
     assert (rounded.since, rounded.until) == (timestamp(START_NS), timestamp(START_NS + HOUR_NS))
 
 
-async def test_a_record_counts_once_however_often_it_is_sent(store):
+async def test_a_repeated_record_counts_once(store):
     await store.append([taken(1), taken(1)])
     await store.append([taken(1)])
     moved = taken(2)
@@ -112,7 +112,7 @@ async def test_a_record_counts_once_however_often_it_is_sent(store):
 
 
 @pytest.mark.parametrize("order", ["call first", "record first"])
-async def test_the_gateway_s_line_of_a_call_counts_nothing_more(store, order):
+async def test_the_gateway_s_line_of_a_call_adds_nothing(store, order):
     call = PayloadRecord(record_id=record_id(99), client="ann", call_id="c", status="OK")
     call.time.FromNanoseconds(START_NS)
     record = taken(1, call_id="c")
@@ -126,10 +126,10 @@ async def test_the_gateway_s_line_of_a_call_counts_nothing_more(store, order):
     assert await groups(store, group="") == [sums(1, 0, 10, 4, 3, 1.5)]
 
 
-async def test_neither_deletion_nor_retention_changes_what_was_used(store, tmp_path):
+async def test_neither_deletion_nor_retention_changes_the_usage(store, tmp_path):
     await store.append([taken(1), taken(2)])
     await store.delete(client="ann")
-    await store.append([taken(3)])  # Which the deletion covers.
+    await store.append([taken(3)])  # The deletion covers this record.
     await Retention(store, days=1, max_bytes=1 << 30).apply()
     assert await groups(store, group="") == [sums(3, 0, 30, 12, 9, 4.5)]
     await store.close()
@@ -139,7 +139,7 @@ async def test_neither_deletion_nor_retention_changes_what_was_used(store, tmp_p
     await again.close()
 
 
-async def test_sums_are_forgotten_at_an_age_of_their_own(store, monkeypatch):
+async def test_sums_are_deleted_at_their_own_age(store, monkeypatch):
     monkeypatch.setattr(usage, "_FORGOTTEN_AT_ONCE", 2)
     await store.append(
         [taken(n, START_NS + n * HOUR_NS, client=client) for n, client in enumerate(["ann", "bob", "cy"] * 4)][1:]
@@ -150,7 +150,7 @@ async def test_sums_are_forgotten_at_an_age_of_their_own(store, monkeypatch):
     assert [(group["client"], group["requests"]) for group in kept] == [("ann", 2), ("bob", 2), ("cy", 2)]
 
 
-async def test_names_that_never_answered_add_no_rows(store, tmp_path):
+async def test_unknown_models_add_no_rows(store, tmp_path):
     await store.append([taken(n, model=f"made up {n}", status="NOT_FOUND", tokens=(0, 0, 0)) for n in range(1, 50)])
     await store.append([taken(50), taken(51, status="NOT_FOUND")])
     assert [(group["model"], group["requests"]) for group in await groups(store)] == [("", 49), ("m", 2)]
@@ -161,7 +161,7 @@ async def test_names_that_never_answered_add_no_rows(store, tmp_path):
     await again.close()
 
 
-async def test_times_that_are_no_numbers_count_nothing(store):
+async def test_nan_times_count_as_zero(store):
     durations = [float("nan"), float("inf"), -1.0, 1e300, 1000.0]
     await store.append([taken(n, duration_ms=duration_ms) for n, duration_ms in enumerate(durations, 1)])
     (group,) = await groups(store, group="")
@@ -169,12 +169,12 @@ async def test_times_that_are_no_numbers_count_nothing(store):
 
 
 @pytest.mark.parametrize("group", ["client,clients", "model,model", "hour", "client;DROP TABLE usage"])
-async def test_groups_that_are_none_are_refused(payload_log, group):
+async def test_unknown_groups_are_refused(payload_log, group):
     with pytest.raises(InvalidRequestError, match="client, model, day"):
         await payload_log.Usage(UsageRequest(group=group))
 
 
-async def test_more_groups_than_may_be_are_refused_and_never_cut_off(store, monkeypatch):
+async def test_too_many_groups_are_refused_and_never_truncated(store, monkeypatch):
     monkeypatch.setattr(usage, "MAX_GROUPS", 3)
     await store.append([taken(n, client=f"c{n}") for n in range(1, 4)])
     assert len(await groups(store)) == 3
@@ -209,8 +209,8 @@ async def test_an_admin_can_ask_for_its_own_usage(store, payload_log):
     await store.append([taken(1), taken(2, client="root"), taken(3, client="")])
     admin = (("x-millrace-client", "root"), ("x-millrace-policy", '{"role": "admin"}'))
     for metadata, client in ((ANN, "ann"), (admin, "root"), ((), "")):
-        for asked in ({}, {"client": client}):
-            response = await payload_log.Usage(UsageRequest(own=True, **asked), metadata=metadata)
+        for fields in ({}, {"client": client}):
+            response = await payload_log.Usage(UsageRequest(own=True, **fields), metadata=metadata)
             assert [(group.client, group.requests) for group in response.groups] == [(client, 1)]
     with pytest.raises(InvalidRequestError, match="different clients"):
         await payload_log.Usage(UsageRequest(own=True, client="ann"), metadata=admin)
@@ -219,9 +219,9 @@ async def test_an_admin_can_ask_for_its_own_usage(store, payload_log):
 async def test_a_client_s_month_is_one_range_of_the_key(store, tmp_path):
     await store.append([taken(1)])
     with sqlite3.connect(tmp_path / "payloads.sqlite3") as connection:
-        for asked in ({"client": "ann"}, {}):
+        for fields in ({"client": "ann"}, {}):
             month = timestamp(int(datetime(2024, 10, 1, tzinfo=UTC).timestamp()) * 10**9)
-            query = UsageQuery.of(UsageRequest(since=month, group="client", **asked))
+            query = UsageQuery.of(UsageRequest(since=month, group="client", **fields))
             rows = connection.execute(f"EXPLAIN QUERY PLAN {query.statement()}", query.parameters())
             plan = [row[3] for row in rows]
             assert "SEARCH usage USING PRIMARY KEY (client=? AND hour>?)" in plan, plan

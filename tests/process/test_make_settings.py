@@ -22,7 +22,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def commands(checkout: Path, target: str) -> str:
-    """What make would run, with the settings of no shell."""
+    """The commands that make would run, with an environment without settings."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("TORCH_INDEX", "GATEWAY_PORT")}
     command = ["make", "--dry-run", "--always-make", target]
     done = subprocess.run(command, cwd=checkout, env=inherited, capture_output=True, text=True, timeout=60)
@@ -43,6 +43,6 @@ def test_a_line_of_the_file_wins(checkout: Path) -> None:
     assert settings.gateway_port == int(os.environ.get("GATEWAY_PORT", "8085"))
 
 
-def test_an_empty_index_is_pips_own(checkout: Path) -> None:
+def test_an_empty_index_means_pips_own(checkout: Path) -> None:
     (checkout / ".env").write_text("TORCH_INDEX=\n")
     assert "--index-url" not in commands(checkout, ".venv/.installed-run")

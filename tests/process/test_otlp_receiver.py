@@ -1,4 +1,4 @@
-"""What OpenTelemetry's SDK exports is what the receiver of the tests keeps, and that of the benches counts."""
+"""The receiver of the tests keeps the exports of OpenTelemetry's SDK, and that of the benchmarks counts them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.otlp_receiver import Event, Link, OtlpReceiver, Span
 
 
 def export_one_trace(endpoint: str) -> Span:
-    """A span with all that a span can have, exported by OpenTelemetry's SDK; as it is to be kept."""
+    """Exports a span with all fields by OpenTelemetry's SDK; returns the span that the receiver must keep."""
     provider = TracerProvider(resource=Resource({"service.name": "exporting"}), shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(OTLPSpanExporter(endpoint, insecure=True)))
     tracer = provider.get_tracer("test")
@@ -50,13 +50,13 @@ def export_one_trace(endpoint: str) -> Span:
     )
 
 
-def test_the_receiver_keeps_what_the_sdk_exports() -> None:
+def test_the_receiver_keeps_the_exports_of_the_sdk() -> None:
     with OtlpReceiver() as receiver:
         exported = export_one_trace(receiver.endpoint)
         reader = PeriodicExportingMetricReader(OTLPMetricExporter(receiver.endpoint, insecure=True), math.inf)
         meters = MeterProvider([reader], Resource({"service.name": "exporting"}), shutdown_on_exit=False)
         meter = meters.get_meter("test")
-        meter.create_counter("asked", "{request}").add(3, {"way": "grpc"})
+        meter.create_counter("requests", "{request}").add(3, {"way": "grpc"})
         histogram = meter.create_histogram("took", "s")
         histogram.record(0.5)
         histogram.record(1.5)
@@ -65,7 +65,7 @@ def test_the_receiver_keeps_what_the_sdk_exports() -> None:
         assert exported in receiver.spans(exported.trace_id)
         assert receiver.spans("0" * 32) == []
         points = {point.name: point for point in receiver.metric_points()}
-    assert (points["asked"].value, points["asked"].unit, points["asked"].attributes) == (
+    assert (points["requests"].value, points["requests"].unit, points["requests"].attributes) == (
         3,
         "{request}",
         {"way": "grpc"},
@@ -73,7 +73,7 @@ def test_the_receiver_keeps_what_the_sdk_exports() -> None:
     assert (points["took"].value, points["took"].count, points["took"].service) == (2.0, 2, "exporting")
 
 
-def test_a_receiver_in_a_process_of_its_own_counts() -> None:
+def test_a_receiver_in_its_own_process_counts() -> None:
     with receiver_process() as receiver:
         export_one_trace(receiver.endpoint)
         assert receiver.span_count() == 2

@@ -1,4 +1,4 @@
-"""The metrics of a payload tap say what waits, for how long, and what was lost, and disturb nobody by asking."""
+"""The metrics of a payload tap: what waits, for how long, and what was lost; reading them affects no request."""
 
 import logging
 import threading
@@ -16,7 +16,7 @@ GAUGES = ("millrace.payload.queued_bytes", "millrace.payload.spool_bytes", "mill
 
 
 class Shown:
-    """What a reader of a tap's metrics is told."""
+    """The metrics of a tap, as a reader sees them."""
 
     def __init__(self, tap):
         self._measured = Measured()
@@ -35,7 +35,7 @@ class Shown:
         return self._measured.values_by(REASON, "millrace.payload.dropped")
 
 
-async def test_what_waits_for_a_logger_that_is_away_is_shown_until_it_has_it(taps):
+async def test_records_that_wait_for_an_absent_logger_are_counted_until_it_has_them(taps):
     tap = taps.start(target := away())
     shown = Shown(tap)
     assert (shown.value("spool_bytes"), shown.value("spool_age"), shown.value("spooled")) == (0, 0, 0)
@@ -49,7 +49,7 @@ async def test_what_waits_for_a_logger_that_is_away_is_shown_until_it_has_it(tap
     await until(lambda: shown.value("spool_age") > earlier)
     async with listening(target) as ingest:
         await ingest.until(lambda: len(ingest.records) == 3)
-        # An answer that goes on is nothing that the logger could have.
+        # The record of a running answer does not wait for the logger yet.
         await until(lambda: shown.value("spool_age") == 0)
         open_one.end("OK")
         await until(lambda: shown.value("spooled") == 4)
@@ -58,7 +58,7 @@ async def test_what_waits_for_a_logger_that_is_away_is_shown_until_it_has_it(tap
     assert shown.dropped == dict.fromkeys(REASONS, 0)
 
 
-async def test_the_age_counts_from_the_end_of_a_record_and_outlives_the_process(taps, monkeypatch):
+async def test_the_age_counts_from_the_end_of_a_record_and_survives_a_restart(taps, monkeypatch):
     tap = taps.start(target := away())
     begin(tap).end("OK")
     await until(lambda: tap.spooled == 1)
@@ -69,12 +69,12 @@ async def test_the_age_counts_from_the_end_of_a_record_and_outlives_the_process(
     shown = Shown(tap)
     await until(lambda: 3600 <= shown.value("spool_age") < 3700)
     assert shown.value("spooled") == 0, "it is the earlier process that wrote it"
-    # And of a clock that was put back it is never below zero.
+    # If the clock is set back it is never below zero.
     monkeypatch.setattr(payload_shipper.time, "time", lambda: now() - 3600)
     assert shown.value("spool_age") == 0
 
 
-async def test_what_is_dropped_is_counted_by_its_reason(taps):
+async def test_dropped_records_are_counted_by_reason(taps):
     tap = taps.start(memory=4000)
     shown = Shown(tap)
     for _ in range(3):
@@ -87,7 +87,7 @@ async def test_what_is_dropped_is_counted_by_its_reason(taps):
     assert shown.value("spooled") == 0
 
 
-async def test_what_waits_for_the_disk_is_shown(taps, monkeypatch):
+async def test_records_that_wait_for_the_disk_are_counted(taps, monkeypatch):
     going_on = threading.Event()
     tap = taps.start()
     append = tap._writer._spool.append
@@ -104,7 +104,7 @@ async def test_what_waits_for_the_disk_is_shown(taps, monkeypatch):
     await until(lambda: shown.value("queued_bytes") == 0)
 
 
-async def test_a_tap_that_has_not_started_or_has_ended_is_asked_in_vain(taps, caplog):
+async def test_a_tap_that_has_not_started_or_has_ended_has_no_metrics(taps, caplog):
     tap = taps.start()
     await taps.close(tap)
     shown = Shown(tap)
@@ -114,13 +114,13 @@ async def test_a_tap_that_has_not_started_or_has_ended_is_asked_in_vain(taps, ca
 
 
 @pytest.mark.timeout(60)
-async def test_asking_while_others_write_never_fails(taps, ingest, caplog):
+async def test_reading_metrics_during_writes_never_fails(taps, ingest, caplog):
     tap = taps.start(ingest.target, memory=20_000)
-    shown, stopping, asked = Shown(tap), threading.Event(), []
+    shown, stopping, names_seen = Shown(tap), threading.Event(), []
 
     def ask():
         while not stopping.is_set():
-            asked.append(shown.names)
+            names_seen.append(shown.names)
 
     reader = threading.Thread(target=ask)
     reader.start()
@@ -129,7 +129,7 @@ async def test_asking_while_others_write_never_fails(taps, ingest, caplog):
     assert await tap.drain(30)
     stopping.set()
     reader.join()
-    assert all(names == {*GAUGES, "millrace.payload.spooled", "millrace.payload.dropped"} for names in asked)
+    assert all(names == {*GAUGES, "millrace.payload.spooled", "millrace.payload.dropped"} for names in names_seen)
     assert not [entry for entry in caplog.records if entry.levelno >= logging.ERROR]
     assert shown.value("spooled") + shown.dropped[MEMORY] >= 500
     assert shown.value("spooled") == len(ingest.records)

@@ -1,4 +1,4 @@
-"""What is refused fills neither the spool nor the log; what is answered is on record whole, however long."""
+"""Refused requests fill neither the spool nor the log; answered ones are recorded whole, at any length."""
 
 import asyncio
 
@@ -25,7 +25,7 @@ def bytes_on_disk(taps):
 
 
 @pytest.mark.parametrize("status", ["INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "CANCELLED", "NOT_FOUND"])
-async def test_of_a_refused_request_the_log_keeps_the_beginning(taps, ingest, status):
+async def test_the_log_keeps_the_beginning_of_a_refused_request(taps, ingest, status):
     tap = taps.start(ingest.target)
     begin(tap, prompt=LONG, parameters=LONG_PARAMETERS, model="m" * 5000).end(status, "x" * 50_000, "transformer")
     [record] = await recorded(tap, ingest)
@@ -36,7 +36,7 @@ async def test_of_a_refused_request_the_log_keeps_the_beginning(taps, ingest, st
     assert record.ByteSize() < 8000
 
 
-async def test_what_is_refused_takes_little_of_the_spool(taps):
+async def test_refused_requests_take_little_of_the_spool(taps):
     tap = taps.start()
     for _ in range(20):
         begin(tap, prompt=LONG, parameters=LONG_PARAMETERS).end("INVALID_ARGUMENT", "no")
@@ -44,7 +44,7 @@ async def test_what_is_refused_takes_little_of_the_spool(taps):
     assert 0 < bytes_on_disk(taps) < 20 * 3 * BEGIN_CHARACTERS
 
 
-async def test_a_short_refused_request_is_on_record_whole(taps, ingest):
+async def test_a_short_refused_request_is_recorded_whole(taps, ingest):
     tap = taps.start(ingest.target)
     begin(tap, prompt="p" * KEPT_CHARACTERS, parameters="{}").end("INVALID_ARGUMENT", "no")
     [record] = await recorded(tap, ingest)
@@ -52,7 +52,7 @@ async def test_a_short_refused_request_is_on_record_whole(taps, ingest):
 
 
 @pytest.mark.parametrize("status", ["OK", "CANCELLED", "UNAVAILABLE"])
-async def test_a_long_request_that_is_answered_is_on_record_whole(taps, ingest, status):
+async def test_a_long_answered_request_is_recorded_whole(taps, ingest, status):
     tap = taps.start(ingest.target)
     recording = begin(tap, prompt=LONG, parameters=LONG_PARAMETERS)
     recording.chunk("Once", [1])
@@ -64,14 +64,14 @@ async def test_a_long_request_that_is_answered_is_on_record_whole(taps, ingest, 
 
 
 @pytest.mark.parametrize("status", ["OK", "INTERNAL"])
-async def test_a_long_request_is_whole_where_nobody_waited_for_its_begin(taps, ingest, status):
+async def test_a_long_request_whose_begin_was_not_awaited_is_recorded_whole(taps, ingest, status):
     tap = taps.start(ingest.target)
     begin(tap, prompt=LONG, parameters=LONG_PARAMETERS).end(status, text="whole" if status == "OK" else None)
     [record] = await recorded(tap, ingest)
     assert (record.prompt, record.parameters, record.incomplete) == (LONG, LONG_PARAMETERS, False)
 
 
-async def test_an_end_before_the_wait_for_the_begin_loses_nothing(taps, ingest):
+async def test_an_end_before_the_wait_for_the_begin_loses_no_data(taps, ingest):
     tap = taps.start(ingest.target)
     recording = begin(tap, prompt=LONG)
     recording.chunk("all", [1])
@@ -87,13 +87,13 @@ async def test_all_of_a_long_request_is_on_disk_before_the_first_chunk_leaves(ta
     assert await recording.flushed()
     assert bytes_on_disk(taps) > len(LONG)
     await taps.close(tap)
-    tap = taps.start(ingest.target)  # As the next process does: the first was killed.
+    tap = taps.start(ingest.target)  # Like the next process after a kill of the first.
     await ingest.until(lambda: ingest.records)
     [record] = ingest.records
     assert (record.prompt, record.status) == (LONG, "ABORTED")
 
 
-async def test_rules_see_what_lies_across_the_cut(taps, ingest):
+async def test_rules_see_matches_across_the_cut(taps, ingest):
     secret = "4000123412341234"
     tap = taps.start(ingest.target, PayloadRules(redactions=[Redaction(None, "[0-9]{16}")]))
     for kept in (KEPT_CHARACTERS, BEGIN_CHARACTERS):
@@ -108,7 +108,7 @@ async def test_rules_see_what_lies_across_the_cut(taps, ingest):
     assert records[-1].prompt == "x" * (BEGIN_CHARACTERS - 8) + "[redacted]" + LONG
 
 
-async def test_of_a_refused_request_s_tensors_names_are_kept_and_few(taps, ingest):
+async def test_a_few_names_of_a_refused_request_s_tensors_are_kept(taps, ingest):
     tap = taps.start(ingest.target, PayloadRules(tensor_bytes=1 << 20))
     inputs = [RecordedTensor("n" * 5000, "INT8", [1] * 1000, bytes(1000)) for _ in range(100)]
     with pytest.raises(InvalidRequestError), begin(tap, inputs=inputs):

@@ -1,4 +1,4 @@
-"""Shipping: whatever dies or is full, what the spool took arrives at the logger once, and then leaves the disk."""
+"""Shipping: spooled records arrive at the logger once, whatever dies or is full, and then leave the disk."""
 
 import asyncio
 import os
@@ -28,11 +28,11 @@ ROOT = Path(__file__).parents[2]
 
 
 async def written(tap):
-    """Returns when the writer has dealt with all that was recorded."""
+    """Waits until the writer has written or dropped everything that was recorded."""
     await until(lambda: tap.queued_bytes == 0)
 
 
-async def test_what_is_acknowledged_leaves_the_disk(taps, ingest):
+async def test_acknowledged_records_leave_the_disk(taps, ingest):
     tap = taps.start(ingest.target, spool_max=1 << 20)
     for number in range(1000):
         with begin(tap, f"r{number}", prompt="x" * 500) as recording:
@@ -58,7 +58,7 @@ async def test_a_record_leaves_when_it_ends_without_another_push(taps, ingest):
         await ingest.until(lambda number=number: ingest.calls and len(ingest.calls[-1]) == number)
 
 
-async def test_what_was_not_acknowledged_is_sent_again_the_same(taps, ingest):
+async def test_unacknowledged_records_are_sent_again_unchanged(taps, ingest):
     tap = taps.start(ingest.target)
     ingest.end_after = 30
     for number in range(100):
@@ -72,7 +72,7 @@ async def test_what_was_not_acknowledged_is_sent_again_the_same(taps, ingest):
         assert sequences == sorted(set(sequences))
 
 
-async def test_what_a_logger_that_does_not_answer_costs_is_bounded(taps, ingest):
+async def test_the_cost_of_a_logger_that_does_not_answer_is_bounded(taps, ingest):
     ingest.acknowledging = False
     tap = taps.start(ingest.target)
     for number in range(2000):
@@ -81,14 +81,14 @@ async def test_what_a_logger_that_does_not_answer_costs_is_bounded(taps, ingest)
     assert not await tap.drain(0.2)
     assert (len(ingest.calls[0]), tap.unacknowledged) == (1024, 1024)
     ingest.acknowledging = True
-    ingest.end_after = 0  # The next call tells that this one was given up.
+    ingest.end_after = 0  # The next call shows that this one was given up.
     await taps.close(tap)
     ingest.end_after = None
     assert await taps.start(ingest.target).drain(30)
     assert [record.request_id for record in ingest.records] == [f"r{number}" for number in range(2000)]
 
 
-async def test_records_that_wait_are_sent_many_in_a_message(taps, ingest):
+async def test_waiting_records_are_sent_in_batches(taps, ingest):
     tap = taps.start()
     for number in range(500):
         begin(tap, f"r{number}", prompt="x" * 1000).end("OK")
@@ -109,8 +109,8 @@ async def test_large_records_are_bounded_in_bytes_too(taps, ingest):
     assert tap.unacknowledged == 6, "16 MiB, and the record that went beyond"
 
 
-async def test_it_closes_whatever_it_is_doing(taps, ingest):
-    ingest.end_after = 0  # So that calls end, and new ones begin, all the time.
+async def test_it_can_be_closed_at_any_moment(taps, ingest):
+    ingest.end_after = 0  # Calls end, and new ones begin, all the time.
     for moment in range(30):
         tap = taps.start(ingest.target)
         begin(tap, f"r{moment}").end("OK")
@@ -139,7 +139,7 @@ async def test_closed_threads_are_gone(taps, ingest):
         assert not ours()
 
 
-async def test_what_drain_left_is_sent_by_the_next_start(taps, ingest):
+async def test_records_left_by_a_drain_are_sent_after_the_next_start(taps, ingest):
     tap = taps.start()
     for number in range(10):
         begin(tap, f"r{number}").end("OK")
@@ -157,7 +157,7 @@ async def test_what_drain_left_is_sent_by_the_next_start(taps, ingest):
     assert list(by_source.values()) == [["new"]]
 
 
-async def test_a_drain_of_nothing_is_done_at_once_even_if_the_logger_is_away(taps):
+async def test_an_empty_drain_ends_at_once_even_if_the_logger_is_away(taps):
     tap = taps.start()
     assert await tap.drain(0)
     begin(tap)
@@ -192,7 +192,7 @@ async def test_while_the_logger_is_away_records_pile_up_on_disk_and_not_in_memor
             recording.end("OK")
         assert await tap.drain(30)
         [after] = ingest.records[len(records) :]
-    # With a begin its record was dropped, and with a chunk one became incomplete.
+    # A dropped begin drops its record; a dropped chunk makes it incomplete.
     whole = [record for record in records if not record.incomplete]
     assert all(len(record.text) == 2000 for record in whole)
     assert all(record.status == "OK" and not record.text for record in records if record.incomplete)
@@ -224,7 +224,7 @@ async def test_ends_are_kept_when_the_spool_is_full(taps):
 
 
 @pytest.mark.parametrize(("spool_max", "is_kept"), [(20_000, True), (100, False)])
-async def test_a_record_in_one_frame_loses_its_tensors_where_there_is_no_room_for_them(taps, spool_max, is_kept):
+async def test_a_record_in_one_frame_loses_its_tensors_if_there_is_no_room_for_them(taps, spool_max, is_kept):
     target, rules = away(), PayloadRules(tensor_bytes=1 << 20)
     tap = taps.start(target, rules, spool_max=spool_max)
     tensors = [RecordedTensor("x", "UINT8", (50_000,), bytes(50_000))]
@@ -262,8 +262,8 @@ async def test_a_long_stream_keeps_no_segment(taps, ingest):
 
 
 @pytest.mark.parametrize("reason", [FULL, FAILED])
-async def test_what_follows_a_dropped_begin_leaves_memory_without_another_push(taps, monkeypatch, reason):
-    # So that the writer finds nothing by chance once it takes itself for idle.
+async def test_the_parts_after_a_dropped_begin_leave_memory_without_another_push(taps, monkeypatch, reason):
+    # The writer must not find anything by chance once it considers itself idle.
     monkeypatch.setattr(payload_writer, "_IDLE_S", 3600)
     tap = taps.start(spool_max=1) if reason == FULL else taps.start()
     recording = begin(tap, "r" if reason == FULL else 7)
@@ -348,7 +348,7 @@ async def test_a_process_that_is_killed_loses_no_request(taps, ingest, logger_is
     assert {record.status for record in records.values()} <= {"OK", "ABORTED"}
 
 
-async def test_two_processes_share_a_root_and_one_takes_over_what_the_other_leaves(taps, ingest):
+async def test_two_processes_share_a_root_and_one_takes_over_the_other_s_spool(taps, ingest):
     with victim(away(), taps.spool) as process:
         assert await asyncio.to_thread(process.stdout.readline) == "written\n"
         tap = taps.start(ingest.target)
@@ -362,7 +362,7 @@ async def test_two_processes_share_a_root_and_one_takes_over_what_the_other_leav
     assert len(folders(taps.spool)) == 1
 
 
-async def test_a_takeover_that_is_cut_off_is_taken_over_itself(taps, ingest):
+async def test_an_interrupted_takeover_is_taken_over_itself(taps, ingest):
     with victim(away(), taps.spool) as process:
         assert await asyncio.to_thread(process.stdout.readline) == "written\n"
     ingest.end_after = 7
@@ -390,7 +390,7 @@ async def small_disk(tmp_path):
     subprocess.run(("umount", "--lazy", str(folder)), check=True)  # noqa: ASYNC221
 
 
-async def test_a_full_disk_harms_no_request_and_is_recovered_from(small_disk):
+async def test_a_full_disk_affects_no_request_and_recording_recovers(small_disk):
     taps, target = Taps(small_disk / "spool"), away()
     tap = taps.start(target)
     whole, broken = [], []
@@ -440,7 +440,7 @@ async def test_a_logger_killed_and_restarted_has_every_record_once(tmp_path, tap
     assert tap.dropped == {}
 
 
-async def test_a_logger_that_is_stopped_for_a_while_gets_all_afterwards(tmp_path, taps):
+async def test_a_suspended_logger_gets_all_records_afterwards(tmp_path, taps):
     async with LoggerProcess(tmp_path) as logger:
         await logger.start()
         tap = taps.start(logger.target)
@@ -462,7 +462,7 @@ async def query(target):
 
 
 @pytest.mark.parametrize("status", [grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL])
-async def test_a_record_that_the_logger_refuses_keeps_no_other_from_it(taps, ingest, monkeypatch, caplog, status):
+async def test_a_record_that_the_logger_refuses_blocks_no_other(taps, ingest, monkeypatch, caplog, status):
     monkeypatch.setitem(payload_shipper._MAX_REFUSALS, status, 3)
     monkeypatch.setattr(payload_shipper, "_MAX_BACKOFF_S", 0.1)
     poison = {"r3", "r4", "r9"}
@@ -479,7 +479,7 @@ async def test_a_record_that_the_logger_refuses_keeps_no_other_from_it(taps, ing
     assert ingest.records[-1].request_id == "later"
 
 
-async def test_a_logger_that_is_away_for_long_refuses_nothing(taps, ingest, monkeypatch):
+async def test_a_logger_that_was_away_for_long_refuses_no_record(taps, ingest, monkeypatch):
     monkeypatch.setattr(payload_shipper, "_MAX_BACKOFF_S", 0.02)
     tap = taps.start(ingest.target)
     ingest.refuses = lambda request: grpc.StatusCode.UNAVAILABLE

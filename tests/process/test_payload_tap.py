@@ -1,4 +1,4 @@
-"""The payload tap: never in the stream's way, bounded, and what it records is what happened."""
+"""The payload tap: it never delays a stream, is bounded, and records what happened."""
 
 import asyncio
 import errno
@@ -30,12 +30,12 @@ from tests.waiting import until
 
 
 async def recorded(tap, ingest):
-    """The records that the logger has once all is shipped."""
+    """The logger's records after everything is shipped."""
     assert await tap.drain(30)
     return ingest.records
 
 
-async def test_a_record_holds_what_was_recorded(taps, ingest):
+async def test_a_record_has_all_recorded_parts(taps, ingest):
     tap = taps.start(ingest.target)
     recording = tap.begin(
         request_id="r", model="m", protocol="millrace.v1.TextGeneration/Generate", prompt="p", parameters="{}",
@@ -78,7 +78,7 @@ async def test_the_whole_answer_can_be_given_at_the_end(taps, ingest):
     assert not record.HasField("ttft_ms")
 
 
-async def test_which_weights_answered_and_how_often_it_resumed_may_be_set_until_the_end(taps, ingest):
+async def test_fingerprint_and_resumes_may_be_set_until_the_end(taps, ingest):
     tap = taps.start(ingest.target)
     recording = begin(tap)
     assert await recording.flushed()
@@ -91,14 +91,14 @@ async def test_which_weights_answered_and_how_often_it_resumed_may_be_set_until_
 
 
 @pytest.mark.parametrize("mode", [Mode.ALL, Mode.METADATA])
-async def test_an_answer_that_is_cut_short_has_the_usage_so_far(taps, ingest, mode):
+async def test_an_interrupted_answer_has_the_usage_so_far(taps, ingest, mode):
     tap = taps.start(ingest.target, PayloadRules(default=mode))
     with begin(tap) as recording:
         assert await recording.flushed()
         recording.prompt_tokens = 7
         recording.chunk("Once ", [5, 6])
         recording.chunk("upon", [7])
-    begin(tap).end("CANCELLED")  # Before its first token.
+    begin(tap).end("CANCELLED")  # Ended before its first token.
     cut, before = sorted(await recorded(tap, ingest), key=lambda record: -record.usage.prompt_tokens)
     assert (cut.status, cut.usage) == ("CANCELLED", Usage(prompt_tokens=7, completion_tokens=3))
     assert not before.HasField("usage")
@@ -154,7 +154,7 @@ async def test_chunks_that_are_written_together_stay_with_their_records(taps, in
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
-async def test_a_chunk_that_cannot_be_written_costs_none_of_those_beside_it(taps, ingest, bad):
+async def test_a_chunk_that_cannot_be_written_affects_no_other(taps, ingest, bad):
     tap = taps.start(ingest.target)
     with begin(tap) as recording:
         for number in range(3):
@@ -214,7 +214,7 @@ async def test_half_a_surrogate_pair_is_replaced(taps, ingest):
 
 
 @pytest.mark.parametrize("mode", Mode)
-async def test_a_mode_keeps_what_it_says(taps, ingest, mode):
+async def test_each_mode_keeps_its_parts(taps, ingest, mode):
     tap = taps.start(ingest.target, PayloadRules(models={"m": mode}))
     tensor = [RecordedTensor("x", "INT8", [1], b"\1")]
     with begin(tap, prompt="question", parameters="{}", inputs=tensor) as recording:
@@ -252,7 +252,7 @@ async def test_tensors_are_kept_by_digest_and_their_contents_up_to_a_size(taps, 
     assert record.outputs[0] == kept
 
 
-async def test_without_a_digest_a_tensor_has_a_size_and_its_contents_up_to_one(taps, ingest):
+async def test_without_a_digest_a_tensor_has_its_size_and_its_contents_up_to_a_limit(taps, ingest):
     tap = taps.start(ingest.target, PayloadRules(tensor_bytes=4))
     small = RecordedTensor("small", "INT8", [4], b"abcd")
     large = RecordedTensor("large", "INT8", [1, 5], memoryview(b"abcde"))
@@ -267,7 +267,7 @@ async def test_without_a_digest_a_tensor_has_a_size_and_its_contents_up_to_one(t
     assert (record.chunks[0].outputs[0], record.outputs[0]) == (without, kept)
 
 
-# A parsed message of which contents are asked for is kept until they are written.
+# A parsed message whose contents are recorded is kept until they are written.
 @pytest.mark.parametrize(("tensor_bytes", "is_serialized"), [(0, True), (0, False), (64, True)])
 async def test_large_contents_wait_for_no_writer(taps, ingest, tensor_bytes, is_serialized):
     request = ModelInferRequest()
@@ -292,7 +292,7 @@ async def test_large_contents_wait_for_no_writer(taps, ingest, tensor_bytes, is_
 
 
 class Secrets:
-    """A rule that takes the word out of prompts and answers, wherever chunks part it."""
+    """A rule that removes the word from prompts and answers, wherever chunks divide it."""
 
     redacts_answers = True
 
@@ -306,7 +306,7 @@ class Secrets:
                 chunk.ClearField("token_ids")
 
 
-async def test_what_is_redacted_never_reaches_the_disk(taps, ingest):
+async def test_redacted_text_never_reaches_the_disk(taps, ingest):
     rules = PayloadRules(redactions=[Secrets()])
     tap = taps.start(rules=rules)
     with begin(tap, prompt="my secret") as recording:
@@ -361,7 +361,7 @@ async def test_answers_that_wait_for_the_rules_are_bounded(taps, ingest):
     assert len(record.chunks) == 50
 
 
-async def test_beyond_its_memory_it_drops_and_counts(taps, ingest):
+async def test_records_beyond_its_memory_are_dropped_and_counted(taps, ingest):
     tap = PayloadTap(ingest.target, spool=taps.spool, memory=10_000)
     recordings = [begin(tap, f"r{number}", prompt="x" * 600) for number in range(20)]
     assert 0 < tap.queued_bytes <= 10_000
@@ -380,7 +380,9 @@ async def test_beyond_its_memory_it_drops_and_counts(taps, ingest):
     assert tap.queued_bytes == 0
 
 
-async def test_what_a_full_disk_took_is_told_though_the_process_dies_before_the_answers_end(taps, ingest, monkeypatch):
+async def test_drops_of_a_full_disk_are_counted_even_if_the_process_dies_before_the_end_of_the_answer(
+    taps, ingest, monkeypatch
+):
     append, is_full = payload_spool.Spool.append, False
 
     def append_if_there_is_room(spool, payloads):
@@ -429,7 +431,7 @@ async def test_a_record_beyond_the_message_limit_loses_its_tokens_then_its_chunk
     assert not records[0].chunks[0].token_ids
 
 
-async def test_a_record_that_no_message_can_take_is_dropped_and_not_sent_for_ever(taps, ingest):
+async def test_a_record_too_large_for_any_message_is_dropped_and_not_sent_for_ever(taps, ingest):
     tap = taps.start(ingest.target, memory=1 << 30)
     begin(tap, prompt="x" * (64 << 20)).end("OK")
     begin(tap, "next").end("OK")
@@ -437,7 +439,7 @@ async def test_a_record_that_no_message_can_take_is_dropped_and_not_sent_for_eve
     assert tap.dropped == {TOO_LARGE: 1}
 
 
-async def test_it_warns_of_drops_once_a_minute(taps, caplog):
+async def test_drops_are_logged_once_a_minute(taps, caplog):
     tap = PayloadTap("127.0.0.1:1", spool=taps.spool, memory=1)
     with caplog.at_level(logging.WARNING):
         for _ in range(50):
@@ -447,7 +449,7 @@ async def test_it_warns_of_drops_once_a_minute(taps, caplog):
     assert tap.dropped == {MEMORY: 50}
 
 
-async def test_a_begin_lies_on_disk_before_the_first_chunk_leaves(taps):
+async def test_a_begin_is_on_disk_before_the_first_chunk_is_sent(taps):
     tap = taps.start()
     for number in range(20):
         recording = begin(tap, prompt=f"prompt-{number}")
@@ -479,7 +481,7 @@ async def test_answers_that_wait_for_their_begins_share_writes(taps, monkeypatch
     assert len(appends) < 200
 
 
-async def test_a_begin_that_cannot_be_written_holds_nobody_up(taps, ingest, monkeypatch):
+async def test_a_begin_that_cannot_be_written_delays_no_request(taps, ingest, monkeypatch):
     def full(file, data):
         raise OSError(28, "No space left on device")
 
@@ -522,7 +524,7 @@ async def test_an_end_waits_for_a_disk_that_fails(taps, ingest, monkeypatch):
     assert tap.dropped == {DISK: 1}
 
 
-async def test_a_disk_that_hangs_holds_up_a_request_for_a_second_and_the_next_not_at_all(taps, monkeypatch):
+async def test_a_hanging_disk_delays_one_request_for_a_second_and_the_next_not_at_all(taps, monkeypatch):
     answers = threading.Event()
     write = payload_spool.os.write
 
@@ -544,7 +546,7 @@ async def test_a_disk_that_hangs_holds_up_a_request_for_a_second_and_the_next_no
     assert await begin(tap).flushed()
 
 
-async def test_what_is_not_started_or_closed_records_nothing_and_disturbs_nobody(taps):
+async def test_a_tap_that_is_not_started_or_closed_records_nothing_and_affects_no_request(taps):
     tap = PayloadTap(away(), spool=taps.spool)
     with begin(tap) as recording:
         assert not await recording.flushed()
@@ -557,7 +559,7 @@ async def test_what_is_not_started_or_closed_records_nothing_and_disturbs_nobody
         recording.chunk("x", [1])
 
 
-async def test_a_folder_that_cannot_be_used_is_a_start_up_error(tmp_path):
+async def test_an_unusable_folder_is_a_startup_error(tmp_path):
     file = tmp_path / "file"
     file.touch()
     for spool in (file, file / "below"):
@@ -566,7 +568,7 @@ async def test_a_folder_that_cannot_be_used_is_a_start_up_error(tmp_path):
 
 
 @given(st.lists(st.integers(0, 2**48 - 2), min_size=1))
-def test_record_ids_grow_whatever_the_clock_does(clock):
+def test_record_ids_grow_for_any_clock(clock):
     value, ids = 0, []
     for now_ms in clock:
         value = next_id(now_ms, value)
@@ -576,7 +578,7 @@ def test_record_ids_grow_whatever_the_clock_does(clock):
     assert ids[0].int >> 80 == clock[0]
 
 
-def test_a_record_id_is_laid_out_as_in_the_rfc():
+def test_a_record_id_has_the_layout_of_the_rfc():
     # RFC 9562, appendix A.6.
     value = 0x017F22E279B0 << 74 | 0xCC3 << 62 | 0x18C4DC0C0C07398F
     assert str(as_uuid7(value)) == "017f22e2-79b0-7cc3-98c4-dc0c0c07398f"

@@ -1,4 +1,4 @@
-"""What callers send makes a process grow by its budget and a bound beyond it, and is given back."""
+"""Requests make a process grow by its budget and a fixed bound, and the memory is given back."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ MIB = 1 << 20
 BUDGET = 512 * MIB
 MESSAGE_BYTES = 58_000_000
 BEYOND_BUDGET = 300 * MIB
-KEPT = 40 * MIB  # Less than a message.
+KEPT = 40 * MIB  # Less than one message.
 RAW = "/inference.GRPCInferenceService/ModelInfer"
 RAW_STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 LARGE = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
@@ -40,7 +40,7 @@ class Process:
         self._process.send_signal(signal.SIGUSR1)
 
     async def peak(self, until):
-        """The most memory that was seen until a task had ended."""
+        """The peak of memory until a task ends."""
         most = self.rss
         while not until.done():
             most = max(most, self.rss)
@@ -103,9 +103,9 @@ async def test_requests_in_flight_take_the_budget_at_most_and_their_memory_is_gi
     (refusal,), held = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
     refused = refusal.result()
     assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    told = dict(refused.trailing_metadata())
-    assert told["x-http-status"] == "429"
-    assert "retry-after-ms" in told
+    metadata = dict(refused.trailing_metadata())
+    assert metadata["x-http-status"] == "429"
+    assert "retry-after-ms" in metadata
     small = asyncio.create_task(status(infer(pb.ModelInferRequest(id="small").SerializeToString(), timeout=60)))
     assert process.rss - before < BUDGET + BEYOND_BUDGET
     process.go()
@@ -114,12 +114,12 @@ async def test_requests_in_flight_take_the_budget_at_most_and_their_memory_is_gi
 
 
 @pytest.mark.parametrize("path", [pytest.param(RAW, marks=pytest.mark.full), RAW_STREAM])
-async def test_messages_that_never_become_whole_are_bounded_and_end_no_call_that_was_silent(process, channel, path):
+async def test_incomplete_messages_are_bounded_and_end_no_silent_call(process, channel, path):
     before = process.rss
     silent = channel.stream_stream(RAW_STREAM)()
     await silent.write(pb.ModelInferRequest(id="asked").SerializeToString())
     process.go()
-    await asyncio.wait_for(silent.read(), 60)  # So it is silent for longer than those to come.
+    await asyncio.wait_for(silent.read(), 60)  # So it is silent for longer than the later ones.
     reading = asyncio.ensure_future(silent.read())
     calls = await UnfinishedCalls.connected(process.port)
     try:
@@ -129,7 +129,7 @@ async def test_messages_that_never_become_whole_are_bounded_and_end_no_call_that
         assert peak - before < BUDGET + BEYOND_BUDGET
         assert calls.ended
         assert not reading.done()
-        # Others are served meanwhile: at once, or, where theirs arrived slowly too, when they retry as told.
+        # Others are served meanwhile: at once, or, if their messages arrived slowly too, after the retry delay.
         request = pb.ModelInferRequest(raw_input_contents=[bytes(MESSAGE_BYTES)]).SerializeToString()
 
         async def is_served():

@@ -1,4 +1,4 @@
-"""Every answer to a client with limits says what remains of them, however the call goes; others get nothing more."""
+"""Every answer to a client with limits has their rest, however the call ends; other clients get no such metadata."""
 
 from contextlib import suppress
 
@@ -64,7 +64,7 @@ async def begins_and_ends_with(channel, method, request=b"", metadata=LIMITED):
 
 
 @pytest.mark.parametrize(("method", "request_"), [("unary", b""), ("stream", b""), ("stream", b"nothing")])
-async def test_an_answer_begins_with_what_remains(channel, method, request_):
+async def test_the_remaining_limit_is_in_the_initial_metadata(channel, method, request_):
     initial, trailing = await begins_and_ends_with(channel, method, request_)
     assert (
         initial.items()
@@ -79,7 +79,7 @@ async def test_an_answer_begins_with_what_remains(channel, method, request_):
     assert REMAINING not in trailing
 
 
-async def test_a_call_that_fails_before_its_first_message_ends_with_it(channel):
+async def test_a_call_that_fails_before_its_first_message_has_it_in_the_trailing_metadata(channel):
     for method, remaining in (("unary", "2"), ("stream", "1")):
         initial, trailing = await begins_and_ends_with(channel, method, b"fail")
         assert (trailing[REMAINING], trailing["x-own"], trailing["x-http-status"]) == (remaining, "1", "404")
@@ -88,7 +88,7 @@ async def test_a_call_that_fails_before_its_first_message_ends_with_it(channel):
     assert (initial[REMAINING], REMAINING in trailing, trailing["x-http-status"]) == ("0", False, "404")
 
 
-async def test_a_refusal_says_that_nothing_remains(channel):
+async def test_a_refusal_has_a_remaining_limit_of_zero(channel):
     for _ in range(3):
         await begins_and_ends_with(channel, "unary")
     _, trailing = await begins_and_ends_with(channel, "stream")
@@ -99,15 +99,15 @@ async def test_a_refusal_says_that_nothing_remains(channel):
 @pytest.mark.parametrize(
     "metadata",
     [(), ((CLIENT, "bob"),), ((CLIENT, "bob"), (POLICY, '{"streams": 4}'))],
-    ids=["nobody", "free", "streams"],
+    ids=["no client", "free", "streams"],
 )
-async def test_others_get_nothing_of_it(channel, metadata):
+async def test_clients_without_limits_get_no_remaining_limit(channel, metadata):
     initial, trailing = await begins_and_ends_with(channel, "unary", metadata=metadata)
     assert initial["x-own"] == "1"
     assert not [name for name in (*initial, *trailing) if name.startswith("x-ratelimit")]
 
 
-async def test_a_policy_that_cannot_be_read_is_refused_without_it(channel):
+async def test_a_malformed_policy_is_refused_without_a_remaining_limit(channel):
     metadata = ((CLIENT, "alice"), (POLICY, "{broken"))
     _, trailing = await begins_and_ends_with(channel, "unary", metadata=metadata)
     assert (trailing["x-http-status"], REMAINING in trailing) == ("401", False)

@@ -1,4 +1,4 @@
-"""A process that ends is started again with back-off, one that cannot run is not, and none survives its stop."""
+"""A process that ends is restarted with back-off, one that cannot run is not, and none survives its stop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runner.process import Process, ProcessSpec
 
 
 class Lines(list[str]):
-    """What a process said; `await count(n)` waits for so many lines."""
+    """The reported lines of a process; `await count(n)` waits for so many."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,39 +42,39 @@ async def wait_for_log(process: Process, text: str) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_restarts_back_off_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_restarts_back_off_and_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervision, "FIRST_DELAY_S", 0.02)
     monkeypatch.setattr(supervision, "MAX_DELAY_S", 0.05)
-    said = Lines()
-    process = Process(script("worker", "raise SystemExit(3)"), tmp_path, tmp_path, said)
+    reports = Lines()
+    process = Process(script("worker", "raise SystemExit(3)"), tmp_path, tmp_path, reports)
     process.start()
-    await said.count(3)
+    await reports.count(3)
     await process.stop()
-    assert [line.partition("; ")[0] for line in said[:3]] == ["worker ended with exit code 3"] * 3
-    assert [f"again in {delay} s" in line for delay, line in zip((0.02, 0.04, 0.05), said[:3], strict=True)] == [
+    assert [line.partition("; ")[0] for line in reports[:3]] == ["worker ended with exit code 3"] * 3
+    assert [f"again in {delay} s" in line for delay, line in zip((0.02, 0.04, 0.05), reports[:3], strict=True)] == [
         True
     ] * 3
 
 
-async def test_back_off_begins_anew_after_a_steady_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_back_off_is_reset_after_a_long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervision, "FIRST_DELAY_S", 0.02)
     monkeypatch.setattr(supervision, "STEADY_S", 0.0)
-    said = Lines()
-    process = Process(script("worker", "raise SystemExit(3)"), tmp_path, tmp_path, said)
+    reports = Lines()
+    process = Process(script("worker", "raise SystemExit(3)"), tmp_path, tmp_path, reports)
     process.start()
-    await said.count(2)
+    await reports.count(2)
     await process.stop()
-    assert all("again in 0.02 s" in line for line in said)
+    assert all("again in 0.02 s" in line for line in reports)
 
 
-async def test_a_start_up_error_is_its_last_line_and_not_tried_again(tmp_path: Path) -> None:
+async def test_a_startup_error_is_reported_by_its_last_line_and_not_retried(tmp_path: Path) -> None:
     source = (
         "import os, sys; print('loading'); sys.exit(print('worker: no CUDA here', file=sys.stderr) or os.EX_CONFIG)"
     )
-    said = Lines()
+    reports = Lines()
     with pytest.raises(StartupError, match=r"^worker: no CUDA here$"):
-        await Process(script("worker", source), tmp_path, tmp_path, said).start()
-    assert said == []
+        await Process(script("worker", source), tmp_path, tmp_path, reports).start()
+    assert reports == []
 
 
 async def test_a_process_that_ignores_sigterm_is_killed_with_its_children(tmp_path: Path) -> None:
@@ -83,21 +83,21 @@ async def test_a_process_that_ignores_sigterm_is_killed_with_its_children(tmp_pa
         "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         "print('ignoring', flush=True); time.sleep(600)"
     )
-    said = Lines()
-    process = Process(script("worker", source, grace_s=0.2), tmp_path, tmp_path, said)
+    reports = Lines()
+    process = Process(script("worker", source, grace_s=0.2), tmp_path, tmp_path, reports)
     process.start()
     await wait_for_log(process, "ignoring")
     family = [psutil.Process(process.pid), *psutil.Process(process.pid).children()]
     await process.stop()
-    assert said == ["worker did not stop within 0.2 s and was killed"]
+    assert reports == ["worker did not stop within 0.2 s and was killed"]
     _, alive = await asyncio.to_thread(psutil.wait_procs, family, 5)
     assert len(family) == 2
     assert alive == []
 
 
-async def test_a_stop_before_the_first_instruction_leaves_nothing(tmp_path: Path) -> None:
-    said = Lines()
-    process = Process(script("worker", "import time; time.sleep(600)"), tmp_path, tmp_path, said)
+async def test_a_stop_before_the_first_instruction_leaves_no_process(tmp_path: Path) -> None:
+    reports = Lines()
+    process = Process(script("worker", "import time; time.sleep(600)"), tmp_path, tmp_path, reports)
     supervised = process.start()
     await process.stop()
     assert supervised.done()

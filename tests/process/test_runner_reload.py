@@ -1,6 +1,6 @@
 """The gateway reloads without interrupting a call: open calls continue in the old Envoy, new ones reach the new one.
 
-The services are fakes that speak gRPC health alone; a `Watch` is the stream that lasts.
+The services are fakes that implement only gRPC health; a `Watch` is the long stream.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from tests.waiting import until
 __all__ = ["runner"]
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
-MESSAGE, OTHER_MESSAGE = "unknown path or method", "nobody answers there"
+MESSAGE, OTHER_MESSAGE = "unknown path or method", "no handler answers there"
 
 
 @pytest.fixture
@@ -36,13 +36,13 @@ def own_envoy_folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-async def said():
+async def reports():
     return []
 
 
 @pytest.fixture
-async def stack(tmp_path, own_envoy_folder, said):
-    stack = await start_stack(tmp_path / "run", {}, commands=FAKES, say=said.append)
+async def stack(tmp_path, own_envoy_folder, reports):
+    stack = await start_stack(tmp_path / "run", {}, commands=FAKES, say=reports.append)
     yield stack
     await stack.stop()
 
@@ -55,7 +55,7 @@ def change(folder, old, new):
 
 
 async def unknown_path(gateway):
-    """What the gateway says of a path that it does not know."""
+    """The gateway's message for an unknown path."""
 
     def ask():
         connection = http.client.HTTPConnection(gateway, timeout=30)
@@ -69,13 +69,13 @@ async def unknown_path(gateway):
 
 
 async def watch(channel):
-    """An open call that has been answered once, and says nothing until its end."""
+    """An open call that has been answered once, and is silent until its end."""
     call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=""))
     assert (await call.read()).status == SERVING
     return call
 
 
-async def test_what_is_new_counts_for_new_calls_and_open_ones_go_on(stack, own_envoy_folder):
+async def test_new_calls_use_the_new_configuration_and_open_ones_continue(stack, own_envoy_folder):
     async with grpc.aio.insecure_channel(stack.gateway) as channel:
         open_call = await watch(channel)
         for message in (OTHER_MESSAGE,):
@@ -90,14 +90,14 @@ async def test_what_is_new_counts_for_new_calls_and_open_ones_go_on(stack, own_e
         open_call.cancel()
 
 
-async def test_a_reload_waits_for_the_calls_of_the_generation_that_it_would_end(stack, said):
+async def test_a_reload_waits_for_the_calls_of_the_generation_that_it_would_end(stack, reports):
     async with grpc.aio.insecure_channel(stack.gateway) as channel:
         open_call = await watch(channel)
         first = stack.pid("envoy")
         await stack.reload()
         second = stack.pid("envoy")
         waiting = asyncio.create_task(stack.reload())
-        await until(lambda: any("reload waits" in line for line in said))
+        await until(lambda: any("reload waits" in line for line in reports))
         assert not waiting.done()
         assert not open_call.done()
         assert stack.pid("envoy") == second
@@ -118,7 +118,7 @@ async def test_no_unary_call_fails_over_reloads(stack):
                 answered[0] += 1
             except grpc.aio.AioRpcError as error:
                 failed.append(error)
-            await asyncio.sleep(0.005)  # Else they take most of the processor from the reload.
+            await asyncio.sleep(0.005)  # Otherwise the calls take most of the processor from the reload.
             if new_connections:
                 await channel.close()
                 options = [("grpc.use_local_subchannel_pool", 1)]
@@ -160,18 +160,18 @@ async def test_a_configuration_that_is_refused_changes_nothing(stack, own_envoy_
     assert stack.pid("envoy") != before
 
 
-async def test_an_envoy_that_dies_after_a_reload_comes_back_and_can_be_reloaded(stack, said):
+async def test_an_envoy_that_dies_after_a_reload_is_restarted_and_can_be_reloaded(stack, reports):
     async with grpc.aio.insecure_channel(stack.gateway) as channel:
         open_call = await watch(channel)
         await stack.reload()
         await stack.kill("envoy")
         await stack.wait_ready(timeout_s=30)
         assert await check(stack.gateway) == SERVING
-        assert not open_call.done()  # It is in the Envoy before.
+        assert not open_call.done()  # It is in the previous Envoy.
         open_call.cancel()
     await stack.reload()
     assert await check(stack.gateway) == SERVING
-    assert [line.partition(" (see")[0] for line in said if "envoy" in line] == [
+    assert [line.partition(" (see")[0] for line in reports if "envoy" in line] == [
         "envoy was ended by SIGKILL; starting it again in 0.2 s"
     ]
 
@@ -180,27 +180,27 @@ def wait_for_line(runner, text):
     for line in runner.process.stdout:
         if text in line:
             return line
-    raise AssertionError(f"{text!r} was never said")
+    raise AssertionError(f"{text!r} was never logged")
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
-def test_the_runner_reloads_when_asked_and_leaves_no_generation(runner, signum):
+def test_the_runner_reloads_on_request_and_leaves_no_generation(runner, signum):
     before = runner.wait_ready()
     with grpc.insecure_channel(runner.settings.gateway) as channel:
         call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=""))
         assert next(call).status == SERVING
-        asked = command(runner, "reload")
-        assert asked.returncode == 0, asked.stderr
+        result = command(runner, "reload")
+        assert result.returncode == 0, result.stderr
         wait_for_line(runner, "reloaded: ")
         after = runner.services()
         assert set(before) < set(after)
         runner.process.send_signal(signum)
         assert runner.process.wait(timeout=15) == (0 if signum == signal.SIGINT else -signum)
-        assert gone(after, within_s=45)  # Envoy takes its time where its parent died with the runner.
+        assert gone(after, within_s=45)  # Envoy ends late if its parent died with the runner.
         call.cancel()
 
 
-def test_nothing_is_there_to_reload(tmp_path, monkeypatch):
+def test_a_reload_without_a_stack_is_refused(tmp_path, monkeypatch):
     from runner.__main__ import reload
     from runner.run_folder import RunFolder
 

@@ -1,4 +1,4 @@
-"""`make roll` replaces each process once its successor serves, with the settings that it is given, or leaves it alone.
+"""`make roll` replaces each process once its successor serves, with the settings of the command, or leaves it alone.
 
 The services are fakes; tests/slow/test_roll.py has real ones under load.
 """
@@ -20,7 +20,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
         yield started
 
 
-def test_what_only_a_start_can_change_is_refused(runner: Runner) -> None:
+def test_settings_that_only_a_start_can_change_are_refused(runner: Runner) -> None:
     before = set(runner.services())
     for setting, value in (("PREDICTORS", "2"), ("LOGGER_PORT", "9")):
         rolled = command(runner, "roll", **{setting: value})
@@ -38,19 +38,19 @@ def test_a_successor_that_does_not_start_changes_nothing(runner: Runner) -> None
 
 
 def test_every_process_is_replaced_with_the_settings_of_the_command(runner: Runner) -> None:
-    """Also after the refusals above."""
+    """This also holds after the refusals above."""
     before = runner.services()
     envoy = [process for process in before if "envoy" in process.name()]
     rolled = command(runner, "roll", LOGGER_LOG_LEVEL="DEBUG")
     assert (rolled.returncode, rolled.stdout) == (0, "every process has been replaced\n"), rolled.stderr
     assert len(envoy) == 1
-    # The gateway's predecessor ends the calls that it has, for up to an hour.
+    # The gateway's predecessor lets its calls end, for up to an hour.
     assert gone([process for process in before if process not in envoy])
     after = [process for process in runner.services() if process not in before]
     assert len(after) == 4
     assert all(process.environ()["LOGGER_LOG_LEVEL"] == "DEBUG" for process in after)
     assert not (runner.settings.run_folder / "roll.json").exists()
-    # A service that ends later is started again with them, and the next roll keeps them.
+    # A service that ends later is restarted with them, and the next roll keeps them.
     assert command(runner, "roll").returncode == 0
     assert all(
         process.environ()["LOGGER_LOG_LEVEL"] == "DEBUG" for process in runner.services() if process not in before

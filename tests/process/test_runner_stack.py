@@ -1,6 +1,6 @@
-"""The runner keeps a stack of services running behind the real Envoy, and leaves nothing behind.
+"""The runner keeps a stack of services running behind the real Envoy, and leaves no process behind.
 
-The services are fakes that speak gRPC health alone.
+The services are fakes that implement only gRPC health.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def gone(processes: list[psutil.Process], within_s: float = 10.0) -> bool:
     return not psutil.wait_procs(processes, timeout=within_s)[1]
 
 
-async def test_a_killed_predictor_comes_back_behind_the_gateway(tmp_path: Path) -> None:
-    said: list[str] = []
-    stack = await start_stack(tmp_path / "run", {"predictors": 2}, commands=FAKES, say=said.append)
+async def test_a_killed_predictor_is_restarted_behind_the_gateway(tmp_path: Path) -> None:
+    reports: list[str] = []
+    stack = await start_stack(tmp_path / "run", {"predictors": 2}, commands=FAKES, say=reports.append)
     processes = [psutil.Process(stack.pid(name)) for name in stack.names]
     try:
         assert stack.names == ("envoy", "transformer", "predictor-0", "predictor-1", "logger")
@@ -56,7 +56,7 @@ async def test_a_killed_predictor_comes_back_behind_the_gateway(tmp_path: Path) 
         await stack.kill("predictor-0")
         await stack.wait_ready(timeout_s=30)
         assert stack.pid("predictor-0") != before
-        assert [line.partition(" (see")[0] for line in said] == [
+        assert [line.partition(" (see")[0] for line in reports] == [
             "predictor-0 was ended by SIGKILL; starting it again in 0.2 s"
         ]
         processes.append(psutil.Process(stack.pid("predictor-0")))
@@ -65,16 +65,16 @@ async def test_a_killed_predictor_comes_back_behind_the_gateway(tmp_path: Path) 
         await stack.stop()
     assert time.monotonic() - started < 10
     assert gone(processes, within_s=0)
-    assert all("did not stop" not in line for line in said)
+    assert all("did not stop" not in line for line in reports)
 
 
-async def test_a_stack_whose_folder_is_removed_goes_on(tmp_path: Path) -> None:
-    said: list[str] = []
-    stack = await start_stack(tmp_path / "run", {}, commands=FAKES, say=said.append)
+async def test_a_stack_whose_folder_is_removed_continues(tmp_path: Path) -> None:
+    reports: list[str] = []
+    stack = await start_stack(tmp_path / "run", {}, commands=FAKES, say=reports.append)
     try:
         shutil.rmtree(stack.folder.path)
         await until(lambda: stack.folder.holder() == os.getpid())
-        assert "was removed and has been created again" in said[0]
+        assert "was removed and has been created again" in reports[0]
         for name in ("predictor-0", "envoy"):
             shutil.rmtree(stack.folder.path)
             await stack.kill(name)
@@ -99,7 +99,7 @@ def up(environment: dict[str, str], prepare: Callable[[], None] | None = None) -
 
 
 @pytest.mark.parametrize("case", ["no folder", "no room"])
-def test_a_folder_that_cannot_be_written_is_one_line_that_says_what_to_do(tmp_path: Path, case: str) -> None:
+def test_an_unwritable_folder_is_refused_in_one_line_with_advice(tmp_path: Path, case: str) -> None:
     folder = tmp_path / "run"
     if case == "no folder":
         folder.write_text("")
@@ -137,7 +137,7 @@ async def test_a_service_that_cannot_start_ends_the_stack_with_its_line(
     assert not any(map(psutil.pid_exists, started))
 
 
-async def test_an_envoy_that_refuses_its_configuration_is_a_start_up_error(tmp_path: Path) -> None:
+async def test_an_envoy_that_refuses_its_configuration_is_a_startup_error(tmp_path: Path) -> None:
     refuse = (sys.executable, "-c", "import sys; sys.exit('error initializing configuration')")
     with pytest.raises(StartupError, match="error initializing configuration"):
         await start_stack(tmp_path / "run", {}, commands=FAKES | {"envoy": refuse})
@@ -155,7 +155,7 @@ async def test_a_taken_port_is_named_with_its_setting(tmp_path: Path, field: str
         await Stack(settings).start()
 
 
-async def test_a_port_wanted_twice_is_taken(tmp_path: Path) -> None:
+async def test_a_port_of_two_settings_is_refused(tmp_path: Path) -> None:
     free = free_settings(tmp_path / "run")
     settings = free.model_copy(update={"logger_port": free.gateway_port})
     with pytest.raises(StartupError, match="is taken; set LOGGER_PORT"):
@@ -184,10 +184,10 @@ def test_a_second_up_is_refused_and_down_stops_the_first_within_ten_seconds(runn
     assert f"(process {runner.process.pid})" in second.stderr
     assert second.stderr.count("\n") == 1
 
-    asked = time.monotonic()
+    requested_at = time.monotonic()
     assert command(runner, "down").stdout == "stopped\n"
     assert runner.process.wait(timeout=15) == 0
-    assert time.monotonic() - asked < 10
+    assert time.monotonic() - requested_at < 10
     assert gone(services, within_s=0)
     assert command(runner, "down").stdout == "no stack is running\n"
 

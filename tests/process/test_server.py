@@ -1,4 +1,4 @@
-"""The server that every service runs: health, reflection, and an orderly stop within the drain time."""
+"""The server of every service: health, reflection, and an orderly stop within the drain time."""
 
 import asyncio
 import os
@@ -33,19 +33,19 @@ class Service:
         folder.mkdir()
         self.target = f"127.0.0.1:{free_port()}"
         self.process = None
-        self._said, self._log = folder / "said", folder / "log"
-        self._said.touch()
+        self._events_file, self._log = folder / "events", folder / "log"
+        self._events_file.touch()
 
     async def start(self, settings):
-        own = {"TEST_PORT": self.target.rsplit(":", 1)[1], "TEST_SAID": str(self._said)}
+        own = {"TEST_PORT": self.target.rsplit(":", 1)[1], "TEST_EVENTS_FILE": str(self._events_file)}
         command = (sys.executable, "-m", "tests.process.counting_service")
         with self._log.open("wb") as log:
             self.process = await spawn(command, os.environ | own | settings, ROOT, log)
 
     async def ended(self):
-        """(exit status, what it said, standard error)."""
+        """(exit status, its events, standard error)."""
         status = await asyncio.wait_for(self.process.wait(), 60)
-        return status, self._said.read_text(), self._log.read_text()
+        return status, self._events_file.read_text(), self._log.read_text()
 
     async def end(self):
         if self.process.returncode is None:
@@ -100,9 +100,9 @@ async def test_a_signal_turns_health_first_and_lets_calls_finish(start, signum):
         for call in calls:
             assert [int(number) async for number in _rest(call)] == list(range(1, 30))
             assert await call.code() is grpc.StatusCode.OK
-    status, said, stderr = await service.ended()
+    status, events, stderr = await service.ended()
     assert status == 0
-    assert said.splitlines() == ["task ended", "second closed", "first closed"]
+    assert events.splitlines() == ["task ended", "second closed", "first closed"]
     assert "Traceback" not in stderr
 
 
@@ -115,7 +115,7 @@ async def _last(call):
     return [response async for response in _rest(call)][-1]
 
 
-async def test_a_call_that_outlasts_the_drain_is_told_that_the_service_stops(start):
+async def test_a_call_that_outlasts_the_drain_ends_with_the_error_that_the_service_stops(start):
     service = await start(TEST_DRAIN_S="0.2")
     async with grpc.aio.insecure_channel(service.target) as channel:
         call = count(channel, 100_000)
@@ -132,31 +132,31 @@ async def test_a_call_that_outlasts_the_drain_is_told_that_the_service_stops(sta
     assert "Traceback" not in stderr
 
 
-async def test_what_drains_does_so_before_the_end_and_its_failure_does_not_prevent_that(start):
+async def test_the_drain_precedes_the_end_and_its_failure_does_not_prevent_it(start):
     service = await start(TEST_DRAIN_S="30", TEST_DRAINS="1")
     async with grpc.aio.insecure_channel(service.target) as channel:
         call = count(channel, 20)
         assert await call.read() == b"0"
         service.process.send_signal(signal.SIGTERM)
         assert await _last(call) == b"19"
-    status, said, stderr = await service.ended()
+    status, events, stderr = await service.ended()
     assert status == 0
-    assert said.splitlines() == ["drains for 30.0", "task ended", "second closed", "first closed"]
+    assert events.splitlines() == ["drains for 30.0", "task ended", "second closed", "first closed"]
     assert "draining failed" in stderr
 
 
-async def test_an_event_loop_that_does_not_answer_ends_the_process_with_every_traceback(start):
+async def test_a_blocked_event_loop_ends_the_process_with_every_traceback(start):
     service = await start(TEST_LOOP_TIMEOUT="0.5")
     async with grpc.aio.insecure_channel(service.target) as channel:
         with pytest.raises(grpc.aio.AioRpcError):
             await channel.unary_unary("/test/block")(b"", wait_for_ready=True)
-    status, said, stderr = await service.ended()
-    assert (status, said) == (os.EX_SOFTWARE, "blocks\n")
+    status, events, stderr = await service.ended()
+    assert (status, events) == (os.EX_SOFTWARE, "blocks\n")
     assert "the event loop has not answered for 0.5 s" in stderr
     assert "in block" in stderr
 
 
-async def test_a_process_that_was_stopped_is_not_taken_for_one_that_hangs(start):
+async def test_a_suspended_process_does_not_count_as_hanging(start):
     service = await start(TEST_LOOP_TIMEOUT="0.2")
     async with grpc.aio.insecure_channel(service.target) as channel:
         assert await _last(count(channel, 1)) == b"0"
@@ -164,7 +164,7 @@ async def test_a_process_that_was_stopped_is_not_taken_for_one_that_hangs(start)
         stopped_at = time.monotonic()
         await until(lambda: time.monotonic() - stopped_at > 1.0)
         service.process.send_signal(signal.SIGCONT)
-        # Long enough for several looks of the watchdog.
+        # Long enough for several checks of the watchdog.
         assert await _last(count(channel, 20)) == b"19"
     assert service.process.returncode is None
 
@@ -172,10 +172,10 @@ async def test_a_process_that_was_stopped_is_not_taken_for_one_that_hangs(start)
 @pytest.mark.parametrize("how", ["raises", "cancelled"])
 async def test_a_background_task_that_fails_ends_the_process_non_zero(start, how):
     service = await start(TEST_FAIL=how)
-    status, said, stderr = await service.ended()
+    status, events, stderr = await service.ended()
     assert status not in (0, 78)
     assert "task engine failed" in stderr
-    assert "task ended" in said, "the others are ended in order all the same"
+    assert "task ended" in events, "the others are ended in order nevertheless"
 
 
 async def test_a_taken_port_is_one_line_and_exit_78(server, start):
@@ -222,7 +222,7 @@ async def test_reflection_lists_the_public_services(server, version):
     assert missing.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
 
 
-async def test_health_says_what_it_is_told(server):
+async def test_health_has_the_status_that_was_set(server):
     async with grpc.aio.insecure_channel(server.target) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         for serving in (True, False, True):
@@ -235,7 +235,7 @@ async def test_health_says_what_it_is_told(server):
 
 
 async def test_messages_up_to_the_limit_pass(server):
-    """60 MiB, which is what the gateway lets through."""
+    """60 MiB, the limit of the gateway."""
 
     async def size(request, context):
         return str(len(request)).encode()

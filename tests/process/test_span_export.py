@@ -1,4 +1,4 @@
-"""Spans are sent as the library's encoder writes them."""
+"""Exported spans equal those of the library's encoder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ times = st.integers(1, 2**63)
 
 
 @given(st.data())
-def test_what_is_sent_is_what_the_library_would_send(data):
+def test_the_sent_spans_equal_those_of_the_library(data):
     draw = data.draw
     made = InMemorySpanExporter()
     provider = TracerProvider(span_limits=SpanLimits(max_span_attributes=5, max_events=2, max_links=2))
@@ -66,7 +66,7 @@ def test_what_is_sent_is_what_the_library_would_send(data):
 
 
 def exported(monkeypatch, spans):
-    """What the collector is sent of spans that end."""
+    """The requests that the collector gets for ended spans."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://127.0.0.1:1")
     processor, sent = BatchSpanProcessor(SpanExporter()), []
     monkeypatch.setattr(processor.span_exporter._client, "Export", lambda request, **_: sent.append(request))
@@ -77,7 +77,7 @@ def exported(monkeypatch, spans):
 
 
 def ended(name="span", **attributes):
-    """A span of its own provider."""
+    """An ended span with its own provider."""
     made = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(made))
@@ -86,7 +86,7 @@ def ended(name="span", **attributes):
     return span
 
 
-def test_what_ends_is_sent_in_one_batch(monkeypatch):
+def test_ended_spans_are_sent_in_one_batch(monkeypatch):
     spans = [ended(a="b"), ended(a=1)]
     [request] = exported(monkeypatch, spans)
     assert [[span] for span in request.resource_spans[0].scope_spans[0].spans] == [
@@ -98,13 +98,13 @@ def test_a_span_that_is_not_sampled_is_not_sent(monkeypatch):
     assert exported(monkeypatch, [ReadableSpan("a", SpanContext(1, 1, False, TraceFlags(TraceFlags.DEFAULT)))]) == []
 
 
-def test_one_that_cannot_be_encoded_is_lost_alone_and_harms_nobody(monkeypatch, caplog):
+def test_a_span_that_cannot_be_encoded_is_lost_alone(monkeypatch, caplog):
     [request] = exported(monkeypatch, [ended("\ud800"), ended(a="b")])
     assert [span.name for span in request.resource_spans[0].scope_spans[0].spans] == ["span"]
     assert "a span cannot be encoded" in caplog.text
 
 
-def test_text_that_is_no_utf_8_costs_its_attribute_alone(monkeypatch):
-    """As with the library; a caller's metadata may not even bring it here."""
+def test_text_that_is_not_utf_8_loses_only_its_attribute(monkeypatch):
+    """As with the library; a caller's metadata cannot contain such text."""
     [request] = exported(monkeypatch, [ended(a="\ud800", b="c")])
     assert [pair.key for pair in request.resource_spans[0].scope_spans[0].spans[0].attributes] == ["b"]

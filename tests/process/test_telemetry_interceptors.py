@@ -1,4 +1,4 @@
-"""Each call is one client span and one server span below it, ended once, with the status that it had, and is measured
+"""Each call is one client span and one server span below it, ended once, with the call's status, and is measured
 likewise."""
 
 import asyncio
@@ -26,7 +26,7 @@ from tests.support.measured import Measured
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 _TEXT = millrace_pb2.DESCRIPTOR.services_by_name["TextGeneration"].full_name
 _LOG = millrace_pb2.DESCRIPTOR.services_by_name["PayloadLog"].full_name
-# Methods that are declared, whatever the test has them do.
+# The declared methods.
 METHODS = {
     "unary": f"{_INFERENCE}/ModelInfer",
     "stream": f"{_TEXT}/Generate",
@@ -38,7 +38,7 @@ FOREVER = 3600
 
 
 class Methods(grpc.GenericRpcHandler):
-    """A method of every kind; each answers once and then does what `then` says."""
+    """A method of every kind; each answers once, then `then` runs."""
 
     def __init__(self):
         self.then = None
@@ -75,7 +75,7 @@ class Methods(grpc.GenericRpcHandler):
 
 
 class Bench:
-    """A server and a channel with the interceptors, and the spans that both ended."""
+    """A server and a channel with the interceptors, and the ended spans of both."""
 
     def __init__(self, methods, exporter, measured, channel, target):
         self.methods = methods
@@ -85,7 +85,7 @@ class Bench:
         self.target = target
 
     def open(self, kind, **options):
-        """The call object of a call just begun."""
+        """The call object of a new call."""
         method = f"/{METHODS[kind]}"
         if kind == "unary":
             return self.channel.unary_unary(method)(b"x", **options)
@@ -129,7 +129,7 @@ async def bench(monkeypatch):
     methods = Methods()
     async with served(methods, tracer, measured.meter) as (_, target), open_channel(target, "predictor") as channel:
         yield Bench(methods, exporter, measured, channel, target)
-    # Whatever was still running has been ended by now, and nothing may have ended twice.
+    # Every call has ended by now, and no span may have ended twice.
     assert len(exporter.get_finished_spans()) <= 2
     provider.shutdown()
 
@@ -163,13 +163,13 @@ async def check(bench, kind, code, client_error, server_error):
     assert client.parent is None
     assert server.parent.span_id == client.context.span_id
     assert server.context.trace_id == client.context.trace_id
-    told = {"rpc.system.name": "grpc", "rpc.method": METHODS[kind], "rpc.response.status_code": code}
-    assert bench.measured.count("rpc.client.call.duration", told) == 1
-    assert bench.measured.count("rpc.server.call.duration", told | {"millrace.protocol": "grpc"}) == 1
+    attributes = {"rpc.system.name": "grpc", "rpc.method": METHODS[kind], "rpc.response.status_code": code}
+    assert bench.measured.count("rpc.client.call.duration", attributes) == 1
+    assert bench.measured.count("rpc.server.call.duration", attributes | {"millrace.protocol": "grpc"}) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_call_that_goes_well(bench, kind):
+async def test_a_successful_call_has_two_spans_without_an_error(bench, kind):
     bench.methods.then = ends_well
     assert await bench.call(kind) == [b"x"]
     await check(bench, kind, "OK", client_error=False, server_error=False)
@@ -203,7 +203,7 @@ async def test_a_cancelled_task_cancels_its_call(bench, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_cancelled_call_object(bench, kind):
+async def test_cancelling_the_call_object_ends_both_spans(bench, kind):
     bench.methods.then = hangs
     call = bench.open(kind)
     if kind != "unary":
@@ -214,7 +214,7 @@ async def test_a_cancelled_call_object(bench, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_call_cancelled_before_anything_of_it_was_read(bench, kind):
+async def test_a_call_that_is_cancelled_unread_ends_both_spans(bench, kind):
     bench.methods.then = hangs
     call = bench.open(kind)
     await bench.methods.answered.wait()
@@ -224,7 +224,7 @@ async def test_a_call_cancelled_before_anything_of_it_was_read(bench, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_deadline_that_passes(bench, kind):
+async def test_a_passed_deadline_is_an_error_on_both_sides(bench, kind):
     bench.methods.then = hangs
     with pytest.raises(DeadlineError):
         await bench.call(kind, timeout=0.2)
@@ -232,7 +232,7 @@ async def test_a_deadline_that_passes(bench, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_hop_that_is_not_there_is_a_client_span_alone(bench, kind):
+async def test_a_missing_hop_gives_only_a_client_span(bench, kind):
     async with open_channel("127.0.0.1:1", "predictor") as channel:
         bench.channel = channel
         with pytest.raises(Exception, match="no predictor is ready"):
@@ -278,7 +278,7 @@ async def test_health_is_not_traced_by_the_server(bench):
     assert bench.measured.names == set()
 
 
-async def test_what_a_service_asks_by_itself_is_neither_traced_nor_measured(bench):
+async def test_background_calls_of_a_service_are_neither_traced_nor_measured(bench):
     bench.methods.then = ends_well
 
     async def ask():
@@ -298,7 +298,7 @@ async def test_the_first_message_is_an_event_of_the_server(bench, kind):
     assert [event.name for event in server.events] == ["first_message", "end"]
 
 
-async def test_one_answer_is_no_event(bench):
+async def test_a_single_answer_is_no_event(bench):
     bench.methods.then = ends_well
     await bench.call("unary")
     assert [list(span.events) for span in await bench.spans()] == [[], []]
@@ -321,7 +321,7 @@ async def test_a_request_keeps_its_id_from_hop_to_hop(bench):
     assert (client.attributes["millrace.request_id"], server.attributes["millrace.request_id"]) == ("mine é", "mine ?")
 
 
-async def test_a_call_that_goes_on_from_another_links_to_its_span_on_both_sides(bench):
+async def test_a_call_that_continues_another_links_to_its_span_on_both_sides(bench):
     bench.methods.then = ends_well
     before = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     hook = CallSpan(follows=before)
@@ -347,7 +347,7 @@ def test_the_first_message_of_an_answer_is_one_event():
 
 
 @pytest.mark.parametrize("link", ["", "nonsense", "00-0-0-00"])
-async def test_a_link_that_is_none_is_left_out(bench, link):
+async def test_a_malformed_link_is_left_out(bench, link):
     bench.methods.then = ends_well
     async with grpc.aio.insecure_channel(bench.target) as channel:
         await channel.unary_unary(f"/{METHODS['unary']}")(b"x", metadata=(("x-millrace-link", link),))
@@ -355,17 +355,17 @@ async def test_a_link_that_is_none_is_left_out(bench, link):
     assert not span.links
 
 
-async def test_a_method_that_nobody_declares_is_no_label(bench):
+async def test_an_undeclared_method_is_no_label(bench):
     async with grpc.aio.insecure_channel(bench.target) as channel:
         with pytest.raises(grpc.aio.AioRpcError, match="is not implemented"):
             await channel.unary_unary("/some.callers/Text")(b"x")
     [span] = bench.exporter.get_finished_spans()
     assert (span.name, span.attributes["rpc.method_original"]) == ("_OTHER", "some.callers/Text")
-    told = {"rpc.system.name": "grpc", "rpc.method": "_OTHER", "rpc.response.status_code": "UNIMPLEMENTED"}
-    assert bench.measured.count("rpc.server.call.duration", told | {"millrace.protocol": "grpc"}) == 1
+    attributes = {"rpc.system.name": "grpc", "rpc.method": "_OTHER", "rpc.response.status_code": "UNIMPLEMENTED"}
+    assert bench.measured.count("rpc.server.call.duration", attributes | {"millrace.protocol": "grpc"}) == 1
 
 
-async def test_rest_is_told_from_grpc(bench):
+async def test_rest_and_grpc_have_different_attributes(bench):
     bench.methods.then = ends_well
     async with grpc.aio.insecure_channel(bench.target) as channel:
         rest = (("x-envoy-original-path", "/v1/completions"),)

@@ -1,4 +1,4 @@
-"""The Prometheus page answers, a port that is taken is one line, and several workers' pages are one."""
+"""The page of metrics answers, a taken port is reported in one line, and the pages of several workers are one."""
 
 import socket
 import urllib.error
@@ -43,7 +43,7 @@ def test_a_page_answers_until_it_is_closed(pages):
         read(page.port)
 
 
-def test_a_taken_port_is_told_in_one_line():
+def test_a_taken_port_is_reported_in_one_line():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -52,15 +52,15 @@ def test_a_taken_port_is_told_in_one_line():
             MetricsPage("127.0.0.1", port)
 
 
-def test_the_pages_of_workers_are_one_page(pages):
+def test_the_pages_of_workers_are_joined(pages):
     ports = {"0": pages(worker(3)).port, "1": pages(worker(1)).port}
     registry = CollectorRegistry()
     registry.register(WorkerPages(lambda: ports))
-    told = read(pages(registry).port)
-    assert told["calls_total", ("method", "Generate"), ("worker", "0")] == 3
-    assert told["calls_total", ("method", "Generate"), ("worker", "1")] == 1
-    assert told["seconds_bucket", ("le", "1.0"), ("worker", "0")] == 0
-    assert told["seconds_bucket", ("le", "1.0"), ("worker", "1")] == 1
+    values = read(pages(registry).port)
+    assert values["calls_total", ("method", "Generate"), ("worker", "0")] == 3
+    assert values["calls_total", ("method", "Generate"), ("worker", "1")] == 1
+    assert values["seconds_bucket", ("le", "1.0"), ("worker", "0")] == 0
+    assert values["seconds_bucket", ("le", "1.0"), ("worker", "1")] == 1
 
 
 def test_a_worker_that_does_not_answer_is_left_out(pages, caplog):
@@ -69,6 +69,6 @@ def test_a_worker_that_does_not_answer_is_left_out(pages, caplog):
         ports = {"0": closed.getsockname()[1], "1": pages(worker(1)).port}
     registry = CollectorRegistry()
     registry.register(WorkerPages(lambda: ports))
-    told = read(pages(registry).port)
-    assert {dict(key[1:])["worker"] for key in told} == {"1"}
+    values = read(pages(registry).port)
+    assert {dict(key[1:])["worker"] for key in values} == {"1"}
     assert "the metrics of worker 0 cannot be read" in caplog.text

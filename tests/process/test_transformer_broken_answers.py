@@ -1,4 +1,4 @@
-"""A predictor whose answer breaks the protocol: UNAVAILABLE, 502 and its own signature, never the caller's fault."""
+"""A predictor whose answer breaks the protocol: UNAVAILABLE and 502 with its name, never the caller's fault."""
 
 import textwrap
 
@@ -61,25 +61,25 @@ class Broken(ForeignServer):
 async def status_of(call):
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await call
-    told = dict(raised.value.trailing_metadata())
-    return raised.value.code(), told["x-http-status"], told["x-failed-hop"]
+    metadata = dict(raised.value.trailing_metadata())
+    return raised.value.code(), metadata["x-http-status"], metadata["x-failed-hop"]
 
 
 BROKEN_BY_PREDICTOR = (grpc.StatusCode.UNAVAILABLE, "502", "predictor")
 
 
 @pytest.mark.parametrize("response", (BROKEN | NO_IDS).values(), ids=BROKEN | NO_IDS)
-async def test_a_generation(response):
+async def test_a_broken_answer_to_a_generation_is_the_predictors_fault(response):
     server = Broken(response)
     async with foreign_server(server) as address, transformer(address, TEXT) as (stub, _):
         assert await status_of(stub.ModelInfer(text_request("ids", "Once", max_tokens=2))) == BROKEN_BY_PREDICTOR
-        (said,) = [r async for r in stub.ModelStreamInfer(each(text_request("ids", "Once", max_tokens=2)))]
-        assert "the predictor's" in said.error_message
-        assert len(server.requests) == 2  # It was not asked again for what it would answer again.
+        (failed,) = [r async for r in stub.ModelStreamInfer(each(text_request("ids", "Once", max_tokens=2)))]
+        assert "the predictor's" in failed.error_message
+        assert len(server.requests) == 2  # The request is not repeated: the answer would be the same.
 
 
 @pytest.mark.parametrize("response", BROKEN.values(), ids=BROKEN)
-async def test_a_model_behind_a_processor(response, tmp_path):
+async def test_a_broken_answer_behind_a_processor_is_the_predictors_fault(response, tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(textwrap.dedent(PASSES_ON))
     request = pb.ModelInferRequest(model_name="mine")
@@ -90,13 +90,13 @@ async def test_a_model_behind_a_processor(response, tmp_path):
 
 
 @pytest.mark.parametrize("response", BROKEN.values(), ids=BROKEN)
-def test_any_answer_with_tensors(response):
+def test_a_broken_answer_with_tensors_is_the_predictors_fault(response):
     with pytest.raises(BrokenAnswerError) as raised:
         outputs_of(response)
     assert raised.value.hop == "predictor"
 
 
-async def test_many_texts_pass_a_processor_while_others_are_served(tmp_path):
+async def test_many_texts_in_a_processor_do_not_block_other_requests(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(textwrap.dedent(PASSES_ON))
     request = pb.ModelInferRequest(model_name="mine")

@@ -1,4 +1,4 @@
-"""What is the same for all choices of a request is made once, and what is refused costs nothing before."""
+"""Work that all choices of a request share is done once, and a refused request causes none."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ from tests.support.transformer_fixtures import transformer
 
 
 class Counted:
-    """Stands in for a function and counts its calls."""
+    """Replaces a function and counts its calls."""
 
     def __init__(self, monkeypatch, owner, name):
         self.calls = 0
@@ -27,7 +27,7 @@ class Counted:
 
 @pytest.fixture
 async def ask():
-    """Completes by OpenAI's API at a transformer before a server whose model repeats its prompt."""
+    """Sends completions to a transformer before a server whose model repeats its prompt."""
     async with foreign_server(ForeignServer()) as address, transformer(address, "ids=models/storyteller") as (stub, _):
 
         async def completions(**body):
@@ -48,7 +48,7 @@ def recorded(monkeypatch):
 
 
 @pytest.mark.parametrize("seed", [{}, {"seed": 7}])
-async def test_each_prompt_is_tokenised_and_written_down_once_for_all_its_choices(ask, tokenised, recorded, seed):
+async def test_each_prompt_is_tokenised_and_recorded_once_for_all_its_choices(ask, tokenised, recorded, seed):
     prompts = ["Once upon a time", "There was a fox", "A dog", "The sun"]
     _, answer = await ask(prompt=prompts, n=16, **seed)
     assert len(answer["choices"]) == 64
@@ -59,14 +59,12 @@ async def test_each_prompt_is_tokenised_and_written_down_once_for_all_its_choice
 @pytest.mark.parametrize(
     ("field", "value"), [("stop", ["x"] * 5000), ("stop", ["x" * 2000]), ("prompt", "")], ids=["many", "long", "empty"]
 )
-async def test_what_is_refused_by_its_size_is_neither_tokenised_nor_written_down(
-    ask, tokenised, recorded, field, value
-):
+async def test_a_request_that_is_too_large_is_neither_tokenised_nor_recorded(ask, tokenised, recorded, field, value):
     status, _ = await ask(**{"prompt": ["Once"] * 4, "n": 16, field: value})
     assert status == 400
     assert (tokenised.calls, recorded.calls) == (0, 0)
 
 
-async def test_a_choice_that_leaves_takes_no_prompt_from_the_others(ask):
+async def test_a_cancelled_choice_leaves_the_prompt_to_the_others(ask):
     answers = await asyncio.gather(*(ask(prompt="Once upon a time", n=3) for _ in range(4)))
     assert all(len(answer["choices"]) == 3 for _, answer in answers)

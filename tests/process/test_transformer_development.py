@@ -1,4 +1,4 @@
-"""Of the predictors that generate for a request, as with several choices or a hedged request, one is killed."""
+"""Exactly one of the predictors of a request, which several choices or hedging have, is killed."""
 
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -21,7 +21,7 @@ REQUEST = pb.KillPredictorRequest(request_id="mine")
 
 
 class Victim(millrace_pb2_grpc.PredictorDevelopmentServicer):
-    """A predictor that would die, with or without the request; `hangs`: it does not answer."""
+    """A predictor that records its kill, with or without the request; if it `hangs`, it does not answer."""
 
     def __init__(self, has_request, hangs=False):
         self.has_request = has_request
@@ -44,7 +44,7 @@ def served(add_to_server):
 
 @asynccontextmanager
 async def stub_before(*victims):
-    """A stub of `Development` before these predictors, which it asks in this order."""
+    """A stub of `Development` before these predictors, which are called in this order."""
     async with AsyncExitStack() as stack:
         addresses = [
             await stack.enter_async_context(
@@ -68,7 +68,7 @@ async def test_only_one_of_the_predictors_with_the_request_dies():
     assert [victim.deaths for victim in victims] == [0, 1, 0]
 
 
-async def test_a_predictor_that_does_not_answer_hides_none_behind_it(monkeypatch):
+async def test_a_predictor_that_does_not_answer_does_not_hide_the_next(monkeypatch):
     monkeypatch.setattr(development, "_TIMEOUT_S", 1.0)
     victims = Victim(True, hangs=True), Victim(True)
     async with stub_before(*victims) as stub:
@@ -76,7 +76,7 @@ async def test_a_predictor_that_does_not_answer_hides_none_behind_it(monkeypatch
     assert [victim.deaths for victim in victims] == [0, 1]
 
 
-async def test_where_no_predictor_has_the_request_none_dies():
+async def test_if_no_predictor_has_the_request_none_dies():
     victims = Victim(False), Victim(False)
     async with stub_before(*victims) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as refused:

@@ -1,4 +1,4 @@
-"""The event loop serves everybody: no body that anybody can send holds it, whichever way it comes in."""
+"""No request body blocks the event loop, on any protocol."""
 
 from functools import partial
 
@@ -16,14 +16,14 @@ from tests.process.foreign_server import ForeignServer, foreign_server
 from tests.support.loop_lag import loop_lag
 from tests.support.transformer_fixtures import transformer
 
-# What held it before held it for seconds; what is left is the copying of the message.
+# Parsing would block it for seconds; copying the message is all that remains.
 MAX_LAG_S = 0.5
 ATTEMPTS = 3
 OK, INVALID, TOO_LARGE = grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def listed(item, size):
-    """A JSON list of so many bytes."""
+    """A JSON list of `size` bytes."""
     return b"[" + (item + b",") * (size // (len(item) + 1)) + item + b"]"
 
 
@@ -66,13 +66,13 @@ V2 = {
 
 @pytest.fixture
 async def served():
-    """The stubs of a transformer before a server whose models repeat what they are sent."""
+    """The stubs of a transformer before a server whose models repeat their inputs."""
     async with foreign_server(ForeignServer()) as address, transformer(address, "ids=models/storyteller") as (stub, _):
         yield stub
 
 
 async def lag_of(call):
-    """The longest time that the event loop did not turn while a call was answered, and the call's status: gRPC's, or
+    """The longest time that the event loop was blocked while a call was answered, and the call's status: gRPC's, or
     the number that it returns."""
     async with loop_lag() as lag:
         try:
@@ -83,7 +83,7 @@ async def lag_of(call):
     return lag.longest_s, code
 
 
-async def assert_turns(make, status):
+async def assert_not_blocked(make, status):
     lags = []
     for _ in range(ATTEMPTS):
         lag_s, code = await lag_of(make())
@@ -94,16 +94,16 @@ async def assert_turns(make, status):
     raise AssertionError(f"the event loop was held for {lags} s")
 
 
-async def test_it_turns_while_the_largest_bodies_of_openais_api_are_read(served):
+async def test_reading_the_largest_bodies_of_openais_api_does_not_block_it(served):
     for method, body in OPENAI.values():
 
         async def answered(method=method, body=body):
             return (await served.openai(method, body)).status
 
-        await assert_turns(answered, 400)
+        await assert_not_blocked(answered, 400)
 
 
-async def test_it_turns_while_large_bodies_of_the_v2_protocol_are_read(served):
+async def test_reading_large_bodies_of_the_v2_protocol_does_not_block_it(served):
     for method, request, body, status in V2.values():
         call = getattr(OpenInferenceStub(served.channel), method)
         message = ModelBody(model=request.model, body=HttpBody(data=body))
@@ -111,11 +111,11 @@ async def test_it_turns_while_large_bodies_of_the_v2_protocol_are_read(served):
         async def answered(call=call, message=message):
             await call(message, timeout=60)
 
-        await assert_turns(answered, status)
+        await assert_not_blocked(answered, status)
 
 
-async def test_large_bodies_are_answered_as_small_ones_are(served):
-    """JSON that is read and written elsewhere comes back as it was."""
+async def test_large_bodies_are_answered_like_small_ones(served):
+    """JSON that other processes read and write is returned unchanged."""
     numbers = ",".join(f"{number}.5" for number in range(300_000)).encode()
     body = b'{"inputs":[{"name":"x","datatype":"FP64","shape":[300000],"data":[%s]}]}' % numbers
     stub = OpenInferenceStub(served.channel)
@@ -127,7 +127,7 @@ async def test_large_bodies_are_answered_as_small_ones_are(served):
     assert (await served.ServerLive(pb.ServerLiveRequest(), timeout=10)).live
 
 
-async def test_it_turns_while_large_json_goes_to_a_predictor_and_comes_back():
+async def test_sending_large_json_to_a_predictor_and_back_does_not_block_it():
     answer = b'{"outputs":[{"name":"x","datatype":"FP32","shape":[%d],"data":%s}]}'
     server = ForeignRestServer(binary=False)
     async with foreign_rest_server(server) as address, transformer(address, protocol="v2") as (stub, _):
@@ -139,5 +139,5 @@ async def test_it_turns_while_large_json_goes_to_a_predictor_and_comes_back():
             server.script.extend([action] * ATTEMPTS)
             request = pb.ModelInferRequest(model_name="echo")
             add_input(request, Tensor("x", "FP32", np.full(count, 0.1, np.float32)))
-            await assert_turns(partial(stub.ModelInfer, request, timeout=60), status)
+            await assert_not_blocked(partial(stub.ModelInfer, request, timeout=60), status)
             server.script.clear()

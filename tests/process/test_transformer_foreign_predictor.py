@@ -1,4 +1,4 @@
-"""The transformer fronts any server of the protocol: it relays, and generates where the tensors are those of ids."""
+"""The transformer works before any server of the protocol: it relays, and generates for models of ids."""
 
 import grpc
 import numpy as np
@@ -21,7 +21,7 @@ def echo_request(**fields):
     return request
 
 
-async def test_requests_are_relayed_as_they_are():
+async def test_requests_are_relayed_unchanged():
     server = ForeignServer()
     async with foreign_server(server) as address, transformer(address) as (stub, _):
         request = echo_request()
@@ -32,7 +32,7 @@ async def test_requests_are_relayed_as_they_are():
         assert responses == [pb.ModelStreamInferResponse(infer_response=answer)]
 
 
-async def test_readiness_of_a_model_that_nobody_listed_is_the_servers_own():
+async def test_readiness_of_an_unlisted_model_is_the_servers_own():
     async with foreign_server(ForeignServer()) as address, transformer(address) as (stub, _):
         assert (await stub.ModelReady(pb.ModelReadyRequest(name="echo"))).ready
         assert not (await stub.ModelReady(pb.ModelReadyRequest(name="nobody"))).ready
@@ -48,18 +48,18 @@ async def test_its_own_errors_keep_their_meaning():
         assert (response.error_message, response.infer_response.id) == ("nobody is not here", "r")
 
 
-async def test_text_becomes_ids_as_its_metadata_wants_them_and_back():
+async def test_text_is_converted_to_ids_in_the_form_of_the_metadata_and_back():
     server = ForeignServer()
     async with foreign_server(server) as address, transformer(address, TEXT) as (stub, catalogue):
         request = text_request("ids", "Once upon a time", max_tokens=60)
         responses = [response async for response in stub.ModelStreamInfer(each(request))]
-        told = server.requests[0].inputs[0]
-        assert (told.name, told.datatype, told.shape[0]) == ("input_ids", "INT64", 1)
+        tensor = server.requests[0].inputs[0]
+        assert (tensor.name, tensor.datatype, tensor.shape[0]) == ("input_ids", "INT64", 1)
         text = b"".join(decode_outputs(r.infer_response)["text_output"].array[0] for r in responses)
         assert text.decode().strip() == "Once upon a time"
         last = responses[-1].infer_response.parameters
         assert (last["finish_reason"].string_param, last["triton_final_response"].bool_param) == ("stop", True)
-        # It says nothing of its context, so the model's own files count.
+        # The metadata has no context length, so that of the model's files counts.
         assert catalogue.find("ids").limits.context_length == 1024
         assert not catalogue.find("ids").resumes
 
@@ -76,7 +76,7 @@ async def test_a_model_of_ids_without_a_tokenizer_is_relayed():
         assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_a_model_that_leaves_is_not_found_and_one_that_comes_is_served():
+async def test_an_unloaded_model_is_not_found_and_a_new_one_is_served():
     server = ForeignServer(ready=())
     async with foreign_server(server) as address, transformer(address, TEXT, ready=False) as (stub, catalogue):
         await until(lambda: catalogue.ready)
@@ -95,7 +95,7 @@ async def test_a_model_that_leaves_is_not_found_and_one_that_comes_is_served():
         await until(lambda: not stub.router.is_ready("ids"))
 
 
-async def test_without_any_server_models_are_not_ready_rather_than_unknown():
+async def test_without_any_server_models_are_not_ready_instead_of_unknown():
     async with transformer("127.0.0.1:9", TEXT, ready=False, wait_s=0.2) as (stub, catalogue):
         assert not (await stub.ServerReady(pb.ServerReadyRequest())).ready
         for name in ("ids", "nobody"):
@@ -105,7 +105,7 @@ async def test_without_any_server_models_are_not_ready_rather_than_unknown():
         assert not catalogue.ready
 
 
-async def test_what_the_transformer_asks_by_itself_is_not_traced():
+async def test_background_calls_of_the_transformer_are_not_traced():
     class Listening(ForeignServer):
         seen = None
 

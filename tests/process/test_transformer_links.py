@@ -1,4 +1,4 @@
-"""Links to predictors: they follow the addresses, know the models and weights behind each, and spread generations."""
+"""Links to predictors: they follow the addresses, track the models and weights of each, and spread generations."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -23,7 +23,7 @@ GENERATION = Generation(MODEL, "r", [1, 2, 3], SamplingParameters(max_tokens=5, 
 
 @asynccontextmanager
 async def links_at(monkeypatch, *addresses, silence_limit_s=10.0):
-    """Links to what a name stands for, and the list of it."""
+    """Links to the addresses of a name, and the list of these addresses."""
     known = list(addresses)
 
     async def resolve(address):
@@ -52,7 +52,7 @@ def can_choose(links, fingerprint=""):
     return True
 
 
-async def test_a_stream_is_resumed_where_its_weights_are_and_nowhere_else(monkeypatch):
+async def test_a_stream_is_resumed_only_at_a_predictor_with_its_weights(monkeypatch):
     one, other = ScriptedPredictor(), ScriptedPredictor()
     one.fingerprint, other.fingerprint = "a", "b"
     async with (
@@ -74,7 +74,7 @@ async def test_a_stream_is_resumed_where_its_weights_are_and_nowhere_else(monkey
         await until(lambda: not can_choose(links))
 
 
-async def test_links_follow_the_addresses_and_a_change_wakes_who_waits(monkeypatch):
+async def test_links_follow_the_addresses_and_a_change_wakes_waiting_requests(monkeypatch):
     predictors = [ScriptedPredictor() for _ in range(3)]
     async with links_at(monkeypatch) as (links, known):
         changed = links.changed
@@ -93,7 +93,7 @@ async def test_links_follow_the_addresses_and_a_change_wakes_who_waits(monkeypat
             changed = links.changed
 
 
-async def test_a_predictor_that_says_nothing_more_is_away_until_it_speaks_again(monkeypatch):
+async def test_a_silent_predictor_is_away_until_its_next_message(monkeypatch):
     predictor = ScriptedPredictor()
     async with (
         serving(predictor) as address,
@@ -106,7 +106,7 @@ async def test_a_predictor_that_says_nothing_more_is_away_until_it_speaks_again(
         await until(lambda: can_choose(links))
 
 
-async def test_a_call_that_is_not_accepted_is_to_blame_unless_its_predictor_had_hung_before(monkeypatch):
+async def test_an_unaccepted_call_is_to_blame_unless_its_predictor_had_hung_before(monkeypatch):
     monkeypatch.setattr(module, "_MOST_QUIET_S", 0.5)
     predictor, loop = ScriptedPredictor(falls_silent(), falls_silent()), asyncio.get_running_loop()
     async with (

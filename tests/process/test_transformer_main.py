@@ -1,4 +1,4 @@
-"""How the transformer starts."""
+"""The start of the transformer."""
 
 import subprocess
 import sys
@@ -13,6 +13,6 @@ import torch
 """
 
 
-def test_it_does_not_wait_for_torch_which_stays_there_for_processors():
+def test_the_start_does_not_import_torch_and_processors_can():
     done = subprocess.run((sys.executable, "-c", STARTS), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

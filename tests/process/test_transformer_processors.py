@@ -1,4 +1,4 @@
-"""A user's processor runs before and after the model, off the event loop, and its failures are its request's own."""
+"""A user's processor runs before and after the model, off the event loop, and its failures fail only their request."""
 
 import asyncio
 import textwrap
@@ -80,7 +80,7 @@ async def test_a_request_runs_through_both_and_the_model(processor):
         assert (await stub.ModelReady(pb.ModelReadyRequest(name="doubled"))).ready
 
 
-async def test_metadata_are_the_processors_own(processor):
+async def test_metadata_is_the_processors_own(processor):
     async with foreign_server(ForeignServer()) as address, transformer(address, processors=processor) as (stub, _):
         metadata = await stub.ModelMetadata(pb.ModelMetadataRequest(name="doubled"))
         assert [(tensor.name, tensor.datatype, list(tensor.shape)) for tensor in metadata.inputs] == [
@@ -98,7 +98,7 @@ async def test_metadata_are_the_processors_own(processor):
         (b"list", grpc.StatusCode.INTERNAL, "the processor answered with list, not with a dict"),
     ],
 )
-async def test_what_it_raises_fails_its_request_alone(processor, word, status, text, caplog):
+async def test_an_error_of_the_processor_fails_only_its_request(processor, word, status, text, caplog):
     async with foreign_server(ForeignServer()) as address, transformer(address, processors=processor) as (stub, _):
         good = asyncio.gather(*(stub.ModelInfer(word_request(b"ok")) for _ in range(2)))
         with pytest.raises(grpc.aio.AioRpcError) as raised:
@@ -138,7 +138,7 @@ async def test_a_processor_without_its_model_is_not_ready(processor):
         assert raised.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_blocking_code_stops_nobody_and_its_queue_is_bounded():
+async def test_blocking_code_delays_no_other_model_and_its_queue_is_bounded():
     pool, release = WorkPool(threads=1, max_waiting=1, name="test"), threading.Event()
     blocked = [asyncio.create_task(pool.run(release.wait, 30)) for _ in range(2)]
     await asyncio.sleep(0)
@@ -150,7 +150,7 @@ async def test_blocking_code_stops_nobody_and_its_queue_is_bounded():
     pool.close()
 
 
-async def test_what_a_processor_does_not_define_takes_no_thread(tmp_path):
+async def test_an_undefined_step_of_a_processor_takes_no_thread(tmp_path):
     (tmp_path / "it.py").write_text("from millrace.processor import Processor\nclass C(Processor): pass")
     pool, release, array = WorkPool(threads=1, max_waiting=0, name="test"), threading.Event(), np.array([1])
     running = RunningProcessor(ProcessorSource("it", str(tmp_path / "it.py"), "C"), pool)
@@ -222,7 +222,7 @@ def test_the_setting_names_modules_and_files():
         ),
     ],
 )
-def test_what_is_wrong_with_a_processor_is_said_at_the_start_in_one_line(tmp_path, code, name, text):
+def test_an_unusable_processor_is_refused_at_the_start_in_one_line(tmp_path, code, name, text):
     (tmp_path / "it.py").write_text(code)
     with pytest.raises(StartupError, match=text) as raised:
         RunningProcessor(ProcessorSource("it", str(tmp_path / "it.py"), name), WorkPool(1, 1, "test"))

@@ -1,4 +1,4 @@
-"""Several replicas are told as one: a model is there where all have it, and counts are added up."""
+"""Several replicas are presented as one: a model is ready if all have it, and counts are added up."""
 
 import asyncio
 import random
@@ -23,7 +23,7 @@ def index(**states):
     return response
 
 
-def test_one_replica_speaks_for_itself():
+def test_the_index_of_one_replica_is_unchanged():
     assert merged([index(a="READY", b="UNAVAILABLE")]) == {
         "a": ModelState("READY", "", "1"),
         "b": ModelState("UNAVAILABLE", "broken", "1"),
@@ -39,9 +39,9 @@ def test_one_replica_speaks_for_itself():
         (index(), "UNAVAILABLE", "1 of 2 replicas lack it"),
     ],
 )
-def test_a_model_is_ready_where_every_replica_has_it(other, state, reason):
-    told = merged([index(a="READY"), other])["a"]
-    assert (told.state, told.reason) == (state, reason)
+def test_a_model_is_ready_if_every_replica_has_it(other, state, reason):
+    model = merged([index(a="READY"), other])["a"]
+    assert (model.state, model.reason) == (state, reason)
 
 
 def test_counts_of_replicas_are_added_up():
@@ -83,11 +83,11 @@ def test_models_and_versions_are_kept_apart():
 
 @asynccontextmanager
 async def replicas_at(monkeypatch, *addresses):
-    """Replicas behind one name, which stands for what the list that comes along holds at the moment."""
+    """Replicas behind one name, and the list of its present addresses."""
     known = list(addresses)
 
     async def resolve(address):
-        await asyncio.sleep(random.random() / 100)  # As a name service, which answers in any order.
+        await asyncio.sleep(random.random() / 100)  # Like a name service, which answers in any order.
         return list(known)
 
     monkeypatch.setattr(module, "_resolve", resolve)
@@ -116,7 +116,7 @@ async def test_a_scale_down_amid_many_calls_fails_none(monkeypatch):
         await asking
 
 
-async def test_what_is_asked_of_a_replica_that_leaves_ends_with_an_error_and_not_as_a_cancel(monkeypatch):
+async def test_a_call_of_a_removed_replica_ends_with_an_error_and_not_as_a_cancel(monkeypatch):
     monkeypatch.setattr(module, "_CLOSE_S", 0.1)
     never = asyncio.Event()
 
@@ -140,7 +140,7 @@ async def test_what_is_asked_of_a_replica_that_leaves_ends_with_an_error_and_not
         assert set(await replicas.index()) == {MODEL}
 
 
-async def test_who_asks_for_replicas_is_cancelled_by_its_own_cancel_alone(monkeypatch):
+async def test_a_call_of_replicas_is_cancelled_only_by_its_own_caller(monkeypatch):
     never = asyncio.Event()
 
     class Hangs(ScriptedPredictor):

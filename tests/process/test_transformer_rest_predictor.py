@@ -1,4 +1,4 @@
-"""The transformer before a server that speaks V2 REST: every datatype in both forms, its errors, and its going."""
+"""The transformer before a server that speaks V2 REST: every datatype in both forms, its errors, and its absence."""
 
 import asyncio
 import json
@@ -61,7 +61,7 @@ async def refusal(stub, request=None, **fields):
 
 
 @pytest.mark.parametrize("binary", [True, False])
-async def test_every_datatype_comes_back_the_same(binary):
+async def test_every_datatype_is_returned_unchanged(binary):
     server = ForeignRestServer(binary=binary)
     async with foreign_rest_server(server) as address, transformer(address) as (stub, _):
         request = echo_request(*all_tensors())
@@ -77,7 +77,7 @@ async def test_every_datatype_comes_back_the_same(binary):
 
 
 @pytest.mark.parametrize("binary", [True, False])
-async def test_large_tensors_do_not_hold_the_event_loop(binary):
+async def test_large_tensors_do_not_block_the_event_loop(binary):
     server = ForeignRestServer(binary=binary)
     async with foreign_rest_server(server) as address, transformer(address) as (stub, _):
         array = np.random.default_rng(1).standard_normal(500_000).astype(np.float32)
@@ -85,7 +85,7 @@ async def test_large_tensors_do_not_hold_the_event_loop(binary):
         assert np.array_equal(decode_outputs(answer)["x"].array, array)
 
 
-async def test_typed_contents_parameters_outputs_and_versions_go_along():
+async def test_typed_contents_parameters_outputs_and_versions_are_passed_on():
     server = ForeignRestServer()
     async with foreign_rest_server(server) as address, transformer(address) as (stub, _):
         request = pb.ModelInferRequest(model_name="echo", model_version="7", id="r")
@@ -147,7 +147,7 @@ async def test_readiness_and_metadata_are_the_servers():
             assert raised.value.code() is Code.UNIMPLEMENTED
 
 
-async def test_a_model_of_ids_is_relayed_and_the_log_tells_why_it_takes_no_text(caplog):
+async def test_a_model_of_ids_is_relayed_and_the_log_has_the_reason_why_it_takes_no_text(caplog):
     models = "ids=models/storyteller"
     async with foreign_rest_server(ForeignRestServer()) as address, transformer(address, models) as (stub, _):
         await stub.ModelInfer(echo_request(Tensor("input_ids", "INT64", np.array([[1]])), model_name="ids"))
@@ -199,14 +199,14 @@ async def test_an_error_in_any_form_has_a_message(body):
 
 
 @pytest.mark.parametrize("status", [499, 503])
-async def test_a_server_that_is_not_ready_is_asked_again(status):
+async def test_a_call_of_a_server_that_is_not_ready_is_retried(status):
     server = ForeignRestServer(says(status), says(status))
     async with foreign_rest_server(server) as address, transformer(address) as (stub, _):
         assert await stub.ModelInfer(echo_request())
     assert len(server.calls) == 3
 
 
-async def test_a_server_that_is_away_is_waited_for_and_may_come_back_as_another():
+async def test_an_absent_server_is_waited_for_and_may_be_replaced_by_another():
     async with foreign_rest_server(ForeignRestServer()) as address, transformer(address) as (stub, catalogue):
         port = int(address.rpartition(":")[2])
         await stub.ModelInfer(echo_request())
@@ -252,7 +252,7 @@ NO_ANSWERS = [
         *(says(200, body) for body in NO_ANSWERS),
     ],
 )
-async def test_what_breaks_the_protocol_is_the_hops_fault_and_not_retried(action):
+async def test_a_protocol_error_is_the_hops_fault_and_not_retried(action):
     server = ForeignRestServer(action)
     async with foreign_rest_server(server) as address, transformer(address) as (stub, _):
         code, _, hop, status = await refusal(stub)
@@ -271,7 +271,7 @@ async def test_an_answer_is_read_to_its_bound(monkeypatch, declared):
         assert (await refusal(stub))[2:] == ("predictor", "413")
 
 
-async def test_metadata_are_read_to_a_smaller_bound(monkeypatch):
+async def test_metadata_is_read_to_a_smaller_bound(monkeypatch):
     monkeypatch.setattr(transport, "MAX_DOCUMENT_BYTES", 150)
     async with foreign_rest_server(ForeignRestServer()) as address, transformer(address) as (stub, _):
         with pytest.raises(grpc.aio.AioRpcError, match="more than 150 bytes") as raised:
@@ -324,7 +324,7 @@ async def test_a_wait_for_a_connection_ends(monkeypatch):
         held.cancel()
 
 
-async def test_what_json_cannot_hold_is_refused_before_it_is_sent():
+async def test_values_that_json_cannot_hold_are_refused_before_they_are_sent():
     server = ForeignRestServer(binary=False)
     async with foreign_rest_server(server) as address, transformer(address) as (stub, _):
         code, details, *_ = await refusal(stub, echo_request(bytes_tensor("x", [b"\xff"])))
@@ -337,7 +337,7 @@ async def test_what_json_cannot_hold_is_refused_before_it_is_sent():
     assert server.calls == []
 
 
-async def test_whose_call_it_is_goes_along_and_what_the_transformer_asks_itself_is_not_traced():
+async def test_the_callers_trace_is_passed_on_and_background_calls_are_not_traced():
     server = ForeignRestServer()
     models = "ids=models/storyteller"
     async with foreign_rest_server(server) as address, transformer(address, models) as (stub, _):

@@ -1,4 +1,4 @@
-"""A generation goes on where its predictor left it: nothing repeated, nothing missing, and only as often as allowed."""
+"""A generation continues after the loss of its predictor: no token repeated or missing, a limited number of times."""
 
 import asyncio
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, closing
@@ -58,10 +58,10 @@ class Resuming:
         self.resumes = 0
 
     async def chunks(self, prompt=(1, 2, 3), timeout_s=None, sampling=SAMPLING, first_token_ms=None, **fields):
-        asked = Generation(MODEL, "r", list(prompt), sampling, **fields)
+        generation = Generation(MODEL, "r", list(prompt), sampling, **fields)
         metadata = () if first_token_ms is None else (("x-first-token-timeout-ms", str(first_token_ms)),)
         first_token = FirstToken(CallContext("p", "r", metadata))
-        with closing(self.generator.open(asked, Deadline.after(timeout_s), first_token)) as tokens:
+        with closing(self.generator.open(generation, Deadline.after(timeout_s), first_token)) as tokens:
             async with first_token.in_time():
                 chunk = await tokens.read()
             while True:
@@ -77,7 +77,7 @@ class Resuming:
 
     @property
     def continued_after(self):
-        """How many ids each call was given."""
+        """The number of ids in each call."""
         return [len(call.request.output_ids) for call in self.predictor.calls]
 
     @property
@@ -128,7 +128,7 @@ async def test_an_undisturbed_generation_is_one_call():
 
 @pytest.mark.parametrize("end", [breaks, hands_back, falls_silent, dies])
 @pytest.mark.parametrize("after", [0, 1, 7, 19])
-async def test_it_goes_on_after_the_tokens_that_it_has(end, after):
+async def test_a_generation_continues_after_its_last_token(end, after):
     async with resuming(end(after), silence_limit_s=0.3) as r:
         check_whole(await r.generate())
         assert r.continued_after == [0, after]
@@ -143,7 +143,7 @@ async def test_the_engine_s_time_is_that_of_all_calls():
         assert so_far[-1] == len(ANSWER)
 
 
-async def test_it_goes_on_as_often_as_it_takes_where_tokens_come_between():
+async def test_a_generation_continues_any_number_of_times_if_tokens_arrive_in_between():
     async with resuming(*(breaks(2) for _ in range(9))) as r:
         check_whole(await r.generate())
         assert r.continued_after == [0, *range(2, 20, 2)]
@@ -151,7 +151,7 @@ async def test_it_goes_on_as_often_as_it_takes_where_tokens_come_between():
         assert r.resumes == 9
 
 
-async def test_an_answer_that_lacks_its_end_alone_gets_it():
+async def test_an_answer_that_lacks_only_its_end_gets_it():
     async with resuming(breaks_before_its_end(5)) as r:
         chunks = await r.generate(sampling=SamplingParameters(max_tokens=5, seed=1))
         assert ids_of(chunks) == ANSWER[:5]
@@ -166,13 +166,13 @@ async def test_a_call_that_breaks_after_its_last_chunk_is_complete():
         assert len(r.predictor.calls) == 1
 
 
-async def test_usage_has_the_prompt_once_and_what_the_first_call_found_in_its_cache():
+async def test_usage_counts_the_prompt_once_and_the_cached_tokens_of_the_first_call():
     async with resuming(breaks(3), hands_back(3)) as r:
         usage = (await r.generate())[-1].usage
         assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (5, 101, 20)
 
 
-async def test_log_probabilities_go_on_without_a_repeat():
+async def test_log_probabilities_continue_without_a_repeat():
     async with resuming(breaks(3), breaks(4)) as r:
         chunks = await r.generate(sampling=SamplingParameters(max_tokens=100, logprobs=True, seed=1))
         values = [value for chunk in chunks for value in chunk.logprobs]
@@ -205,7 +205,7 @@ async def test_a_silent_connection_is_ended_before_the_next_begins():
 # ------------------------------------------------------------------ deaths in a row
 
 
-async def test_after_two_deaths_in_a_row_it_runs_alone_and_then_beside_others_again():
+async def test_after_two_deaths_in_a_row_a_request_runs_alone_and_then_beside_others_again():
     async with resuming(dies(), dies(), dies(3)) as r:
         check_whole(await r.generate())
         assert r.were_alone == [False, False, True, False]
@@ -221,7 +221,7 @@ async def test_the_loss_of_a_predictor_is_half_a_death():
         assert r.were_alone == [False] * 4 + [True] * 2
 
 
-async def test_its_third_death_in_a_row_ends_it_and_the_same_request_is_refused():
+async def test_a_third_death_in_a_row_ends_a_request_and_its_repetition_is_refused():
     async with resuming(dies(5), dies(), alone(dies())) as r:
         chunks = r.chunks()
         assert ids_of([await anext(chunks) for _ in range(5)]) == ANSWER[:5]
@@ -234,13 +234,13 @@ async def test_its_third_death_in_a_row_ends_it_and_the_same_request_is_refused(
         check_whole(await r.generate(prompt=(1, 2, 4)))
 
 
-async def test_who_dies_before_its_turn_to_run_alone_is_not_guilty():
+async def test_a_request_that_dies_before_its_isolated_turn_is_not_to_blame():
     async with resuming(dies(5), *(dies() for _ in range(4)), alone(hands_back()), dies()) as r:
         check_whole(await r.generate())
         assert r.were_alone == [False] * 2 + [True] * 6
 
 
-async def test_who_always_dies_before_its_turn_is_taken_for_guilty():
+async def test_a_request_that_always_dies_before_its_isolated_turn_is_to_blame():
     async with resuming(*(dies() for _ in range(100))) as r:
         with pytest.raises(RequestFailedError, match="refused"):
             await r.generate()
@@ -256,7 +256,7 @@ async def test_a_replica_that_lacks_the_model_of_a_moved_stream_is_away():
             await r.generate()
 
 
-async def test_drains_are_no_deaths():
+async def test_drains_do_not_count_as_deaths():
     async with resuming(*(hands_back() for _ in range(6))) as r:
         check_whole(await r.generate())
         assert not any(r.were_alone)
@@ -267,7 +267,7 @@ async def test_one_request_runs_alone_at_a_time():
     async with resuming(*(dies() for _ in range(4)), holds_until(released), holds_until(released)) as r:
         both = [asyncio.create_task(r.generate(prompt=(number,))) for number in range(2)]
         await r.predictor.wait_for_calls(5)
-        await asyncio.sleep(0.2)  # Time enough for a fifth and a sixth call, if there were nothing to wait for.
+        await asyncio.sleep(0.2)  # Enough time for a fifth and a sixth call, if they did not wait.
         assert r.were_alone == [False] * 4 + [True]
         released.set()
         for chunks in await asyncio.gather(*both):
@@ -275,7 +275,7 @@ async def test_one_request_runs_alone_at_a_time():
         assert r.were_alone == [False] * 4 + [True] * 2
 
 
-async def test_a_replica_where_another_runs_alone_is_asked_again():
+async def test_a_call_of_a_replica_with_an_isolated_request_is_retried():
     taken = NotReadyError("another request runs in isolation here", retry_after_ms=100)
     async with resuming(dies(), dies(), raises(taken)) as r:
         check_whole(await r.generate())
@@ -286,7 +286,7 @@ async def test_a_replica_where_another_runs_alone_is_asked_again():
 
 
 def with_weights(fingerprint, action):
-    """The predictor has other weights from this call on."""
+    """The predictor has other weights since this call."""
 
     async def answers(predictor, call):
         predictor.fingerprint = fingerprint
@@ -297,7 +297,7 @@ def with_weights(fingerprint, action):
     return answers
 
 
-async def test_it_goes_on_with_the_weights_that_began_it_and_with_no_others():
+async def test_a_generation_continues_only_with_the_weights_that_began_it():
     refused = raises(OtherWeightsError("model 'teller' has other weights here"))
     async with resuming(with_weights("a", breaks(3)), refused, refused, refused, breaks(4)) as r:
         chunks = await r.generate()
@@ -307,7 +307,7 @@ async def test_it_goes_on_with_the_weights_that_began_it_and_with_no_others():
         assert not any(r.were_alone)
 
 
-async def test_no_token_is_taken_of_other_weights_even_if_they_offer_them():
+async def test_tokens_of_other_weights_are_never_used():
     for other in ("b", ""):
         async with resuming(with_weights("a", breaks(3)), with_weights(other, whole), with_weights("a", whole)) as r:
             r.predictor.announced = "a"
@@ -315,7 +315,7 @@ async def test_no_token_is_taken_of_other_weights_even_if_they_offer_them():
             assert r.continued_after == [0, 3, 3]
 
 
-async def test_a_stream_whose_weights_are_gone_ends_with_an_error_that_says_so():
+async def test_a_stream_whose_weights_are_gone_ends_with_an_error_about_them():
     refused = [raises(OtherWeightsError("other")) for _ in range(1000)]
     async with resuming(with_weights("a", breaks(3)), *refused, wait_s=0.2) as r:
         with pytest.raises(HopBrokenError, match="weights have changed"):
@@ -324,11 +324,11 @@ async def test_a_stream_whose_weights_are_gone_ends_with_an_error_that_says_so()
         r.predictor.announced = "b"
         with pytest.raises(HopBrokenError, match="weights have changed"):
             await r.generate()
-        assert len(r.predictor.calls) == 1  # Nobody who has other weights was called.
+        assert len(r.predictor.calls) == 1  # No predictor with other weights was called.
 
 
 def leaves(action, after=0):
-    """The predictor is about to stop, and says so from the token after so many on."""
+    """The predictor drains, and offers its streams after so many tokens."""
 
     async def stays(predictor, call):
         async with aclosing(action(predictor, call)) as counts:
@@ -339,7 +339,7 @@ def leaves(action, after=0):
     return stays
 
 
-async def test_a_stream_stays_where_it_is_until_another_predictor_can_go_on_with_it():
+async def test_a_stream_stays_at_its_predictor_until_another_can_continue_it():
     released = asyncio.Event()
     leaving = ScriptedPredictor(with_weights("a", leaves(holds_until(released, after=7), after=5)))
     other = ScriptedPredictor()
@@ -364,13 +364,13 @@ async def test_a_stream_stays_where_it_is_until_another_predictor_can_go_on_with
         assert r.resumes == 1
 
 
-async def test_a_stream_that_nobody_can_take_ends_where_it_is():
+async def test_a_stream_that_no_other_predictor_can_take_ends_at_its_own():
     async with resuming(with_weights("a", leaves(whole))) as r:
         check_whole(await r.generate())
         assert len(r.predictor.calls) == 1
 
 
-async def test_what_has_not_begun_takes_any_weights():
+async def test_a_request_without_tokens_can_use_any_weights():
     async with resuming(with_weights("a", breaks()), with_weights("b", breaks(2)), with_weights("b", whole)) as r:
         chunks = await r.generate()
         check_whole(chunks)
@@ -381,7 +381,7 @@ async def test_what_has_not_begun_takes_any_weights():
 # ------------------------------------------------------------------ predictors that are away or full
 
 
-async def test_a_predictor_that_is_away_is_waited_for():
+async def test_an_absent_predictor_is_waited_for():
     predictor = ScriptedPredictor(is_accepted(holds_until(asyncio.Event(), after=3)))
     async with AsyncExitStack() as stack:
         async with serving(predictor) as address:
@@ -399,7 +399,7 @@ async def test_a_predictor_that_is_away_is_waited_for():
             assert not any(r.were_alone)
 
 
-async def test_a_stream_that_nobody_takes_ends_as_broken_and_one_that_has_not_begun_as_not_ready():
+async def test_a_stream_that_no_predictor_takes_ends_as_broken_and_an_unbegun_one_as_not_ready():
     away = NotReadyError("loading")
     async with resuming(breaks(3), *(raises(away) for _ in range(1000)), wait_s=0.2) as r:
         with pytest.raises(HopBrokenError, match="no other one resumed the answer") as raised:
@@ -409,7 +409,7 @@ async def test_a_stream_that_nobody_takes_ends_as_broken_and_one_that_has_not_be
             await r.generate()
 
 
-async def test_an_answer_that_has_begun_is_given_more_time_than_one_that_has_not():
+async def test_a_begun_answer_waits_longer_than_an_unbegun_one():
     away = [raises(NotReadyError("loading")) for _ in range(4)]
     for script, is_given_time in (((breaks(3), *away), True), (away, False)):
         async with resuming(*script) as r:
@@ -421,8 +421,8 @@ async def test_an_answer_that_has_begun_is_given_more_time_than_one_that_has_not
                     await r.generate()
 
 
-async def test_a_predictor_that_had_hung_before_is_away_and_says_nothing_of_the_request(monkeypatch):
-    monkeypatch.setattr(links_module, "_MOST_QUIET_S", -10.0)  # Every call comes later.
+async def test_a_predictor_that_had_hung_before_is_away_and_the_request_is_not_to_blame(monkeypatch):
+    monkeypatch.setattr(links_module, "_MOST_QUIET_S", -10.0)  # Every call is later than that.
     async with resuming(*(falls_silent() for _ in range(5)), silence_limit_s=0.1) as r:
         check_whole(await r.generate())
         assert not any(r.were_alone)
@@ -431,7 +431,7 @@ async def test_a_predictor_that_had_hung_before_is_away_and_says_nothing_of_the_
             await r.generate()
 
 
-async def test_who_silences_predictors_before_they_accept_it_runs_alone_and_is_taken_for_guilty():
+async def test_a_request_that_silences_predictors_before_they_accept_it_runs_alone_and_is_to_blame():
     async with resuming(*(falls_silent() for _ in range(99)), silence_limit_s=0.1) as r:
         with pytest.raises(RequestFailedError, match="refused"):
             await r.generate()
@@ -445,7 +445,7 @@ async def test_a_pace_that_limits_nothing_is_not_sent():
         assert [orjson.loads(call.request.sampling).get("pace") for call in r.predictor.calls] == [None, 500.0]
 
 
-async def test_a_predictor_that_falls_silent_after_a_heartbeat_has_died():
+async def test_a_predictor_that_falls_silent_after_a_heartbeat_counts_as_dead():
     one_beat = is_accepted(falls_silent())
     async with resuming(*[one_beat] * 4, alone(one_beat), alone(one_beat), silence_limit_s=0.2) as r:
         with pytest.raises(RequestFailedError):
@@ -453,7 +453,7 @@ async def test_a_predictor_that_falls_silent_after_a_heartbeat_has_died():
         assert r.were_alone == [False] * 4 + [True] * 2
 
 
-async def test_a_death_without_a_successor_is_nobody_being_ready():
+async def test_a_death_without_a_successor_is_reported_as_not_ready():
     async with resuming(*(breaks() for _ in range(2)), wait_s=0) as r:
         with pytest.raises(NotReadyError, match="no predictor answers"):
             await r.generate()
@@ -472,7 +472,7 @@ async def test_a_full_queue_refuses_a_new_request_and_keeps_a_moved_one_waiting(
 
 
 @pytest.mark.parametrize("error", [InvalidRequestError("no"), RequestFailedError("no")])
-async def test_what_is_the_requests_own_ends_it(error):
+async def test_an_error_of_the_request_itself_ends_it(error):
     async with resuming(breaks(3), raises(error)) as r:
         with pytest.raises(type(error)):
             await r.generate()
@@ -489,7 +489,7 @@ async def test_the_deadline_is_kept_in_a_call_and_between_calls():
                 await r.generate(timeout_s=0.3)
 
 
-async def test_the_first_token_has_a_deadline_of_its_own_over_all_calls():
+async def test_the_first_token_has_its_own_deadline_over_all_calls():
     away = [raises(NotReadyError("away")) for _ in range(1000)]
     for script in ([falls_silent()], away, [raises(DeadlineError("no token within 299 ms"))]):
         async with resuming(*script) as r:
@@ -498,7 +498,7 @@ async def test_the_first_token_has_a_deadline_of_its_own_over_all_calls():
             assert r.predictor.calls[0].request.first_token_timeout_s <= 0.3
 
 
-async def test_the_first_tokens_deadline_does_not_concern_the_second():
+async def test_the_first_tokens_deadline_does_not_apply_to_the_second():
     released = asyncio.Event()
     async with resuming(holds_until(released, after=1)) as r:
         chunks = r.chunks(first_token_ms=400)
@@ -509,7 +509,7 @@ async def test_the_first_tokens_deadline_does_not_concern_the_second():
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "soon", "1.5", "100000000", "", "٣"])
-async def test_a_first_token_deadline_that_is_none_is_refused(value):
+async def test_a_malformed_first_token_deadline_is_refused(value):
     with pytest.raises(InvalidRequestError, match="x-first-token-timeout-ms"):
         FirstToken(CallContext("p", "r", (("x-first-token-timeout-ms", value),)))
 
@@ -522,7 +522,7 @@ CANCELLED_IN = {
 
 
 @pytest.mark.parametrize("script", CANCELLED_IN.values(), ids=list(CANCELLED_IN))
-async def test_a_caller_who_leaves_ends_everything_at_once(script):
+async def test_a_caller_that_leaves_ends_every_call_at_once(script):
     async with resuming(*script) as r:
         await r.generator.isolation.acquire()
         asking = asyncio.create_task(r.generate())
@@ -537,7 +537,7 @@ async def test_a_caller_who_leaves_ends_everything_at_once(script):
         check_whole(await r.generate())
 
 
-async def test_who_leaves_while_it_runs_alone_gives_the_turn_back():
+async def test_a_caller_that_leaves_during_its_isolated_turn_gives_it_back():
     async with resuming(dies(), dies(), falls_silent()) as r:
         asking = asyncio.create_task(r.generate())
         await r.predictor.wait_for_calls(3)
@@ -549,7 +549,7 @@ async def test_who_leaves_while_it_runs_alone_gives_the_turn_back():
 # ------------------------------------------------------------------ others' predictors
 
 
-async def test_a_predictor_that_cannot_go_on_is_asked_again_only_before_its_first_token():
+async def test_a_predictor_that_cannot_resume_is_called_again_only_before_the_first_token():
     async with resuming(breaks()) as r:
         check_whole(await r.generate(resumes=False))
         assert len(r.predictor.calls) == 2
@@ -559,14 +559,14 @@ async def test_a_predictor_that_cannot_go_on_is_asked_again_only_before_its_firs
         assert len(r.predictor.calls) == 1
 
 
-async def test_a_predictor_that_cannot_run_alone_is_not_asked_a_third_time():
+async def test_a_predictor_that_cannot_isolate_is_not_called_a_third_time():
     async with resuming(breaks(), breaks()) as r:
         with pytest.raises(HopBrokenError):
             await r.generate(resumes=False)
         assert len(r.predictor.calls) == 2
 
 
-async def test_a_predictor_of_others_may_be_silent():
+async def test_a_foreign_predictor_may_be_silent():
     released = asyncio.Event()
     async with resuming(holds_until(released), silence_limit_s=0.1) as r:
         asyncio.get_running_loop().call_later(0.5, released.set)
@@ -579,7 +579,7 @@ async def test_a_predictor_of_others_may_be_silent():
 
 @asynccontextmanager
 async def hedging(*scripts):
-    """Predictors with the same weights, which a generator has links to."""
+    """A generator with links to predictors with the same weights."""
     predictors = [ScriptedPredictor(*script) for script in scripts]
     async with AsyncExitStack() as stack:
         addresses = []
@@ -594,7 +594,7 @@ async def hedging(*scripts):
 HEDGED = SAMPLING.model_copy(update={"hedge": 2})
 
 
-async def test_of_two_predictors_the_first_to_deliver_wins_and_nothing_comes_twice():
+async def test_the_first_of_two_predictors_to_deliver_wins_and_no_token_is_repeated():
     for scripts in (
         ((), ()),
         ((falls_silent(),), ()),
@@ -605,13 +605,13 @@ async def test_of_two_predictors_the_first_to_deliver_wins_and_nothing_comes_twi
         async with hedging(*scripts) as (r, predictors):
             started = asyncio.get_running_loop().time()
             check_whole(await r.generate(sampling=HEDGED))
-            assert asyncio.get_running_loop().time() - started < 2.0, "nobody has waited for the silent one"
+            assert asyncio.get_running_loop().time() - started < 2.0, "there is no wait for the silent one"
             assert all(predictor.calls for predictor in predictors)
             assert r.resumes == 0
             await until(lambda: all(call.ended.is_set() for predictor in predictors for call in predictor.calls))
 
 
-async def test_a_call_that_died_is_replaced_at_another_predictor_where_the_answer_is():
+async def test_a_dead_call_of_a_hedged_request_is_replaced_at_another_predictor():
     released, dies = asyncio.Event(), asyncio.Event()
 
     async def dies_later(predictor, call):
@@ -634,7 +634,7 @@ async def test_a_call_that_died_is_replaced_at_another_predictor_where_the_answe
         assert r.resumes == 0
 
 
-async def test_after_the_death_of_a_predictor_few_answers_at_a_time_catch_up_at_another():
+async def test_after_the_death_of_a_predictor_only_few_answers_at_a_time_catch_up_at_another():
     dies, goes_on, released, begins = (asyncio.Event() for _ in range(4))
     answers = 4
 
@@ -674,7 +674,7 @@ async def test_after_the_death_of_a_predictor_few_answers_at_a_time_catch_up_at_
         await other.wait_for_calls(2)
         goes_on.set()
         await until(lambda: all(len(ids_of(chunks)) == 6 for chunks in received))
-        assert len(link._calls) == 2, "the others have asked for a second predictor again, and got none"
+        assert len(link._calls) == 2, "the others looked for a second predictor again and got none"
         released.set()
         begins.set()
         await asyncio.gather(*readings)
@@ -683,7 +683,7 @@ async def test_after_the_death_of_a_predictor_few_answers_at_a_time_catch_up_at_
         assert r.resumes == 0
 
 
-async def test_an_answer_catches_up_where_there_is_room_even_if_its_prompt_is_cached_elsewhere(monkeypatch):
+async def test_an_answer_catches_up_at_a_predictor_with_room_even_if_its_prompt_is_cached_elsewhere(monkeypatch):
     prompt, released, dies = range(40), asyncio.Event(), asyncio.Event()
 
     async def dies_later(predictor, call):
@@ -730,7 +730,7 @@ async def test_one_predictor_alone_answers_a_hedged_request_too():
         assert [len(call.request.output_ids) for call in predictors[0].calls] == [0, 4]
 
 
-async def test_other_weights_are_no_second_predictor():
+async def test_a_predictor_with_other_weights_is_not_the_second_one():
     async with hedging((), ()) as (r, predictors):
         predictors[1].fingerprint = "b"
         await until(lambda: r.generator.links.can_resume(MODEL, "b"))
@@ -738,14 +738,14 @@ async def test_other_weights_are_no_second_predictor():
         assert sum(len(predictor.calls) for predictor in predictors) == 1
 
 
-async def test_log_probabilities_of_two_predictors_are_those_of_one():
+async def test_log_probabilities_of_a_hedged_request_equal_those_of_one_predictor():
     async with hedging((), (breaks(3),)) as (r, _):
         chunks = await r.generate(sampling=HEDGED.model_copy(update={"logprobs": True}))
         values = [value for chunk in chunks for value in chunk.logprobs]
         assert values == pytest.approx([-position / 10 for position in range(20)])
 
 
-async def test_a_caller_who_leaves_ends_both_calls():
+async def test_a_caller_that_leaves_ends_both_calls():
     async with hedging((falls_silent(1),), (falls_silent(1),)) as (r, predictors):
         chunks = r.chunks(sampling=HEDGED)
         await anext(chunks)
@@ -754,7 +754,7 @@ async def test_a_caller_who_leaves_ends_both_calls():
         await until(lambda: all(call.ended.is_set() for predictor in predictors for call in predictor.calls))
 
 
-async def test_an_answer_that_breaks_the_protocol_ends_its_call_and_no_other():
+async def test_an_answer_that_breaks_the_protocol_ends_only_its_call():
     """The log probabilities of the prompt are missing."""
     released = asyncio.Event()
     async with resuming(holds_until(released, after=2), whole) as r:

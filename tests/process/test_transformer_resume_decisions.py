@@ -1,4 +1,4 @@
-"""What resume decides without any call: how often, how long, and which requests not at all."""
+"""The decisions of resume, without calls: how often, how long, and which requests are refused."""
 
 import asyncio
 
@@ -74,7 +74,7 @@ def test_only_crashes_in_a_row_count(limit, events, next_call):
 SAMPLING = SamplingParameters(max_tokens=10, seed=1)
 
 
-def test_a_request_is_known_by_all_but_its_seed():
+def test_a_request_is_identified_by_everything_but_its_seed():
     known = request_fingerprint("m", [1, 2], SAMPLING)
     assert request_fingerprint("m", [1, 2], SAMPLING.model_copy(update={"seed": 2})) == known
     others = [
@@ -86,7 +86,7 @@ def test_a_request_is_known_by_all_but_its_seed():
     assert known not in others
 
 
-def test_quarantine_is_refused_for_ten_minutes():
+def test_a_quarantined_request_is_refused_for_ten_minutes():
     now = [0.0]
     quarantine = Quarantine(lambda: now[0])
     assert not quarantine
@@ -101,7 +101,7 @@ def test_quarantine_is_refused_for_ten_minutes():
     assert not quarantine
 
 
-def test_quarantine_that_comes_again_is_refused_from_then_on():
+def test_a_repeated_quarantine_is_refused_from_then_on():
     now = [0.0]
     quarantine = Quarantine(lambda: now[0])
     quarantine.add(b"a")
@@ -130,7 +130,7 @@ async def tries(backoff, count, retry_after_ms=None):
 
 @pytest.fixture
 def slept(monkeypatch):
-    """The pauses that were asked for, which take no time."""
+    """The requested pauses, which take no time."""
     pauses = []
 
     async def sleep(seconds):
@@ -140,13 +140,13 @@ def slept(monkeypatch):
     return pauses
 
 
-async def test_the_first_try_is_made_at_once_and_the_next_ones_ever_later(slept):
+async def test_the_first_try_is_immediate_and_the_next_ones_back_off(slept):
     await tries(retries(30), 9)
     longest = [0, 0.02, 0.04, 0.08, 0.16, 0.32, 0.5, 0.5, 0.5]
     assert all(most / 2 <= pause <= most for pause, most in zip(slept, longest, strict=True))
 
 
-async def test_an_answer_that_has_begun_waits_longer_than_one_that_has_not():
+async def test_a_begun_answer_waits_longer_than_an_unbegun_one():
     with pytest.raises(NotReadyError):
         await tries(retries(30, start_wait_s=0.05), 1000)
     backoff = retries(30, start_wait_s=0.05)
@@ -164,24 +164,24 @@ async def test_an_answer_makes_the_next_try_immediate_again(slept):
     assert slept[-1] == 0
 
 
-async def test_a_predictor_that_says_when_to_come_back_is_heard(slept):
+async def test_the_retry_delay_of_a_predictor_is_kept(slept):
     await tries(retries(30), 1, 1500)
     assert slept == [1.5]
 
 
-async def test_no_pause_is_longer_than_what_is_left(slept):
+async def test_no_pause_is_longer_than_the_time_left(slept):
     await tries(retries(30), 1, 60_000)
     await tries(retries(30, timeout_s=5), 1, 60_000)
     assert slept == [pytest.approx(30, abs=1), pytest.approx(5, abs=1)]
 
 
-async def test_the_wait_ends_with_the_error_that_it_was_for():
+async def test_the_wait_ends_with_its_error():
     with pytest.raises(NotReadyError) as raised:
         await tries(retries(0.1), 1000)
     assert raised.value is AWAY
 
 
-async def test_a_wait_for_what_drains_ends_as_not_ready():
+async def test_a_wait_for_a_draining_predictor_ends_as_not_ready():
     draining = DrainingError("the predictor stops", hop="predictor")
     with pytest.raises(NotReadyError, match="the predictor stops") as raised:
         await retries(0).pause(draining)
@@ -189,17 +189,17 @@ async def test_a_wait_for_what_drains_ends_as_not_ready():
     assert raised.value.hop == "predictor"
 
 
-async def test_the_deadline_is_another_end():
+async def test_the_deadline_ends_the_wait_too():
     with pytest.raises(DeadlineError):
         await tries(retries(30, timeout_s=0.1), 1000)
 
 
-async def test_who_may_not_wait_is_told_at_once():
+async def test_a_request_that_may_not_wait_ends_at_once():
     with pytest.raises(NotReadyError):
         await tries(retries(0), 1)
 
 
-async def test_a_change_ends_a_wait_and_no_change_ends_it_with_the_error():
+async def test_a_change_ends_a_wait_and_without_one_it_ends_with_the_error():
     changed = asyncio.Event()
     waiting = asyncio.create_task(retries(30).wait_for(changed, AWAY))
     await asyncio.sleep(0)
@@ -211,7 +211,7 @@ async def test_a_change_ends_a_wait_and_no_change_ends_it_with_the_error():
         await retries(30, timeout_s=0.05).wait_for(asyncio.Event(), AWAY)
 
 
-async def test_a_turn_is_waited_for_within_the_deadline():
+async def test_the_wait_for_an_isolated_turn_ends_with_the_deadline():
     turn = asyncio.Lock()
     await turn.acquire()
     with pytest.raises(DeadlineError):
@@ -221,13 +221,13 @@ async def test_a_turn_is_waited_for_within_the_deadline():
     assert turn.locked()
 
 
-async def test_waiting_for_others_is_not_waiting_for_a_predictor():
+async def test_waiting_for_other_requests_does_not_count_as_waiting_for_a_predictor():
     backoff, turn = retries(0.2), asyncio.Lock()
     await backoff.pause(AWAY)
     await turn.acquire()
     asyncio.get_running_loop().call_later(0.4, turn.release)
     await backoff.acquire(turn)
-    await backoff.pause(AWAY)  # The limit would have been reached.
+    await backoff.pause(AWAY)  # Otherwise the limit would have been reached.
 
 
 async def test_insisting_ends_with_the_first_result_or_another_error():

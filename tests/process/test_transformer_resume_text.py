@@ -1,4 +1,4 @@
-"""What callers see of a generation that was moved: the same text, chunks that fit together, and models worth a wait."""
+"""A moved generation as its caller sees it: the same text, consistent chunks, and waits for models."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -28,12 +28,12 @@ def answer():
     return tokenizer.encode(STORY, add_special_tokens=False).ids
 
 
-def asked(**parameters):
+def story_request(**parameters):
     return text_request(MODEL, "Tell me", **{"max_tokens": 200, "seed": 1, **parameters})
 
 
-async def told(stub, request):
-    """Text, reason and log probabilities of one ModelStreamInfer."""
+async def read(stub, request):
+    """Text, finish reason and log probabilities of one ModelStreamInfer."""
     responses = [response.infer_response async for response in stub.ModelStreamInfer(each(request), timeout=60)]
     outputs = [decode_outputs(response) for response in responses]
     text = b"".join(each["text_output"].array[0] for each in outputs).decode()
@@ -47,27 +47,27 @@ async def told(stub, request):
     return text, responses[-1].parameters["finish_reason"].string_param, values
 
 
-async def test_text_is_the_same_wherever_the_call_breaks(answer):
+async def test_the_text_is_the_same_at_whichever_token_the_call_breaks(answer):
     predictor = ScriptedPredictor(answer=answer)
     async with serving(predictor) as address, transformer(address, TELLER) as (stub, _):
         for stop, step in ((None, 1), ("little mill", 3), ("“an", 3)):
-            request = asked()
+            request = story_request()
             if stop is not None:
                 request.parameters["stop"].string_param = stop
-            undisturbed = await told(stub, request)
+            undisturbed = await read(stub, request)
             assert undisturbed[0].strip() == (STORY.partition(stop)[0].strip() if stop else STORY)
             for after in range(1, len(answer), step):
                 predictor.script.append(breaks(after))
-                assert await told(stub, request) == undisturbed
+                assert await read(stub, request) == undisturbed
                 predictor.script.clear()
 
 
 async def test_log_probabilities_belong_to_their_tokens(answer):
-    request = asked(logprobs=1)
+    request = story_request(logprobs=1)
     add_input(request, Tensor("return_logprobs", "BOOL", np.array([True])))
     predictor = ScriptedPredictor(breaks(3), breaks(2), answer=answer)
     async with serving(predictor) as address, transformer(address, TELLER) as (stub, _):
-        _, _, values = await told(stub, request)
+        _, _, values = await read(stub, request)
     assert values == pytest.approx([-position / 10 for position in range(len(answer))])
 
 
@@ -83,7 +83,7 @@ async def test_log_probabilities_belong_to_their_tokens(answer):
     ],
     ids=["a stranger", "an empty salt", "the owner of a cache", "a client with a key", "where all may know"],
 )
-async def test_usage_tells_what_was_cached_to_its_owner_alone(
+async def test_usage_reports_cached_tokens_only_to_their_owner(
     answer, stop, salt, client, reports_cached_tokens, cached
 ):
     predictor = ScriptedPredictor(breaks(2), answer=answer)
@@ -98,7 +98,7 @@ async def test_usage_tells_what_was_cached_to_its_owner_alone(
     assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": cached}
 
 
-async def test_each_choice_goes_on_by_itself(answer):
+async def test_each_choice_is_resumed_by_itself(answer):
     # A break would concern both choices, which share the connection.
     ends = [raises(HopBrokenError("the engine died"), after) for after in (2, 5, 7)]
     predictor = ScriptedPredictor(*ends, answer=answer)
@@ -106,8 +106,8 @@ async def test_each_choice_goes_on_by_itself(answer):
         body = {"model": MODEL, "prompt": "Tell me", "n": 2, "max_tokens": 200, "stream": True}
         texts = ["", ""]
         events = (await stub.openai("Completions", orjson.dumps(body))).data
-        *said, done = (event.removeprefix(b"data: ") for event in events.strip().split(b"\n\n"))
-        for event in said:
+        *lines, done = (event.removeprefix(b"data: ") for event in events.strip().split(b"\n\n"))
+        for event in lines:
             for choice in orjson.loads(event)["choices"]:
                 texts[choice["index"]] += choice["text"]
         assert done == b"[DONE]"
@@ -120,13 +120,13 @@ async def test_a_malformed_first_token_deadline_is_refused_and_one_that_passes_e
     async with serving(predictor) as address, transformer(address, TELLER) as (stub, _):
         for value, code in (("soon", grpc.StatusCode.INVALID_ARGUMENT), ("200", DEADLINE)):
             with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await stub.ModelInfer(asked(), metadata=(("x-first-token-timeout-ms", value),))
+                await stub.ModelInfer(story_request(), metadata=(("x-first-token-timeout-ms", value),))
             assert raised.value.code() is code
         assert raised.value.details() == "no token within 200 ms"
-        assert await stub.ModelInfer(asked(), metadata=(("x-first-token-timeout-ms", "60000"),))
+        assert await stub.ModelInfer(story_request(), metadata=(("x-first-token-timeout-ms", "60000"),))
 
 
-# ------------------------------------------------------------------ models that are not there just now
+# ------------------------------------------------------------------ models that are absent
 
 
 async def test_a_request_waits_for_a_model_that_loads(answer):
@@ -134,16 +134,16 @@ async def test_a_request_waits_for_a_model_that_loads(answer):
     async with serving(predictor) as address, transformer(address, TELLER) as (stub, _):
         predictor.state = "LOADING"
         await until(lambda: not stub.router.is_ready(MODEL))
-        asking = [asyncio.create_task(told(stub, asked())) for _ in range(3)]
+        reading = [asyncio.create_task(read(stub, story_request())) for _ in range(3)]
         with pytest.raises(grpc.aio.AioRpcError, match="no token within 300 ms"):
-            await stub.ModelInfer(asked(), metadata=(("x-first-token-timeout-ms", "300"),))
+            await stub.ModelInfer(story_request(), metadata=(("x-first-token-timeout-ms", "300"),))
         assert not predictor.calls
-        assert not any(task.done() for task in asking)
+        assert not any(task.done() for task in reading)
         predictor.state = "READY"
-        assert {text.strip() for text, _, _ in await asyncio.gather(*asking)} == {STORY}
+        assert {text.strip() for text, _, _ in await asyncio.gather(*reading)} == {STORY}
 
 
-async def test_a_request_for_a_model_that_is_none_does_not_wait(answer):
+async def test_a_request_for_an_unknown_model_does_not_wait(answer):
     predictor = ScriptedPredictor(answer=answer)
     async with serving(predictor) as address, transformer(address, TELLER) as (stub, catalogue):
         for name in ("nobody", MODEL):
@@ -154,7 +154,7 @@ async def test_a_request_for_a_model_that_is_none_does_not_wait(answer):
             await until(lambda: not catalogue.lists(MODEL))
 
 
-async def test_a_request_for_tensors_waits_for_its_predictor_and_for_nothing_else():
+async def test_a_request_for_tensors_waits_only_for_its_predictor():
     away = [NotReadyError("the model loads") for _ in range(3)]
     predictor = ScriptedPredictor(*away, InvalidRequestError("wrong"))
     request = pb.ModelInferRequest(model_name=MODEL)
@@ -172,7 +172,7 @@ async def test_a_request_for_tensors_waits_for_its_predictor_and_for_nothing_els
         assert (len(responses), responses[-1].error_message) == (2, "the model loads")
 
 
-async def test_every_word_of_readiness_is_the_same_while_a_predictor_goes_and_comes(answer):
+async def test_every_kind_of_readiness_agrees_while_a_predictor_leaves_and_returns(answer):
     predictor = ScriptedPredictor(answer=answer)
 
     async def ready(stub):

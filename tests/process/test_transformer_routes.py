@@ -1,4 +1,4 @@
-"""Routes before a real connection to a predictor: what falls back to another model, and what is copied to one."""
+"""Routes before a real connection to a predictor: fallback to another model, and copies for one."""
 
 import asyncio
 
@@ -51,7 +51,7 @@ async def tokens_of(stub, request):
     [NotReadyError("it loads"), NotFoundError("no such model"), OverloadedError("the queue is full")],
     ids=lambda error: type(error).__name__,
 )
-async def test_a_request_goes_on_with_another_model_where_its_own_gives_nothing(tmp_path, error):
+async def test_a_request_falls_back_to_another_model_if_its_own_fails(tmp_path, error):
     predictor = ScriptedPredictor(*[fails(MODEL, error)] * 50, models=(MODEL, SECOND))
     routes = routed(tmp_path, FALLS_BACK)
     async with serving(predictor) as address, transformer(address, MODELS, routes=routes) as (stub, _):
@@ -59,7 +59,7 @@ async def test_a_request_goes_on_with_another_model_where_its_own_gives_nothing(
     assert predictor.calls[-1].request.model == SECOND
 
 
-async def test_an_answer_that_has_begun_is_finished_by_its_own_model(tmp_path):
+async def test_a_begun_answer_is_finished_by_its_own_model(tmp_path):
     predictor = ScriptedPredictor(fails(MODEL, HopBrokenError("the engine died"), after=2), models=(MODEL, SECOND))
     routes = routed(tmp_path, FALLS_BACK)
     async with serving(predictor) as address, transformer(address, MODELS, routes=routes) as (stub, _):
@@ -67,7 +67,7 @@ async def test_an_answer_that_has_begun_is_finished_by_its_own_model(tmp_path):
     assert [call.request.model for call in predictor.calls] == [MODEL, MODEL]
 
 
-async def test_what_the_caller_has_done_wrong_is_told_at_once(tmp_path):
+async def test_an_error_of_the_caller_is_returned_at_once(tmp_path):
     error = InvalidRequestError("it asks for too much")
     predictor = ScriptedPredictor(fails(MODEL, error), models=(MODEL, SECOND))
     routes = routed(tmp_path, FALLS_BACK)
@@ -77,7 +77,7 @@ async def test_what_the_caller_has_done_wrong_is_told_at_once(tmp_path):
     assert len(predictor.calls) == 1
 
 
-async def test_a_request_that_ends_its_predictor_is_not_given_to_another_model(tmp_path):
+async def test_a_request_that_kills_its_predictor_does_not_fall_back(tmp_path):
     error = HopBrokenError("the engine died")
     predictor = ScriptedPredictor(*[alone(fails(MODEL, error))] * 50, models=(MODEL, SECOND))
     routes = routed(tmp_path, FALLS_BACK)
@@ -88,7 +88,7 @@ async def test_a_request_that_ends_its_predictor_is_not_given_to_another_model(t
     assert {call.request.model for call in predictor.calls} == {MODEL}
 
 
-async def test_where_all_fail_the_last_error_is_the_answer(tmp_path):
+async def test_if_all_models_fail_the_last_error_is_the_answer(tmp_path):
     async def all_fail(predictor, call):
         raise NotReadyError(f"{call.request.model} loads")
         yield
@@ -108,7 +108,7 @@ def tensors(model):
     return request
 
 
-async def test_tensors_go_on_with_another_model_too(tmp_path):
+async def test_requests_for_tensors_fall_back_too(tmp_path):
     class Loads(ScriptedPredictor):
         async def ModelInfer(self, request, context):  # noqa: N802
             if request.model_name == MODEL:
@@ -124,7 +124,7 @@ async def test_tensors_go_on_with_another_model_too(tmp_path):
     assert predictor.calls[-1].request.model_name == SECOND
 
 
-async def test_a_copy_is_answered_by_another_model_and_disturbs_nobody(tmp_path):
+async def test_a_copy_is_answered_by_another_model_and_affects_no_request(tmp_path):
     held = asyncio.Event()
 
     async def action(predictor, call):
@@ -147,13 +147,13 @@ async def test_a_copy_is_answered_by_another_model_and_disturbs_nobody(tmp_path)
         assert len(copy.output_ids) == 5
 
 
-async def test_tensors_are_copied_too(tmp_path):
+async def test_requests_for_tensors_are_copied_too(tmp_path):
     predictor = ScriptedPredictor(models=(MODEL, SECOND))
     routes = routed(tmp_path, "teller: {model: teller, shadow: second}")
     async with serving(predictor) as address, transformer(address, routes=routes) as (stub, _):
-        asked = tensors(MODEL)
-        asked.model_version = "1"  # That of the model, and not of the one that gets the copy.
-        answer = await stub.ModelInfer(asked, timeout=30)
+        request = tensors(MODEL)
+        request.model_version = "1"  # The version of the model itself, not of the one that gets the copy.
+        answer = await stub.ModelInfer(request, timeout=30)
         assert answer.model_name == MODEL
         await predictor.wait_for_calls(2)
     first, copy = predictor.calls[:2]

@@ -1,4 +1,4 @@
-"""A model whose tokenizer cannot be read harms no other, and one of any name takes text where it can."""
+"""A model with an unreadable tokenizer affects no other, and a model of any name can take text."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 
 
 def storyteller(folder, **contents):
-    """A copy of the storyteller's text side; of each file the contents given, None for no file."""
+    """A copy of the storyteller's text side; `contents` replaces files; None removes one."""
     folder.mkdir()
     for path in STORYTELLER.glob("*.json"):
         shutil.copy(path, folder)
@@ -34,7 +34,7 @@ def storyteller(folder, **contents):
 
 UNREADABLE = {
     "no tokenizer": ({"tokenizer": None}, "no tokenizer in .*: it has none of tokenizer.json, vocab.txt"),
-    "a model that nobody knows": ({"tokenizer": '{"model": {"type": "X"}}'}, "cannot be read: .*"),
+    "an unknown model type": ({"tokenizer": '{"model": {"type": "X"}}'}, "cannot be read: .*"),
     "no object": ({"tokenizer": "[]"}, "cannot be read: TypeError"),
     "half a file": ({"tokenizer": '{"model": '}, "cannot be read: JSONDecodeError: Expecting value"),
     "a wrong configuration": ({"tokenizer_config": "[]"}, "cannot be read: AttributeError"),
@@ -50,7 +50,7 @@ def pool():
 
 
 @pytest.mark.parametrize("fault", UNREADABLE)
-def test_files_that_cannot_be_read_are_one_line_that_says_why(tmp_path, pool, fault):
+def test_unreadable_files_are_refused_in_one_line_with_the_reason(tmp_path, pool, fault):
     contents, reason = UNREADABLE[fault]
     folder = storyteller(tmp_path / "model", **contents)
     with pytest.raises(StartupError, match=reason) as raised:
@@ -60,7 +60,7 @@ def test_files_that_cannot_be_read_are_one_line_that_says_why(tmp_path, pool, fa
 
 
 class Repository(ForeignServer):
-    """A predictor that loads generation models, each from a folder of its name's last part."""
+    """A predictor that loads generation models, each from the folder named like the last part of its name."""
 
     def __init__(self, folders):
         super().__init__(ready=())
@@ -113,7 +113,7 @@ async def test_a_model_whose_tokenizer_cannot_be_read_is_not_loaded_and_the_othe
     await stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="good/story"), timeout=30)
 
 
-async def test_after_a_restart_such_a_model_is_named_and_the_others_are_served(tmp_path):
+async def test_after_a_restart_a_model_with_an_unreadable_tokenizer_is_logged_and_the_others_are_served(tmp_path):
     bad = storyteller(tmp_path / "bad", tokenizer=json.dumps({"model": {"type": "X"}}))
     server = Repository({"story": STORYTELLER, "bad": bad})
     server.ready.update(("story", "bad"))
@@ -124,14 +124,14 @@ async def test_after_a_restart_such_a_model_is_named_and_the_others_are_served(t
         assert "cannot be read" in catalogue.why_unreadable("bad")
 
 
-async def test_a_hub_model_that_is_called_by_its_own_id_takes_text(served):
+async def test_a_hub_model_that_is_called_by_its_id_takes_text(served):
     stub, _, _ = served
     await stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="good/story"), timeout=30)
     answer = await stub.ModelMetadata(pb.ModelMetadataRequest(name="good/story"), timeout=10)
     assert (answer.platform, answer.inputs[0].name) == ("millrace_text", "text_input")
 
 
-def test_a_location_is_a_folder_or_a_hub_id_whatever_the_models_name(tmp_path):
+def test_a_location_is_a_folder_or_a_hub_id_for_any_name_of_the_model(tmp_path):
     assert parse_location("good/story", "good/story@main") == ModelSource("good/story", "good/story", "main")
     folder = tmp_path / "a,b=c"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""Several transformers share a port that nobody else can take."""
+"""Several transformers share a port that no other process can take."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def listener(port, shares=True):
     return held
 
 
-def test_a_reserved_port_is_shared_by_those_who_ask_and_taken_for_anybody_else():
+def test_a_reserved_port_can_be_shared_on_request_and_is_taken_otherwise():
     with reserved("127.0.0.1", 0) as port:
         with closing(listener(port)), closing(listener(port)):
             pass
@@ -39,7 +39,7 @@ def test_a_reserved_port_is_shared_by_those_who_ask_and_taken_for_anybody_else()
             listener(port, shares=False)
 
 
-def test_a_port_that_is_listened_on_cannot_be_reserved():
+def test_a_port_with_a_listener_cannot_be_reserved():
     for shares in (False, True):
         with closing(listener(0, shares)) as taken, pytest.raises(StartupError, match="is the port taken"):
             reserved("127.0.0.1", taken.getsockname()[1]).__enter__()
@@ -62,10 +62,10 @@ def start(port, http_port=0, **environment):
 def test_a_taken_port_is_one_line_at_the_start(names):
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         process = start(**{"port": 0} | {names: taken.getsockname()[1]})
-        _, said = process.communicate(timeout=60)
+        _, error_text = process.communicate(timeout=60)
     assert process.returncode == os.EX_CONFIG
-    assert said.startswith("transformer: 127.0.0.1:")
-    assert said.count("\n") == 1
+    assert error_text.startswith("transformer: 127.0.0.1:")
+    assert error_text.count("\n") == 1
 
 
 @pytest.fixture
@@ -79,15 +79,17 @@ def no_tokenizers(tmp_path):
     return {"PYTHONPATH": path, "MODELS": "identity=models/identity"}
 
 
-def test_what_a_worker_cannot_be_started_with_ends_all_with_its_line(tmp_path, no_tokenizers):
+def test_a_worker_that_cannot_start_ends_all_with_its_error_line(tmp_path, no_tokenizers):
     process = start(0, **no_tokenizers | {"MODELS": f"x={tmp_path}"})
-    _, said = process.communicate(timeout=60)
+    _, error_text = process.communicate(timeout=60)
     assert process.returncode == os.EX_CONFIG
-    assert "has no config.json" in said
-    assert "Traceback" not in said
+    assert "has no config.json" in error_text
+    assert "Traceback" not in error_text
 
 
-async def test_a_retired_parent_ends_with_its_workers_and_the_successors_serve_until_theirs_is_killed(no_tokenizers):
+async def test_a_retired_parent_ends_with_its_workers_and_the_successors_serve_until_their_parent_is_killed(
+    no_tokenizers,
+):
     with closing(listener(0)) as held, closing(listener(0)) as http_held:
         port, http_port = held.getsockname()[1], http_held.getsockname()[1]
     own = no_tokenizers | {"TRANSFORMER_LISTEN": "shared", "TRANSFORMER_METRICS_PORT": "0"}
@@ -106,7 +108,7 @@ async def test_a_retired_parent_ends_with_its_workers_and_the_successors_serve_u
         assert old.returncode == 0
         assert not psutil.wait_procs(old_workers, timeout=0)[1]
         assert serving(port)
-        # Connections meet either worker.
+        # Connections go to either worker.
         for _ in range(8):
             async with connected(http_port) as client:
                 answer = await (await client.request("/millrace.rest.v1.OpenAI/Version", verb="GET")).wait()

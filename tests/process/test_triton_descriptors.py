@@ -1,7 +1,7 @@
 """Our inference protocol is Triton's: the same messages, fields, numbers, enums and services.
 
 Two stub sets of package `inference` cannot live in one process, so tritonclient's is read by
-another one, whose interpreter has it: .venv-clients.
+another process, whose interpreter has it: .venv-clients.
 """
 
 import json
@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CLIENTS_PYTHON = ROOT / ".venv-clients" / "bin" / "python"
 
-# Runs in either interpreter. File names and options differ and do not matter on the wire.
+# Runs in either interpreter. File names and options differ, without an effect on messages.
 DUMP = """
 import importlib, json, sys
 
@@ -72,7 +72,7 @@ print(json.dumps([dump(importlib.import_module(name).DESCRIPTOR) for name in sys
 
 
 def dumped(python, *modules):
-    # Warnings are the other interpreter's own affair.
+    # Warnings of the other interpreter do not matter.
     command = [str(python), "-W", "ignore", "-c", DUMP, *modules]
     return json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
 
@@ -89,12 +89,12 @@ def files():
 
 @pytest.mark.parametrize("part", ["package", "messages", "enums", "services"])
 @pytest.mark.parametrize("index", [0, 1], ids=["service", "model_config"])
-def test_ours_are_tritons(files, index, part):
+def test_our_descriptors_equal_tritons(files, index, part):
     ours, tritons = files[index]
     assert ours[part] == tritons[part]
 
 
-def test_there_is_something_to_compare(files):
+def test_the_descriptors_are_not_empty(files):
     (service, _), (model_config, _) = files
     assert "ModelStreamInfer" in service["services"]["inference.GRPCInferenceService"]
     assert len(service["messages"]) > 50

@@ -1,4 +1,4 @@
-"""Calls of gRPC whose message never becomes whole: HTTP/2 by hand, for no client library does that."""
+"""Calls of gRPC whose message stays incomplete: HTTP/2 by hand, since no client library does that."""
 
 import asyncio
 import struct
@@ -10,7 +10,7 @@ INITIAL_WINDOW = 4  # Identifier of the setting.
 
 
 class UnfinishedCalls:
-    """One connection; `ended` has the streams that the server has ended, `sent` the bytes that each has sent."""
+    """One connection; `ended` has the streams that the server has ended, `sent` the bytes sent on each."""
 
     def __init__(self, reader, writer):
         self._reader, self._writer = reader, writer
@@ -27,7 +27,7 @@ class UnfinishedCalls:
         return cls(*await asyncio.open_connection("127.0.0.1", port))
 
     async def send(self, path, calls, size):
-        """Opens so many calls and sends all of a message of so many bytes but the last one, as far as is let in."""
+        """Opens `calls` calls and sends `size` bytes of a longer message, as far as flow control allows."""
         streams = range(2 * len(self.sent) + 1, 2 * (len(self.sent) + calls) + 1, 2)
         for stream in streams:
             self._windows[stream], self.sent[stream] = self._initial, 0

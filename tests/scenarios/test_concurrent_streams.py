@@ -1,7 +1,7 @@
 """`concurrent_streams`: hundreds of streams whose callers leave, time out or read slowly affect no other stream.
 
-200 at a time: no crash, no error for the others, all blocks of the KV cache free again. 200 streams; 10,000 with FULL=1,
-after which no process is larger than before. The seed is printed; SEED chooses it.
+200 at a time: no crash, no error for the others, all blocks of the KV cache free again. 200 streams, or 10,000 with
+FULL=1, after which no process is larger than before. The seed is printed; SEED chooses it.
 """
 
 import asyncio
